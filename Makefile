@@ -1,0 +1,27 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: train test lint
+.DEFAULT_GOAL := test
+
+# Train a small GPT under stage 3 on two processes; ARGS adds to the command line.
+train: .venv/stamp
+	OMP_NUM_THREADS=1 $(BIN)/python examples/train_gpt.py fit --config examples/zero3.yaml $(ARGS)
+
+# Lint, types and tests; ARGS adds to pytest's command line.
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: .venv/stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy lightning_zero
+
+# torch comes first and alone, so that the build for this machine is found before anything
+# else asks for it.
+.venv/stamp: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet --group dev --editable .
+	touch $@
