@@ -1,0 +1,320 @@
+"""Train a small GPT on the bytes of a text, under whatever strategy the configuration names.
+
+    python examples/train_gpt.py fit --config examples/zero3.yaml
+    python examples/train_gpt.py fit --config examples/zero3.yaml --trainer.strategy ddp
+    python examples/train_gpt.py fit --config examples/zero3.yaml --data.path some.txt
+
+The model and the data are ordinary Lightning: nothing in them knows how they are trained.
+Without `--data.path` the text is the Python documentation that ships inside the interpreter.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import MeanMetric
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, heads, time, size)
+        return self.out(y.transpose(1, 2).flatten(-2))
+
+
+class Block(nn.Module):
+    """Attention and a two-layer perceptron, each on a normalized residual stream."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT(LightningModule):
+    """A decoder-only transformer over bytes.
+
+    Args:
+        context: the longest text, in bytes, that the model sees at once.
+        width: the size of the residual stream.
+        depth: the number of blocks.
+        heads: the number of attention heads.
+        tie_head: whether the output layer shares the weight of the byte embedding.
+        lr: the learning rate at its highest, after the warmup.
+        weight_decay: the decay of matrices; vectors (biases, norms) are not decayed.
+        warmup: the part of all steps in which the learning rate rises.
+    """
+
+    def __init__(
+        self,
+        context: int = 128,
+        width: int = 128,
+        depth: int = 4,
+        heads: int = 4,
+        tie_head: bool = True,
+        lr: float = 3e-3,
+        weight_decay: float = 0.1,
+        warmup: float = 0.05,
+    ) -> None:
+        super().__init__()
+        self.context = context
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.warmup = warmup
+        self.byte_embedding = nn.Embedding(256, width)
+        self.position_embedding = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 256, bias=False)
+        self.apply(self._initialize)
+        if tie_head:
+            self.head.weight = self.byte_embedding.weight
+        self.train_loss = MeanMetric()
+        self.val_loss = MeanMetric()
+
+    @staticmethod
+    def _initialize(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def forward(self, text: Tensor) -> Tensor:
+        position = torch.arange(text.shape[1], device=text.device)
+        x = self.byte_embedding(text) + self.position_embedding(position)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self._loss(batch)
+        self.train_loss(loss.detach())
+        self.log("loss", loss, prog_bar=True)
+        self.log("train_loss", self.train_loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.val_loss(self._loss(batch))
+        self.log("val_loss", self.val_loss, prog_bar=True)
+
+    def _loss(self, batch: Tensor) -> Tensor:
+        """The mean nats per byte: each byte is predicted from those before it."""
+        logits = self(batch[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> dict:
+        parameters = list(self.parameters())
+        groups = [
+            {
+                "params": [p for p in parameters if p.ndim >= 2],
+                "weight_decay": self.weight_decay,
+            },
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._lr_factor)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    def _lr_factor(self, step: int) -> float:
+        """A linear warmup, then half a cosine down to a tenth."""
+        num_steps = int(self.trainer.estimated_stepping_batches)
+        num_warmup = max(1, int(self.warmup * num_steps))
+        if step < num_warmup:
+            return (step + 1) / num_warmup
+        progress = (step - num_warmup) / max(1, num_steps - num_warmup)
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+    @torch.no_grad()
+    def generate(self, prompt: bytes, num_bytes: int, temperature: float, seed: int) -> bytes:
+        """Continue `prompt`; the same seed draws the same bytes on every rank."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        text = torch.tensor([list(prompt)], device=self.device)
+        for _ in range(num_bytes):
+            logits = self(text[:, -self.context :])[:, -1]
+            chances = torch.softmax(logits.float() / temperature, dim=-1)
+            text = torch.cat([text, torch.multinomial(chances, 1, generator=generator)], dim=1)
+        return bytes(text[0].tolist())
+
+
+class Windows(Dataset[Tensor]):
+    """A text cut into windows of `context` bytes, each with the byte that follows it."""
+
+    def __init__(self, text: bytes, context: int) -> None:
+        self.text = torch.tensor(list(text), dtype=torch.uint8)
+        self.context = context
+
+    def __len__(self) -> int:
+        return (len(self.text) - 1) // self.context
+
+    def __getitem__(self, index: int) -> Tensor:
+        start = index * self.context
+        return self.text[start : start + self.context + 1].long()
+
+
+class Text(LightningDataModule):
+    """The bytes of a text: its beginning to train on, its end to validate on.
+
+    Args:
+        path: a text file; the documentation inside the Python interpreter if not given.
+        context: the length of a window in bytes.
+        batch_size: the number of windows in a batch of one rank.
+        val_fraction: the part of the text, at its end, that is kept for validation.
+    """
+
+    def __init__(
+        self,
+        path: Path | None = None,
+        context: int = 128,
+        batch_size: int = 8,
+        val_fraction: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.path = path
+        self.context = context
+        self.batch_size = batch_size
+        self.val_fraction = val_fraction
+
+    def setup(self, stage: str) -> None:
+        if self.path is None:
+            text = "\n\n".join(topics[name] for name in sorted(topics)).encode()
+        else:
+            text = self.path.read_bytes()
+        cut = int(len(text) * (1 - self.val_fraction))
+        self.train_windows = Windows(text[:cut], self.context)
+        self.val_windows = Windows(text[cut:], self.context)
+        if not len(self.train_windows) or not len(self.val_windows):
+            raise ValueError(
+                f"A text of {len(text)} bytes is too short for windows of {self.context} bytes "
+                f"in both parts; take a longer text or a smaller --data.context."
+            )
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(self.train_windows, self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(self.val_windows, self.batch_size)
+
+
+class LossTable(Callback):
+    """Prints the loss before training and after each epoch: the means over all ranks."""
+
+    def on_validation_end(self, trainer: Trainer, module: GPT) -> None:
+        if trainer.sanity_checking:
+            self._print_line(trainer, module)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: GPT) -> None:
+        self._print_line(trainer, module)
+
+    def _print_line(self, trainer: Trainer, module: GPT) -> None:
+        metrics = trainer.callback_metrics
+        losses = [
+            f"{name} {metrics[name]:.3f}" for name in ("val_loss", "train_loss") if name in metrics
+        ]
+        module.print(f"step {trainer.global_step:5d}", *losses, sep="   ")
+
+
+class Sample(Callback):
+    """Prints a text of the trained model.
+
+    Args:
+        prompt: the beginning of the text.
+        num_bytes: how many bytes follow it.
+        temperature: how daring the choice of a byte is.
+        seed: the seed of the choices.
+    """
+
+    def __init__(
+        self,
+        prompt: str = "The statement",
+        num_bytes: int = 300,
+        temperature: float = 0.7,
+        seed: int = 0,
+    ) -> None:
+        self.prompt = prompt
+        self.num_bytes = num_bytes
+        self.temperature = temperature
+        self.seed = seed
+
+    def on_train_end(self, trainer: Trainer, module: GPT) -> None:
+        # All ranks generate, rank 0 prints: where weights are sharded, a forward takes all ranks.
+        text = module.generate(self.prompt.encode(), self.num_bytes, self.temperature, self.seed)
+        module.print(f"\n{text.decode(errors='replace')}\n")
+
+
+class MemoryTable(Callback):
+    """Prints the bytes that rank 0 holds, beside those it would hold under DDP.
+
+    The first column is empty under a strategy that does not count its bytes.
+    """
+
+    KINDS = ("weights", "gradients", "master", "states", "gathered")
+
+    def __init__(self) -> None:
+        self.held: dict[str, int] = {}
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: GPT, optimizer: object) -> None:
+        self._measure(trainer)
+
+    def on_train_end(self, trainer: Trainer, module: GPT) -> None:
+        self._measure(trainer)
+        ddp = self._under_ddp(module)
+        rows = [(kind, self.held.get(kind), ddp[kind]) for kind in self.KINDS]
+        rows.append(("peak", sum(self.held.values()) or None, sum(ddp.values())))
+        module.print(f"{'bytes per rank':<16}{'this run':>14}{'ddp':>14}")
+        for kind, held, under_ddp in rows:
+            module.print(f"{kind:<16}{'' if held is None else f'{held:,}':>14}{under_ddp:>14,}")
+
+    def _measure(self, trainer: Trainer) -> None:
+        """Keep the most that was seen of each kind."""
+        if hasattr(trainer.strategy, "memory"):
+            now = trainer.strategy.memory()
+            self.held = {k: max(self.held.get(k, 0), now.get(k, 0)) for k in self.KINDS}
+
+    def _under_ddp(self, module: GPT) -> dict[str, int]:
+        """Whole weights, whole gradients and Adam's two averages, all in fp32."""
+        num_parameters = sum(p.numel() for p in module.parameters())
+        sizes = {"weights": 4, "gradients": 4, "states": 8}
+        return {kind: sizes.get(kind, 0) * num_parameters for kind in self.KINDS}
+
+
+class CLI(LightningCLI):
+    """The command line, with one `context` for the model and the data."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.link_arguments("data.context", "model.context")
+
+
+if __name__ == "__main__":
+    CLI(
+        GPT,
+        Text,
+        seed_everything_default=0,
+        trainer_defaults={"callbacks": [LossTable(), Sample(), MemoryTable()]},
+    )
