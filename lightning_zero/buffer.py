@@ -1,0 +1,62 @@
+"""One flat tensor that holds every slot of a layout, and can give its memory back and take it again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lightning_zero.layout import Layout
+
+
+@contextlib.contextmanager
+def lasting_tensors() -> Iterator[None]:
+    """Tensors made here are ordinary ones without a graph, also when the caller is in inference mode.
+
+    An inference tensor could never be saved for a later backward.
+    """
+    # In this order: leaving inference mode turns gradients on.
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+class Buffer:
+    """A flat 1-D tensor of a layout's ``numel`` elements, with one view per slot.
+
+    Memory is given back by resizing the storage to zero, never by replacing it: autograd saves *views*
+    of weights (``F.linear`` saves ``weight.t()``), and those must see the data when it is whole again.
+    """
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        with lasting_tensors():
+            self.tensor = torch.empty(layout.numel, dtype=dtype, device=device)
+            self.views = [
+                self.tensor.as_strided(slot.shape, slot.stride, slot.offset)
+                for slot in layout.slots
+            ]
+        self._nbytes = self.tensor.nbytes
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether the buffer has memory."""
+        return self.nbytes == self._nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the buffer holds now."""
+        return self.tensor.untyped_storage().nbytes()
+
+    def allocate(self) -> None:
+        """Take memory; the content is undefined."""
+        if not self.is_allocated:
+            self.tensor.untyped_storage().resize_(self._nbytes)
+
+    def release(self) -> None:
+        """Give the memory back; views stay, and may not be read until the buffer is filled again."""
+        self.tensor.untyped_storage().resize_(0)
+
+    def shard(self, rank: int, world_size: int) -> Tensor:
+        """The part of the buffer that belongs to ``rank``; a view, so it needs memory to be read."""
+        return self.tensor.view(world_size, -1)[rank]

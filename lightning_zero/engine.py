@@ -1,0 +1,618 @@
+"""The life of a step: when units are unsharded, resharded, reduced and refreshed.
+
+The engine knows no Lightning. In a plain loop::
+
+    engine = Engine(module, Settings(stage=3))
+    engine.adopt(optimizer)
+    for batch in data:
+        optimizer.zero_grad()
+        loss = module(batch).sum()
+        loss.backward()
+        optimizer.step()
+    engine.close()
+
+What happens, and who says so:
+
+==========================  ====================================================================
+event                       action
+==========================  ====================================================================
+step opens (``step()``, or  unshard the root for the whole step, broadcast buffers
+the root's ``forward``)
+a unit's ``forward``        unshard it, prefetch the next; afterwards reshard, unless it is the very
+                            next need (the last unit of a forward is the first of the backward)
+outputs' first gradient     unshard the unit for its backward, prefetch the next
+a parameter's gradient      move it to the reduce buffer; the unit's last one starts its reduction
+inputs' gradients done      reshard
+end of backward             reduce what is left, show the gradients to the optimizer, close the step
+optimizer stepped           start to gather the new weights of replicated units
+==========================  ====================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_zero import meta, optim, resting
+from lightning_zero.comm import Comm
+from lightning_zero.piece import Piece
+from lightning_zero.plan import RECIPES, Plan, Recipe
+from lightning_zero.schedule import Need, Schedule
+from lightning_zero.tensors import tensors_in
+from lightning_zero.unit import Bundle, State, Unit
+from lightning_zero.wrap import UnitPolicy, assign_parameters, find_units
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user chooses about the engine; ``ZeROStrategy`` says what each setting means."""
+
+    stage: int = 3
+    recipe: Recipe = RECIPES["32-true"]
+    units: UnitPolicy = "auto"
+    prefetch: int = 1
+    reshard_after_forward: bool = True
+    reduce_dtype: torch.dtype | None = None
+    accumulate: str | None = None
+    broadcast_buffers: bool = True
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def plan(self, dtype: torch.dtype, *, is_cast: bool = True) -> Plan:
+        """The plan for parameters of ``dtype``; ``is_cast`` says whether the precision may cast them."""
+        return Plan.build(
+            self.stage,
+            dtype,
+            recipe=self.recipe if is_cast else RECIPES["32-true"],
+            device=self.device,
+            reduce_dtype=self.reduce_dtype,
+            accumulate=self.accumulate,
+        )
+
+
+class Engine:
+    """A module whose parameters live in units, and the step that they go through together.
+
+    Args:
+        module: The model. Its parameters become views of flat buffers, sharded according to the stage;
+            the ``Parameter`` objects stay.
+        settings: What the user chose.
+        comm: The ranks; the default process group if omitted.
+
+    Raises:
+        ValueError: The module cannot be sharded as it is; the message says why.
+    """
+
+    def __init__(self, module: nn.Module, settings: Settings, comm: Comm | None = None) -> None:
+        self.module = module
+        self.settings = settings
+        self.comm = comm or Comm(settings.device)
+        self.units: list[Unit] = []
+        self._places: dict[int, tuple[str, Unit, Bundle, int]] = {}
+        self._build_units()
+        self.root = self.units[-1]
+        self._optimizers: list[tuple[Optimizer, set[int]]] = []
+        self._handles: list[RemovableHandle] = []
+        self._hooked: set[int] = set()
+        self._schedules = {True: Schedule(), False: Schedule()}
+        self._schedule = self._schedules[True]
+        self._depth = 0
+        self._awaits_backward = False
+        self._in_backward = False
+        self._syncs = True
+        self._is_ordered = self.comm.is_ordered
+        self._order: list[Unit] | None = None
+        self._reduced: list[Unit] = []
+        self._reducing: list[Unit] = []
+        self._register_hooks()
+        for unit in self.units:
+            unit.reshard()
+
+    # -- building --------------------------------------------------------------------------------
+
+    def _build_units(self) -> None:
+        modules = find_units(self.module, self.settings.units)
+        # The root comes last: a tied parameter is loaded when every module that uses it has its values.
+        assigned = assign_parameters(self.module, modules)
+        root_parameters = assigned.pop("")
+        uncast = _uncast_parameters(self.module)
+        owners = _owners(self.module)
+        for name, named in [*assigned.items(), ("", root_parameters)]:
+            if not named and name:
+                continue
+            module = modules[name] if name else self.module
+            meta.materialize(
+                self.module, [owners[id(p)] for _, p in named], self.settings.device
+            )
+            index = len(self.units)
+            unit = Unit(name, module, self._bundle(named, uncast), index, self._touch)
+            self.units.append(unit)
+            for bundle in unit.bundles:
+                for slot, (parameter, place) in zip(
+                    bundle.layout.slots,
+                    ((p, i) for i, p in enumerate(bundle.parameters)),
+                    strict=True,
+                ):
+                    self._places[id(parameter)] = (slot.name, unit, bundle, place)
+            if name:
+                unit.reshard()
+        meta.materialize(self.module, self.module.modules(), self.settings.device)
+
+    def _bundle(self, named: Iterable[tuple[str, Parameter]], uncast: set[int]) -> list[Bundle]:
+        groups: dict[tuple[torch.dtype, bool, bool], list[tuple[str, Parameter]]] = {}
+        for name, parameter in named:
+            is_cast = id(parameter) not in uncast
+            key = (parameter.dtype, parameter.requires_grad, is_cast)
+            groups.setdefault(key, []).append((name, parameter))
+        return [
+            Bundle(members, self.settings.plan(dtype, is_cast=is_cast), self.comm)
+            for (dtype, _, is_cast), members in groups.items()
+        ]
+
+    def _register_hooks(self) -> None:
+        for unit in self.units[:-1]:
+            module = unit.module
+            self._handles += [
+                module.register_forward_pre_hook(
+                    _uncompiled(functools.partial(self._before_forward, unit)),
+                    prepend=True,
+                    with_kwargs=True,
+                ),
+                module.register_forward_hook(
+                    _uncompiled(functools.partial(self._after_forward, unit)), always_call=True
+                ),
+            ]
+        # The children too: a validation hook calls `self.net(x)`, and the root holds some of its weights.
+        for module in [self.module, *self.module.children()]:
+            if any(module is unit.module for unit in self.units[:-1]):
+                continue
+            self._handles += [
+                module.register_forward_pre_hook(_uncompiled(self._enter_root), prepend=True),
+                module.register_forward_hook(_uncompiled(self._leave_root), always_call=True),
+            ]
+        for unit in self.units:
+            self._hook_grads(unit)
+
+    def _hook_grads(self, unit: Unit) -> None:
+        """Listen for gradients of parameters that want one, also of those unfrozen since last time."""
+        for bundle in unit.bundles:
+            for index, parameter in enumerate(bundle.parameters):
+                if id(parameter) not in self._hooked and parameter.requires_grad:
+                    self._hooked.add(id(parameter))
+                    hook = functools.partial(self._on_grad, unit, bundle, index)
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    # -- the step --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def step(self, *, awaits_backward: bool = True) -> Iterator[Callable[[Any], None]]:
+        """Code that all ranks run together, with the root whole and other weights gathered on touch.
+
+        Yields a function to call with the step's outputs: a backward pass from them, after the context
+        has ended, finds the weights it needs. ``awaits_backward=False`` closes the step at once.
+        """
+        self._enter()
+        outputs: list[Any] = []
+        try:
+            yield outputs.append
+        except BaseException:
+            self.reset()
+            raise
+        self._leave(outputs if awaits_backward else None)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Microbatches whose gradients may stay local, if the plan says so."""
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    @property
+    def in_step(self) -> bool:
+        """Whether all ranks run the same code now, so that a touch may gather."""
+        return self._depth > 0 or self._awaits_backward
+
+    def _enter_root(self, module: nn.Module, args: Any) -> None:
+        self._enter()
+
+    def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._leave(output)
+
+    def _enter(self) -> None:
+        self._depth += 1
+        if self._depth > 1 or self._in_backward:
+            return
+        self._close_step()
+        self._schedule = self._schedules[torch.is_grad_enabled()]
+        self._schedule.begin()
+        self.root.unshard()
+        self._prefetch()
+        self.root.wait()
+        self._hook_grads(self.root)
+        if self.settings.broadcast_buffers and self._syncs:
+            self._broadcast_buffers()
+
+    def _leave(self, outputs: Any) -> None:
+        self._depth = max(self._depth - 1, 0)
+        if self._depth or self._in_backward:
+            return
+        watched = list(_with_grad(outputs)) if torch.is_grad_enabled() else []
+        if not watched:
+            self._close_step()
+            return
+        # A second backward over the same graph comes when the step is closed: gather again what has no
+        # unit of its own to do so.
+        held = [self.root, *(unit for unit in self.units if unit.is_pinned)]
+        register_multi_grad_hook(watched, functools.partial(self._hold, held), mode="any")
+        self._awaits_backward = True
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _hold(self, units: Iterable[Unit], _: Tensor) -> None:
+        self._begin_backward()
+        for unit in units:
+            unit.unshard()
+        for unit in units:
+            unit.wait()
+
+    def _close_step(self) -> None:
+        """Give everything back that a step held."""
+        self._awaits_backward = False
+        for unit in self.units:
+            unit.is_pinned = False
+            unit.reshard()
+
+    @torch.no_grad()
+    def _broadcast_buffers(self) -> None:
+        """Overwrite the module's buffers with rank 0's, one message per dtype, as DDP does."""
+        if self.comm.world_size == 1:
+            return
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in self.module.buffers():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in by_dtype.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            self.comm.broadcast(flat)
+            for buffer, part in zip(
+                buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True
+            ):
+                buffer.copy_(part.view_as(buffer))
+
+    def _touch(self, parameter: Parameter) -> None:
+        """Make a parameter readable that somebody uses outside its unit's forward, or say why not."""
+        name, unit, _, _ = self._places[id(parameter)]
+        if unit.state is not State.IN_FLIGHT:
+            if not self.in_step:
+                raise RuntimeError(
+                    f"Parameter {name!r} is sharded over {self.comm.world_size} ranks and not in memory"
+                    " now. Outside of training_step, validation_step and the like, read it in a context"
+                    " that gathers it on all ranks: `with lightning_zero.gathered(module): ...`"
+                )
+            unit.unshard()
+            unit.is_pinned = True
+        unit.wait()
+
+    # -- forward ---------------------------------------------------------------------------------
+
+    def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+        is_recompute = torch._C._current_graph_task_id() != -1
+        if is_recompute:
+            self._begin_backward()
+        self._need(unit, is_backward=is_recompute)
+        if not torch.is_grad_enabled():
+            return
+        self._hook_grads(unit)
+        # Leaf inputs end their backward before the unit's own graph does, so they tell nothing.
+        inputs = [tensor for tensor in _with_grad((args, kwargs)) if not tensor.is_leaf]
+        if inputs:
+            unit.has_inner_inputs = True
+            register_multi_grad_hook(inputs, functools.partial(self._after_backward, unit), mode="all")
+
+    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        is_recompute = torch._C._current_graph_task_id() != -1
+        wants_grad = False
+        if torch.is_grad_enabled():
+            outputs = [tensor for tensor in _with_grad(output) if tensor.grad_fn is not None]
+            if outputs:
+                wants_grad = True
+                # A hook on a view is lost when the view is changed in place; one on its base stays.
+                bases = [tensor._base for tensor in outputs if tensor._base is not None]
+                hook = functools.partial(self._before_backward, unit)
+                register_multi_grad_hook([*outputs, *_with_grad(bases)], hook, mode="any")
+        is_next = self._schedule.ahead(1) in ([Need(unit.index, True)], [Need(unit.index, False)])
+        keeps = is_next or (wants_grad and not self.settings.reshard_after_forward)
+        if not (is_recompute or keeps):
+            unit.reshard()
+
+    def _need(self, unit: Unit, *, is_backward: bool) -> None:
+        """Make a unit whole, and start on those that are needed after it."""
+        self._schedule.record(Need(unit.index, is_backward))
+        unit.unshard()
+        self._prefetch()
+        unit.wait()
+
+    def _prefetch(self) -> None:
+        for need in self._schedule.ahead(self.settings.prefetch):
+            self.units[need.unit].unshard()
+
+    # -- backward --------------------------------------------------------------------------------
+
+    @property
+    def _reduces_now(self) -> bool:
+        plan = self.root.bundles[0].plan if self.root.bundles else self.units[0].bundles[0].plan
+        return self._syncs or plan.reduces_every_microbatch
+
+    def _begin_backward(self) -> None:
+        if self._in_backward:
+            return
+        self._in_backward = True
+        self._reduced, self._reducing = [], []
+        with torch._C.DisableTorchFunctionSubclass():
+            for unit in self.units:
+                unit.expect()
+        # Private, as in DDP and FSDP2: torch has no public event for the end of a backward pass, and a
+        # plain `loss.backward()` in user code has nobody else to tell us.
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+
+    def _before_backward(self, unit: Unit, _: Tensor) -> None:
+        self._begin_backward()
+        self._need(unit, is_backward=True)
+        if torch.is_grad_enabled():
+            # create_graph: the graph of this backward saves the weights, and no event tells when its
+            # own backward will want them.
+            unit.is_pinned = True
+
+    def _after_backward(self, unit: Unit, _: Any) -> None:
+        unit.reshard()
+
+    def _on_grad(self, unit: Unit, bundle: Bundle, index: int, _: Tensor) -> None:
+        self._begin_backward()
+        unit.take_grad(bundle, index)
+        if not unit.is_complete:
+            return
+        if self._reduces_now:
+            self._reduce_in_order(unit)
+        if unit is not self.root and not unit.has_inner_inputs:
+            unit.reshard()
+
+    def _reduce_in_order(self, unit: Unit) -> None:
+        """Start a complete unit's reduction, at once or when its turn has come.
+
+        Backends that match collectives by their order need the same order on every rank, also when a
+        rank did not use a unit: that of rank 0's first backward. Point-to-point messages need none.
+        """
+        if not self._is_ordered:
+            self._reduce(unit)
+            return
+        for turn in (self._order or [])[len(self._reduced) :]:
+            if not (turn.is_complete and turn.has_arrivals):
+                return
+            self._reduce(turn)
+
+    def _reduce(self, unit: Unit) -> None:
+        # One reduction is under way behind the backward of the next unit; two would only hold memory.
+        for earlier in self._reducing:
+            earlier.finish_reduce()
+        unit.reduce()
+        self._reducing = [unit]
+        self._reduced.append(unit)
+
+    def _finish_backward(self) -> None:
+        """End a backward pass: late and unused gradients, waits, and the weights that nobody gave back."""
+        self._in_backward = False
+        if self._reduces_now:
+            self._reduce_rest()
+        self.comm.release_scratch()
+        for unit in self.units:
+            unit.has_inner_inputs = False
+        if self._depth == 0:
+            self._close_step()
+            return
+        for unit in self.units:
+            if unit is not self.root:
+                unit.reshard()
+
+    def _reduce_rest(self) -> None:
+        """Reduce what some rank has gradients for, then show the result to the optimizer.
+
+        Ranks that took different branches agree on how often each unit is reduced and which parameters
+        were used at all: those that no rank used keep no gradient, as in a plain loop.
+        """
+        rounds = [self._reduced.count(unit) + unit.has_arrivals for unit in self.units]
+        used = [flag for unit in self.units for bundle in unit.bundles for flag in bundle.used]
+        agreed = torch.tensor([*rounds, *used], dtype=torch.uint8)
+        self.comm.agree(agreed).wait()
+        counts, flags = agreed[: len(rounds)].tolist(), iter(agreed[len(rounds) :].tolist())
+        if self._is_ordered and self._order is None:
+            names = [unit.index for unit in dict.fromkeys([*self._reduced, *self.units])]
+            self._order = [self.units[index] for index in self.comm.broadcast_object(names)]
+        for unit in self._order or self.units:
+            for _ in range(counts[unit.index] - self._reduced.count(unit)):
+                self._reduce(unit)
+        for unit in self._reducing:
+            unit.finish_reduce()
+        for unit in self.units:
+            for bundle in unit.bundles:
+                bundle.install_grads([bool(next(flags)) for _ in bundle.parameters])
+
+    # -- the optimizer ---------------------------------------------------------------------------
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Point ``optimizer`` at this rank's pieces, and refresh weights whenever it has stepped.
+
+        Raises:
+            ValueError: It is not element-wise, or a parameter is in two of its groups.
+        """
+        optim.check_can_be_cut(optimizer)
+        self._optimizers.append((optimizer, set()))
+        self._point(optimizer)
+        optimizer.register_step_pre_hook(lambda opt, args, kwargs: self._point(opt))
+        optimizer.register_step_post_hook(lambda opt, args, kwargs: self._after_step(opt))
+
+    def _point(self, optimizer: Optimizer) -> None:
+        optim.point_at_pieces(optimizer, self.piece)
+
+    def piece(self, parameter: Parameter) -> Piece | None:
+        """This rank's piece of a parameter; ``None`` if the parameter is not the engine's."""
+        place = self._places.get(id(parameter))
+        return place[2].pieces[place[3]] if place else None
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        """Bring weights up to date with the masters that ``optimizer`` stepped."""
+        stepped = {
+            id(self._places[id(piece.parameter)][1])
+            for group in optimizer.param_groups
+            for piece in group["params"]
+            if isinstance(piece, Piece) and id(piece.parameter) in self._places
+        }
+        if not self._depth:
+            self._close_step()
+        for unit in self.units:
+            if id(unit) in stepped and unit.state is not State.RESTING:
+                unit.refresh()
+
+    # -- whole parameters ------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def gathered(
+        self, parameters: Iterable[Parameter] | None = None, *, modify: bool = False
+    ) -> Iterator[None]:
+        """Make parameters whole, in the master's precision, for reading or for editing.
+
+        Args:
+            parameters: Which; all if omitted. Whole units are gathered. Every rank names the same.
+            modify: Keep what rank 0 made of them, on all ranks.
+        """
+        units = self._units_of(parameters)
+        for unit in units:
+            unit.wait_if_in_flight()
+            unit.lend()
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.take_back(modify=modify)
+
+    def _units_of(self, parameters: Iterable[Parameter] | None) -> list[Unit]:
+        if parameters is None:
+            return self.units
+        wanted = {
+            id(self._places[id(p)][1]) for p in parameters if id(p) in self._places
+        }
+        return [unit for unit in self.units if id(unit) in wanted]
+
+    def full_parameters(self) -> Iterator[tuple[Parameter, Tensor]]:
+        """Every parameter with its whole value in the master's precision, one bundle in memory at a time.
+
+        All ranks must go through it together. The tensor is a view that the next bundle overwrites.
+        """
+        for unit in self.units:
+            for bundle in unit.bundles:
+                yield from zip(bundle.parameters, bundle.full().views, strict=True)
+
+    def full_of(self, piece: Piece, part: Tensor) -> Tensor:
+        """The whole tensor, of the parameter's shape, of which every rank's ``part`` covers its piece."""
+        _, _, bundle, index = self._places[id(piece.parameter)]
+        return bundle.full_of(index, part)
+
+    def full_grad(self, parameter: Parameter) -> Tensor | None:
+        """The whole reduced gradient of a parameter, or ``None`` if it has none; on all ranks together."""
+        piece = self.piece(parameter)
+        if piece is None:
+            raise ValueError("full_grad: the parameter belongs to no module that this engine shards.")
+        has_grad = torch.tensor([piece.grad is not None], dtype=torch.uint8)
+        self.comm.agree(has_grad).wait()
+        if not has_grad.item():
+            return None
+        return self.full_of(piece, piece.grad if piece.grad is not None else torch.zeros_like(piece))
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """This rank's pieces of every parameter."""
+        return [piece for unit in self.units for bundle in unit.bundles for piece in bundle.pieces]
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds now, by kind, each storage counted once.
+
+        ``gathered`` is whole weights of units that rest sharded; ``unreduced`` is gradients before and
+        during their reduction; ``states`` is the tensors of the adopted optimizers.
+        """
+        kinds = dict.fromkeys(
+            ("weights", "gathered", "gradients", "unreduced", "master", "states", "buffers"), 0
+        )
+        for unit in self.units:
+            for bundle in unit.bundles:
+                for kind, count in bundle.memory().items():
+                    kinds[kind] += count
+        kinds["unreduced"] += self.comm.scratch_bytes
+        kinds["states"] = sum(
+            value.nbytes
+            for optimizer, _ in self._optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        )
+        kinds["buffers"] = sum(buffer.nbytes for buffer in self.module.buffers())
+        return kinds
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget a step that an exception ended; the next one starts clean."""
+        self._depth = 0
+        self._in_backward = False
+        for unit in self.units:
+            unit.abandon()
+        self.comm.release_scratch()
+        self._close_step()
+
+    def close(self, *, restore: bool = True) -> None:
+        """Take the hooks away and, with ``restore``, make the module an ordinary one again, on the CPU.
+
+        Restoring gathers unit by unit and needs host memory for the whole model on every rank. Without
+        it the parameters stay at rest.
+        """
+        for unit in self.units:
+            unit.wait_if_in_flight()
+        self._close_step()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if not restore:
+            return
+        for parameter, whole in self.full_parameters():
+            resting.unguard(parameter)
+            parameter.data = whole.to("cpu", copy=True)
+        for unit in self.units:
+            unit.retire()
+
+
+def _with_grad(value: Any) -> Iterator[Tensor]:
+    return (tensor for tensor in tensors_in(value) if tensor.requires_grad)
+
+
+def _owners(module: nn.Module) -> dict[int, nn.Module]:
+    """The module that holds each parameter, by the parameter's id."""
+    return {id(p): owner for owner in module.modules() for p in owner._parameters.values() if p is not None}
+
+
+def _uncast_parameters(module: nn.Module) -> set[int]:
+    """Parameters that stay fp32 in mixed precision: a batch norm's statistics are, and must match."""
+    norms = (m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase))
+    return {id(p) for norm in norms for p in norm.parameters(recurse=False)}
+
+
+def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compiler.disable(hook)  # type: ignore[no-any-return]

@@ -1,0 +1,135 @@
+"""The user's optimizer on pieces: which optimizers may be cut, and how one is pointed at its pieces."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_zero.piece import Piece
+
+FindPiece = Callable[[Parameter], Piece | None]
+
+_CURE = (
+    "ZeRO gives each rank a flat part of every parameter, which only an element-wise optimizer (SGD, Adam,"
+    " AdamW, Adagrad, RMSprop, ...) can step. Use one of those, or strategy='ddp'."
+)
+
+
+def check_can_be_cut(optimizer: Optimizer) -> None:
+    """Raise unless stepping two halves of a tensor is the same as stepping the whole.
+
+    A toy tensor is stepped three times whole and in two flat pieces, each piece by its own optimizer as
+    two ranks would, for every set of options among the param groups.
+
+    Raises:
+        ValueError: The results differ, or the optimizer cannot step a flat piece.
+    """
+    name = type(optimizer).__name__
+    tried: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
+        if any(_same_options(options, other) for other in tried):
+            continue
+        tried.append(options)
+        whole = torch.linspace(-1, 1, 24).view(6, 4)
+        grads = [torch.linspace(1, 2, 24).sin().view(6, 4) * (step + 1) for step in range(3)]
+        try:
+            expected = _step_toy(optimizer, options, whole, grads)
+            flat = [grad.flatten() for grad in grads]
+            halves = [
+                _step_toy(optimizer, options, whole.flatten()[part], [g[part] for g in flat])
+                for part in (slice(0, 9), slice(9, 24))
+            ]
+        except Exception as error:
+            raise ValueError(
+                f"{name} cannot step a part of a parameter: {error}. {_CURE}"
+            ) from error
+        if not torch.allclose(torch.cat(halves), expected.flatten(), rtol=1e-5, atol=1e-7):
+            raise ValueError(
+                f"{name} gives other results for the parts of a parameter than for the whole. {_CURE}"
+            )
+
+
+def _same_options(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(str(one[key]) == str(other[key]) for key in one)
+
+
+def _step_toy(
+    optimizer: Optimizer, options: dict[str, Any], start: Tensor, grads: list[Tensor]
+) -> Tensor:
+    toy = Parameter(start.clone())
+    twin = _twin(optimizer, options, toy)
+    for group in twin.param_groups:
+        if "lr" in group:
+            # A warm-up starts at zero, and with it every optimizer would pass.
+            group["lr"] = torch.tensor(0.1) if isinstance(group["lr"], Tensor) else 0.1
+    for grad in grads:
+        toy.grad = grad.clone()
+        twin.step()
+    return toy.detach()
+
+
+def _twin(optimizer: Optimizer, options: dict[str, Any], toy: Parameter) -> Optimizer:
+    """An optimizer of the same class and options that owns only ``toy``."""
+    cls = optimizer._optimizer if hasattr(optimizer, "_optimizer") else optimizer
+    try:
+        return type(cls)([{**copy.deepcopy(options), "params": [toy]}], **copy.deepcopy(cls.defaults))
+    except TypeError:
+        # A constructor with other arguments than its defaults: copy everything but what belongs to the
+        # user's parameters.
+        twin = copy.copy(cls)
+        twin.__dict__ = dict(cls.__dict__)
+        twin.state = defaultdict(dict)
+        twin.param_groups = [{**copy.deepcopy(options), "params": [toy]}]
+        for name, value in cls.__dict__.items():
+            if isinstance(value, OrderedDict):
+                twin.__dict__[name] = OrderedDict()
+        return twin
+
+
+def point_at_pieces(optimizer: Optimizer, find_piece: FindPiece) -> None:
+    """Replace the engine's parameters in ``optimizer`` by their pieces, in place and with their state.
+
+    Parameters of no engine are left alone. Calling it again takes in groups that were added since.
+
+    Raises:
+        ValueError: A parameter is in two groups.
+    """
+    seen = {id(p) for group in optimizer.param_groups for p in group["params"] if isinstance(p, Piece)}
+    for group in optimizer.param_groups:
+        for index, parameter in enumerate(group["params"]):
+            piece = None if isinstance(parameter, Piece) else find_piece(parameter)
+            if piece is None:
+                continue
+            if id(piece) in seen:
+                raise ValueError(
+                    f"A parameter of shape {tuple(parameter.shape)} appears in more than one param group"
+                    f" of {type(optimizer).__name__}. Put each parameter into one group."
+                )
+            seen.add(id(piece))
+            group["params"][index] = piece
+            if parameter in optimizer.state:
+                optimizer.state[piece] = cut_state(optimizer.state.pop(parameter), piece)
+
+
+def cut_state(state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
+    """The part of a whole parameter's optimizer state that belongs to ``piece``."""
+    return {
+        key: piece.part_of(value).to(piece.device) if is_per_element(key, value, piece) else value
+        for key, value in state.items()
+    }
+
+
+def is_per_element(key: str, value: Any, piece: Piece) -> bool:
+    """Whether an entry of a whole parameter's state has one number per element of it.
+
+    For a 0-d parameter the shape cannot tell ``exp_avg`` from the step count, so the name must.
+    """
+    return isinstance(value, Tensor) and value.shape == piece.parameter.shape and key != "step"

@@ -1,0 +1,63 @@
+"""What an optimizer holds in place of a parameter: the part of its master that this rank owns."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_zero.buffer import lasting_tensors
+from lightning_zero.layout import Slot
+
+
+class Piece(Parameter):
+    """The 1-D part of one parameter's master on this rank, possibly empty.
+
+    Every rank holds a piece of every parameter in its ``param_groups``, so group indices, learning
+    rates and ``toggle_optimizer`` mean the same everywhere. ``requires_grad`` is the parameter's own:
+    freezing a piece freezes the parameter, on every rank, and the other way round.
+
+    Attributes:
+        parameter: The parameter on the module that this is a piece of.
+        slot: Where that parameter lies in its buffer.
+        start: First element of the piece, counted in the parameter's memory order.
+        stop: One past its last element.
+    """
+
+    parameter: Parameter
+    slot: Slot
+    start: int
+    stop: int
+
+    @classmethod
+    def cut(cls, parameter: Parameter, slot: Slot, data: Tensor, start: int) -> Piece:
+        """The piece of ``parameter`` that ``data`` holds from element ``start`` on."""
+        with lasting_tensors():
+            piece = cast(Piece, cls(data, requires_grad=False))
+        piece.parameter, piece.slot = parameter, slot
+        piece.start, piece.stop = start, start + data.numel()
+        return piece
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """The elements of ``whole``, which has the parameter's shape, that this piece covers; ``[n]``."""
+        flat = whole.new_empty(self.slot.numel)
+        flat.as_strided(self.slot.shape, self.slot.stride).copy_(whole)
+        return flat[self.start : self.stop]
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.parameter.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.parameter.requires_grad = value
+
+    def requires_grad_(self, requires_grad: bool = True) -> Piece:
+        self.parameter.requires_grad = requires_grad
+        return self
+
+    def __repr__(self) -> str:
+        shape = tuple(self.parameter.shape)
+        return f"Piece [{self.start}:{self.stop}] of a parameter of shape {shape}, {self.dtype}"

@@ -1,0 +1,152 @@
+"""What a stage, a precision and an accumulation policy mean: data that everybody reads.
+
+Each kind of state has a **home**, where it rests between uses: a placement, a dtype and a device.
+Three homes are a **plan**. A stage is a row of placements (Rajbhandari et al., *ZeRO: Memory
+Optimizations Toward Training Trillion Parameter Models*, section 5):
+
+    =====  ==========  ========  =======
+    stage  weight      grad      master
+    =====  ==========  ========  =======
+    1      replicated  partial   sharded
+    2      replicated  sharded   sharded
+    3      sharded     sharded   sharded
+    =====  ==========  ========  =======
+
+Two moments follow from the homes, and they are all that differs between the stages: whole weights are
+given back after use if the weight's home is sharded, and gradients are reduced in every microbatch if
+the grad's home is sharded (otherwise in the last one).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+
+class Placement(Enum):
+    """How a buffer lies over the ranks."""
+
+    REPLICATED = "replicated"
+    """Every rank holds all of it."""
+    PARTIAL = "partial"
+    """Every rank holds a summand of all of it."""
+    SHARDED = "sharded"
+    """Every rank holds its own equal part."""
+
+
+PLACEMENTS = {
+    1: (Placement.REPLICATED, Placement.PARTIAL, Placement.SHARDED),
+    2: (Placement.REPLICATED, Placement.SHARDED, Placement.SHARDED),
+    3: (Placement.SHARDED, Placement.SHARDED, Placement.SHARDED),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a precision means for fp32 parameters; ``None`` stands for the parameter's own dtype."""
+
+    weight: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    autocast: torch.dtype | None = None
+    loss_scaled: bool = False
+
+
+RECIPES = {
+    "64-true": Recipe(),
+    "32-true": Recipe(),
+    "bf16-true": Recipe(),
+    "16-true": Recipe(),
+    "bf16-mixed": Recipe(torch.bfloat16, torch.float32, torch.bfloat16),
+    "16-mixed": Recipe(torch.float16, torch.float32, torch.float16, loss_scaled=True),
+}
+"""The ``*-true`` rows cast the module before it is sharded, so its own dtypes are right."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where one kind of state rests."""
+
+    placement: Placement
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The three homes of the parameters that share a dtype.
+
+    ``grad`` is the home of gradients between microbatches; its dtype is the one in which they are
+    reduced. A reduced gradient has the master's dtype, because the optimizer reads it.
+    """
+
+    weight: Home
+    grad: Home
+    master: Home
+
+    @classmethod
+    def build(
+        cls,
+        stage: int,
+        dtype: torch.dtype,
+        *,
+        recipe: Recipe = RECIPES["32-true"],
+        device: torch.device = torch.device("cpu"),
+        reduce_dtype: torch.dtype | None = None,
+        accumulate: str | None = None,
+    ) -> Plan:
+        """The plan for parameters of ``dtype``.
+
+        Args:
+            stage: 1, 2 or 3.
+            dtype: The parameters' own dtype. Only fp32 parameters follow ``recipe``.
+            recipe: A row of :data:`RECIPES`.
+            device: The device of all three homes.
+            reduce_dtype: Overrides the dtype in which gradients travel.
+            accumulate: ``"reduce"`` or ``"local"``; ``None`` takes the stage's own placement.
+        """
+        weight, grad, master = PLACEMENTS[stage]
+        if accumulate is not None:
+            grad = Placement.PARTIAL if accumulate == "local" else Placement.SHARDED
+        if dtype is not torch.float32:
+            recipe = Recipe()
+        if not dtype.is_floating_point:
+            reduce_dtype = None
+        return cls(
+            Home(weight, recipe.weight or dtype, device),
+            Home(grad, reduce_dtype or recipe.reduce or dtype, device),
+            Home(master, dtype, device),
+        )
+
+    @property
+    def gives_weights_back(self) -> bool:
+        """Whether whole weights are released after use."""
+        return self.weight.placement is Placement.SHARDED
+
+    @property
+    def reduces_every_microbatch(self) -> bool:
+        """Whether gradients are reduced in every microbatch, not only in the last of a step."""
+        return self.grad.placement is Placement.SHARDED
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the master is a second copy beside the weight, and not the weight itself."""
+        return self.master.dtype != self.weight.dtype
+
+    def resting_bytes(self, numel: int, world_size: int, *, trainable: bool = True) -> dict[str, int]:
+        """Bytes per rank between steps, by kind, for a padded buffer of ``numel`` elements.
+
+        A sharded weight needs no copy beside its master: it is cast as it is gathered. Gradients are
+        counted as reduced; a ``PARTIAL`` home holds ``numel`` elements of ``grad.dtype`` between
+        microbatches instead.
+        """
+        shard = numel // world_size
+        weight = shard if self.gives_weights_back else numel
+        if self.gives_weights_back and self.has_master:
+            weight = 0
+        return {
+            "weights": weight * self.weight.dtype.itemsize,
+            "gradients": shard * self.master.dtype.itemsize if trainable else 0,
+            "master": shard * self.master.dtype.itemsize if self.has_master else 0,
+        }

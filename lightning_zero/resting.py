@@ -1,0 +1,130 @@
+"""Parameters that may not be read right now, and what happens to whoever reads one.
+
+At rest a parameter's data is a stride-0 placeholder of the full shape. Reading it would be silent
+nonsense (and reading a freed storage a segmentation fault), so while a parameter rests its class is a
+subclass whose ``__torch_function__`` lets metadata through and hands everything else to the ``touch``
+that was registered for the parameter. ``touch`` makes the parameter readable or raises.
+
+Swapping ``__class__`` is what torch does for ``UninitializedParameter``; it stays in this room. The
+alternative, a second ``Parameter`` object in ``module._parameters``, loses the identity that
+optimizers, ties, EMA dictionaries and hooks rely on.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.weak import WeakIdKeyDictionary
+
+Touch = Callable[[Parameter], None]
+
+_touches: MutableMapping[Parameter, Touch] = WeakIdKeyDictionary()
+
+_READABLE_ATTRIBUTES = """
+    shape dtype device layout requires_grad grad grad_dtype names ndim is_leaf is_cuda is_cpu is_meta
+    is_sparse is_quantized is_mkldnn is_nested is_xpu is_mps is_xla itemsize nbytes grad_fn output_nr
+    retains_grad _version _base _backward_hooks _post_accumulate_grad_hooks
+""".split()
+_WRITABLE_ATTRIBUTES = ("requires_grad", "grad", "grad_dtype", "names", "_backward_hooks")
+_METHODS = """
+    size dim ndimension numel nelement element_size is_floating_point is_complex get_device
+    requires_grad_ register_hook register_post_accumulate_grad_hook __hash__ __len__ is_same_size
+    new_empty new_zeros new_ones new_full new_tensor
+""".split()
+_FUNCTIONS = """
+    is_floating_point is_complex numel empty_like zeros_like ones_like full_like rand_like randn_like
+    is_tensor is_same_size
+""".split()
+
+
+def _metadata() -> frozenset[Any]:
+    """Everything that tells about a parameter without reading its data."""
+    allowed: set[Any] = {torch.Tensor.__len__}
+    for name in _READABLE_ATTRIBUTES:
+        if hasattr(Tensor, name):
+            allowed.add(getattr(Tensor, name).__get__)
+    for name in _WRITABLE_ATTRIBUTES:
+        if hasattr(Tensor, name):
+            allowed.add(getattr(Tensor, name).__set__)
+    allowed.update(getattr(Tensor, name) for name in _METHODS)
+    allowed.update(getattr(torch, name) for name in _FUNCTIONS)
+    return frozenset(allowed)
+
+
+_METADATA = _metadata()
+
+
+class Resting:
+    """Mixin of the class that a parameter has while its data may not be read."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Let metadata through; make every other use readable first."""
+        kwargs = kwargs or {}
+        if func not in _METADATA:
+            _touch_all((args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
+        parameter = cast(Parameter, self)
+        _touches[parameter](parameter)
+        return copy.deepcopy(parameter, memo)
+
+    def __repr__(self) -> str:
+        parameter = cast(Parameter, self)
+        return f"Parameter at rest of shape {tuple(parameter.shape)}, {parameter.dtype}"
+
+
+def _touch_all(value: Any) -> None:
+    if isinstance(value, Resting):
+        parameter = cast(Parameter, value)
+        _touches[parameter](parameter)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _touch_all(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _touch_all(item)
+
+
+@functools.cache
+def _resting_class(cls: type[Parameter]) -> type[Parameter]:
+    return cast("type[Parameter]", type(f"Resting{cls.__name__}", (Resting, cls), {}))
+
+
+def is_guarded(parameter: Parameter) -> bool:
+    """Whether a use of ``parameter`` goes through its touch now."""
+    return isinstance(parameter, Resting)
+
+
+def guard(parameter: Parameter, touch: Touch) -> None:
+    """Send every use of ``parameter`` through ``touch`` until :func:`unguard`."""
+    if not isinstance(parameter, Resting):
+        _touches[parameter] = touch
+        parameter.__class__ = _resting_class(type(parameter))
+
+
+def unguard(parameter: Parameter) -> None:
+    """Make ``parameter`` an object of its own class again."""
+    if isinstance(parameter, Resting):
+        parameter.__class__ = type(parameter).__mro__[2]
+
+
+def placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One element that stands for any number: NaN where the dtype has one."""
+    value = float("nan") if dtype.is_floating_point else 0
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.full((), value, dtype=dtype, device=device)

@@ -1,0 +1,34 @@
+"""The tensors inside whatever a module takes and gives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def tensors_in(value: Any, _seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists, sets, mappings, dataclasses and plain objects."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if value is None or isinstance(value, (str, bytes, int, float, bool, type)):
+        return
+    seen = set() if _seen is None else _seen
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        children: Any = value.values()
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        children = value
+    elif dataclasses.is_dataclass(value):
+        children = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    elif hasattr(value, "__dict__") and not callable(value):
+        children = list(vars(value).values())
+    else:
+        return
+    for child in children:
+        yield from tensors_in(child, seen)

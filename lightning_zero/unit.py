@@ -1,0 +1,463 @@
+"""A module's parameters that are gathered, released and reduced together.
+
+A **bundle** is the part of a unit whose parameters share a dtype and whether they are trainable: one
+layout, one buffer of weights, one shard of the master, one shard of gradients. A **unit** is a module's
+bundles and the state they are in::
+
+    state       weight buffer            parameters
+    RESTING     released (stage 3)       placeholders that send a read to the engine
+    IN_FLIGHT   allocated, being filled  the same; at stages 1 and 2 also between a step and its use
+    WHOLE       filled                   views of the buffer, ordinary parameters
+
+The life of a stage-3 unit in one microbatch::
+
+    unshard -> wait -> forward -> reshard ... unshard -> wait -> backward -> take_grad... -> reduce
+    -> reshard -> finish_reduce                                  (stages 1 and 2: no reshard)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.profiler import record_function
+
+from lightning_zero import resting
+from lightning_zero.buffer import Buffer, lasting_tensors
+from lightning_zero.comm import Comm, Work
+from lightning_zero.layout import Layout
+from lightning_zero.piece import Piece
+from lightning_zero.plan import Placement, Plan
+
+
+class State(Enum):
+    """Where a unit's whole weights are."""
+
+    RESTING = "resting"
+    """Given back."""
+    IN_FLIGHT = "in flight"
+    """On their way."""
+    WHOLE = "whole"
+    """Readable."""
+
+
+class Bundle:
+    """The parameters of a unit that share a dtype and trainability, on their buffers."""
+
+    def __init__(self, named: Sequence[tuple[str, Parameter]], plan: Plan, comm: Comm) -> None:
+        self.parameters = [parameter for _, parameter in named]
+        self.plan = plan
+        self.comm = comm
+        self.dtype = self.parameters[0].dtype
+        self.trainable = self.parameters[0].requires_grad
+        self.layout = Layout.build(
+            [(name, tuple(p.shape), _dense_stride(p)) for name, p in named], comm.world_size
+        )
+        self.weight = Buffer(self.layout, plan.weight.dtype, plan.weight.device)
+        self.master = self._load(self.parameters)
+        self.pieces = self._cut_pieces()
+        self.partial: Tensor | None = None
+        self.grad: Tensor | None = None
+        self._grad_pieces: list[Tensor] = []
+        self._partial_views: list[Tensor] = []
+        self.filled = [False] * len(self.parameters)
+        self.arrived = [False] * len(self.parameters)
+        self.used = [False] * len(self.parameters)
+        self.is_settled = False
+        base = resting.placeholder(plan.weight.dtype, plan.weight.device)
+        self._placeholders = [base.expand(slot.shape) for slot in self.layout.slots]
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    def _load(self, parameters: Sequence[Parameter]) -> Tensor:
+        """Fill the weights from ``parameters``, rank 0's for everybody, and return this rank's master."""
+        with lasting_tensors():
+            source = self.weight
+            if self.plan.has_master:
+                source = Buffer(self.layout, self.plan.master.dtype, self.plan.master.device)
+            for start, stop in self.layout.gaps:
+                source.tensor[start:stop].zero_()
+            for parameter, view in zip(parameters, source.views, strict=True):
+                view.copy_(parameter)
+            self.comm.broadcast(source.tensor)
+            shard = source.shard(self.comm.rank, self.comm.world_size)
+            if not self.plan.has_master:
+                # A replicated weight and its master are one storage; a sharded one outlives the buffer.
+                return shard.clone() if self.plan.gives_weights_back else shard
+            self.weight.tensor.copy_(source.tensor)
+            return shard.clone()
+
+    def gather(self, unit: str, tag: int) -> Work:
+        """Start to make the weights whole from every rank's master."""
+        self.weight.allocate()
+        own = self.weight.shard(self.comm.rank, self.comm.world_size)
+        if own.data_ptr() != self.master.data_ptr():
+            own.copy_(self.master)
+        return self.comm.redistribute(
+            Placement.SHARDED, Placement.REPLICATED, self.weight.tensor, own, unit=unit, tag=tag
+        )
+
+    def show_whole(self) -> None:
+        """Point the parameters at the weights."""
+        for parameter, view in zip(self.parameters, self.weight.views, strict=True):
+            resting.unguard(parameter)
+            parameter.data = view
+
+    def show_resting(self, touch: resting.Touch) -> None:
+        """Point the parameters at placeholders that send every read to ``touch``."""
+        for parameter, stand_in in zip(self.parameters, self._placeholders, strict=True):
+            resting.unguard(parameter)
+            parameter.data = stand_in
+            resting.guard(parameter, touch)
+
+    def guard(self, touch: resting.Touch) -> None:
+        """Send every read to ``touch``, the data staying where it is."""
+        for parameter in self.parameters:
+            resting.guard(parameter, touch)
+
+    def full(self) -> Buffer:
+        """A new buffer with the whole master, gathered now; in the parameters' own dtype."""
+        with lasting_tensors():
+            whole = Buffer(self.layout, self.plan.master.dtype, self.plan.master.device)
+            self.gather_into(whole, self.master)
+            return whole
+
+    def full_of(self, index: int, part: Tensor) -> Tensor:
+        """The whole tensor of parameter ``index`` of which every rank's ``part`` covers its piece."""
+        with lasting_tensors():
+            whole = Buffer(self.layout, part.dtype, self.master.device)
+            shard = torch.zeros(self.layout.shard_numel, dtype=part.dtype, device=self.master.device)
+            first = self.pieces[index].storage_offset() - self.master.storage_offset()
+            shard[first : first + part.numel()] = part
+            self.gather_into(whole, shard)
+            return whole.views[index].clone()
+
+    @torch.no_grad()
+    def gather_into(self, whole: Buffer, shard: Tensor) -> None:
+        """Fill ``whole`` from every rank's ``shard``, now."""
+        own = whole.shard(self.comm.rank, self.comm.world_size)
+        own.copy_(shard)
+        self.comm.redistribute(
+            Placement.SHARDED, Placement.REPLICATED, whole.tensor, own, unit="full", tag=0
+        ).wait()
+
+    def lend(self, *, is_whole: bool) -> Buffer:
+        """Point the parameters at whole values in the master's precision; returns what holds them."""
+        lent = self.weight if is_whole and not self.plan.has_master else self.full()
+        for parameter, view in zip(self.parameters, lent.views, strict=True):
+            resting.unguard(parameter)
+            parameter.data = view
+        return lent
+
+    @torch.no_grad()
+    def store(self, whole: Buffer) -> None:
+        """Take this rank's part of ``whole`` as the new master."""
+        self.master.copy_(whole.shard(self.comm.rank, self.comm.world_size))
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    def _cut_pieces(self) -> list[Piece]:
+        pieces = []
+        base = self.comm.rank * self.layout.shard_numel
+        for index, (parameter, slot) in enumerate(
+            zip(self.parameters, self.layout.slots, strict=True)
+        ):
+            start, stop = self.layout.piece(index, self.comm.rank)
+            first = slot.offset + start - base if stop else 0
+            pieces.append(Piece.cut(parameter, slot, self.master[first : first + stop - start], start))
+        return pieces
+
+    @torch.no_grad()
+    def take_grad(self, index: int) -> None:
+        """Move parameter ``index``'s new gradient into the buffer of unreduced ones, cast on the way."""
+        parameter = self.parameters[index]
+        grad, parameter.grad = parameter.grad, None
+        assert grad is not None
+        if self.partial is None:
+            self._allocate_partial()
+        view = self._partial_views[index]
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        if self.filled[index]:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+        self.filled[index] = self.arrived[index] = self.used[index] = True
+
+    def _allocate_partial(self) -> None:
+        partial = Buffer(self.layout, self.plan.grad.dtype, self.plan.grad.device)
+        self.partial, self._partial_views = partial.tensor, partial.views
+        for start, stop in self.layout.gaps:
+            partial.tensor[start:stop].zero_()
+
+    @torch.no_grad()
+    def reduce(self, unit: str, tag: int) -> Callable[[], None]:
+        """Start to average the gradients over the ranks; the returned call ends it."""
+        if self.partial is None:
+            self._allocate_partial()
+        assert self.partial is not None
+        for view, is_filled in zip(self._partial_views, self.filled, strict=True):
+            if not is_filled:
+                view.zero_()
+        partial = self.partial
+        self.partial, self._partial_views = None, []
+        self.filled = [False] * len(self.parameters)
+        shard = self._grad_shard()
+        adds = self.is_settled or self.holds_grads
+        target = torch.empty_like(shard) if adds else shard
+        work = self.comm.redistribute(
+            Placement.PARTIAL, Placement.SHARDED, partial, target, unit=unit, tag=tag
+        )
+        return functools.partial(self._finish_reduce, work, target, partial)
+
+    @torch.no_grad()
+    def _finish_reduce(self, work: Work, target: Tensor, partial: Tensor) -> None:
+        """Wait for a reduction; ``partial`` is only held so that it lives until then."""
+        work.wait()
+        shard = self._grad_shard()
+        if self.comm.world_size > 1:
+            target.mul_(1 / self.comm.world_size)
+        if target is not shard:
+            if not self.is_settled:
+                self._settle_grads()
+            shard.add_(target)
+        self.is_settled = True
+
+    @property
+    def holds_grads(self) -> bool:
+        """Whether reduced gradients of earlier backward passes are kept."""
+        return any(piece.grad is not None for piece in self.pieces)
+
+    def _grad_shard(self) -> Tensor:
+        if self.grad is None:
+            with lasting_tensors():
+                self.grad = torch.zeros_like(self.master)
+            base = self.master.storage_offset()
+            for piece in self.pieces:
+                first = piece.storage_offset() - base
+                self._grad_pieces.append(self.grad[first : first + piece.numel()])
+        return self.grad
+
+    def _settle_grads(self) -> None:
+        """Make the shard hold what the pieces hold: the user may have dropped or replaced some."""
+        for piece, view in zip(self.pieces, self._grad_pieces, strict=True):
+            if piece.grad is None:
+                view.zero_()
+            elif piece.grad is not view:
+                view.copy_(piece.grad)
+
+    def install_grads(self, used: Sequence[bool]) -> None:
+        """End a backward pass: show the reduced gradients of the ``used`` parameters to the optimizer."""
+        self.arrived = [False] * len(self.parameters)
+        if not self.is_settled:
+            return
+        self.is_settled = False
+        self.used = [False] * len(self.parameters)
+        for piece, view, is_used in zip(self.pieces, self._grad_pieces, used, strict=True):
+            if piece.numel() and (is_used or piece.grad is not None):
+                piece.grad = view
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held now, by kind; see ``Engine.memory``."""
+        kinds = {
+            "gradients": self.grad.nbytes if self.grad is not None else 0,
+            "unreduced": self.partial.nbytes if self.partial is not None else 0,
+        }
+        if self.plan.gives_weights_back:
+            kinds["gathered"] = self.weight.nbytes
+            kinds["master" if self.plan.has_master else "weights"] = self.master.nbytes
+        else:
+            kinds["weights"] = self.weight.nbytes
+            kinds["master"] = self.master.nbytes if self.plan.has_master else 0
+        return kinds
+
+    def drop_grads(self) -> None:
+        """Forget what arrived or was reduced and is not shown to the optimizer yet."""
+        self.partial, self._partial_views = None, []
+        self.is_settled = False
+        for flags in (self.filled, self.arrived, self.used):
+            flags[:] = [False] * len(flags)
+
+
+class Unit:
+    """The bundles of one module and the state of its whole weights.
+
+    Attributes:
+        name: The module's qualified name; the root's is ``""``.
+        module: The module whose forward the unit serves.
+        bundles: Its parameters, by dtype and trainability.
+        state: Where its whole weights are.
+        is_pinned: Whether they stay whole to the end of the step.
+        has_inner_inputs: Whether an input's gradient will tell when its backward is done.
+    """
+
+    def __init__(
+        self, name: str, module: nn.Module, bundles: Sequence[Bundle], index: int, touch: resting.Touch
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.bundles = list(bundles)
+        self.index = index
+        self.state = State.WHOLE
+        self.is_pinned = False
+        self.has_inner_inputs = False
+        self._lent: list[Buffer] = []
+        self._touch = touch
+        self._works: list[Work] = []
+        self._finishes: list[Callable[[], None]] = []
+        self._num_missing = 0
+        self._label = name or "root"
+        for bundle in self.bundles:
+            bundle.show_whole()
+
+    @property
+    def numel(self) -> int:
+        """Elements of all slots, without padding."""
+        return sum(slot.numel for bundle in self.bundles for slot in bundle.layout.slots)
+
+    @property
+    def gives_weights_back(self) -> bool:
+        """Whether whole weights are released after use."""
+        return any(bundle.plan.gives_weights_back for bundle in self.bundles)
+
+    @property
+    def label(self) -> str:
+        """The name to show."""
+        return self._label
+
+    def tags(self) -> Iterable[tuple[int, Bundle]]:
+        """Each bundle with a number that no bundle of another unit has (a unit has under 16)."""
+        return ((16 * self.index + number + 1, bundle) for number, bundle in enumerate(self.bundles))
+
+    def unshard(self) -> None:
+        """Start to make the weights whole."""
+        if self.state is State.RESTING:
+            self._gather()
+
+    def refresh(self) -> None:
+        """Start to bring whole weights up to date with a master that was stepped."""
+        self.wait()
+        for bundle in self.bundles:
+            bundle.guard(self._touch)
+        self._gather()
+
+    @torch.no_grad()
+    def _gather(self) -> None:
+        with record_function(f"zero.unshard {self._label}"):
+            self._works = [bundle.gather(self._label, tag) for tag, bundle in self.tags()]
+            self.state = State.IN_FLIGHT
+
+    def wait(self) -> None:
+        """Make the weights readable; they must be whole or on their way."""
+        if self.state is State.WHOLE:
+            return
+        assert self.state is State.IN_FLIGHT, f"{self._label} is waited for but was not unsharded"
+        with record_function(f"zero.wait {self._label}"):
+            for work in self._works:
+                work.wait()
+        self._works = []
+        for bundle in self.bundles:
+            bundle.show_whole()
+        self.state = State.WHOLE
+
+    def reshard(self) -> None:
+        """Give whole weights back, if their home is sharded and nothing pins them."""
+        if self.state is State.RESTING or self.is_pinned or not self.gives_weights_back:
+            return
+        self.wait()
+        with record_function(f"zero.reshard {self._label}"):
+            for bundle in self.bundles:
+                bundle.show_resting(self._touch)
+                bundle.weight.release()
+        self.state = State.RESTING
+
+    def wait_if_in_flight(self) -> None:
+        """Let a gather that was started arrive."""
+        if self.state is State.IN_FLIGHT:
+            self.wait()
+
+    def lend(self) -> None:
+        """Show whole parameters in the master's precision until :meth:`take_back`."""
+        self._lent = [bundle.lend(is_whole=self.state is State.WHOLE) for bundle in self.bundles]
+
+    def take_back(self, *, modify: bool) -> None:
+        """End :meth:`lend`; with ``modify``, rank 0's values become everybody's."""
+        for bundle, lent in zip(self.bundles, self._lent, strict=True):
+            if modify:
+                bundle.comm.broadcast(lent.tensor)
+                bundle.store(lent)
+            if self.state is State.RESTING:
+                bundle.show_resting(self._touch)
+            else:
+                bundle.show_whole()
+        self._lent = []
+        if modify and self.state is State.WHOLE:
+            self.refresh()
+
+    def abandon(self) -> None:
+        """Give up whatever is under way; weights and gradients in flight are dropped."""
+        self.is_pinned = False
+        self.has_inner_inputs = False
+        try:
+            self.wait_if_in_flight()
+            self.finish_reduce()
+        except RuntimeError:
+            # The ranks we waited for are gone; what they would have sent is lost with them.
+            self._works, self._finishes = [], []
+            self.state = State.WHOLE
+        for bundle in self.bundles:
+            bundle.drop_grads()
+
+    def retire(self) -> None:
+        """Free the weights after the parameters were pointed elsewhere."""
+        for bundle in self.bundles:
+            bundle.weight.release()
+        self.state = State.RESTING
+
+    @property
+    def has_arrivals(self) -> bool:
+        """Whether a gradient arrived that is not reduced yet."""
+        return any(any(bundle.filled) for bundle in self.bundles)
+
+    def expect(self) -> None:
+        """Begin a backward pass: note how many gradients are wanted."""
+        self._num_missing = sum(
+            parameter.requires_grad for bundle in self.bundles for parameter in bundle.parameters
+        )
+
+    def take_grad(self, bundle: Bundle, index: int) -> None:
+        """Take in a gradient that autograd just finished."""
+        self._num_missing -= not bundle.arrived[index]
+        bundle.take_grad(index)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every parameter that wants a gradient got one in this backward pass."""
+        return self._num_missing == 0
+
+    def reduce(self) -> None:
+        """Start to average the gradients that arrived over the ranks."""
+        self.finish_reduce()
+        with record_function(f"zero.reduce {self._label}"):
+            self._finishes = [
+                bundle.reduce(self._label, tag)
+                for tag, bundle in self.tags()
+                if any(parameter.requires_grad for parameter in bundle.parameters)
+            ]
+
+    def finish_reduce(self) -> None:
+        """End the reductions that were started."""
+        with record_function(f"zero.finish_reduce {self._label}"):
+            finishes, self._finishes = self._finishes, []
+            for finish in finishes:
+                finish()
+
+
+def _dense_stride(parameter: Tensor) -> tuple[int, ...]:
+    """The parameter's stride if it fills its memory without holes or overlaps, else a contiguous one."""
+    dense = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format)
+    return tuple(dense.stride())

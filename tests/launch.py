@@ -1,0 +1,203 @@
+"""Scripts in processes of their own: for tests of launchers, commands and examples.
+
+Everything that can run inside a rank of the pool should (ranks.py): a script costs seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tests.ranks import ROOT, loopback, without_pytest
+
+MARK = "LIGHTNING_ZERO_TEST"
+
+
+class ScriptError(Exception):
+    """A script failed or did not end in time; the message holds what it printed."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a script ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def output(self) -> str:
+        """All that was printed."""
+        return self.stdout + self.stderr
+
+
+def run_script(
+    script: str | Path,
+    *args: object,
+    nproc: int = 2,
+    nodes: int = 1,
+    launcher: Literal["plain", "lightning", "torchrun"] = "lightning",
+    timeout: float = 120.0,
+    check: bool = True,
+    env: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
+) -> Finished:
+    """Run a Python script to its end.
+
+    Args:
+        script: A path (relative to the repository's root), or code: a string with a newline.
+        *args: The script's arguments.
+        nproc: Processes per node, started by torchrun, or by Lightning inside the script: the
+            script finds the number in the variable NPROC. A plain script is told 1.
+        nodes: Nodes imitated on this machine, each by its own torchrun.
+        launcher: "torchrun", or who starts the other processes: "lightning" or nobody ("plain").
+        timeout: Seconds after which every process is killed.
+        check: Whether an exit code other than 0 is an error.
+        env: Variables to add.
+        cwd: The folder to run in.
+
+    Raises:
+        ScriptError: when time is up, with the stack of every process, or as `check` says.
+    """
+    if launcher != "torchrun" and nodes != 1:
+        raise ValueError(f"nodes={nodes} needs launcher='torchrun', not {launcher!r}")
+    with tempfile.TemporaryDirectory(prefix="script-") as folder:
+        path = Path(folder) / "script.py" if "\n" in str(script) else ROOT / script
+        if "\n" in str(script):
+            path.write_text(str(script))
+        port = free_port()
+        words = [str(path), *map(str, args)]
+        commands = [words]
+        if launcher == "torchrun":
+            options = [f"--nproc-per-node={nproc}", f"--nnodes={nodes}", "--max-restarts=0"]
+            options += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+            run = ["-m", "torch.distributed.run", *options]
+            commands = [[*run, f"--node-rank={node}", *words] for node in range(nodes)]
+        started = {"NPROC": str(1 if launcher == "plain" else nproc), "MASTER_PORT": str(port)}
+        return run_python(
+            *commands, timeout=timeout, check=check, env={**started, **(env or {})}, cwd=cwd
+        )
+
+
+def run_python(
+    *commands: Sequence[str],
+    timeout: float = 120.0,
+    check: bool = True,
+    env: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
+) -> Finished:
+    """Run `python <command>` for each command, all at the same time, to the last one's end.
+
+    With several commands the code is the first that is not 0, and outputs follow one another.
+    """
+    mark = uuid.uuid4().hex
+    environment = {
+        **without_pytest(os.environ),
+        "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": loopback(),
+        **(env or {}),
+        MARK: mark,
+    }
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="output-")))
+        processes = []
+        stack.callback(_kill, mark, processes)
+        for number, command in enumerate(commands):
+            process = subprocess.Popen(
+                [sys.executable, *command],
+                cwd=cwd,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=stack.enter_context((folder / f"{number}.out").open("wb")),
+                stderr=stack.enter_context((folder / f"{number}.err").open("wb")),
+                start_new_session=True,
+            )
+            processes.append(process)
+        in_time = _wait(processes, timeout)
+        if not in_time:
+            _abort(mark, processes)
+        codes = [process.poll() for process in processes]
+        code = next((code for code in codes if code), 0)
+        finished = Finished(code, _read(folder, "*.out"), _read(folder, "*.err"))
+    words = " ".join(commands[0])
+    if not in_time:
+        raise ScriptError(f"`python {words}` did not end within {timeout:g} s\n{finished.output}")
+    if check and finished.code:
+        raise ScriptError(f"`python {words}` ended with code {finished.code}\n{finished.output}")
+    return finished
+
+
+def free_port() -> int:
+    """A port that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _read(folder: Path, pattern: str) -> str:
+    return "".join(path.read_text(errors="replace") for path in sorted(folder.glob(pattern)))
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(process.poll() is None for process in processes):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _abort(mark: str, processes: list[subprocess.Popen[bytes]]) -> None:
+    """Have each process print its stack and die, one after another for the sake of the reader."""
+    for pid in sorted(_tree(mark, processes)):  # parents first: they must not end their children
+        _signal([pid], signal.SIGABRT)
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline and is_running(pid):
+            time.sleep(0.02)
+
+
+def _kill(mark: str, processes: list[subprocess.Popen[bytes]]) -> None:
+    _signal(_tree(mark, processes), signal.SIGKILL)
+    for process in processes:
+        process.wait()
+
+
+def _signal(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _tree(mark: str, processes: list[subprocess.Popen[bytes]]) -> set[int]:
+    """The processes and all that inherited their mark, sessions of their own included."""
+    tree = {process.pid for process in processes if process.poll() is None}
+    for path in Path("/proc").glob("[0-9]*/environ"):  # none where there is no /proc
+        with contextlib.suppress(OSError):
+            if f"{MARK}={mark}".encode() in path.read_bytes():
+                tree.add(int(path.parent.name))
+    return tree
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is not just waiting to be buried."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return not Path("/proc/self").exists()
