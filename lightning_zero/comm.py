@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -205,6 +206,24 @@ class Comm:
         box = [value]
         dist.broadcast_object_list(box, 0, group=self._control)
         return box[0]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, in the order of the ranks."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._control)
+        return values
+
+    def is_whole(self, timeout: timedelta) -> bool:
+        """Whether every rank is still here and calls this too, within ``timeout``."""
+        if self.world_size == 1:
+            return True
+        try:
+            dist.monitored_barrier(group=self._control, timeout=timeout)
+        except RuntimeError:
+            return False
+        return True
 
 
 @torch.no_grad()

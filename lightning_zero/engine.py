@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,7 +47,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_zero import meta, optim, resting
 from lightning_zero.comm import Comm
 from lightning_zero.piece import Piece
-from lightning_zero.plan import RECIPES, Plan, Recipe
+from lightning_zero.plan import PLACEMENTS, RECIPES, Plan, Recipe
 from lightning_zero.schedule import Need, Schedule
 from lightning_zero.tensors import tensors_in
 from lightning_zero.unit import Bundle, State, Unit
@@ -66,6 +67,26 @@ class Settings:
     accumulate: str | None = None
     broadcast_buffers: bool = True
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __post_init__(self) -> None:
+        if self.stage not in PLACEMENTS:
+            raise ValueError(f"Expected stage among 1, 2, 3, got {self.stage!r}.")
+        if not isinstance(self.prefetch, int) or self.prefetch < 0:
+            raise ValueError(f"Expected prefetch as a number of units >= 0, got {self.prefetch!r}.")
+        if self.accumulate not in (None, "reduce", "local"):
+            raise ValueError(f"Expected accumulate='reduce' or 'local', got {self.accumulate!r}.")
+        if self.reduce_dtype is not None and not self.reduce_dtype.is_floating_point:
+            raise ValueError(f"Expected reduce_dtype as a floating dtype, got {self.reduce_dtype}.")
+        if self.stage == 1 and self.accumulate == "reduce":
+            raise ValueError(
+                "stage=1 keeps whole gradients between microbatches, so accumulate='reduce' contradicts it."
+                " Use stage=2, or leave accumulate out."
+            )
+        if self.stage < 3 and not self.reshard_after_forward:
+            raise ValueError(
+                f"stage={self.stage} never gives weights back, so reshard_after_forward=False has no"
+                " meaning. Leave it out, or use stage=3."
+            )
 
     def plan(self, dtype: torch.dtype, *, is_cast: bool = True) -> Plan:
         """The plan for parameters of ``dtype``; ``is_cast`` says whether the precision may cast them."""
@@ -109,13 +130,17 @@ class Engine:
         self._awaits_backward = False
         self._in_backward = False
         self._syncs = True
+        self._broadcasts_next = True
         self._is_ordered = self.comm.is_ordered
         self._order: list[Unit] | None = None
         self._reduced: list[Unit] = []
         self._reducing: list[Unit] = []
+        self.is_closed = False
+        self.is_restored = False
         self._register_hooks()
         for unit in self.units:
             unit.reshard()
+        _engines.add(self)
 
     # -- building --------------------------------------------------------------------------------
 
@@ -124,7 +149,11 @@ class Engine:
         # The root comes last: a tied parameter is loaded when every module that uses it has its values.
         assigned = assign_parameters(self.module, modules)
         root_parameters = assigned.pop("")
-        uncast = _uncast_parameters(self.module)
+        uncast = _uncast_parameters(self.module) if self.settings.recipe.weight else set()
+        for named in assigned.values():
+            # A second dtype would double the unit's collectives for a handful of elements.
+            root_parameters += [(name, p) for name, p in named if id(p) in uncast]
+            named[:] = [(name, p) for name, p in named if id(p) not in uncast]
         owners = _owners(self.module)
         for name, named in [*assigned.items(), ("", root_parameters)]:
             if not named and name:
@@ -134,7 +163,7 @@ class Engine:
                 self.module, [owners[id(p)] for _, p in named], self.settings.device
             )
             index = len(self.units)
-            unit = Unit(name, module, self._bundle(named, uncast), index, self._touch)
+            unit = Unit(name, module, self._bundle(named, uncast), index, self)
             self.units.append(unit)
             for bundle in unit.bundles:
                 for slot, (parameter, place) in zip(
@@ -240,8 +269,9 @@ class Engine:
         self._prefetch()
         self.root.wait()
         self._hook_grads(self.root)
-        if self.settings.broadcast_buffers and self._syncs:
-            self._broadcast_buffers()
+        if self.settings.broadcast_buffers and self._broadcasts_next:
+            self.broadcast_buffers()
+        self._broadcasts_next = self._syncs
 
     def _leave(self, outputs: Any) -> None:
         self._depth = max(self._depth - 1, 0)
@@ -273,7 +303,7 @@ class Engine:
             unit.reshard()
 
     @torch.no_grad()
-    def _broadcast_buffers(self) -> None:
+    def broadcast_buffers(self) -> None:
         """Overwrite the module's buffers with rank 0's, one message per dtype, as DDP does."""
         if self.comm.world_size == 1:
             return
@@ -288,7 +318,7 @@ class Engine:
             ):
                 buffer.copy_(part.view_as(buffer))
 
-    def _touch(self, parameter: Parameter) -> None:
+    def touch(self, parameter: Parameter) -> None:
         """Make a parameter readable that somebody uses outside its unit's forward, or say why not."""
         name, unit, _, _ = self._places[id(parameter)]
         if unit.state is not State.IN_FLIGHT:
@@ -302,12 +332,36 @@ class Engine:
             unit.is_pinned = True
         unit.wait()
 
+    @torch.no_grad()
+    def write(self, parameter: Parameter, value: Tensor) -> None:
+        """Keep this rank's part of a new whole value of ``parameter`` that is not in memory now."""
+        piece = self.piece(parameter)
+        assert piece is not None
+        if value.shape != parameter.shape:
+            value = value.expand(parameter.shape)
+        piece.data.copy_(piece.part_of(value))
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """A context in which whole values copied to parameters go to the masters, as in loading."""
+        for unit in self.units:
+            unit.wait_if_in_flight()
+            unit.guard()
+        try:
+            yield
+        finally:
+            for unit in self.units:
+                if unit.state is State.WHOLE:
+                    unit.refresh()
+
     # -- forward ---------------------------------------------------------------------------------
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
-        is_recompute = torch._C._current_graph_task_id() != -1
+        is_recompute = _in_graph_task()
         if is_recompute:
             self._begin_backward()
+        else:
+            self._enter()
         self._need(unit, is_backward=is_recompute)
         if not torch.is_grad_enabled():
             return
@@ -319,20 +373,25 @@ class Engine:
             register_multi_grad_hook(inputs, functools.partial(self._after_backward, unit), mode="all")
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-        is_recompute = torch._C._current_graph_task_id() != -1
-        wants_grad = False
-        if torch.is_grad_enabled():
-            outputs = [tensor for tensor in _with_grad(output) if tensor.grad_fn is not None]
-            if outputs:
-                wants_grad = True
-                # A hook on a view is lost when the view is changed in place; one on its base stays.
-                bases = [tensor._base for tensor in outputs if tensor._base is not None]
-                hook = functools.partial(self._before_backward, unit)
-                register_multi_grad_hook([*outputs, *_with_grad(bases)], hook, mode="any")
-        is_next = self._schedule.ahead(1) in ([Need(unit.index, True)], [Need(unit.index, False)])
-        keeps = is_next or (wants_grad and not self.settings.reshard_after_forward)
-        if not (is_recompute or keeps):
+        wants_grad = torch.is_grad_enabled() and self._watch_outputs(unit, output)
+        if _in_graph_task():
+            return
+        nexts = self._schedule.ahead(1)
+        is_next = any(need.unit == unit.index for need in nexts)
+        if not (is_next or (wants_grad and not self.settings.reshard_after_forward)):
             unit.reshard()
+        self._leave(output)
+
+    def _watch_outputs(self, unit: Unit, output: Any) -> bool:
+        """Make the first gradient of an output unshard the unit; whether there can be one."""
+        outputs = [tensor for tensor in _with_grad(output) if tensor.grad_fn is not None]
+        if not outputs:
+            return False
+        # A hook on a view is lost when the view is changed in place; one on its base stays.
+        bases = [tensor._base for tensor in outputs if tensor._base is not None]
+        hook = functools.partial(self._before_backward, unit)
+        register_multi_grad_hook([*outputs, *_with_grad(bases)], hook, mode="any")
+        return True
 
     def _need(self, unit: Unit, *, is_backward: bool) -> None:
         """Make a unit whole, and start on those that are needed after it."""
@@ -462,6 +521,10 @@ class Engine:
     def _point(self, optimizer: Optimizer) -> None:
         optim.point_at_pieces(optimizer, self.piece)
 
+    def owns(self, parameter: Parameter) -> bool:
+        """Whether the parameter lies in one of the engine's buffers."""
+        return id(parameter) in self._places
+
     def piece(self, parameter: Parameter) -> Piece | None:
         """This rank's piece of a parameter; ``None`` if the parameter is not the engine's."""
         place = self._places.get(id(parameter))
@@ -541,6 +604,22 @@ class Engine:
         """This rank's pieces of every parameter."""
         return [piece for unit in self.units for bundle in unit.bundles for piece in bundle.pieces]
 
+    def describe(self) -> str:
+        """The units with their sizes, equal ones that follow each other in one line."""
+        runs: list[list[Unit]] = []
+        for unit in self.units:
+            if runs and unit is not self.root and runs[-1][0].numel == unit.numel:
+                runs[-1].append(unit)
+            else:
+                runs.append([unit])
+        lines = [
+            f"  {run[0].label}" + (f" to {run[-1].label}: {len(run)} x" if len(run) > 1 else ":")
+            + f" {run[0].numel:,} parameters"
+            for run in runs
+        ]
+        header = f"ZeRO stage {self.settings.stage} over {self.comm.world_size} ranks, by unit:"
+        return "\n".join([header, *lines])
+
     # -- memory ----------------------------------------------------------------------------------
 
     def memory(self) -> dict[str, int]:
@@ -590,8 +669,10 @@ class Engine:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self.is_closed = True
         if not restore:
             return
+        self.is_restored = True
         for parameter, whole in self.full_parameters():
             resting.unguard(parameter)
             parameter.data = whole.to("cpu", copy=True)
@@ -599,8 +680,28 @@ class Engine:
             unit.retire()
 
 
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def engine_of(parameters: Iterable[Parameter]) -> Engine | None:
+    """The open engine that shards one of ``parameters``, if there is one."""
+    wanted = list(parameters)
+    for engine in _engines:
+        if not engine.is_closed and any(engine.owns(parameter) for parameter in wanted):
+            return engine
+    return None
+
+
+_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
 def _with_grad(value: Any) -> Iterator[Tensor]:
     return (tensor for tensor in tensors_in(value) if tensor.requires_grad)
+
+
+def _in_graph_task() -> bool:
+    """Whether autograd runs a backward pass in this thread: then a forward is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _owners(module: nn.Module) -> dict[int, nn.Module]:
@@ -609,8 +710,11 @@ def _owners(module: nn.Module) -> dict[int, nn.Module]:
 
 
 def _uncast_parameters(module: nn.Module) -> set[int]:
-    """Parameters that stay fp32 in mixed precision: a batch norm's statistics are, and must match."""
-    norms = (m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase))
+    """Parameters that stay as they are in mixed precision.
+
+    Torch's normalizations refuse weights of less precision than their input or their statistics.
+    """
+    norms = (m for m in module.modules() if isinstance(m, _NORMS))
     return {id(p) for norm in norms for p in norm.parameters(recurse=False)}
 
 

@@ -2,8 +2,8 @@
 
 At rest a parameter's data is a stride-0 placeholder of the full shape. Reading it would be silent
 nonsense (and reading a freed storage a segmentation fault), so while a parameter rests its class is a
-subclass whose ``__torch_function__`` lets metadata through and hands everything else to the ``touch``
-that was registered for the parameter. ``touch`` makes the parameter readable or raises.
+subclass whose ``__torch_function__`` lets metadata through and hands everything else to the parameter's
+owner, which makes it readable or raises.
 
 Swapping ``__class__`` is what torch does for ``UninitializedParameter``; it stays in this room. The
 alternative, a second ``Parameter`` object in ``module._parameters``, loses the identity that
@@ -15,16 +15,25 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable, MutableMapping
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-Touch = Callable[[Parameter], None]
 
-_touches: MutableMapping[Parameter, Touch] = WeakIdKeyDictionary()
+class Owner(Protocol):
+    """Whoever knows how a resting parameter is read and written."""
+
+    def touch(self, parameter: Parameter) -> None:
+        """Make ``parameter`` readable, or raise."""
+
+    def write(self, parameter: Parameter, value: Tensor) -> None:
+        """Keep ``value``, of the parameter's shape, as the parameter's new value."""
+
+
+_owners: MutableMapping[Parameter, Owner] = WeakIdKeyDictionary()
 
 _READABLE_ATTRIBUTES = """
     shape dtype device layout requires_grad grad grad_dtype names ndim is_leaf is_cuda is_cpu is_meta
@@ -73,6 +82,11 @@ class Resting:
     ) -> Any:
         """Let metadata through; make every other use readable first."""
         kwargs = kwargs or {}
+        if func is Tensor.copy_ and isinstance(args[0], Resting) and not isinstance(args[1], Resting):
+            # What `load_state_dict` does: a whole value needs no gather to be written.
+            parameter = cast(Parameter, args[0])
+            _owners[parameter].write(parameter, args[1])
+            return parameter
         if func not in _METADATA:
             _touch_all((args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
@@ -80,7 +94,7 @@ class Resting:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         parameter = cast(Parameter, self)
-        _touches[parameter](parameter)
+        _owners[parameter].touch(parameter)
         return copy.deepcopy(parameter, memo)
 
     def __repr__(self) -> str:
@@ -91,7 +105,7 @@ class Resting:
 def _touch_all(value: Any) -> None:
     if isinstance(value, Resting):
         parameter = cast(Parameter, value)
-        _touches[parameter](parameter)
+        _owners[parameter].touch(parameter)
     elif isinstance(value, (list, tuple)):
         for item in value:
             _touch_all(item)
@@ -110,10 +124,10 @@ def is_guarded(parameter: Parameter) -> bool:
     return isinstance(parameter, Resting)
 
 
-def guard(parameter: Parameter, touch: Touch) -> None:
-    """Send every use of ``parameter`` through ``touch`` until :func:`unguard`."""
+def guard(parameter: Parameter, owner: Owner) -> None:
+    """Send every use of ``parameter`` to ``owner`` until :func:`unguard`."""
     if not isinstance(parameter, Resting):
-        _touches[parameter] = touch
+        _owners[parameter] = owner
         parameter.__class__ = _resting_class(type(parameter))
 
 

@@ -107,17 +107,17 @@ class Bundle:
             resting.unguard(parameter)
             parameter.data = view
 
-    def show_resting(self, touch: resting.Touch) -> None:
-        """Point the parameters at placeholders that send every read to ``touch``."""
+    def show_resting(self, owner: resting.Owner) -> None:
+        """Point the parameters at placeholders that send every use to ``owner``."""
         for parameter, stand_in in zip(self.parameters, self._placeholders, strict=True):
             resting.unguard(parameter)
             parameter.data = stand_in
-            resting.guard(parameter, touch)
+            resting.guard(parameter, owner)
 
-    def guard(self, touch: resting.Touch) -> None:
-        """Send every read to ``touch``, the data staying where it is."""
+    def guard(self, owner: resting.Owner) -> None:
+        """Send every use to ``owner``, the data staying where it is."""
         for parameter in self.parameters:
-            resting.guard(parameter, touch)
+            resting.guard(parameter, owner)
 
     def full(self) -> Buffer:
         """A new buffer with the whole master, gathered now; in the parameters' own dtype."""
@@ -296,7 +296,7 @@ class Unit:
     """
 
     def __init__(
-        self, name: str, module: nn.Module, bundles: Sequence[Bundle], index: int, touch: resting.Touch
+        self, name: str, module: nn.Module, bundles: Sequence[Bundle], index: int, owner: resting.Owner
     ) -> None:
         self.name = name
         self.module = module
@@ -306,7 +306,7 @@ class Unit:
         self.is_pinned = False
         self.has_inner_inputs = False
         self._lent: list[Buffer] = []
-        self._touch = touch
+        self._owner = owner
         self._works: list[Work] = []
         self._finishes: list[Callable[[], None]] = []
         self._num_missing = 0
@@ -341,9 +341,13 @@ class Unit:
     def refresh(self) -> None:
         """Start to bring whole weights up to date with a master that was stepped."""
         self.wait()
-        for bundle in self.bundles:
-            bundle.guard(self._touch)
+        self.guard()
         self._gather()
+
+    def guard(self) -> None:
+        """Send every use of the parameters to their owner."""
+        for bundle in self.bundles:
+            bundle.guard(self._owner)
 
     @torch.no_grad()
     def _gather(self) -> None:
@@ -371,7 +375,7 @@ class Unit:
         self.wait()
         with record_function(f"zero.reshard {self._label}"):
             for bundle in self.bundles:
-                bundle.show_resting(self._touch)
+                bundle.show_resting(self._owner)
                 bundle.weight.release()
         self.state = State.RESTING
 
@@ -391,7 +395,7 @@ class Unit:
                 bundle.comm.broadcast(lent.tensor)
                 bundle.store(lent)
             if self.state is State.RESTING:
-                bundle.show_resting(self._touch)
+                bundle.show_resting(self._owner)
             else:
                 bundle.show_whole()
         self._lent = []

@@ -1,0 +1,61 @@
+"""Whole weights and true gradients for hooks, loggers and users, at every stage.
+
+Each function talks to the other ranks, so every rank must call it; on a module that no engine shards each
+does what plain torch would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from lightning_zero import clip
+from lightning_zero.engine import engine_of
+
+
+@contextmanager
+def gathered(
+    module_or_params: nn.Module | Parameter | Iterable[Parameter], *, modify: bool = False
+) -> Iterator[None]:
+    """A context in which resting parameters are whole, in the precision in which they are stepped.
+
+    Args:
+        module_or_params: A module, a parameter or several; whole units around them are gathered.
+        modify: Keep what rank 0 does to them, on all ranks. Without it changes are lost.
+    """
+    parameters = _parameters(module_or_params)
+    engine = engine_of(parameters)
+    if engine is None:
+        yield
+        return
+    with engine.gathered(parameters, modify=modify):
+        yield
+
+
+def full_grad(parameter: Parameter) -> Tensor | None:
+    """The gradient of ``parameter`` averaged over the ranks, in its full shape; ``None`` without one."""
+    engine = engine_of([parameter])
+    return engine.full_grad(parameter) if engine is not None else parameter.grad
+
+
+def grad_norm(
+    module_or_params: nn.Module | Parameter | Iterable[Parameter], norm_type: float = 2.0
+) -> Tensor:
+    """The total norm of the gradients averaged over the ranks; a 0-d tensor."""
+    parameters = _parameters(module_or_params)
+    engine = engine_of(parameters)
+    if engine is None:
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return torch.nn.utils.get_total_norm(grads, norm_type)
+    pieces = [piece for piece in map(engine.piece, parameters) if piece is not None]
+    return clip.total_norm(pieces, engine.comm, norm_type)
+
+
+def _parameters(value: nn.Module | Parameter | Iterable[Parameter]) -> list[Parameter]:
+    if isinstance(value, nn.Module):
+        return list(value.parameters())
+    return [value] if isinstance(value, Parameter) else list(value)

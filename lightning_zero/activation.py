@@ -1,0 +1,38 @@
+"""Activation checkpointing of modules, chosen by one argument (Chen et al., *Training Deep Nets with
+Sublinear Memory Cost*): a module's activations are dropped after forward and computed again in backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class ActivationCheckpointing:
+    """Modules whose ``forward`` is checkpointed, non-reentrantly and with the RNG state kept.
+
+    Only ``forward`` is wrapped, so module hooks run once per call and not again in the recomputation.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = list(modules)
+        for module in self._modules:
+            module.forward = functools.partial(_checkpointed, module.forward)
+
+    def remove(self) -> None:
+        """Give the modules their own ``forward`` back."""
+        for module in self._modules:
+            inner = module.forward.args[0]  # type: ignore[union-attr]
+            if getattr(inner, "__func__", None) is type(module).forward:
+                del module.forward
+            else:
+                module.forward = inner
+        self._modules = []
+
+
+def _checkpointed(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)

@@ -1,0 +1,368 @@
+"""ZeRO as a Lightning strategy: the adapter between the Trainer and the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.strategies import _StrategyRegistry
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_zero.activation import ActivationCheckpointing
+from lightning_zero.checkpoint.state import load_optimizer_state, module_state, optimizer_state
+from lightning_zero.comm import Comm
+from lightning_zero.engine import Engine, Settings
+from lightning_zero.precision import ZeROPrecision
+from lightning_zero.wrap import UnitPolicy
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+log = logging.getLogger(__name__)
+
+_PEERS_TIMEOUT = timedelta(seconds=10)
+
+
+class ZeROStrategy(DDPStrategy):
+    """Trains with optimizer states (stage 1), gradients (2) and weights (3) partitioned over the ranks.
+
+    Everything else is as under ``strategy="ddp"``: the same numbers, hooks, callbacks and launchers
+    (Rajbhandari et al., *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, 2020).
+
+    Args:
+        stage: 1, 2 or 3.
+        units: What is gathered and released together: ``"auto"``, a set of module classes, or a callable
+            that says of a module whether it is a unit.
+        prefetch: How many units ahead weights are gathered; 0 gathers each when it is needed.
+        reshard_after_forward: Give weights back after a unit's forward and gather them again for its
+            backward. ``False`` keeps them in between: less traffic, more memory. Stage 3 only.
+        reduce_dtype: The dtype in which gradients are summed over the ranks; by default fp32 under
+            mixed precision, else the parameters' own.
+        accumulate: With ``accumulate_grad_batches``: ``"reduce"`` keeps only gradient shards between
+            microbatches, ``"local"`` sends nothing until the last one and holds whole gradients. By
+            default ``"local"`` at stage 1 and ``"reduce"`` at stages 2 and 3.
+        activation_checkpointing: ``True`` to recompute every unit's activations in backward, or the
+            module classes to do so for.
+        broadcast_buffers: Overwrite buffers with rank 0's before each forward, as DDP does.
+        restore_weights: Make the module whole and ordinary again after ``fit``. ``False`` for models
+            that one host cannot hold.
+        launcher: ``"subprocess"``, ``"spawn"``, ``"fork"`` or ``"notebook"``, as ``ddp``, ``ddp_spawn``,
+            ``ddp_fork`` and ``ddp_notebook`` are launched.
+        accelerator: As in ``ParallelStrategy``.
+        parallel_devices: As in ``ParallelStrategy``.
+        cluster_environment: As in ``ParallelStrategy``.
+        checkpoint_io: As in ``ParallelStrategy``.
+        precision_plugin: A ``ZeROPrecision``; by default built from ``Trainer(precision=...)``.
+        process_group_backend: As in ``DDPStrategy``.
+        timeout: As in ``DDPStrategy``.
+
+    Raises:
+        ValueError: An argument is out of range or contradicts another.
+    """
+
+    def __init__(
+        self,
+        stage: int = 3,
+        *,
+        units: UnitPolicy = "auto",
+        prefetch: int = 1,
+        reshard_after_forward: bool = True,
+        reduce_dtype: torch.dtype | str | None = None,
+        accumulate: Literal["reduce", "local"] | None = None,
+        activation_checkpointing: bool | Iterable[type[nn.Module]] = False,
+        broadcast_buffers: bool = True,
+        restore_weights: bool = True,
+        launcher: Literal["subprocess", "spawn", "fork", "notebook"] = "subprocess",
+        accelerator: pl.accelerators.Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        if launcher not in _START_METHODS:
+            raise ValueError(f"Expected launcher among {', '.join(_START_METHODS)}, got {launcher!r}.")
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=_START_METHODS[launcher],  # type: ignore[arg-type]
+        )
+        self.precision_plugin = precision_plugin
+        self.settings = Settings(
+            stage=stage,
+            units=units,
+            prefetch=prefetch,
+            reshard_after_forward=reshard_after_forward,
+            reduce_dtype=_as_dtype(reduce_dtype),
+            accumulate=accumulate,
+            broadcast_buffers=broadcast_buffers,
+        )
+        self.activation_checkpointing = activation_checkpointing
+        self.restore_weights = restore_weights
+        self.engine: Engine | None = None
+        self._recompute: ActivationCheckpointing | None = None
+        self._has_failed = False
+
+    # -- precision -------------------------------------------------------------------------------
+
+    @property
+    @override
+    def precision_plugin(self) -> ZeROPrecision:
+        return self._zero_precision
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        # Lightning's connector knows nothing of us: it reads `_precision_plugin` to learn whether the
+        # user chose one here, and otherwise assigns one of its own.
+        self._zero_precision = ZeROPrecision.of(precision_plugin or Precision())
+        self._precision_plugin = None if precision_plugin is None else self._zero_precision
+
+    # -- setup -----------------------------------------------------------------------------------
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        # Never on the accelerator: a whole model need not fit there.
+        device: AbstractContextManager[Any] = torch.device("meta") if empty_init else nullcontext()
+        with device, self.precision_plugin.tensor_init_context():
+            yield
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        module = self._module
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting and self._layer_sync:
+            self._layer_sync.apply(module)
+        self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        self._shard(module, is_fitting=is_fitting)
+        if is_fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _shard(self, module: pl.LightningModule, *, is_fitting: bool) -> None:
+        settings = dataclasses.replace(
+            self.settings,
+            recipe=self.precision_plugin.recipe,
+            device=self.root_device,
+            broadcast_buffers=self.settings.broadcast_buffers and is_fitting,
+        )
+        self._has_failed = False
+        self.engine = Engine(module, settings, Comm(self.root_device))
+        self.engine.broadcast_buffers()
+        self.precision_plugin.comm = self.engine.comm
+        self.model = module
+        self._recompute = ActivationCheckpointing(self._checkpointed_modules(module))
+        rank_zero_info(self.engine.describe())
+
+    def _checkpointed_modules(self, module: nn.Module) -> list[nn.Module]:
+        assert self.engine is not None
+        choice = self.activation_checkpointing
+        if isinstance(choice, bool):
+            return [unit.module for unit in self.engine.units[:-1]] if choice else []
+        classes = tuple(choice)
+        found = [child for child in module.modules() if isinstance(child, classes)]
+        if not found:
+            names = ", ".join(cls.__name__ for cls in classes)
+            raise ValueError(f"activation_checkpointing={names}: the model has no such module.")
+        return found
+
+    @override
+    def model_to_device(self) -> None:
+        """Move everything but the parameters, which the engine moves unit by unit."""
+        module = self._module
+        for child in module.modules():
+            if isinstance(child, Metric):
+                child.to(self.root_device)
+            for name, buffer in child._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    child._buffers[name] = buffer.to(self.root_device)
+        _update_properties(module, device=self.root_device)
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        assert self.engine is not None
+        for optimizer in self.optimizers:
+            self.engine.adopt(optimizer)
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.engine is not None
+        with self.engine.step(awaits_backward=self._module.automatic_optimization) as watch:
+            output = super().training_step(*args, **kwargs)
+            watch(output)
+            return output
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation():
+            return super().predict_step(*args, **kwargs)
+
+    def _evaluation(self) -> AbstractContextManager[Any]:
+        assert self.engine is not None
+        return self.engine.step(awaits_backward=False)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        assert self.engine is not None
+        with self.engine.no_sync():
+            yield
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self.engine is None or self.engine.is_closed:
+            return super().lightning_module_state_dict()
+        return module_state(self._module, self.engine)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.engine is not None
+        with self.engine.writing():
+            super().load_model_state_dict(checkpoint, strict=strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self.engine is not None
+        return optimizer_state(_unwrapped(optimizer), self.engine)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.engine is not None
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            load_optimizer_state(_unwrapped(optimizer), self.engine, state)
+
+    # -- memory and traffic ----------------------------------------------------------------------
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds now, by kind; see ``Engine.memory``."""
+        return self.engine.memory() if self.engine is not None else {}
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._has_failed = True
+        if self.engine is not None:
+            self.engine.reset()
+
+    @override
+    def teardown(self) -> None:
+        if self._recompute is not None:
+            self._recompute.remove()
+            self._recompute = None
+        if self.engine is not None and not self.engine.is_closed:
+            self.engine.close(restore=self._may_restore(self.engine))
+        is_whole = self.engine is None or self.engine.is_restored
+        _optimizers_to_device(self.optimizers, torch.device("cpu"))
+        module = self.lightning_module
+        if module is not None:
+            if self._layer_sync and module._trainer is not None and is_whole:
+                self._layer_sync.revert(module)
+            if is_whole:
+                module.cpu()
+        self.precision_plugin.teardown()
+        assert self.accelerator is not None
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+        assert self.cluster_environment is not None
+        self.cluster_environment.teardown()
+
+    def _may_restore(self, engine: Engine) -> bool:
+        if not self.restore_weights:
+            return False
+        if self._has_failed and not engine.comm.is_whole(_PEERS_TIMEOUT):
+            rank_zero_warn(
+                "Other ranks did not survive the exception, so the weights they held are lost and the"
+                " parameters stay at rest. Continue from a checkpoint."
+            )
+            return False
+        return True
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        for stage in (1, 2, 3):
+            for launcher in _START_METHODS:
+                suffix = "" if launcher == "subprocess" else f"_{launcher}"
+                strategy_registry.register(
+                    f"zero{stage}{suffix}",
+                    cls,
+                    description=f"ZeRO stage {stage}, launcher '{launcher}'",
+                    override=True,
+                    stage=stage,
+                    launcher=launcher,
+                )
+
+
+_START_METHODS = {"subprocess": "popen", "spawn": "spawn", "fork": "fork", "notebook": "fork"}
+
+
+def _as_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype, also by the name that a YAML file can hold (``bfloat16``, ``torch.bfloat16``)."""
+    if not isinstance(value, str):
+        return value
+    dtype = getattr(torch, value.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"Expected reduce_dtype as a torch dtype such as 'bfloat16', got {value!r}.")
+    return dtype
+
+
+def _unwrapped(optimizer: Optimizer) -> Optimizer:
+    inner: Callable[..., Any] | Optimizer = optimizer
+    if isinstance(optimizer, LightningOptimizer):
+        inner = optimizer._optimizer
+    assert isinstance(inner, Optimizer)
+    return inner
+
+
