@@ -1,7 +1,7 @@
 """Whole weights and true gradients for hooks, loggers and users, at every stage.
 
-Each function talks to the other ranks, so every rank must call it; on a module that no engine shards each
-does what plain torch would.
+Each function talks to the other ranks, so every rank must call it; on a module that no engine
+shards each does what plain torch would.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def gathered(
 
 
 def full_grad(parameter: Parameter) -> Tensor | None:
-    """The gradient of ``parameter`` averaged over the ranks, in its full shape; ``None`` without one."""
+    """The whole gradient of ``parameter``, averaged over the ranks; ``None`` without one."""
     engine = engine_of([parameter])
     return engine.full_grad(parameter) if engine is not None else parameter.grad
 

@@ -1,5 +1,7 @@
-"""Activation checkpointing of modules, chosen by one argument (Chen et al., *Training Deep Nets with
-Sublinear Memory Cost*): a module's activations are dropped after forward and computed again in backward.
+"""Activation checkpointing of modules, chosen by one argument.
+
+A module's activations are dropped after forward and computed again in backward (Chen et al.,
+*Training Deep Nets with Sublinear Memory Cost*, 2016).
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 class ActivationCheckpointing:
     """Modules whose ``forward`` is checkpointed, non-reentrantly and with the RNG state kept.
 
-    Only ``forward`` is wrapped, so module hooks run once per call and not again in the recomputation.
+    Only ``forward`` is wrapped, so module hooks run once per call and not again in the
+    recomputation.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -26,7 +29,7 @@ class ActivationCheckpointing:
     def remove(self) -> None:
         """Give the modules their own ``forward`` back."""
         for module in self._modules:
-            inner = module.forward.args[0]  # type: ignore[union-attr]
+            inner = module.forward.args[0]  # type: ignore[attr-defined]
             if getattr(inner, "__func__", None) is type(module).forward:
                 del module.forward
             else:

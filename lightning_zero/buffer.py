@@ -1,4 +1,4 @@
-"""One flat tensor that holds every slot of a layout, and can give its memory back and take it again."""
+"""One flat tensor for all slots of a layout; it can give its memory back and take it again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_zero.layout import Layout
 
 @contextlib.contextmanager
 def lasting_tensors() -> Iterator[None]:
-    """Tensors made here are ordinary ones without a graph, also when the caller is in inference mode.
+    """Tensors made here are ordinary ones without a graph, also within inference mode.
 
     An inference tensor could never be saved for a later backward.
     """
@@ -25,8 +25,9 @@ def lasting_tensors() -> Iterator[None]:
 class Buffer:
     """A flat 1-D tensor of a layout's ``numel`` elements, with one view per slot.
 
-    Memory is given back by resizing the storage to zero, never by replacing it: autograd saves *views*
-    of weights (``F.linear`` saves ``weight.t()``), and those must see the data when it is whole again.
+    Memory is given back by resizing the storage to zero, never by replacing it: autograd saves
+    *views* of weights (``F.linear`` saves ``weight.t()``), and those must see the data when it is
+    whole again.
     """
 
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
@@ -54,9 +55,9 @@ class Buffer:
             self.tensor.untyped_storage().resize_(self._nbytes)
 
     def release(self) -> None:
-        """Give the memory back; views stay, and may not be read until the buffer is filled again."""
+        """Give the memory back; views stay, unreadable until the buffer is filled again."""
         self.tensor.untyped_storage().resize_(0)
 
     def shard(self, rank: int, world_size: int) -> Tensor:
-        """The part of the buffer that belongs to ``rank``; a view, so it needs memory to be read."""
+        """The part that belongs to ``rank``; a view, so it needs memory to be read."""
         return self.tensor.view(world_size, -1)[rank]

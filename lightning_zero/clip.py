@@ -1,7 +1,7 @@
 """Gradient norms and clipping over pieces, exact over all ranks.
 
-Every element of a gradient lies in exactly one piece of one rank, so padding, empty pieces, frozen and
-unused parameters need no care: the sum over pieces, summed over the ranks, is the whole.
+Every element of a gradient lies in exactly one piece of one rank, so padding, empty pieces, frozen
+and unused parameters need no care: the sum over pieces, summed over the ranks, is the whole.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def total_norm(pieces: Sequence[Piece], comm: Comm, norm_type: float = 2.0) -> T
 
 @torch.no_grad()
 def clip_by_norm(pieces: Sequence[Piece], comm: Comm, max_norm: float) -> Tensor:
-    """Scale the gradients so that their total 2-norm is at most ``max_norm``; returns the norm before."""
+    """Scale the gradients to a total 2-norm of at most ``max_norm``; returns the norm before."""
     norm = total_norm(pieces, comm)
     grads = grads_of(pieces)
     if grads:

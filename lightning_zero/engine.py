@@ -79,17 +79,17 @@ class Settings:
             raise ValueError(f"Expected reduce_dtype as a floating dtype, got {self.reduce_dtype}.")
         if self.stage == 1 and self.accumulate == "reduce":
             raise ValueError(
-                "stage=1 keeps whole gradients between microbatches, so accumulate='reduce' contradicts it."
-                " Use stage=2, or leave accumulate out."
+                "stage=1 keeps whole gradients between microbatches, which accumulate='reduce'"
+                " contradicts. Use stage=2, or leave accumulate out."
             )
         if self.stage < 3 and not self.reshard_after_forward:
             raise ValueError(
-                f"stage={self.stage} never gives weights back, so reshard_after_forward=False has no"
-                " meaning. Leave it out, or use stage=3."
+                f"stage={self.stage} never gives weights back, so reshard_after_forward=False"
+                " has no meaning. Leave it out, or use stage=3."
             )
 
     def plan(self, dtype: torch.dtype, *, is_cast: bool = True) -> Plan:
-        """The plan for parameters of ``dtype``; ``is_cast`` says whether the precision may cast them."""
+        """The plan for parameters of ``dtype``, which the precision may cast if ``is_cast``."""
         return Plan.build(
             self.stage,
             dtype,
@@ -104,7 +104,8 @@ class Engine:
     """A module whose parameters live in units, and the step that they go through together.
 
     Args:
-        module: The model. Its parameters become views of flat buffers, sharded according to the stage;
+        module: The model. Its parameters become views of flat buffers, sharded according to the
+        stage;
             the ``Parameter`` objects stay.
         settings: What the user chose.
         comm: The ranks; the default process group if omitted.
@@ -146,7 +147,8 @@ class Engine:
 
     def _build_units(self) -> None:
         modules = find_units(self.module, self.settings.units)
-        # The root comes last: a tied parameter is loaded when every module that uses it has its values.
+        # The root comes last: a tied parameter is loaded when every module that uses it has its
+        # values.
         assigned = assign_parameters(self.module, modules)
         root_parameters = assigned.pop("")
         uncast = _uncast_parameters(self.module) if self.settings.recipe.weight else set()
@@ -159,9 +161,7 @@ class Engine:
             if not named and name:
                 continue
             module = modules[name] if name else self.module
-            meta.materialize(
-                self.module, [owners[id(p)] for _, p in named], self.settings.device
-            )
+            meta.materialize(self.module, [owners[id(p)] for _, p in named], self.settings.device)
             index = len(self.units)
             unit = Unit(name, module, self._bundle(named, uncast), index, self)
             self.units.append(unit)
@@ -200,7 +200,8 @@ class Engine:
                     _uncompiled(functools.partial(self._after_forward, unit)), always_call=True
                 ),
             ]
-        # The children too: a validation hook calls `self.net(x)`, and the root holds some of its weights.
+        # The children too: a validation hook calls `self.net(x)`, and the root holds some of its
+        # weights.
         for module in [self.module, *self.module.children()]:
             if any(module is unit.module for unit in self.units[:-1]):
                 continue
@@ -212,22 +213,24 @@ class Engine:
             self._hook_grads(unit)
 
     def _hook_grads(self, unit: Unit) -> None:
-        """Listen for gradients of parameters that want one, also of those unfrozen since last time."""
+        """Listen for gradients, also of parameters that were unfrozen since last time."""
         for bundle in unit.bundles:
             for index, parameter in enumerate(bundle.parameters):
                 if id(parameter) not in self._hooked and parameter.requires_grad:
                     self._hooked.add(id(parameter))
                     hook = functools.partial(self._on_grad, unit, bundle, index)
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                    self._handles.append(handle)
 
     # -- the step --------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def step(self, *, awaits_backward: bool = True) -> Iterator[Callable[[Any], None]]:
-        """Code that all ranks run together, with the root whole and other weights gathered on touch.
+        """Code that all ranks run together: the root is whole, other weights gather on touch.
 
-        Yields a function to call with the step's outputs: a backward pass from them, after the context
-        has ended, finds the weights it needs. ``awaits_backward=False`` closes the step at once.
+        Yields a function to call with the step's outputs: a backward pass from them, after the
+        context has ended, finds the weights it needs. ``awaits_backward=False`` closes the step at
+        once.
         """
         self._enter()
         outputs: list[Any] = []
@@ -281,8 +284,8 @@ class Engine:
         if not watched:
             self._close_step()
             return
-        # A second backward over the same graph comes when the step is closed: gather again what has no
-        # unit of its own to do so.
+        # A second backward over the same graph comes when the step is closed: gather again what has
+        # no unit of its own to do so.
         held = [self.root, *(unit for unit in self.units if unit.is_pinned)]
         register_multi_grad_hook(watched, functools.partial(self._hold, held), mode="any")
         self._awaits_backward = True
@@ -314,19 +317,19 @@ class Engine:
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             self.comm.broadcast(flat)
             for buffer, part in zip(
-                buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True
+                buffers, torch.split(flat, [b.numel() for b in buffers]), strict=True
             ):
                 buffer.copy_(part.view_as(buffer))
 
     def touch(self, parameter: Parameter) -> None:
-        """Make a parameter readable that somebody uses outside its unit's forward, or say why not."""
+        """Make a parameter readable outside its unit's forward, or say why it cannot be."""
         name, unit, _, _ = self._places[id(parameter)]
         if unit.state is not State.IN_FLIGHT:
             if not self.in_step:
                 raise RuntimeError(
-                    f"Parameter {name!r} is sharded over {self.comm.world_size} ranks and not in memory"
-                    " now. Outside of training_step, validation_step and the like, read it in a context"
-                    " that gathers it on all ranks: `with lightning_zero.gathered(module): ...`"
+                    f"Parameter {name!r} is sharded over {self.comm.world_size} ranks and not in"
+                    " memory now. Outside of training_step, validation_step and the like, read it in a"
+                    " context that gathers it on all ranks: `with lightning_zero.gathered(module):`"
                 )
             unit.unshard()
             unit.is_pinned = True
@@ -370,7 +373,9 @@ class Engine:
         inputs = [tensor for tensor in _with_grad((args, kwargs)) if not tensor.is_leaf]
         if inputs:
             unit.has_inner_inputs = True
-            register_multi_grad_hook(inputs, functools.partial(self._after_backward, unit), mode="all")
+            register_multi_grad_hook(
+                inputs, functools.partial(self._after_backward, unit), mode="all"
+            )
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         wants_grad = torch.is_grad_enabled() and self._watch_outputs(unit, output)
@@ -419,16 +424,16 @@ class Engine:
         with torch._C.DisableTorchFunctionSubclass():
             for unit in self.units:
                 unit.expect()
-        # Private, as in DDP and FSDP2: torch has no public event for the end of a backward pass, and a
-        # plain `loss.backward()` in user code has nobody else to tell us.
+        # Private, as in DDP and FSDP2: torch has no public event for the end of a backward pass,
+        # and a plain `loss.backward()` in user code has nobody else to tell us.
         torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
     def _before_backward(self, unit: Unit, _: Tensor) -> None:
         self._begin_backward()
         self._need(unit, is_backward=True)
         if torch.is_grad_enabled():
-            # create_graph: the graph of this backward saves the weights, and no event tells when its
-            # own backward will want them.
+            # create_graph: the graph of this backward saves the weights, and no event tells when
+            # its own backward will want them.
             unit.is_pinned = True
 
     def _after_backward(self, unit: Unit, _: Any) -> None:
@@ -447,8 +452,9 @@ class Engine:
     def _reduce_in_order(self, unit: Unit) -> None:
         """Start a complete unit's reduction, at once or when its turn has come.
 
-        Backends that match collectives by their order need the same order on every rank, also when a
-        rank did not use a unit: that of rank 0's first backward. Point-to-point messages need none.
+        Backends that match collectives by their order need the same order on every rank, also when
+        a rank did not use a unit: that of rank 0's first backward. Point-to-point messages need
+        none.
         """
         if not self._is_ordered:
             self._reduce(unit)
@@ -459,7 +465,8 @@ class Engine:
             self._reduce(turn)
 
     def _reduce(self, unit: Unit) -> None:
-        # One reduction is under way behind the backward of the next unit; two would only hold memory.
+        # One reduction is under way behind the backward of the next unit; two would only hold
+        # memory.
         for earlier in self._reducing:
             earlier.finish_reduce()
         unit.reduce()
@@ -467,7 +474,7 @@ class Engine:
         self._reduced.append(unit)
 
     def _finish_backward(self) -> None:
-        """End a backward pass: late and unused gradients, waits, and the weights that nobody gave back."""
+        """End a backward pass: late gradients, waits, and weights that nobody gave back."""
         self._in_backward = False
         if self._reduces_now:
             self._reduce_rest()
@@ -484,8 +491,8 @@ class Engine:
     def _reduce_rest(self) -> None:
         """Reduce what some rank has gradients for, then show the result to the optimizer.
 
-        Ranks that took different branches agree on how often each unit is reduced and which parameters
-        were used at all: those that no rank used keep no gradient, as in a plain loop.
+        Ranks that took different branches agree on how often each unit is reduced and which
+        parameters were used at all: those that no rank used keep no gradient, as in a plain loop.
         """
         rounds = [self._reduced.count(unit) + unit.has_arrivals for unit in self.units]
         used = [flag for unit in self.units for bundle in unit.bundles for flag in bundle.used]
@@ -569,35 +576,38 @@ class Engine:
     def _units_of(self, parameters: Iterable[Parameter] | None) -> list[Unit]:
         if parameters is None:
             return self.units
-        wanted = {
-            id(self._places[id(p)][1]) for p in parameters if id(p) in self._places
-        }
+        wanted = {id(self._places[id(p)][1]) for p in parameters if id(p) in self._places}
         return [unit for unit in self.units if id(unit) in wanted]
 
     def full_parameters(self) -> Iterator[tuple[Parameter, Tensor]]:
-        """Every parameter with its whole value in the master's precision, one bundle in memory at a time.
+        """Every parameter with its whole value in the master's precision.
 
-        All ranks must go through it together. The tensor is a view that the next bundle overwrites.
+        One bundle is in memory at a time.         All ranks must go through it together. The tensor
+        is a view that the next bundle overwrites.
         """
         for unit in self.units:
             for bundle in unit.bundles:
                 yield from zip(bundle.parameters, bundle.full().views, strict=True)
 
     def full_of(self, piece: Piece, part: Tensor) -> Tensor:
-        """The whole tensor, of the parameter's shape, of which every rank's ``part`` covers its piece."""
+        """The whole tensor of which every rank's ``part`` covers its ``piece``."""
         _, _, bundle, index = self._places[id(piece.parameter)]
         return bundle.full_of(index, part)
 
     def full_grad(self, parameter: Parameter) -> Tensor | None:
-        """The whole reduced gradient of a parameter, or ``None`` if it has none; on all ranks together."""
+        """The whole reduced gradient of a parameter, ``None`` without one; a collective."""
         piece = self.piece(parameter)
         if piece is None:
-            raise ValueError("full_grad: the parameter belongs to no module that this engine shards.")
+            raise ValueError(
+                "full_grad: the parameter belongs to no module that this engine shards."
+            )
         has_grad = torch.tensor([piece.grad is not None], dtype=torch.uint8)
         self.comm.agree(has_grad).wait()
         if not has_grad.item():
             return None
-        return self.full_of(piece, piece.grad if piece.grad is not None else torch.zeros_like(piece))
+        return self.full_of(
+            piece, piece.grad if piece.grad is not None else torch.zeros_like(piece)
+        )
 
     @property
     def pieces(self) -> list[Piece]:
@@ -613,7 +623,8 @@ class Engine:
             else:
                 runs.append([unit])
         lines = [
-            f"  {run[0].label}" + (f" to {run[-1].label}: {len(run)} x" if len(run) > 1 else ":")
+            f"  {run[0].label}"
+            + (f" to {run[-1].label}: {len(run)} x" if len(run) > 1 else ":")
             + f" {run[0].numel:,} parameters"
             for run in runs
         ]
@@ -625,8 +636,8 @@ class Engine:
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds now, by kind, each storage counted once.
 
-        ``gathered`` is whole weights of units that rest sharded; ``unreduced`` is gradients before and
-        during their reduction; ``states`` is the tensors of the adopted optimizers.
+        ``gathered`` is whole weights of units that rest sharded; ``unreduced`` is gradients before
+        and during their reduction; ``states`` is the tensors of the adopted optimizers.
         """
         kinds = dict.fromkeys(
             ("weights", "gathered", "gradients", "unreduced", "master", "states", "buffers"), 0
@@ -658,10 +669,11 @@ class Engine:
         self._close_step()
 
     def close(self, *, restore: bool = True) -> None:
-        """Take the hooks away and, with ``restore``, make the module an ordinary one again, on the CPU.
+        """Take the hooks away and, with ``restore``, make the module an ordinary one again.
 
-        Restoring gathers unit by unit and needs host memory for the whole model on every rank. Without
-        it the parameters stay at rest.
+                Restoring gathers unit by unit and needs host memory for the whole model on every
+                rank.
+        Without it the parameters stay at rest.
         """
         for unit in self.units:
             unit.wait_if_in_flight()
@@ -706,7 +718,12 @@ def _in_graph_task() -> bool:
 
 def _owners(module: nn.Module) -> dict[int, nn.Module]:
     """The module that holds each parameter, by the parameter's id."""
-    return {id(p): owner for owner in module.modules() for p in owner._parameters.values() if p is not None}
+    return {
+        id(p): owner
+        for owner in module.modules()
+        for p in owner._parameters.values()
+        if p is not None
+    }
 
 
 def _uncast_parameters(module: nn.Module) -> set[int]:
@@ -719,4 +736,4 @@ def _uncast_parameters(module: nn.Module) -> set[int]:
 
 
 def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compiler.disable(hook)  # type: ignore[no-any-return]
+    return torch.compiler.disable(hook)  # type: ignore[no-untyped-call, no-any-return]

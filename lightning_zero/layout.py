@@ -13,8 +13,8 @@ Three parameters over two ranks (``.`` is padding to the alignment or to equal s
     shards  | rank 0                 | rank 1                |
     pieces  | weight[0:n]            | weight[n:] bias scale |
 
-A shard boundary may fall anywhere, also inside a row: element-wise optimizers do not care, and equal
-shards are what makes every collective a single call without a copy.
+A shard boundary may fall anywhere, also inside a row: element-wise optimizers do not care, and
+equal shards are what makes every collective a single call without a copy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from math import prod
 
 ALIGNMENT = 64
-"""Elements to which slots and shards are aligned: 256 bytes in fp32, as a fresh allocation would be."""
+"""Elements to which slots and shards are aligned: 256 bytes in fp32, as for a fresh tensor."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Layout:
         parameters: Iterable[tuple[str, tuple[int, ...], tuple[int, ...]]],
         world_size: int,
     ) -> Layout:
-        """Pack ``(name, shape, stride)`` back to back, each aligned, the total padded to equal shards."""
+        """Pack ``(name, shape, stride)`` back to back, aligned and padded to equal shards."""
         slots: list[Slot] = []
         offset = 0
         for name, shape, stride in parameters:

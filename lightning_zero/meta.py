@@ -11,8 +11,8 @@ from torch import nn
 def materialize(root: nn.Module, modules: Iterable[nn.Module], device: torch.device) -> None:
     """Give memory and initial values to the meta parameters and buffers that ``modules`` own.
 
-    Values come from the module's ``reset_parameters()``, then from the ``_init_weights(module)`` of the
-    nearest module around it that has one (the convention of Transformers).
+    Values come from the module's ``reset_parameters()``, then from the ``_init_weights(module)`` of
+    the nearest module around it that has one (the convention of Transformers).
 
     Raises:
         ValueError: A module owns meta tensors and has neither.
@@ -25,9 +25,9 @@ def materialize(root: nn.Module, modules: Iterable[nn.Module], device: torch.dev
         initialize = initializers.get(id(module))
         if reset is None and initialize is None:
             raise ValueError(
-                f"A module of class {type(module).__name__} was built on the meta device, but has no"
-                " `reset_parameters()` that would give its tensors values. Add one, or build the model"
-                " on the CPU."
+                f"A module of class {type(module).__name__} was built on the meta device, but has"
+                " no `reset_parameters()` that would give its tensors values. Add one, or build the"
+                " model on the CPU."
             )
         _allocate(module, device)
         with torch.no_grad():
@@ -47,13 +47,16 @@ def _allocate(module: nn.Module, device: torch.device) -> None:
     for parameter in module._parameters.values():
         if parameter is not None and parameter.is_meta:
             empty = torch.empty_like(parameter, device=device)
-            torch.utils.swap_tensors(parameter, nn.Parameter(empty, parameter.requires_grad))
+            fresh = nn.Parameter(empty, parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, fresh)  # type: ignore[no-untyped-call]
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
             module._buffers[name] = torch.empty_like(buffer, device=device)
 
 
-def _initializers(module: nn.Module, inherited: nn.Module | None = None) -> Iterator[tuple[int, nn.Module]]:
+def _initializers(
+    module: nn.Module, inherited: nn.Module | None = None
+) -> Iterator[tuple[int, nn.Module]]:
     """Each module's id with the nearest module around it that has ``_init_weights``."""
     if callable(getattr(module, "_init_weights", None)):
         inherited = module

@@ -1,4 +1,4 @@
-"""The user's optimizer on pieces: which optimizers may be cut, and how one is pointed at its pieces."""
+"""The user's optimizer on pieces: which one may be cut, and how it is pointed at them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from lightning_zero.piece import Piece
 FindPiece = Callable[[Parameter], Piece | None]
 
 _CURE = (
-    "ZeRO gives each rank a flat part of every parameter, which only an element-wise optimizer (SGD, Adam,"
-    " AdamW, Adagrad, RMSprop, ...) can step. Use one of those, or strategy='ddp'."
+    "ZeRO gives each rank a flat part of every parameter, which only an element-wise optimizer"
+    " (SGD, Adam, AdamW, Adagrad, RMSprop, ...) can step. Use one of those, or strategy='ddp'."
 )
 
 
 def check_can_be_cut(optimizer: Optimizer) -> None:
     """Raise unless stepping two halves of a tensor is the same as stepping the whole.
 
-    A toy tensor is stepped three times whole and in two flat pieces, each piece by its own optimizer as
-    two ranks would, for every set of options among the param groups.
+    A toy tensor is stepped three times whole and in two flat pieces, each piece by its own
+    optimizer as two ranks would, for every set of options among the param groups.
 
     Raises:
         ValueError: The results differ, or the optimizer cannot step a flat piece.
@@ -34,7 +34,9 @@ def check_can_be_cut(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     tried: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
+        options = {
+            key: value for key, value in group.items() if key not in ("params", "initial_lr")
+        }
         if any(_same_options(options, other) for other in tried):
             continue
         tried.append(options)
@@ -53,7 +55,7 @@ def check_can_be_cut(optimizer: Optimizer) -> None:
             ) from error
         if not torch.allclose(torch.cat(halves), expected.flatten(), rtol=1e-5, atol=1e-7):
             raise ValueError(
-                f"{name} gives other results for the parts of a parameter than for the whole. {_CURE}"
+                f"{name} steps the parts of a parameter differently from the whole. {_CURE}"
             )
 
 
@@ -80,10 +82,12 @@ def _twin(optimizer: Optimizer, options: dict[str, Any], toy: Parameter) -> Opti
     """An optimizer of the same class and options that owns only ``toy``."""
     cls = optimizer._optimizer if hasattr(optimizer, "_optimizer") else optimizer
     try:
-        return type(cls)([{**copy.deepcopy(options), "params": [toy]}], **copy.deepcopy(cls.defaults))
+        return type(cls)(
+            [{**copy.deepcopy(options), "params": [toy]}], **copy.deepcopy(cls.defaults)
+        )
     except TypeError:
-        # A constructor with other arguments than its defaults: copy everything but what belongs to the
-        # user's parameters.
+        # A constructor with other arguments than its defaults: copy everything but what belongs to
+        # the user's parameters.
         twin = copy.copy(cls)
         twin.__dict__ = dict(cls.__dict__)
         twin.state = defaultdict(dict)
@@ -95,14 +99,16 @@ def _twin(optimizer: Optimizer, options: dict[str, Any], toy: Parameter) -> Opti
 
 
 def point_at_pieces(optimizer: Optimizer, find_piece: FindPiece) -> None:
-    """Replace the engine's parameters in ``optimizer`` by their pieces, in place and with their state.
+    """Replace the engine's parameters in ``optimizer`` by their pieces, with their state.
 
     Parameters of no engine are left alone. Calling it again takes in groups that were added since.
 
     Raises:
         ValueError: A parameter is in two groups.
     """
-    seen = {id(p) for group in optimizer.param_groups for p in group["params"] if isinstance(p, Piece)}
+    seen = {
+        id(p) for group in optimizer.param_groups for p in group["params"] if isinstance(p, Piece)
+    }
     for group in optimizer.param_groups:
         for index, parameter in enumerate(group["params"]):
             piece = None if isinstance(parameter, Piece) else find_piece(parameter)
@@ -110,8 +116,8 @@ def point_at_pieces(optimizer: Optimizer, find_piece: FindPiece) -> None:
                 continue
             if id(piece) in seen:
                 raise ValueError(
-                    f"A parameter of shape {tuple(parameter.shape)} appears in more than one param group"
-                    f" of {type(optimizer).__name__}. Put each parameter into one group."
+                    f"A parameter of shape {tuple(parameter.shape)} appears in more than one param"
+                    f" group of {type(optimizer).__name__}. Put each parameter into one group."
                 )
             seen.add(id(piece))
             group["params"][index] = piece

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -16,8 +14,8 @@ class Piece(Parameter):
     """The 1-D part of one parameter's master on this rank, possibly empty.
 
     Every rank holds a piece of every parameter in its ``param_groups``, so group indices, learning
-    rates and ``toggle_optimizer`` mean the same everywhere. ``requires_grad`` is the parameter's own:
-    freezing a piece freezes the parameter, on every rank, and the other way round.
+    rates and ``toggle_optimizer`` mean the same everywhere. ``requires_grad`` is the parameter's
+    own: freezing a piece freezes the parameter, on every rank, and the other way round.
 
     Attributes:
         parameter: The parameter on the module that this is a piece of.
@@ -35,19 +33,20 @@ class Piece(Parameter):
     def cut(cls, parameter: Parameter, slot: Slot, data: Tensor, start: int) -> Piece:
         """The piece of ``parameter`` that ``data`` holds from element ``start`` on."""
         with lasting_tensors():
-            piece = cast(Piece, cls(data, requires_grad=False))
+            piece = cls(data, requires_grad=False)
         piece.parameter, piece.slot = parameter, slot
         piece.start, piece.stop = start, start + data.numel()
         return piece
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """The elements of ``whole``, which has the parameter's shape, that this piece covers; ``[n]``."""
+        """The elements ``[n]`` of ``whole``, of the parameter's shape, that this piece covers."""
         flat = whole.new_empty(self.slot.numel)
         flat.as_strided(self.slot.shape, self.slot.stride).copy_(whole)
         return flat[self.start : self.stop]
 
     @property
     def requires_grad(self) -> bool:
+        """Whether the parameter wants a gradient."""
         return self.parameter.requires_grad
 
     @requires_grad.setter
@@ -55,9 +54,10 @@ class Piece(Parameter):
         self.parameter.requires_grad = value
 
     def requires_grad_(self, requires_grad: bool = True) -> Piece:
+        """Freeze or unfreeze the parameter, in place."""
         self.parameter.requires_grad = requires_grad
         return self
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         shape = tuple(self.parameter.shape)
         return f"Piece [{self.start}:{self.stop}] of a parameter of shape {shape}, {self.dtype}"

@@ -12,9 +12,9 @@ Optimizations Toward Training Trillion Parameter Models*, section 5):
     3      sharded     sharded   sharded
     =====  ==========  ========  =======
 
-Two moments follow from the homes, and they are all that differs between the stages: whole weights are
-given back after use if the weight's home is sharded, and gradients are reduced in every microbatch if
-the grad's home is sharded (otherwise in the last one).
+Two moments follow from the homes, and they are all that differs between the stages: whole weights
+are given back after use if the weight's home is sharded, and gradients are reduced in every
+microbatch if the grad's home is sharded (otherwise in the last one).
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 import torch
+
+_CPU = torch.device("cpu")
 
 
 class Placement(Enum):
@@ -92,7 +94,7 @@ class Plan:
         dtype: torch.dtype,
         *,
         recipe: Recipe = RECIPES["32-true"],
-        device: torch.device = torch.device("cpu"),
+        device: torch.device = _CPU,
         reduce_dtype: torch.dtype | None = None,
         accumulate: str | None = None,
     ) -> Plan:
@@ -134,12 +136,14 @@ class Plan:
         """Whether the master is a second copy beside the weight, and not the weight itself."""
         return self.master.dtype != self.weight.dtype
 
-    def resting_bytes(self, numel: int, world_size: int, *, trainable: bool = True) -> dict[str, int]:
+    def resting_bytes(
+        self, numel: int, world_size: int, *, trainable: bool = True
+    ) -> dict[str, int]:
         """Bytes per rank between steps, by kind, for a padded buffer of ``numel`` elements.
 
-        A sharded weight needs no copy beside its master: it is cast as it is gathered. Gradients are
-        counted as reduced; a ``PARTIAL`` home holds ``numel`` elements of ``grad.dtype`` between
-        microbatches instead.
+        A sharded weight needs no copy beside its master: it is cast as it is gathered. Gradients
+        are counted as reduced; a ``PARTIAL`` home holds ``numel`` elements of ``grad.dtype``
+        between microbatches instead.
         """
         shard = numel // world_size
         weight = shard if self.gives_weights_back else numel

@@ -83,8 +83,8 @@ class ZeROPrecision(Precision):
         if type(plugin) in (Precision, HalfPrecision, DoublePrecision):
             return cls(plugin.precision)
         raise TypeError(
-            f"ZeROStrategy cannot shard under {type(plugin).__name__}. Use Trainer(precision=...) with one of"
-            f" {', '.join(map(repr, RECIPES))}."
+            f"ZeROStrategy cannot shard under {type(plugin).__name__}. Use Trainer(precision=...)"
+            f" with one of {', '.join(map(repr, RECIPES))}."
         )
 
     @property

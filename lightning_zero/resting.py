@@ -1,9 +1,9 @@
 """Parameters that may not be read right now, and what happens to whoever reads one.
 
 At rest a parameter's data is a stride-0 placeholder of the full shape. Reading it would be silent
-nonsense (and reading a freed storage a segmentation fault), so while a parameter rests its class is a
-subclass whose ``__torch_function__`` lets metadata through and hands everything else to the parameter's
-owner, which makes it readable or raises.
+nonsense (and reading a freed storage a segmentation fault), so while a parameter rests its class is
+a subclass whose ``__torch_function__`` lets metadata through and hands everything else to the
+parameter's owner, which makes it readable or raises.
 
 Swapping ``__class__`` is what torch does for ``UninitializedParameter``; it stays in this room. The
 alternative, a second ``Parameter`` object in ``module._parameters``, loses the identity that
@@ -35,21 +35,73 @@ class Owner(Protocol):
 
 _owners: MutableMapping[Parameter, Owner] = WeakIdKeyDictionary()
 
-_READABLE_ATTRIBUTES = """
-    shape dtype device layout requires_grad grad grad_dtype names ndim is_leaf is_cuda is_cpu is_meta
-    is_sparse is_quantized is_mkldnn is_nested is_xpu is_mps is_xla itemsize nbytes grad_fn output_nr
-    retains_grad _version _base _backward_hooks _post_accumulate_grad_hooks
-""".split()
+_READABLE_ATTRIBUTES = [
+    "shape",
+    "dtype",
+    "device",
+    "layout",
+    "requires_grad",
+    "grad",
+    "grad_dtype",
+    "names",
+    "ndim",
+    "is_leaf",
+    "is_cuda",
+    "is_cpu",
+    "is_meta",
+    "is_sparse",
+    "is_quantized",
+    "is_mkldnn",
+    "is_nested",
+    "is_xpu",
+    "is_mps",
+    "is_xla",
+    "itemsize",
+    "nbytes",
+    "grad_fn",
+    "output_nr",
+    "retains_grad",
+    "_version",
+    "_base",
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+]
 _WRITABLE_ATTRIBUTES = ("requires_grad", "grad", "grad_dtype", "names", "_backward_hooks")
-_METHODS = """
-    size dim ndimension numel nelement element_size is_floating_point is_complex get_device
-    requires_grad_ register_hook register_post_accumulate_grad_hook __hash__ __len__ is_same_size
-    new_empty new_zeros new_ones new_full new_tensor
-""".split()
-_FUNCTIONS = """
-    is_floating_point is_complex numel empty_like zeros_like ones_like full_like rand_like randn_like
-    is_tensor is_same_size
-""".split()
+_METHODS = [
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "element_size",
+    "is_floating_point",
+    "is_complex",
+    "get_device",
+    "requires_grad_",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "__hash__",
+    "__len__",
+    "is_same_size",
+    "new_empty",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_tensor",
+]
+_FUNCTIONS = [
+    "is_floating_point",
+    "is_complex",
+    "numel",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "is_tensor",
+    "is_same_size",
+]
 
 
 def _metadata() -> frozenset[Any]:
@@ -82,7 +134,11 @@ class Resting:
     ) -> Any:
         """Let metadata through; make every other use readable first."""
         kwargs = kwargs or {}
-        if func is Tensor.copy_ and isinstance(args[0], Resting) and not isinstance(args[1], Resting):
+        if (
+            func is Tensor.copy_
+            and isinstance(args[0], Resting)
+            and not isinstance(args[1], Resting)
+        ):
             # What `load_state_dict` does: a whole value needs no gather to be written.
             parameter = cast(Parameter, args[0])
             _owners[parameter].write(parameter, args[1])

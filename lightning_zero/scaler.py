@@ -1,8 +1,9 @@
-"""Dynamic loss scaling as a plain state machine (Micikevicius et al., *Mixed Precision Training*, 3.2).
+"""Dynamic loss scaling as a plain state machine.
 
-The scaler multiplies the loss, and decides after each step how the scale goes on: it backs off when a
-gradient of any rank was not finite, and grows after ``growth_interval`` steps without one. It holds no
-tensors and talks to nobody: the caller brings the one decision of all ranks.
+(Micikevicius et al., *Mixed Precision Training*, 2018, section 3.2.) The scaler multiplies the
+loss, and decides after each step how the scale goes on: it backs off when a gradient of any rank
+was not finite, and grows after ``growth_interval`` steps without one. It holds no tensors and talks
+to nobody: the caller brings the one decision of all ranks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The order in which units are needed, and what comes next.
 
-Each step's needs are recorded, and the last record predicts this step's: after the n-th need comes what
-followed it last time. A step that goes another way (a branch, another data loader) finds its place again
-at the next need that the record knows; until then nothing is predicted. A wrong guess costs a gather that
-nobody uses, never a wrong number.
+Each step's needs are recorded, and the last record predicts this step's: after the n-th need comes
+what followed it last time. A step that goes another way (a branch, another data loader) finds its
+place again at the next need that the record knows; until then nothing is predicted. A wrong guess
+costs a gather that nobody uses, never a wrong number.
 """
 
 from __future__ import annotations

@@ -41,29 +41,35 @@ _PEERS_TIMEOUT = timedelta(seconds=10)
 
 
 class ZeROStrategy(DDPStrategy):
-    """Trains with optimizer states (stage 1), gradients (2) and weights (3) partitioned over the ranks.
+    """Trains with optimizer states, gradients and weights partitioned over the ranks.
 
     Everything else is as under ``strategy="ddp"``: the same numbers, hooks, callbacks and launchers
-    (Rajbhandari et al., *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, 2020).
+    (Rajbhandari et al., *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*,
+    2020).
 
     Args:
         stage: 1, 2 or 3.
-        units: What is gathered and released together: ``"auto"``, a set of module classes, or a callable
+        units: What is gathered and released together: ``"auto"``, a set of module classes, or a
+        callable
             that says of a module whether it is a unit.
         prefetch: How many units ahead weights are gathered; 0 gathers each when it is needed.
-        reshard_after_forward: Give weights back after a unit's forward and gather them again for its
+        reshard_after_forward: Give weights back after a unit's forward and gather them again for
+        its
             backward. ``False`` keeps them in between: less traffic, more memory. Stage 3 only.
         reduce_dtype: The dtype in which gradients are summed over the ranks; by default fp32 under
             mixed precision, else the parameters' own.
-        accumulate: With ``accumulate_grad_batches``: ``"reduce"`` keeps only gradient shards between
+        accumulate: With ``accumulate_grad_batches``: ``"reduce"`` keeps only gradient shards
+        between
             microbatches, ``"local"`` sends nothing until the last one and holds whole gradients. By
             default ``"local"`` at stage 1 and ``"reduce"`` at stages 2 and 3.
         activation_checkpointing: ``True`` to recompute every unit's activations in backward, or the
             module classes to do so for.
         broadcast_buffers: Overwrite buffers with rank 0's before each forward, as DDP does.
-        restore_weights: Make the module whole and ordinary again after ``fit``. ``False`` for models
+        restore_weights: Make the module whole and ordinary again after ``fit``. ``False`` for
+        models
             that one host cannot hold.
-        launcher: ``"subprocess"``, ``"spawn"``, ``"fork"`` or ``"notebook"``, as ``ddp``, ``ddp_spawn``,
+        launcher: ``"subprocess"``, ``"spawn"``, ``"fork"`` or ``"notebook"``, as ``ddp``,
+        ``ddp_spawn``,
             ``ddp_fork`` and ``ddp_notebook`` are launched.
         accelerator: As in ``ParallelStrategy``.
         parallel_devices: As in ``ParallelStrategy``.
@@ -99,7 +105,9 @@ class ZeROStrategy(DDPStrategy):
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
         if launcher not in _START_METHODS:
-            raise ValueError(f"Expected launcher among {', '.join(_START_METHODS)}, got {launcher!r}.")
+            raise ValueError(
+                f"Expected launcher among {', '.join(_START_METHODS)}, got {launcher!r}."
+            )
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -135,8 +143,8 @@ class ZeROStrategy(DDPStrategy):
     @precision_plugin.setter
     @override
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        # Lightning's connector knows nothing of us: it reads `_precision_plugin` to learn whether the
-        # user chose one here, and otherwise assigns one of its own.
+        # Lightning's connector knows nothing of us: it reads `_precision_plugin` to learn whether
+        # the user chose one here, and otherwise assigns one of its own.
         self._zero_precision = ZeROPrecision.of(precision_plugin or Precision())
         self._precision_plugin = None if precision_plugin is None else self._zero_precision
 
@@ -318,8 +326,8 @@ class ZeROStrategy(DDPStrategy):
             return False
         if self._has_failed and not engine.comm.is_whole(_PEERS_TIMEOUT):
             rank_zero_warn(
-                "Other ranks did not survive the exception, so the weights they held are lost and the"
-                " parameters stay at rest. Continue from a checkpoint."
+                "Other ranks did not survive the exception, so the weights they held are lost and"
+                " the parameters stay at rest. Continue from a checkpoint."
             )
             return False
         return True
@@ -354,7 +362,9 @@ def _as_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
         return value
     dtype = getattr(torch, value.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"Expected reduce_dtype as a torch dtype such as 'bfloat16', got {value!r}.")
+        raise ValueError(
+            f"Expected reduce_dtype as a torch dtype such as 'bfloat16', got {value!r}."
+        )
     return dtype
 
 
@@ -364,5 +374,3 @@ def _unwrapped(optimizer: Optimizer) -> Optimizer:
         inner = optimizer._optimizer
     assert isinstance(inner, Optimizer)
     return inner
-
-

@@ -1,8 +1,8 @@
 """A module's parameters that are gathered, released and reduced together.
 
-A **bundle** is the part of a unit whose parameters share a dtype and whether they are trainable: one
-layout, one buffer of weights, one shard of the master, one shard of gradients. A **unit** is a module's
-bundles and the state they are in::
+A **bundle** is the part of a unit whose parameters share a dtype and whether they are trainable:
+one layout, one buffer of weights, one shard of the master, one shard of gradients. A **unit** is a
+module's bundles and the state they are in::
 
     state       weight buffer            parameters
     RESTING     released (stage 3)       placeholders that send a read to the engine
@@ -74,7 +74,7 @@ class Bundle:
     # -- weights ---------------------------------------------------------------------------------
 
     def _load(self, parameters: Sequence[Parameter]) -> Tensor:
-        """Fill the weights from ``parameters``, rank 0's for everybody, and return this rank's master."""
+        """Fill the weights from rank 0's ``parameters``; returns this rank's master."""
         with lasting_tensors():
             source = self.weight
             if self.plan.has_master:
@@ -86,7 +86,8 @@ class Bundle:
             self.comm.broadcast(source.tensor)
             shard = source.shard(self.comm.rank, self.comm.world_size)
             if not self.plan.has_master:
-                # A replicated weight and its master are one storage; a sharded one outlives the buffer.
+                # A replicated weight and its master are one storage; a sharded one outlives the
+                # buffer.
                 return shard.clone() if self.plan.gives_weights_back else shard
             self.weight.tensor.copy_(source.tensor)
             return shard.clone()
@@ -127,10 +128,12 @@ class Bundle:
             return whole
 
     def full_of(self, index: int, part: Tensor) -> Tensor:
-        """The whole tensor of parameter ``index`` of which every rank's ``part`` covers its piece."""
+        """The whole of parameter ``index`` of which every rank's ``part`` covers its piece."""
         with lasting_tensors():
             whole = Buffer(self.layout, part.dtype, self.master.device)
-            shard = torch.zeros(self.layout.shard_numel, dtype=part.dtype, device=self.master.device)
+            shard = torch.zeros(
+                self.layout.shard_numel, dtype=part.dtype, device=self.master.device
+            )
             first = self.pieces[index].storage_offset() - self.master.storage_offset()
             shard[first : first + part.numel()] = part
             self.gather_into(whole, shard)
@@ -146,7 +149,7 @@ class Bundle:
         ).wait()
 
     def lend(self, *, is_whole: bool) -> Buffer:
-        """Point the parameters at whole values in the master's precision; returns what holds them."""
+        """Point the parameters at whole masters; returns what holds them."""
         lent = self.weight if is_whole and not self.plan.has_master else self.full()
         for parameter, view in zip(self.parameters, lent.views, strict=True):
             resting.unguard(parameter)
@@ -168,12 +171,14 @@ class Bundle:
         ):
             start, stop = self.layout.piece(index, self.comm.rank)
             first = slot.offset + start - base if stop else 0
-            pieces.append(Piece.cut(parameter, slot, self.master[first : first + stop - start], start))
+            pieces.append(
+                Piece.cut(parameter, slot, self.master[first : first + stop - start], start)
+            )
         return pieces
 
     @torch.no_grad()
     def take_grad(self, index: int) -> None:
-        """Move parameter ``index``'s new gradient into the buffer of unreduced ones, cast on the way."""
+        """Move parameter ``index``'s new gradient into the reduce buffer, cast on the way."""
         parameter = self.parameters[index]
         grad, parameter.grad = parameter.grad, None
         assert grad is not None
@@ -182,11 +187,25 @@ class Bundle:
         view = self._partial_views[index]
         if grad.is_sparse:
             grad = grad.to_dense()
+        scale = self._early_scale
         if self.filled[index]:
-            view.add_(grad)
+            view.add_(grad, alpha=scale)
+        elif grad.dtype == view.dtype:
+            torch.mul(grad, scale, out=view)
         else:
             view.copy_(grad)
         self.filled[index] = self.arrived[index] = self.used[index] = True
+
+    @property
+    def _early_scale(self) -> float:
+        """What gradients are multiplied by on their way into the reduce buffer.
+
+        The average is taken there, as DDP does, when that costs nothing: in the pass that copies. A
+        pass that casts cannot multiply as well, so then the reduced shard is scaled, which is N
+        times smaller.
+        """
+        casts = self.plan.grad.dtype != self.plan.weight.dtype
+        return 1.0 if casts else 1 / self.comm.world_size
 
     def _allocate_partial(self) -> None:
         partial = Buffer(self.layout, self.plan.grad.dtype, self.plan.grad.device)
@@ -219,7 +238,7 @@ class Bundle:
         """Wait for a reduction; ``partial`` is only held so that it lives until then."""
         work.wait()
         shard = self._grad_shard()
-        if self.comm.world_size > 1:
+        if self._early_scale == 1.0 and self.comm.world_size > 1:
             target.mul_(1 / self.comm.world_size)
         if target is not shard:
             if not self.is_settled:
@@ -251,7 +270,7 @@ class Bundle:
                 view.copy_(piece.grad)
 
     def install_grads(self, used: Sequence[bool]) -> None:
-        """End a backward pass: show the reduced gradients of the ``used`` parameters to the optimizer."""
+        """End a backward pass: show the gradients of the ``used`` parameters to the optimizer."""
         self.arrived = [False] * len(self.parameters)
         if not self.is_settled:
             return
@@ -296,7 +315,12 @@ class Unit:
     """
 
     def __init__(
-        self, name: str, module: nn.Module, bundles: Sequence[Bundle], index: int, owner: resting.Owner
+        self,
+        name: str,
+        module: nn.Module,
+        bundles: Sequence[Bundle],
+        index: int,
+        owner: resting.Owner,
     ) -> None:
         self.name = name
         self.module = module
@@ -331,7 +355,9 @@ class Unit:
 
     def tags(self) -> Iterable[tuple[int, Bundle]]:
         """Each bundle with a number that no bundle of another unit has (a unit has under 16)."""
-        return ((16 * self.index + number + 1, bundle) for number, bundle in enumerate(self.bundles))
+        return (
+            (16 * self.index + number + 1, bundle) for number, bundle in enumerate(self.bundles)
+        )
 
     def unshard(self) -> None:
         """Start to make the weights whole."""
@@ -462,6 +488,6 @@ class Unit:
 
 
 def _dense_stride(parameter: Tensor) -> tuple[int, ...]:
-    """The parameter's stride if it fills its memory without holes or overlaps, else a contiguous one."""
+    """The parameter's stride if it fills its memory densely, else a contiguous one."""
     dense = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format)
     return tuple(dense.stride())

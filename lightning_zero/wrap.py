@@ -3,12 +3,13 @@
 ``"auto"`` takes, from the outside in,
 
 1. the blocks that a Transformers model says must not be split (``_no_split_modules``),
-2. the elements of every ``ModuleList``, ``ModuleDict`` and ``Sequential`` that hold no more than a third
+2. the elements of every ``ModuleList``, ``ModuleDict`` and ``Sequential`` that hold no more than a
+third
    of the model (larger ones are searched inside),
 3. any other module that itself holds a large parameter (an embedding, a head).
 
-Whatever is smaller than :data:`MIN_NUMEL` is not worth a collective and stays with the unit around it;
-what no unit took belongs to the root, which is whole for the entire step.
+Whatever is smaller than :data:`MIN_NUMEL` is not worth a collective and stays with the unit around
+it; what no unit took belongs to the root, which is whole for the entire step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import UninitializedParameter
 
 MIN_NUMEL = 2**16
-"""Elements below which a module does not become a unit by itself: a collective's latency costs more."""
+"""Elements below which a module is no unit by itself: a collective's latency costs more."""
 
 UnitPolicy = str | Iterable[type[nn.Module]] | Callable[[nn.Module], bool]
 
@@ -37,7 +38,8 @@ def find_units(root: nn.Module, policy: UnitPolicy = "auto") -> dict[str, nn.Mod
 
     Args:
         root: The model; itself always the root unit.
-        policy: ``"auto"``, a set of module classes, or a callable that says of a module whether it is
+        policy: ``"auto"``, a set of module classes, or a callable that says of a module whether it
+        is
             a unit.
 
     Raises:
@@ -54,7 +56,7 @@ def find_units(root: nn.Module, policy: UnitPolicy = "auto") -> dict[str, nn.Mod
             for name, module in _callable_modules(root)
             if name and policy(unwrap_compiled(module))
         }
-    classes = (policy,) if isinstance(policy, type) else tuple(policy)  # type: ignore[arg-type]
+    classes = (policy,) if isinstance(policy, type) else tuple(policy)
     if not all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in classes):
         raise TypeError(f"Expected units as module classes, got units={policy!r}.")
     found = {

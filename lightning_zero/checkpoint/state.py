@@ -1,8 +1,8 @@
 """State dicts of a sharded model and its optimizers, as a single process would have them.
 
-Every rank calls these functions together. Values are collected on rank 0 in host memory; the other ranks
-get meta tensors under the same keys, so that hooks that edit a checkpoint see the same dictionary
-everywhere.
+Every rank calls these functions together. Values are collected on rank 0 in host memory; the other
+ranks get meta tensors under the same keys, so that hooks that edit a checkpoint see the same
+dictionary everywhere.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ def optimizer_state(optimizer: Optimizer, engine: Engine) -> dict[str, Any]:
             continue
         mine = local["state"].get(index, {})
         whole[index] = {
-            key: _whole_entry(mine.get(key), entry, piece, engine)
-            for key, entry in entries.items()
+            key: _whole_entry(mine.get(key), entry, piece, engine) for key, entry in entries.items()
         }
     return {**local, "state": whole}
 
@@ -94,5 +93,3 @@ def _collect(whole: Tensor, engine: Engine) -> Tensor:
     if engine.comm.rank == 0:
         return whole.detach().to("cpu", copy=True)
     return torch.empty_like(whole, device="meta")
-
-
