@@ -328,7 +328,7 @@ class Engine:
             if not self.in_step:
                 raise RuntimeError(
                     f"Parameter {name!r} is sharded over {self.comm.world_size} ranks and not in"
-                    " memory now. Outside of training_step, validation_step and the like, read it in a"
+                    " memory now. Outside of training_step, validation_step and so on, read it in a"
                     " context that gathers it on all ranks: `with lightning_zero.gathered(module):`"
                 )
             unit.unshard()
