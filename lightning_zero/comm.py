@@ -75,6 +75,7 @@ class Comm:
         self._reduce_group: Any = None
         self._direct = True
         self._scratch: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._lent_bytes = 0
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             on_gloo = dist.get_backend() == "gloo"
@@ -162,20 +163,24 @@ class Comm:
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
     def _borrow(self, like: Tensor) -> Tensor:
+        self._lent_bytes += like.nbytes
         free = self._scratch.get((like.numel(), like.dtype))
         return free.pop() if free else torch.empty_like(like)
 
     def _give_back(self, scratch: Tensor) -> None:
+        self._lent_bytes -= scratch.nbytes
         self._scratch.setdefault((scratch.numel(), scratch.dtype), []).append(scratch)
 
     def release_scratch(self) -> None:
         """Free the receive buffers that a backward pass reused."""
         self._scratch.clear()
+        self._lent_bytes = 0
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of receive buffers kept for reuse."""
-        return sum(tensor.nbytes for free in self._scratch.values() for tensor in free)
+        """Bytes of receive buffers, in use or kept for reuse within a backward pass."""
+        kept = sum(tensor.nbytes for free in self._scratch.values() for tensor in free)
+        return kept + self._lent_bytes
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite ``tensor`` with rank 0's."""
