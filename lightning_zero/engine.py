@@ -325,6 +325,12 @@ class Engine:
         """Make a parameter readable outside its unit's forward, or say why it cannot be."""
         name, unit, _, _ = self._places[id(parameter)]
         if unit.state is not State.IN_FLIGHT:
+            if self.is_closed:
+                raise RuntimeError(
+                    f"Parameter {name!r} was left sharded when its training ended, because of"
+                    " restore_weights=False or because other ranks had died. Load its values from a"
+                    " checkpoint, or train with restore_weights=True."
+                )
             if not self.in_step:
                 raise RuntimeError(
                     f"Parameter {name!r} is sharded over {self.comm.world_size} ranks and not in"
