@@ -501,8 +501,8 @@ class Engine:
         parameters were used at all: those that no rank used keep no gradient, as in a plain loop.
         """
         rounds = [self._reduced.count(unit) + unit.has_arrivals for unit in self.units]
-        used = [flag for unit in self.units for bundle in unit.bundles for flag in bundle.used]
-        agreed = torch.tensor([*rounds, *used], dtype=torch.uint8)
+        held = [flag for unit in self.units for bundle in unit.bundles for flag in bundle.has_grads]
+        agreed = torch.tensor([*rounds, *held], dtype=torch.uint8)
         self.comm.agree(agreed).wait()
         counts, flags = agreed[: len(rounds)].tolist(), iter(agreed[len(rounds) :].tolist())
         if self._is_ordered and self._order is None:

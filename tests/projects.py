@@ -120,7 +120,9 @@ class Run:
             for named in (module.named_parameters(), module.named_buffers())
             for name, value in named
         }
-        metrics = {k: v.detach().clone() for k, v in (trainer.callback_metrics if trainer else {}).items()}
+        metrics = {
+            k: v.detach().clone() for k, v in (trainer.callback_metrics if trainer else {}).items()
+        }
         return cls(state, metrics, list(getattr(module, "losses", [])), notes)
 
 
@@ -147,11 +149,15 @@ def assert_like_ddp(runs: Sequence[dict[str | int, Run]], *, ulps: float = 16.0)
             where = f"rank {rank}, stage {name}"
             _assert_same(run.params, expected.params, where, ulps)
             _assert_same(run.metrics, expected.metrics, where, ulps)
-            assert _is_close(run.losses, expected.losses), f"{where}: {run.losses}, {expected.losses}"
+            assert _is_close(run.losses, expected.losses), (
+                f"{where}: {run.losses}, {expected.losses}"
+            )
             assert _is_close(run.notes, expected.notes), f"{where}: {run.notes}, {expected.notes}"
 
 
-def _assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], where: str, ulps: float) -> None:
+def _assert_same(
+    ours: dict[str, Tensor], theirs: dict[str, Tensor], where: str, ulps: float
+) -> None:
     assert list(ours) == list(theirs), f"{where}: other names"
     for name, target in theirs.items():
         assert ours[name].shape == target.shape, f"{where}: {name} has another shape"

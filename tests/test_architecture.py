@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "lightning_zero"
 FLOORS = [
     ["layout", "plan", "config", "scaler", "tensors"],
     ["comm", "offload", "buffer"],
-    ["resting", "piece", "unit", "wrap", "meta"],
+    ["resting", "piece", "gradient", "unit", "wrap", "meta"],
     ["schedule", "optim", "clip", "engine"],
     ["checkpoint", "memory"],
     ["precision", "strategy"],

@@ -8,14 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_zero import ZeROPrecision, ZeROStrategy
-from tests.models import Block
 from tests.projects import (
     STAGES,
     Regression,
@@ -47,7 +43,9 @@ def _any_order(strategy: Any) -> Run:
     trainer = make_trainer(strategy, max_epochs=1)
 
     def note(*results: Any) -> None:
-        notes.append([{k: v.detach().clone() for k, v in trainer.callback_metrics.items()}, results])
+        notes.append(
+            [{k: v.detach().clone() for k, v in trainer.callback_metrics.items()}, results]
+        )
 
     note(trainer.test(module, rows(8, seed=2), verbose=False))
     note(trainer.validate(module, rows(8, seed=1), verbose=False))
@@ -80,7 +78,9 @@ def _loop_options(strategy: Any) -> Run:
         if "barebones" in options:
             options |= dict.fromkeys(("logger", "log_every_n_steps", "enable_checkpointing"))
             options |= dict.fromkeys(("enable_progress_bar", "enable_model_summary"))
-        run = fit(_TwoLoaders(), strategy, data=(rows(), [rows(8, seed=1), rows(4, seed=2)]), **options)
+        run = fit(
+            _TwoLoaders(), strategy, data=(rows(), [rows(8, seed=1), rows(4, seed=2)]), **options
+        )
         notes.append([run.params, run.metrics])
     return Run({}, notes=notes)
 
@@ -228,9 +228,9 @@ def test_exception_on_all_ranks_leaves_a_module_that_trains_on(ranks: Pools) -> 
 
 
 def test_unsupported_arguments() -> None:
-    with pytest.raises(ValueError, match="Expected stage among 1, 2, 3, got 4"):
+    with pytest.raises(ValueError, match=r"Expected stage among 1, 2, 3, got 4"):
         ZeROStrategy(4)
-    with pytest.raises(ValueError, match="Expected launcher among subprocess, .*got 'mpi'"):
+    with pytest.raises(ValueError, match=r"Expected launcher among subprocess, .*got 'mpi'"):
         ZeROStrategy(launcher="mpi")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Expected prefetch as a number of units >= 0, got -1"):
         ZeROStrategy(prefetch=-1)
@@ -238,11 +238,11 @@ def test_unsupported_arguments() -> None:
         ZeROStrategy(1, accumulate="reduce")
     with pytest.raises(ValueError, match=r"reshard_after_forward=False has no meaning.*stage=3"):
         ZeROStrategy(2, reshard_after_forward=False)
-    with pytest.raises(ValueError, match="Expected reduce_dtype as a torch dtype .* 'half8'"):
+    with pytest.raises(ValueError, match=r"Expected reduce_dtype as a torch dtype .* 'half8'"):
         ZeROStrategy(reduce_dtype="half8")
     with pytest.raises(ValueError, match="Expected reduce_dtype as a floating dtype"):
         ZeROStrategy(reduce_dtype="int8")
-    with pytest.raises(ValueError, match="Expected a precision among '64-true'.* got 'int4'"):
+    with pytest.raises(ValueError, match=r"Expected a precision among '64-true'.* got 'int4'"):
         ZeROPrecision("int4")
     with pytest.raises(ValueError, match="does not scale the loss"):
         ZeROPrecision("32-true", scaler=object())  # type: ignore[arg-type]
