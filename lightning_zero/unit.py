@@ -476,12 +476,9 @@ class Unit:
     def retire(self) -> None:
         """Free the weights after the parameters were pointed elsewhere."""
         for bundle in self.bundles:
-<<<<<<< HEAD
             bundle.hide_grads()
             bundle.weight.release()
-=======
             bundle.retire()
->>>>>>> main
         self.state = State.RESTING
 
     @property
