@@ -477,7 +477,6 @@ class Unit:
         """Free the weights after the parameters were pointed elsewhere."""
         for bundle in self.bundles:
             bundle.hide_grads()
-            bundle.weight.release()
             bundle.retire()
         self.state = State.RESTING
 
