@@ -348,6 +348,12 @@ class Engine:
         """Make a parameter readable outside its unit's forward, or say why it cannot be."""
         name, unit, _, _ = self._places[id(parameter)]
         if unit.state is not State.IN_FLIGHT:
+            if self.is_closed:
+                raise RuntimeError(
+                    f"Parameter {name!r} was left sharded when its training ended, because of"
+                    " restore_weights=False or because other ranks had died. Load its values from a"
+                    " checkpoint, or train with restore_weights=True."
+                )
             if not self.in_step:
                 raise RuntimeError(
                     f"Parameter {name!r} is sharded over {self.comm.world_size} ranks and not in"
@@ -528,8 +534,8 @@ class Engine:
         parameters were used at all: those that no rank used keep no gradient, as in a plain loop.
         """
         rounds = [self._reduced.count(unit) + unit.has_arrivals for unit in self.units]
-        used = [flag for unit in self.units for bundle in unit.bundles for flag in bundle.used]
-        agreed = torch.tensor([*rounds, *used], dtype=torch.uint8)
+        held = [flag for unit in self.units for bundle in unit.bundles for flag in bundle.has_grads]
+        agreed = torch.tensor([*rounds, *held], dtype=torch.uint8)
         self.comm.agree(agreed).wait()
         counts, flags = agreed[: len(rounds)].tolist(), iter(agreed[len(rounds) :].tolist())
         if self._is_ordered and self._order is None:

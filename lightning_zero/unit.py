@@ -29,6 +29,7 @@ from torch.profiler import record_function
 from lightning_zero import resting
 from lightning_zero.buffer import Buffer, lasting_tensors
 from lightning_zero.comm import Comm, ReduceBuffer, Shared, Work
+from lightning_zero.gradient import GradFace
 from lightning_zero.layout import Layout
 from lightning_zero.piece import Piece
 from lightning_zero.plan import Plan
@@ -61,6 +62,8 @@ class Bundle:
         self.master = self.shared.own
         self._load()
         self.pieces = self._cut_pieces()
+        for index, piece in enumerate(self.pieces):
+            piece.face = GradFace(piece, comm, functools.partial(self.full_of, index))
         self.partial: ReduceBuffer | None = None
         self.grad: Tensor | None = None
         self._in_flight: list[Tensor] = []
@@ -180,6 +183,8 @@ class Bundle:
         """Move parameter ``index``'s new gradient into the reduce buffer, cast on the way."""
         parameter = self.parameters[index]
         grad, parameter.grad = parameter.grad, None
+        if isinstance(grad, GradFace):
+            grad = grad.take_arrival()
         assert grad is not None
         if self.partial is None:
             self._allocate_partial()
@@ -270,16 +275,33 @@ class Bundle:
             elif piece.grad is not view:
                 view.copy_(piece.grad)
 
-    def install_grads(self, used: Sequence[bool]) -> None:
-        """End a backward pass: show the gradients of the ``used`` parameters to the optimizer."""
+    @property
+    def has_grads(self) -> list[bool]:
+        """For each parameter, whether it got a gradient or its piece keeps an earlier one."""
+        return [
+            is_used or piece.grad is not None
+            for is_used, piece in zip(self.used, self.pieces, strict=True)
+        ]
+
+    def install_grads(self, has_grads: Sequence[bool]) -> None:
+        """End a backward pass: show the gradients that any rank has to optimizer and user."""
         self.arrived = [False] * len(self.parameters)
-        if not self.is_settled:
-            return
-        self.is_settled = False
-        self.used = [False] * len(self.parameters)
-        for piece, view, is_used in zip(self.pieces, self._grad_pieces, used, strict=True):
-            if piece.numel() and (is_used or piece.grad is not None):
-                piece.grad = view
+        if self.is_settled:
+            self.is_settled = False
+            self.used = [False] * len(self.parameters)
+            for piece, view, has_grad in zip(
+                self.pieces, self._grad_pieces, has_grads, strict=True
+            ):
+                if piece.numel() and has_grad:
+                    piece.grad = view
+        for piece, has_grad in zip(self.pieces, has_grads, strict=True):
+            if has_grad:
+                piece.show_grad()
+
+    def hide_grads(self) -> None:
+        """Make room for autograd's gradients on the parameters."""
+        for piece in self.pieces:
+            piece.hide_grad()
 
     def retire(self) -> None:
         """Keep no more than this rank's pieces; nobody reads the weights any more."""
@@ -464,6 +486,7 @@ class Unit:
     def retire(self) -> None:
         """Free the weights after the parameters were pointed elsewhere."""
         for bundle in self.bundles:
+            bundle.hide_grads()
             bundle.retire()
         self.state = State.RESTING
 
@@ -473,7 +496,9 @@ class Unit:
         return any(any(bundle.filled) for bundle in self.bundles)
 
     def expect(self) -> None:
-        """Begin a backward pass: note how many gradients are wanted."""
+        """Begin a backward pass: make room for gradients, and note how many are wanted."""
+        for bundle in self.bundles:
+            bundle.hide_grads()
         self._num_missing = sum(
             parameter.requires_grad for bundle in self.bundles for parameter in bundle.parameters
         )
