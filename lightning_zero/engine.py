@@ -157,11 +157,12 @@ class Engine:
             root_parameters += [(name, p) for name, p in named if id(p) in uncast]
             named[:] = [(name, p) for name, p in named if id(p) not in uncast]
         owners = _owners(self.module)
+        blank = meta.Blank(self.module, self.settings.device)
         for name, named in [*assigned.items(), ("", root_parameters)]:
             if not named and name:
                 continue
             module = modules[name] if name else self.module
-            meta.materialize(self.module, [owners[id(p)] for _, p in named], self.settings.device)
+            blank.fill(owners[id(p)] for _, p in named)
             index = len(self.units)
             unit = Unit(name, module, self._bundle(named, uncast), index, self)
             self.units.append(unit)
@@ -174,7 +175,7 @@ class Engine:
                     self._places[id(parameter)] = (slot.name, unit, bundle, place)
             if name:
                 unit.reshard()
-        meta.materialize(self.module, self.module.modules(), self.settings.device)
+        blank.finish(functools.partial(self.gathered, modify=True))
 
     def _bundle(self, named: Iterable[tuple[str, Parameter]], uncast: set[int]) -> list[Bundle]:
         groups: dict[tuple[torch.dtype, bool, bool], list[tuple[str, Parameter]]] = {}
@@ -717,13 +718,13 @@ def _in_graph_task() -> bool:
 
 
 def _owners(module: nn.Module) -> dict[int, nn.Module]:
-    """The module that holds each parameter, by the parameter's id."""
-    return {
-        id(p): owner
-        for owner in module.modules()
-        for p in owner._parameters.values()
-        if p is not None
-    }
+    """The first module that holds each parameter, by the parameter's id."""
+    owners: dict[int, nn.Module] = {}
+    for owner in module.modules():
+        for parameter in owner._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), owner)
+    return owners
 
 
 def _uncast_parameters(module: nn.Module) -> set[int]:
