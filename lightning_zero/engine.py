@@ -614,6 +614,7 @@ class Engine:
         for unit in self.units:
             if id(unit) in stepped and unit.state is not State.RESTING:
                 unit.refresh()
+        self.comm.ledger.end_step()
 
     # -- whole parameters ------------------------------------------------------------------------
 

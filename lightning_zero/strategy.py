@@ -31,6 +31,7 @@ from lightning_zero.checkpoint.state import load_optimizer_state, module_state, 
 from lightning_zero.comm import Comm
 from lightning_zero.config import Config
 from lightning_zero.engine import Engine, Settings
+from lightning_zero.ledger import Traffic
 from lightning_zero.precision import ZeROPrecision
 from lightning_zero.wrap import UnitPolicy
 
@@ -327,6 +328,11 @@ class ZeROStrategy(DDPStrategy):
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds now, by kind; see ``Engine.memory``."""
         return self.engine.memory() if self.engine is not None else {}
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank sent in the last optimizer step, by unit and verb."""
+        return self.engine.comm.ledger.last_step if self.engine is not None else {}
 
     # -- the end ---------------------------------------------------------------------------------
 
