@@ -86,11 +86,6 @@ class Comm:
                 # One communicator each, or a prefetch would queue behind a reduction.
                 self._gather_group, self._reduce_group = dist.new_group(), dist.new_group()
 
-    @property
-    def is_ordered(self) -> bool:
-        """Whether ranks must issue their collectives in the same order."""
-        return not self._direct
-
     def redistribute(
         self,
         source: Placement,

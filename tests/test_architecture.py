@@ -12,7 +12,7 @@ FLOORS = [
     ["layout", "plan", "config", "scaler", "tensors"],
     ["comm", "offload", "buffer"],
     ["resting", "piece", "unit", "wrap", "meta"],
-    ["schedule", "optim", "clip", "engine"],
+    ["schedule", "optim", "clip", "turns", "engine"],
     ["checkpoint", "memory"],
     ["precision", "strategy"],
     ["cli", "__main__", "__init__"],
