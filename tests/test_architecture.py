@@ -10,9 +10,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "lightning_zero"
 
 FLOORS = [
     ["layout", "plan", "config", "scaler", "tensors"],
-    ["comm", "offload", "buffer"],
+    ["buffer", "window", "comm", "offload"],
     ["resting", "piece", "unit", "wrap", "meta"],
-    ["schedule", "optim", "clip", "turns", "engine"],
+    ["schedule", "optim", "clip", "turns", "engine", "access", "activation"],
     ["checkpoint", "memory"],
     ["precision", "strategy"],
     ["cli", "__main__", "__init__"],

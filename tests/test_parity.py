@@ -169,20 +169,21 @@ def test_distance_counts_roundings_of_the_largest_value() -> None:
 
 # ------------------------------------------------------------------------------ the engine
 
-# Ranks that run other units cannot gather them together; see the design's limits.
+# Ranks that run other units cannot gather them together, unless they share memory.
 stage_3_models = [name for name in MODELS if name != "experts"]
 Run = dict[str, Any]
 
 
 def train_each(runs: list[Run]) -> list[Result]:
-    """One training per run, on every rank; `direct` chooses the wires of all that name it."""
-    comms: dict[bool, Comm] = {}
+    """One training per run, on every rank; runs of the same `wires` share them."""
+    comms: dict[str, Comm] = {}
     results = []
     for run in runs:
         how = dict(run)
-        if "direct" in how:
-            direct = how.pop("direct")
-            how["comm"] = comms.setdefault(direct, Comm(CPU, direct=direct))
+        wires = how.pop("wires", "windows")
+        if wires not in comms:
+            comms[wires] = Comm(CPU, direct=wires != "backend", windows=wires == "windows")
+        how["comm"] = comms[wires]
         results.append(train(**how))
     return results
 
@@ -300,10 +301,11 @@ def test_no_setting_changes_a_bit(ranks: Pools, world: int) -> None:
         {"units": "root"},
     ]
     if world == 2:  # the backend may add up three ranks in another order
-        ways += [{"direct": False}, {"direct": False, "stage": 2}, {"direct": True, "stage": 2}]
+        ways += [{"wires": "backend"}, {"wires": "backend", "stage": 2}]
+    ways += [{"wires": "messages"}, {"wires": "messages", "stage": 2}, {"stage": 2}]
     runs = [{"case": name, "steps": 2, **way} for name, way in product(names, ways)]
     if world == 3:
-        runs = runs[1::3]
+        runs = runs[::3]
     first: dict[str, Result] = {}
     for run, result in zip(runs, results_of(ranks, world, runs), strict=True):
         assert_same_bits(result, first.setdefault(run["case"], result), str(run))
@@ -313,10 +315,10 @@ def test_no_setting_changes_a_bit(ranks: Pools, world: int) -> None:
 
 def test_backend_collectives_are_the_plain_loop_at_three_ranks(ranks: Pools) -> None:
     runs: list[Run] = [
-        {"case": name, "stage": stage, "direct": False, "accumulate": 2}
+        {"case": name, "stage": stage, "wires": "backend", "accumulate": 2}
         for stage, name in product((1, 2), ("experts", "unused_branch", "nested"))
     ]
-    runs.append({"case": "nested", "stage": 3, "direct": False, "accumulate": 2})
+    runs.append({"case": "nested", "stage": 3, "wires": "backend", "accumulate": 2})
     for run, result in zip(runs, results_of(ranks, 3, runs), strict=True):
         policy = "local" if run["stage"] == 1 else "reduce"
         expected = reference(MODELS[run["case"]], adamw, 3, 3, 2, policy=policy)
