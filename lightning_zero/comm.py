@@ -126,11 +126,6 @@ class Comm:
         """Elements that this rank has sent since the start, by unit and verb."""
         return Counter({key: sent.elements for key, sent in self.ledger.total.items()})
 
-    @property
-    def is_ordered(self) -> bool:
-        """Whether ranks must issue their collectives in the same order."""
-        return not self._direct
-
     def _can_see_peers(self) -> bool:
         """Whether every rank can map every other's memory."""
         sees_all = are_supported()

@@ -12,7 +12,7 @@ FLOORS = [
     ["layout", "plan", "deepspeed", "config", "scaler", "tensors", "ledger"],
     ["buffer", "window", "comm", "offload"],
     ["resting", "piece", "gradient", "unit", "wrap", "meta"],
-    ["schedule", "optim", "clip", "engine", "access", "activation"],
+    ["schedule", "optim", "clip", "turns", "engine", "access", "activation"],
     ["checkpoint", "memory"],
     ["precision", "strategy", "traffic"],
     ["cli", "__main__", "__init__"],
