@@ -179,13 +179,8 @@ class Bundle:
         return pieces
 
     @torch.no_grad()
-    def take_grad(self, index: int) -> None:
+    def take_grad(self, index: int, grad: Tensor) -> None:
         """Move parameter ``index``'s new gradient into the reduce buffer, cast on the way."""
-        parameter = self.parameters[index]
-        grad, parameter.grad = parameter.grad, None
-        if isinstance(grad, GradFace):
-            grad = grad.take_arrival()
-        assert grad is not None
         if self.partial is None:
             self._allocate_partial()
         view = self._partial_views[index]
@@ -494,10 +489,10 @@ class Unit:
             parameter.requires_grad for bundle in self.bundles for parameter in bundle.parameters
         )
 
-    def take_grad(self, bundle: Bundle, index: int) -> None:
+    def take_grad(self, bundle: Bundle, index: int, grad: Tensor) -> None:
         """Take in a gradient that autograd just finished."""
         self._num_missing -= not bundle.arrived[index]
-        bundle.take_grad(index)
+        bundle.take_grad(index, grad)
 
     @property
     def is_complete(self) -> bool:
