@@ -499,8 +499,10 @@ class Engine:
             self._prefetch()
 
     def _on_grad(self, unit: Unit, bundle: Bundle, index: int, _: Tensor) -> None:
+        grad = bundle.pieces[index].claim_grad()
+        assert grad is not None
         self._begin_backward()
-        unit.take_grad(bundle, index)
+        unit.take_grad(bundle, index, grad)
         if not unit.is_complete:
             return
         if self._reduces_now:

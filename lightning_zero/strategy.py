@@ -27,6 +27,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_zero.activation import ActivationCheckpointing
+from lightning_zero.callbacks import WholeWeights
 from lightning_zero.checkpoint.state import load_optimizer_state, module_state, optimizer_state
 from lightning_zero.comm import Comm
 from lightning_zero.config import Config
@@ -138,6 +139,7 @@ class ZeROStrategy(DDPStrategy):
         self.restore_weights = restore_weights
         self.engine: Engine | None = None
         self._recompute: ActivationCheckpointing | None = None
+        self._whole_weights: WholeWeights | None = None
         self._has_failed = False
         self._announced = ""
 
@@ -179,6 +181,9 @@ class ZeROStrategy(DDPStrategy):
         self.model_to_device()
         self._shard(module, is_fitting=is_fitting)
         if is_fitting:
+            assert self.engine is not None
+            callbacks = trainer.callbacks  # type: ignore[attr-defined]
+            self._whole_weights = WholeWeights(callbacks, self.engine)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
@@ -344,6 +349,9 @@ class ZeROStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
+        if self._whole_weights is not None:
+            self._whole_weights.remove()
+            self._whole_weights = None
         if self._recompute is not None:
             self._recompute.remove()
             self._recompute = None

@@ -91,9 +91,8 @@ class Turns:
         while left:
             self._reduce(left.pop(0))
         late = [unit.has_arrivals for unit in self._units]
-        held = [
-            flag for unit in self._units for bundle in unit.bundles for flag in bundle.has_grads
-        ]
+        bundles = [bundle for unit in self._units for bundle in unit.bundles]
+        held = [flag for bundle in bundles for flag in bundle.has_grads]
         agreed = torch.tensor([*late, *held], dtype=torch.uint8)
         self._comm.agree(agreed).wait()
         is_late, is_held = agreed[: len(late)].tolist(), iter(agreed[len(late) :].tolist())

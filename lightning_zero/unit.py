@@ -63,7 +63,8 @@ class Bundle:
         self._load()
         self.pieces = self._cut_pieces()
         for index, piece in enumerate(self.pieces):
-            piece.face = GradFace(piece, comm, functools.partial(self.full_of, index))
+            assemble = functools.partial(self.full_of, index)
+            piece.face = GradFace(piece, self.weight.tensor, comm, assemble)
         self.partial: ReduceBuffer | None = None
         self.grad: Tensor | None = None
         self._in_flight: list[Tensor] = []
@@ -179,13 +180,8 @@ class Bundle:
         return pieces
 
     @torch.no_grad()
-    def take_grad(self, index: int) -> None:
+    def take_grad(self, index: int, grad: Tensor) -> None:
         """Move parameter ``index``'s new gradient into the reduce buffer, cast on the way."""
-        parameter = self.parameters[index]
-        grad, parameter.grad = parameter.grad, None
-        if isinstance(grad, GradFace):
-            grad = grad.take_arrival()
-        assert grad is not None
         if self.partial is None:
             self._allocate_partial()
         view = self._partial_views[index]
@@ -531,10 +527,10 @@ class Unit:
         self._num_missing = sum(wants)
         self.is_trainable, self.wants_grads = all(wants), any(wants)
 
-    def take_grad(self, bundle: Bundle, index: int) -> None:
+    def take_grad(self, bundle: Bundle, index: int, grad: Tensor) -> None:
         """Take in a gradient that autograd just finished."""
         self._num_missing -= not bundle.arrived[index]
-        bundle.take_grad(index)
+        bundle.take_grad(index, grad)
 
     @property
     def is_complete(self) -> bool:
