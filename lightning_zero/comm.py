@@ -1,20 +1,23 @@
 """The wires: two collectives that carry weights and gradients, and a few small ones around them.
 
-``redistribute`` is the one verb that moves a flat buffer from a placement to another; the pair
-picks the collective:
+A flat buffer moves from a placement to another; the pair picks the collective:
 
-    ===========  ==========  ===============================================
+    ===========  ==========  =====================================================
     from         to          collective
-    ===========  ==========  ===============================================
-    SHARDED      REPLICATED  all-gather, in place: shards land where they lie
-    PARTIAL      SHARDED     reduce-scatter, summed in the order of the ranks
-    ===========  ==========  ===============================================
+    ===========  ==========  =====================================================
+    SHARDED      REPLICATED  ``gather``, in place: shards land where they lie
+    PARTIAL      SHARDED     ``reduce``, a sum in the order of the ranks
+    ===========  ==========  =====================================================
 
-Only this room knows one backend from another. On gloo both collectives are sent point to point:
-torch's gloo reduce-scatter sends the whole buffer and its all-gather copies twice, while messages
-that land in place take a quarter to a half of the time (64 MiB, two ranks, torch 2.13: 15 ms
-against 65 ms and 21 ms against 47 ms of an all-reduce). Every message carries the unit's number as
-its tag, so two ranks that disagree about the order of units never mix their data.
+Only this room knows one backend from another. There are three ways, chosen once:
+
+* **windows**, when all ranks are on one host's CPUs: they read each other's memory.
+* **point to point**, for gloo between hosts: torch's gloo reduce-scatter sends the whole buffer and
+  its all-gather copies twice, while messages that land in place take a quarter to a half of the
+  time (64 MiB, two ranks, torch 2.13: 15 against 65 ms, and 21 against 47 ms of an all-reduce).
+  Every message carries the unit's number as its tag, so two ranks that disagree about the order of
+  units never mix their data.
+* the backend's own collectives, for NCCL and all others.
 """
 
 from __future__ import annotations
@@ -23,13 +26,14 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.plan import Placement
+from lightning_zero.buffer import lasting_tensors
+from lightning_zero.window import Address, Window, are_supported, map_window
 
 # torch 2.13 renamed the two and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -60,6 +64,42 @@ class _Pending:
             self._finish()
 
 
+class Shared(NamedTuple):
+    """This rank's master shard and, where peers can be read, everybody's."""
+
+    own: Tensor
+    everybodys: list[Tensor] | None = None
+    window: Window | None = None
+
+    def sharded(self, world_size: int, rank: int) -> Shared:
+        """The shards in what was shared whole: each rank's own part of its own."""
+        shards = None
+        if self.everybodys is not None:
+            shards = [whole.view(world_size, -1)[r] for r, whole in enumerate(self.everybodys)]
+        return Shared(self.own.view(world_size, -1)[rank], shards, self.window)
+
+
+class ReduceBuffer:
+    """A unit's gradients before their reduction.
+
+    Attributes:
+        tensor: ``[world_size * n]``.
+        window: Set if peers read it in place.
+        generation: How often peers were asked to.
+    """
+
+    def __init__(self, tensor: Tensor, window: Window | None) -> None:
+        self.tensor = tensor
+        self.window = window
+        self.generation = 0
+
+    def is_read_by_all(self, rank: int) -> bool:
+        """Whether every rank but ``rank``, the owner, has read it as often as it was asked to."""
+        assert self.window is not None
+        readers = self.window.readers.tolist()
+        return all(seen == self.generation for peer, seen in enumerate(readers) if peer != rank)
+
+
 class Comm:
     """This process among the ranks that share one model.
 
@@ -69,7 +109,9 @@ class Comm:
         sent: Elements that this rank has sent, by unit and verb; the ledger.
     """
 
-    def __init__(self, device: torch.device, *, direct: bool | None = None) -> None:
+    def __init__(
+        self, device: torch.device, *, direct: bool | None = None, windows: bool | None = None
+    ) -> None:
         self.device = device
         self.sent: Counter[tuple[str, str]] = Counter()
         self.sent_bytes: Counter[tuple[str, str]] = Counter()
@@ -78,7 +120,10 @@ class Comm:
         self._gather_group: Any = None
         self._reduce_group: Any = None
         self._direct = True
+        self._has_windows = False
         self._scratch: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._free_windows: dict[tuple[int, torch.dtype], list[ReduceBuffer]] = {}
+        self._peer_windows: dict[Address, tuple[Tensor, Tensor]] = {}
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             on_gloo = dist.get_backend() == "gloo"
@@ -89,68 +134,152 @@ class Comm:
             if not self._direct:
                 # One communicator each, or a prefetch would queue behind a reduction.
                 self._gather_group, self._reduce_group = dist.new_group(), dist.new_group()
+            may_share = self._direct and device.type == "cpu" and self.world_size > 1
+            if may_share and windows is not False:
+                self._has_windows = self._can_see_peers()
 
     @property
     def is_ordered(self) -> bool:
         """Whether ranks must issue their collectives in the same order."""
         return not self._direct
 
-    def redistribute(
-        self,
-        source: Placement,
-        target: Placement,
-        buffer: Tensor,
-        out: Tensor,
-        *,
-        unit: str,
-        tag: int,
-    ) -> Work:
-        """Start to move ``buffer`` of shape ``[world_size * n]`` between two placements.
+    def _can_see_peers(self) -> bool:
+        """Whether every rank can map every other's memory."""
+        sees_all = are_supported()
+        window = Window(1, torch.int64, self.world_size) if sees_all else None
+        if window is not None:
+            window.tensor.fill_(self.rank + 1)
+        for rank, address in enumerate(self.gather_objects(window and window.address)):
+            try:
+                sees_all = sees_all and self._map(address, torch.int64)[0].item() == rank + 1
+            except (OSError, RuntimeError):
+                sees_all = False
+        return all(self.gather_objects(sees_all))
 
-        ``SHARDED`` to ``REPLICATED`` fills ``buffer`` in place from every rank's own part of it
-        (``out`` is that part, ``[n]``); ``PARTIAL`` to ``SHARDED`` writes the sum of this rank's
-        part to ``out``, which may have another dtype, and leaves ``buffer`` undefined.
+    def _map(self, address: Address, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return map_window(address, dtype, self.world_size)
+
+    # -- memory that peers read ------------------------------------------------------------------
+
+    def share(self, numel: int, dtype: torch.dtype) -> Shared:
+        """Memory for a master; with windows, a view of every rank's too. A collective."""
+        if not self._has_windows:
+            with lasting_tensors():
+                return Shared(torch.empty(numel, dtype=dtype, device=self.device))
+        window = Window(numel, dtype, self.world_size)
+        everybodys = [
+            window.tensor if rank == self.rank else self._map(address, dtype)[0]
+            for rank, address in enumerate(self.gather_objects(window.address))
+        ]
+        self.fence()
+        return Shared(window.tensor, everybodys, window)
+
+    def fence(self) -> None:
+        """Wait until every rank is here, if ranks read each other's memory.
+
+        Whoever changes a master stands between two fences: before the first all have read the old
+        values, after the second all may read the new ones.
         """
-        if (source, target) == (Placement.SHARDED, Placement.REPLICATED):
-            verb, move = "gather", self._gather
-        elif (source, target) == (Placement.PARTIAL, Placement.SHARDED):
-            verb, move = "reduce", self._reduce
-        else:
-            raise ValueError(
-                f"Expected a redistribution that sends data, got {source} to {target}."
-            )
-        if buffer.numel() == 0:
-            return _Pending([])
-        numel = buffer.numel() // self.world_size * (self.world_size - 1)
-        self.sent[unit, verb] += numel
-        self.sent_bytes[unit, verb] += numel * buffer.element_size()
-        return move(buffer, out, tag)
+        if self._has_windows:
+            dist.barrier()
 
-    def _gather(self, buffer: Tensor, out: Tensor, tag: int) -> Work:
+    # -- weights and gradients -------------------------------------------------------------------
+
+    def gather(self, whole: Tensor, shard: Shared, *, unit: str, tag: int) -> Work:
+        """Start to fill ``whole`` (``[world_size * n]``) from every rank's ``shard`` (``[n]``).
+
+        Dtypes may differ: masters are cast on the way.
+        """
+        self._note(unit, "gather", whole)
+        parts = whole.view(self.world_size, -1)
+        if shard.everybodys is not None:
+            for part, source in zip(parts, shard.everybodys, strict=True):
+                _copy(part, source)
+            return _Pending([])
+        own = parts[self.rank]
+        if own.data_ptr() != shard.own.data_ptr():
+            _copy(own, shard.own)
         if not self._direct:
-            return _all_gather(buffer, out, group=self._gather_group, async_op=True)  # type: ignore[no-any-return]
-        parts = buffer.view(self.world_size, -1)
-        receives = [dist.irecv(parts[peer], peer, tag=2 * tag) for peer in self._sources()]
-        sends = [dist.isend(out, peer, tag=2 * tag) for peer in self._targets()]
+            return _all_gather(whole, own, group=self._gather_group, async_op=True)  # type: ignore[no-any-return]
+        if not whole.numel():
+            return _Pending([])
+        receives = [dist.irecv(parts[peer], peer, tag=4 * tag) for peer in self._sources()]
+        sends = [dist.isend(own, peer, tag=4 * tag) for peer in self._targets()]
         return _Pending(_started(receives, sends))
 
-    def _reduce(self, buffer: Tensor, out: Tensor, tag: int) -> Work:
+    def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
+        """Memory for a unit's gradients before their reduction; its content is undefined."""
+        if not self._has_windows:
+            with lasting_tensors():
+                return ReduceBuffer(torch.empty(numel, dtype=dtype, device=self.device), None)
+        free = self._free_windows.setdefault((numel, dtype), [])
+        for index, buffer in enumerate(free):
+            if buffer.is_read_by_all(self.rank):
+                return free.pop(index)
+        # Never wait for a reader here: it may be a rank that itself waits for us.
+        window = Window(numel, dtype, self.world_size)
+        return ReduceBuffer(window.tensor, window)
+
+    def reduce(self, partial: ReduceBuffer, out: Tensor, *, unit: str, tag: int) -> Work:
+        """Start to write the sum of all ranks' summands of this rank's shard to ``out`` (``[n]``).
+
+        ``partial`` (``[world_size * n]``) is given up; ``out`` may have another dtype.
+        """
+        self._note(unit, "reduce", partial.tensor)
+        if partial.window is not None:
+            return self._reduce_by_windows(partial, out, tag)
         if not self._direct:
-            return self._reduce_by_backend(buffer, out)
-        parts = list(buffer.view(self.world_size, -1))
+            return self._reduce_by_backend(partial.tensor, out)
+        parts = list(partial.tensor.view(self.world_size, -1))
         own = parts[self.rank]
+        if not own.numel():
+            return _Pending([])
         inbox = {peer: self._borrow(own) for peer in self._sources()}
-        receives = [dist.irecv(box, peer, tag=2 * tag + 1) for peer, box in inbox.items()]
-        sends = [dist.isend(parts[peer], peer, tag=2 * tag + 1) for peer in self._targets()]
+        receives = [dist.irecv(box, peer, tag=4 * tag + 1) for peer, box in inbox.items()]
+        sends = [dist.isend(parts[peer], peer, tag=4 * tag + 1) for peer in self._targets()]
 
         def add_up() -> None:
             # In the order of the ranks, so that every stage and every rank gets the same bits.
-            summands = [inbox.get(rank, own) for rank in range(self.world_size)]
-            _sum_into(out, summands)
+            _sum_into(out, [inbox.get(rank, own) for rank in range(self.world_size)])
             for box in inbox.values():
                 self._give_back(box)
 
         return _Pending(_started(receives, sends), add_up)
+
+    def _reduce_by_windows(self, partial: ReduceBuffer, out: Tensor, tag: int) -> Work:
+        """Tell peers where the buffer is; when theirs are full, sum over them and say so."""
+        assert partial.window is not None
+        partial.generation += 1
+        mine = torch.tensor([*partial.window.address, partial.generation])
+        theirs = {peer: torch.empty_like(mine) for peer in self._sources()}
+        receives = [dist.irecv(box, peer, tag=4 * tag + 2) for peer, box in theirs.items()]
+        sends = [dist.isend(mine, peer, tag=4 * tag + 2) for peer in self._targets()]
+        summands = {self.rank: partial.tensor}
+
+        def add_up() -> None:
+            seen = []
+            for peer, token in theirs.items():
+                *address, generation = token.tolist()
+                summands[peer], readers = self._peer_window(Address(*address), partial.tensor.dtype)
+                seen.append((readers, generation))
+            parts = [summands[rank].view(self.world_size, -1) for rank in range(self.world_size)]
+            _sum_into(out, [part[self.rank] for part in parts])
+            for readers, generation in seen:
+                readers[self.rank] = generation
+            key = (partial.tensor.numel(), partial.tensor.dtype)
+            self._free_windows.setdefault(key, []).append(partial)
+
+        return _Pending(_started(receives, sends), add_up)
+
+    def _peer_window(self, address: Address, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        if address not in self._peer_windows:
+            self._peer_windows[address] = self._map(address, dtype)
+        return self._peer_windows[address]
+
+    def _note(self, unit: str, verb: str, whole: Tensor) -> None:
+        numel = whole.numel() // self.world_size * (self.world_size - 1)
+        self.sent[unit, verb] += numel
+        self.sent_bytes[unit, verb] += numel * whole.element_size()
 
     def _reduce_by_backend(self, buffer: Tensor, out: Tensor) -> Work:
         if out.dtype == buffer.dtype:
@@ -179,7 +308,9 @@ class Comm:
     @property
     def scratch_bytes(self) -> int:
         """Bytes of receive buffers kept for reuse."""
-        return sum(tensor.nbytes for free in self._scratch.values() for tensor in free)
+        boxes = sum(tensor.nbytes for free in self._scratch.values() for tensor in free)
+        windows = sum(b.tensor.nbytes for free in self._free_windows.values() for b in free)
+        return boxes + windows
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite ``tensor`` with rank 0's."""

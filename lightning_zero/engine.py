@@ -350,9 +350,11 @@ class Engine:
         for unit in self.units:
             unit.wait_if_in_flight()
             unit.guard()
+        self.comm.fence()
         try:
             yield
         finally:
+            self.comm.fence()
             for unit in self.units:
                 if unit.state is State.WHOLE:
                     unit.refresh()
@@ -522,7 +524,7 @@ class Engine:
         optim.check_can_be_cut(optimizer)
         self._optimizers.append((optimizer, set()))
         self._point(optimizer)
-        optimizer.register_step_pre_hook(lambda opt, args, kwargs: self._point(opt))
+        optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(lambda opt, args, kwargs: self._after_step(opt))
 
     def _point(self, optimizer: Optimizer) -> None:
@@ -537,8 +539,28 @@ class Engine:
         place = self._places.get(id(parameter))
         return place[2].pieces[place[3]] if place else None
 
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Take in new groups, and let all ranks finish reading before masters change."""
+        self._point(optimizer)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self.comm.fence()
+            return args, kwargs
+
+        def fenced() -> Any:
+            result = closure()
+            self._point(optimizer)
+            self.comm.fence()
+            return result
+
+        rest = {name: value for name, value in kwargs.items() if name != "closure"}
+        return args[:1], {**rest, "closure": fenced}
+
     def _after_step(self, optimizer: Optimizer) -> None:
         """Bring weights up to date with the masters that ``optimizer`` stepped."""
+        self.comm.fence()
         stepped = {
             id(self._places[id(piece.parameter)][1])
             for group in optimizer.param_groups
