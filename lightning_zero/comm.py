@@ -362,10 +362,10 @@ class Comm:
             next ones. Nothing on other ranks.
         """
         if self.rank:
-            for chunk in part.split(MESSAGE_BYTES) if part.numel() else ():
+            for chunk in torch.split(part, MESSAGE_BYTES) if part.numel() else ():
                 dist.send(chunk.to("cpu"), 0, group=self._control)
             return
-        yield from ((0, chunk) for chunk in part.split(MESSAGE_BYTES) if part.numel())
+        yield from ((0, chunk) for chunk in torch.split(part, MESSAGE_BYTES) if part.numel())
         for peer in range(1, self.world_size):
             for start in range(0, sizes[peer], MESSAGE_BYTES):
                 chunk = torch.empty(min(MESSAGE_BYTES, sizes[peer] - start), dtype=torch.uint8)

@@ -51,7 +51,7 @@ class Piece(Parameter):
 
     def _place_in(self, whole: Tensor) -> int:
         # An empty piece may begin behind the storage of a tensor without elements.
-        return whole.storage_offset() + (self.start if self.stop > self.start else 0)
+        return int(whole.storage_offset()) + (self.start if self.stop > self.start else 0)
 
     @property
     def requires_grad(self) -> bool:

@@ -304,7 +304,7 @@ def _chunks(content: Tensor | bytes | None) -> Iterator[tuple[int, memoryview]]:
         yield 0, memoryview(content)
         return
     for number, chunk in enumerate(torch.split(content, BUFFER_BYTES)):
-        yield number * BUFFER_BYTES, memoryview(chunk.to("cpu").numpy())
+        yield number * BUFFER_BYTES, chunk.to("cpu").numpy().data
 
 
 def _write_at(descriptor: int, offset: int, content: bytes | memoryview) -> None:

@@ -91,7 +91,7 @@ class _Pickler(pickle.Pickler):
             size *= spread.dtype.itemsize if kind is torch.UntypedStorage else 1
         elif isinstance(obj, torch.storage.TypedStorage):
             number = self._number(obj._untyped_storage._cdata, obj._untyped_storage)
-            kind, size = _storage_type(obj.dtype), len(obj)
+            kind, size = _storage_type(obj.dtype), obj._size()  # type: ignore[no-untyped-call]
         elif isinstance(obj, torch.UntypedStorage):
             number, kind, size = self._number(obj._cdata, obj), torch.UntypedStorage, obj.nbytes()
         else:
