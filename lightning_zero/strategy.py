@@ -185,8 +185,7 @@ class ZeROStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._comm = Comm(self.root_device)
-        in_background = self.async_checkpoint or isinstance(self.checkpoint_io, AsyncCheckpointIO)
-        self._current_saver = Saver(self._comm, in_background=in_background)
+        self._current_saver = Saver(self._comm)
         self._awaits_setup = True
 
     @override
@@ -309,7 +308,12 @@ class ZeROStrategy(DDPStrategy):
     ) -> None:
         saver = self._saver
         if storage_options is None and self._writes_files:
-            saver.save(checkpoint, str(filepath), self._provenance)
+            is_async = self.async_checkpoint or isinstance(self.checkpoint_io, AsyncCheckpointIO)
+            # After fit there is nothing to go on with, and nobody who would wait for the thread.
+            is_running = self.engine is not None and not self.engine.is_closed
+            saver.save(
+                checkpoint, str(filepath), self._provenance, in_background=is_async and is_running
+            )
             return
         # A writer of the user's own takes whole tensors.
         super().save_checkpoint(collected(checkpoint, saver.comm), filepath, storage_options)

@@ -16,9 +16,6 @@ from lightning_zero.checkpoint import (
     Provenance,
     Saver,
     collected,
-    load,
-    load_module_state,
-    load_optimizer_state,
     module_state,
     optimizer_state,
 )

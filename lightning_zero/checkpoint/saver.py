@@ -24,23 +24,23 @@ class Saver:
 
     Args:
         comm: The ranks.
-        in_background: Whether training goes on while files are written.
     """
 
-    def __init__(self, comm: Comm, *, in_background: bool = False) -> None:
+    def __init__(self, comm: Comm) -> None:
         self.comm = comm
-        self.in_background = in_background
         self._apart: Comm | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
         self._removals: list[Future[None]] = []
 
-    def save(self, checkpoint: Any, path: str, provenance: Provenance) -> None:
-        """Write ``checkpoint`` to ``path``."""
+    def save(
+        self, checkpoint: Any, path: str, provenance: Provenance, *, in_background: bool = False
+    ) -> None:
+        """Write ``checkpoint`` to ``path``; in the background, return when it is copied."""
         self.wait()
         path = self.comm.broadcast_object(path)
         save = Save(checkpoint, path, self.comm, provenance)
-        if not self.in_background:
+        if not in_background:
             save.run()
             return
         self._apart = self._apart or self.comm.apart()
