@@ -307,10 +307,14 @@ class Comm:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of receive buffers kept for reuse."""
+        """Bytes of receive and reduce buffers kept for reuse."""
         boxes = sum(tensor.nbytes for free in self._scratch.values() for tensor in free)
-        windows = sum(b.tensor.nbytes for free in self._free_windows.values() for b in free)
-        return boxes + windows
+        return boxes + self.window_bytes
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of reduce buffers that peers can read, kept for reuse."""
+        return sum(b.tensor.nbytes for free in self._free_windows.values() for b in free)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite ``tensor`` with rank 0's."""
