@@ -1,5 +1,7 @@
 """Saving and loading: sharded state as the plain file that DDP would have written."""
 
+from lightning_zero.checkpoint.convert import add_convert_command, convert
+from lightning_zero.checkpoint.inspect import add_inspect_command, damage, describe
 from lightning_zero.checkpoint.load import load
 from lightning_zero.checkpoint.save import Provenance
 from lightning_zero.checkpoint.saver import Saver, collected
@@ -10,15 +12,22 @@ from lightning_zero.checkpoint.state import (
     module_state,
     optimizer_state,
 )
+from lightning_zero.checkpoint.weights import load_weights
 
 __all__ = [
     "Provenance",
     "Saver",
+    "add_convert_command",
+    "add_inspect_command",
     "check_optimizer_states",
     "collected",
+    "convert",
+    "damage",
+    "describe",
     "load",
     "load_module_state",
     "load_optimizer_state",
+    "load_weights",
     "module_state",
     "optimizer_state",
 ]

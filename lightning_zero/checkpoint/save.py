@@ -24,7 +24,7 @@ import os
 import secrets
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -86,10 +86,19 @@ class Save:
         path: A path or an ``fsspec`` URL.
         comm: The ranks.
         provenance: What the file tells about its origin.
+        on_written: Called with the number of bytes that this rank has written since it was last.
     """
 
-    def __init__(self, checkpoint: Any, path: str, comm: Comm, provenance: Provenance) -> None:
+    def __init__(
+        self,
+        checkpoint: Any,
+        path: str,
+        comm: Comm,
+        provenance: Provenance,
+        on_written: Callable[[int], object] = lambda nbytes: None,
+    ) -> None:
         self.path = path
+        self._on_written = on_written
         self.comm = comm
         self.provenance = provenance
         outcome = Outcome()
@@ -145,8 +154,7 @@ class Save:
         for index, key in plan.keys.items():
             spread = spreads[key]
             if spread.part.numel():
-                part = bytes_of(spread.part)
-                yield index, plan.archive.records[index], spread.start_byte, part
+                yield index, plan.archive.records[index], spread.start_byte, spread.part_bytes
         for index, content in plan.contents.items():
             yield index, plan.archive.records[index], 0, content
 
@@ -196,6 +204,7 @@ class Save:
                 for first, chunk in _chunks(part):
                     checksum = zlib.crc32(chunk, checksum)
                     _write_at(descriptor, record.offset + start + first, chunk)
+                    self._on_written(len(chunk))
                 shares.append(_Share(index, start, len(part), checksum))
             os.fsync(descriptor)
         finally:
@@ -207,7 +216,9 @@ class Save:
     def _stream(self, plan: _Plan) -> None:
         """Write the file on rank 0, which receives every other rank's parts one by one."""
         spreads = self.skeleton.spreads()
-        sizes = self.comm.gather_objects([spreads[key].part.nbytes for key in plan.keys.values()])
+        sizes = self.comm.gather_objects(
+            [len(spreads[key].part_bytes) for key in plan.keys.values()]
+        )
         of_ranks = dict(zip(plan.keys, zip(*sizes, strict=True), strict=True))
         outcome = Outcome()
         with contextlib.ExitStack() as stack:
@@ -236,7 +247,7 @@ class Save:
         if index not in plan.keys:
             yield from (chunk for _, chunk in _chunks(plan.contents.get(index)))
             return
-        part = bytes_of(self.skeleton.spreads()[plan.keys[index]].part)
+        part = self.skeleton.spreads()[plan.keys[index]].part_bytes
         for _, message in self.comm.collect(part, sizes[index]):
             yield from (chunk for _, chunk in _chunks(message))
 

@@ -96,7 +96,7 @@ def collected(checkpoint: Any, comm: Comm) -> Any:
     whole: dict[str, torch.Tensor] = {}
     for key in comm.broadcast_object(list(spreads)):
         spread = spreads[key]
-        part = bytes_of(spread.part)
+        part = spread.part_bytes
         target = torch.empty(0, dtype=torch.uint8)
         if comm.rank == 0:
             whole[key] = torch.empty_strided(spread.shape, spread.stride(), dtype=spread.dtype)

@@ -46,10 +46,7 @@ class Skeleton:
         copies: list[Stored] = []
         for stored in self.storages:
             if isinstance(stored, Spread):
-                part = stored.part.to("cpu", copy=True)
-                copies.append(
-                    Spread.of(stored.key, part, stored.start, stored.shape, stored.stride())
-                )
+                copies.append(stored.with_part(stored.part.to("cpu", copy=True)))
             else:
                 copies.append(bytes_of(stored).to("cpu", copy=True).untyped_storage())
         return Skeleton(self.pickled, tuple(copies))

@@ -22,7 +22,8 @@ class Spread(Tensor):
 
     Attributes:
         key: What it is, the same on every rank; ``state_dict`` names and more.
-        part: This rank's values, ``[n]``, on whatever device they are; possibly empty.
+        part: This rank's values, ``[n]``, on whatever device they are; possibly empty. They are
+            cast to the dtype of the whole when they are written.
         start: The first of them, counted in the memory order of the whole tensor.
     """
 
@@ -32,12 +33,17 @@ class Spread(Tensor):
 
     @staticmethod
     def of(
-        key: str, part: Tensor, start: int, shape: Iterable[int], stride: Iterable[int]
+        key: str,
+        part: Tensor,
+        start: int,
+        shape: Iterable[int],
+        stride: Iterable[int],
+        dtype: torch.dtype | None = None,
     ) -> Spread:
         """The tensor of ``shape`` of which this rank has ``part`` from element ``start`` on."""
         with lasting_tensors():
             spread = Tensor._make_wrapper_subclass(
-                Spread, tuple(shape), strides=tuple(stride), dtype=part.dtype, device=_CPU
+                Spread, tuple(shape), strides=tuple(stride), dtype=dtype or part.dtype, device=_CPU
             )
         assert isinstance(spread, Spread)
         spread.key, spread.part, spread.start = key, part.detach(), start
@@ -77,10 +83,19 @@ class Spread(Tensor):
         )
 
     def __deepcopy__(self, memo: Any) -> Spread:
-        return Spread.of(self.key, self.part.clone(), self.start, self.shape, self.stride())
+        return self.with_part(self.part.clone())
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Spread({self.key!r}, shape={tuple(self.shape)}, {self.dtype})"
+
+    def with_part(self, part: Tensor) -> Spread:
+        """The same with the values of ``part``."""
+        return Spread.of(self.key, part, self.start, self.shape, self.stride(), self.dtype)
+
+    @property
+    def part_bytes(self) -> Tensor:
+        """This rank's values as they are written: bytes ``[n]``."""
+        return self.part.to(self.dtype).view(torch.uint8)
 
     @property
     def whole_nbytes(self) -> int:
