@@ -1,8 +1,8 @@
 """Saving and loading: sharded state as the plain file that DDP would have written."""
 
-from lightning_zero.checkpoint.convert import add_convert_command, convert
-from lightning_zero.checkpoint.inspect import add_inspect_command, damage, describe
-from lightning_zero.checkpoint.load import load
+from lightning_zero.checkpoint.conversion import add_convert_command, convert
+from lightning_zero.checkpoint.inspection import add_inspect_command, damage, describe
+from lightning_zero.checkpoint.mapped_file import load
 from lightning_zero.checkpoint.save import Provenance
 from lightning_zero.checkpoint.saver import Saver, collected
 from lightning_zero.checkpoint.state import (

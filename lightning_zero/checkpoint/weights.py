@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.agreement import Outcome
-from lightning_zero.checkpoint.load import mapped
+from lightning_zero.checkpoint.mapped_file import mapped
 from lightning_zero.checkpoint.safetensors import read_safetensors
 from lightning_zero.checkpoint.state import load_module_state
 from lightning_zero.engine import engine_of

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_zero.checkpoint.load import mapped, provenance
+from lightning_zero.checkpoint.mapped_file import mapped, provenance
 from lightning_zero.checkpoint.safetensors import read_safetensors
 
 

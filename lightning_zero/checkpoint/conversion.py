@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lightning_zero.checkpoint.load import mapped
+from lightning_zero.checkpoint.mapped_file import mapped
 from lightning_zero.checkpoint.safetensors import read_safetensors, write_safetensors
 from lightning_zero.checkpoint.save import Provenance, Save
 from lightning_zero.checkpoint.spread import Spread
