@@ -155,6 +155,7 @@ class ZeROStrategy(DDPStrategy):
         self._awaits_setup = False
         self._pending: tuple[Mapping[str, Any], bool] | None = None
         self._loaded_path = ""
+        self._announced = ""
 
     # -- precision -------------------------------------------------------------------------------
 
@@ -217,7 +218,13 @@ class ZeROStrategy(DDPStrategy):
         self.precision_plugin.comm = self.engine.comm
         self.model = module
         self._recompute = ActivationCheckpointing(self._checkpointed_modules(module))
-        rank_zero_info(self.engine.describe())
+        self._announce(self.engine.describe())
+
+    def _announce(self, units: str) -> None:
+        """Log the units, once for as long as they stay the same."""
+        if units != self._announced:
+            self._announced = units
+            rank_zero_info(units)
 
     def _checkpointed_modules(self, module: nn.Module) -> list[nn.Module]:
         assert self.engine is not None

@@ -29,6 +29,7 @@ from torch.profiler import record_function
 from lightning_zero import resting
 from lightning_zero.buffer import Buffer, lasting_tensors
 from lightning_zero.comm import Comm, ReduceBuffer, Shared, Work
+from lightning_zero.gradient import GradFace
 from lightning_zero.layout import Layout
 from lightning_zero.piece import Piece
 from lightning_zero.plan import Plan
@@ -61,8 +62,11 @@ class Bundle:
         self.master = self.shared.own
         self._load()
         self.pieces = self._cut_pieces()
+        for index, piece in enumerate(self.pieces):
+            piece.face = GradFace(piece, comm, functools.partial(self.full_of, index))
         self.partial: ReduceBuffer | None = None
         self.grad: Tensor | None = None
+        self._in_flight: list[Tensor] = []
         self._grad_pieces: list[Tensor] = []
         self._partial_views: list[Tensor] = []
         self.filled = [False] * len(self.parameters)
@@ -179,6 +183,8 @@ class Bundle:
         """Move parameter ``index``'s new gradient into the reduce buffer, cast on the way."""
         parameter = self.parameters[index]
         grad, parameter.grad = parameter.grad, None
+        if isinstance(grad, GradFace):
+            grad = grad.take_arrival()
         assert grad is not None
         if self.partial is None:
             self._allocate_partial()
@@ -228,13 +234,15 @@ class Bundle:
         shard = self._grad_shard()
         adds = self.is_settled or self.holds_grads
         target = torch.empty_like(shard) if adds else shard
+        self._in_flight = [partial.tensor, target] if adds else [partial.tensor]
         work = self.comm.reduce(partial, target, unit=unit, tag=tag)
-        return functools.partial(self._finish_reduce, work, target, partial)
+        return functools.partial(self._finish_reduce, work, target)
 
     @torch.no_grad()
-    def _finish_reduce(self, work: Work, target: Tensor, partial: ReduceBuffer) -> None:
-        """Wait for a reduction; ``partial`` is only held so that it lives until then."""
+    def _finish_reduce(self, work: Work, target: Tensor) -> None:
+        """Wait for a reduction; what it reads and writes had to live until then."""
         work.wait()
+        self._in_flight = []
         shard = self._grad_shard()
         if self._early_scale == 1.0 and self.comm.world_size > 1:
             target.mul_(1 / self.comm.world_size)
@@ -267,16 +275,33 @@ class Bundle:
             elif piece.grad is not view:
                 view.copy_(piece.grad)
 
-    def install_grads(self, used: Sequence[bool]) -> None:
-        """End a backward pass: show the gradients of the ``used`` parameters to the optimizer."""
+    @property
+    def has_grads(self) -> list[bool]:
+        """For each parameter, whether it got a gradient or its piece keeps an earlier one."""
+        return [
+            is_used or piece.grad is not None
+            for is_used, piece in zip(self.used, self.pieces, strict=True)
+        ]
+
+    def install_grads(self, has_grads: Sequence[bool]) -> None:
+        """End a backward pass: show the gradients that any rank has to optimizer and user."""
         self.arrived = [False] * len(self.parameters)
-        if not self.is_settled:
-            return
-        self.is_settled = False
-        self.used = [False] * len(self.parameters)
-        for piece, view, is_used in zip(self.pieces, self._grad_pieces, used, strict=True):
-            if piece.numel() and (is_used or piece.grad is not None):
-                piece.grad = view
+        if self.is_settled:
+            self.is_settled = False
+            self.used = [False] * len(self.parameters)
+            for piece, view, has_grad in zip(
+                self.pieces, self._grad_pieces, has_grads, strict=True
+            ):
+                if piece.numel() and has_grad:
+                    piece.grad = view
+        for piece, has_grad in zip(self.pieces, has_grads, strict=True):
+            if has_grad:
+                piece.show_grad()
+
+    def hide_grads(self) -> None:
+        """Make room for autograd's gradients on the parameters."""
+        for piece in self.pieces:
+            piece.hide_grad()
 
     def retire(self) -> None:
         """Keep no more than this rank's pieces; nobody reads the weights any more."""
@@ -293,7 +318,8 @@ class Bundle:
         """Bytes held now, by kind; see ``Engine.memory``."""
         kinds = {
             "gradients": self.grad.nbytes if self.grad is not None else 0,
-            "unreduced": self.partial.tensor.nbytes if self.partial is not None else 0,
+            "unreduced": sum(tensor.nbytes for tensor in self._in_flight)
+            + (self.partial.tensor.nbytes if self.partial is not None else 0),
         }
         if self.plan.gives_weights_back:
             kinds["gathered"] = self.weight.nbytes
@@ -305,7 +331,7 @@ class Bundle:
 
     def drop_grads(self) -> None:
         """Forget what arrived or was reduced and is not shown to the optimizer yet."""
-        self.partial, self._partial_views = None, []
+        self.partial, self._partial_views, self._in_flight = None, [], []
         self.is_settled = False
         for flags in (self.filled, self.arrived, self.used):
             flags[:] = [False] * len(flags)
@@ -356,6 +382,12 @@ class Unit:
     def gives_weights_back(self) -> bool:
         """Whether whole weights are released after use."""
         return any(bundle.plan.gives_weights_back for bundle in self.bundles)
+
+    @property
+    def will_be_given_back(self) -> bool:
+        """Whether the weights are whole and the end of the unit's backward will release them."""
+        is_held = self.state is State.RESTING or self.is_pinned or not self.has_inner_inputs
+        return self.gives_weights_back and not is_held
 
     @property
     def label(self) -> str:
@@ -454,6 +486,7 @@ class Unit:
     def retire(self) -> None:
         """Free the weights after the parameters were pointed elsewhere."""
         for bundle in self.bundles:
+            bundle.hide_grads()
             bundle.retire()
         self.state = State.RESTING
 
@@ -463,7 +496,9 @@ class Unit:
         return any(any(bundle.filled) for bundle in self.bundles)
 
     def expect(self) -> None:
-        """Begin a backward pass: note how many gradients are wanted."""
+        """Begin a backward pass: make room for gradients, and note how many are wanted."""
+        for bundle in self.bundles:
+            bundle.hide_grads()
         self._num_missing = sum(
             parameter.requires_grad for bundle in self.bundles for parameter in bundle.parameters
         )
