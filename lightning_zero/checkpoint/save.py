@@ -177,17 +177,15 @@ class Save:
             shares: list[_Share] = []
             with outcome.attempt():
                 shares = self._write_parts(plan, name)
+            outcome.agree(self.comm, f"Saving {self.path!r}")
             every = self.comm.gather_objects(shares)
-            if temporary is not None and outcome.is_good:
+            if temporary is not None:
                 with outcome.attempt():
                     checksums = _checksums(plan.archive, every)
                     for index in range(len(checksums) + 1):
                         start, seam = plan.archive.seam(index, checksums)
                         _write_at(temporary.descriptor, start, seam)
                     os.fsync(temporary.descriptor)
-            outcome.agree(self.comm, f"Saving {self.path!r}")
-            if temporary is not None:
-                with outcome.attempt():
                     temporary.keep()
             outcome.agree(self.comm, f"Saving {self.path!r}")
             return True
