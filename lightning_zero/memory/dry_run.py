@@ -47,20 +47,29 @@ class Stretch:
     activations: int
 
 
-def skeleton(module: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module:
+def skeleton(
+    module: nn.Module, dtype_of: Callable[[Tensor], torch.dtype] | None = None
+) -> nn.Module:
     """A copy of ``module`` whose parameters and buffers lie on ``meta``; its data is not copied.
 
+    Hooks and the Trainer are left behind.
+
     Args:
-        module: The model; on any device.
-        dtype: A dtype that floating parameters and buffers get, as ``*-true`` precisions do.
+        module: The model, on any device; also one that an engine shards.
+        dtype_of: The dtype that a parameter or buffer gets; by default its own.
     """
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         bare = torch.empty_like(tensor, device="meta", requires_grad=False)
-        if dtype is not None and bare.is_floating_point():
-            bare = bare.to(dtype)
+        if dtype_of is not None:
+            bare = bare.to(dtype_of(tensor))
         is_parameter = isinstance(tensor, Parameter)
         memo[id(tensor)] = Parameter(bare, tensor.requires_grad) if is_parameter else bare
+    for child in module.modules():
+        memo[id(getattr(child, "_trainer", None))] = None
+        for name, value in vars(child).items():
+            if name.endswith("_hooks") and isinstance(value, dict):
+                memo[id(value)] = type(value)()
     return copy.deepcopy(module, memo)
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_zero.engine import BundleDraft, Settings, UnitDraft, draft_units
+from lightning_zero.engine import BundleDraft, Engine, Settings, UnitDraft, draft_units
 from lightning_zero.memory.dry_run import Step, Stretch, dry_run, skeleton
 from lightning_zero.memory.terms import (
     KINDS,
@@ -22,6 +22,7 @@ from lightning_zero.memory.terms import (
     terms_of_drafts,
 )
 from lightning_zero.optim import StateBytes, check_can_be_cut, state_bytes
+from lightning_zero.piece import Piece
 from lightning_zero.plan import RECIPES
 from lightning_zero.wrap import UnitPolicy
 
@@ -68,12 +69,43 @@ class Subject:
                 raise ValueError("A number of parameters has no activations; pass the model.")
             parameters = [Parameter(torch.empty(model_or_numel, device="meta", dtype=self._dtype))]
         else:
-            self.module = skeleton(_built(model_or_numel), dtype=self._dtype)
+            self.module = skeleton(_built(model_or_numel), self._converted)
             parameters = list(self.module.parameters())
         self.num_parameters = sum(parameter.numel() for parameter in parameters)
         self._parameters = parameters
         self._optimizers = _optimizers(self.module, parameters, optimizer)
+        self._own: dict[int, Parameter] = {}
         self._stretches: dict[bool, list[Stretch]] = {}
+
+    @classmethod
+    def of_engine(
+        cls,
+        engine: Engine,
+        optimizers: Sequence[Optimizer],
+        *,
+        precision: str,
+        batch: Any = None,
+    ) -> Subject:
+        """The model that ``engine`` shards, with the optimizers that step it."""
+        dtypes = {id(p): b.dtype for u in engine.units for b in u.bundles for p in b.parameters}
+        bare = skeleton(engine.module, lambda tensor: dtypes.get(id(tensor), tensor.dtype))
+        subject = cls(
+            bare,
+            precision=precision,
+            optimizer=torch.optim.SGD,
+            batch=batch,
+            units=engine.settings.units,
+            device=engine.settings.device,
+        )
+        assert subject.module is not None
+        pairs = zip(engine.module.parameters(), subject.module.parameters(), strict=True)
+        subject._own = {id(parameter): own for parameter, own in pairs}
+        subject._optimizers = list(optimizers)
+        return subject
+
+    def _converted(self, tensor: Tensor) -> torch.dtype:
+        """The dtype that ``*-true`` precisions give a parameter or a buffer."""
+        return self._dtype if self._dtype and tensor.is_floating_point() else tensor.dtype
 
     def moments(
         self,
@@ -164,7 +196,9 @@ class Subject:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 options = str({key: value for key, value in group.items() if key != "params"})
-                for parameter in group["params"]:
+                for entry in group["params"]:
+                    parameter = entry.parameter if isinstance(entry, Piece) else entry
+                    parameter = self._own.get(id(parameter), parameter)
                     # Masters have the parameter's own dtype.
                     key = f"{type(optimizer)} {options} {parameter.dtype}"
                     if key not in known:
