@@ -30,9 +30,17 @@ class Buffer:
     whole again.
     """
 
-    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+        device: torch.device,
+        tensor: Tensor | None = None,
+    ) -> None:
         with lasting_tensors():
-            self.tensor = torch.empty(layout.numel, dtype=dtype, device=device)
+            if tensor is None:
+                tensor = torch.empty(layout.numel, dtype=dtype, device=device)
+            self.tensor = tensor
             self.views = [
                 self.tensor.as_strided(slot.shape, slot.stride, slot.offset)
                 for slot in layout.slots
@@ -47,7 +55,7 @@ class Buffer:
     @property
     def nbytes(self) -> int:
         """Bytes that the buffer holds now."""
-        return self.tensor.untyped_storage().nbytes()
+        return min(self.tensor.untyped_storage().nbytes(), self._nbytes)
 
     def allocate(self) -> None:
         """Take memory; the content is undefined."""

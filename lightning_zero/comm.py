@@ -1,20 +1,23 @@
 """The wires: two collectives that carry weights and gradients, and a few small ones around them.
 
-``redistribute`` is the one verb that moves a flat buffer from a placement to another; the pair
-picks the collective:
+A flat buffer moves from a placement to another; the pair picks the collective:
 
-    ===========  ==========  ===============================================
+    ===========  ==========  =====================================================
     from         to          collective
-    ===========  ==========  ===============================================
-    SHARDED      REPLICATED  all-gather, in place: shards land where they lie
-    PARTIAL      SHARDED     reduce-scatter, summed in the order of the ranks
-    ===========  ==========  ===============================================
+    ===========  ==========  =====================================================
+    SHARDED      REPLICATED  ``gather``, in place: shards land where they lie
+    PARTIAL      SHARDED     ``reduce``, a sum in the order of the ranks
+    ===========  ==========  =====================================================
 
-Only this room knows one backend from another. On gloo both collectives are sent point to point:
-torch's gloo reduce-scatter sends the whole buffer and its all-gather copies twice, while messages
-that land in place take a quarter to a half of the time (64 MiB, two ranks, torch 2.13: 15 ms
-against 65 ms and 21 ms against 47 ms of an all-reduce). Every message carries the unit's number as
-its tag, so two ranks that disagree about the order of units never mix their data.
+Only this room knows one backend from another. There are three ways, chosen once:
+
+* **windows**, when all ranks are on one host's CPUs: they read each other's memory.
+* **point to point**, for gloo between hosts: torch's gloo reduce-scatter sends the whole buffer and
+  its all-gather copies twice, while messages that land in place take a quarter to a half of the
+  time (64 MiB, two ranks, torch 2.13: 15 against 65 ms, and 21 against 47 ms of an all-reduce).
+  Every message carries the unit's number as its tag, so two ranks that disagree about the order of
+  units never mix their data.
+* the backend's own collectives, for NCCL and all others.
 """
 
 from __future__ import annotations
@@ -22,13 +25,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.plan import Placement
+from lightning_zero.buffer import lasting_tensors
+from lightning_zero.window import Address, Window, are_supported
 
 # torch 2.13 renamed the two and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -56,6 +60,27 @@ class _Pending:
             self._finish()
 
 
+class Shared(NamedTuple):
+    """This rank's master shard and, where peers can be read, everybody's."""
+
+    own: Tensor
+    everybodys: list[Tensor] | None = None
+
+    def sharded(self, world_size: int, rank: int) -> Shared:
+        """The shards in what was shared whole: each rank's own part of its own."""
+        shards = None
+        if self.everybodys is not None:
+            shards = [whole.view(world_size, -1)[r] for r, whole in enumerate(self.everybodys)]
+        return Shared(self.own.view(world_size, -1)[rank], shards)
+
+
+class ReduceBuffer(NamedTuple):
+    """A unit's unreduced gradients, ``[world_size * n]``; in a window if peers read it."""
+
+    tensor: Tensor
+    window: Window | None = None
+
+
 class Comm:
     """This process among the ranks that share one model.
 
@@ -65,7 +90,9 @@ class Comm:
         sent: Elements that this rank has sent, by unit and verb; the ledger.
     """
 
-    def __init__(self, device: torch.device, *, direct: bool | None = None) -> None:
+    def __init__(
+        self, device: torch.device, *, direct: bool | None = None, windows: bool | None = None
+    ) -> None:
         self.device = device
         self.sent: Counter[tuple[str, str]] = Counter()
         self.sent_bytes: Counter[tuple[str, str]] = Counter()
@@ -74,7 +101,11 @@ class Comm:
         self._gather_group: Any = None
         self._reduce_group: Any = None
         self._direct = True
+        self._has_windows = False
         self._scratch: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._free_windows: list[Window] = []
+        self._peer_windows: dict[Address, Window] = {}
+        self._capacity = 0
         self._lent_bytes = 0
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -86,68 +117,151 @@ class Comm:
             if not self._direct:
                 # One communicator each, or a prefetch would queue behind a reduction.
                 self._gather_group, self._reduce_group = dist.new_group(), dist.new_group()
+            may_share = self._direct and device.type == "cpu" and self.world_size > 1
+            if may_share and windows is not False:
+                self._has_windows = self._can_see_peers()
 
     @property
     def is_ordered(self) -> bool:
         """Whether ranks must issue their collectives in the same order."""
         return not self._direct
 
-    def redistribute(
-        self,
-        source: Placement,
-        target: Placement,
-        buffer: Tensor,
-        out: Tensor,
-        *,
-        unit: str,
-        tag: int,
-    ) -> Work:
-        """Start to move ``buffer`` of shape ``[world_size * n]`` between two placements.
+    def _can_see_peers(self) -> bool:
+        """Whether every rank can map every other's memory."""
+        sees_all = are_supported()
+        window = Window.create(8, self.world_size) if sees_all else None
+        if window is not None:
+            window.view(1, torch.int64).fill_(self.rank + 1)
+        for rank, address in enumerate(self.gather_objects(window and window.address)):
+            try:
+                seen = Window.open(address, self.world_size).view(1, torch.int64) if sees_all else 0
+                sees_all = sees_all and int(seen) == rank + 1
+            except (OSError, RuntimeError):
+                sees_all = False
+        return all(self.gather_objects(sees_all))
 
-        ``SHARDED`` to ``REPLICATED`` fills ``buffer`` in place from every rank's own part of it
-        (``out`` is that part, ``[n]``); ``PARTIAL`` to ``SHARDED`` writes the sum of this rank's
-        part to ``out``, which may have another dtype, and leaves ``buffer`` undefined.
+    # -- memory that peers read ------------------------------------------------------------------
+
+    def share(self, numel: int, dtype: torch.dtype) -> Shared:
+        """Memory for a master; with windows, a view of every rank's too. A collective."""
+        if not self._has_windows:
+            with lasting_tensors():
+                return Shared(torch.empty(numel, dtype=dtype, device=self.device))
+        window = Window.create(numel * dtype.itemsize, self.world_size)
+        everybodys = [
+            (window if rank == self.rank else Window.open(address, self.world_size))
+            for rank, address in enumerate(self.gather_objects(window.address))
+        ]
+        self.fence()
+        return Shared(window.view(numel, dtype), [peer.view(numel, dtype) for peer in everybodys])
+
+    def fence(self) -> None:
+        """Wait until every rank is here, if ranks read each other's memory.
+
+        Whoever changes a master stands between two fences: before the first all have read the old
+        values, after the second all may read the new ones.
         """
-        if (source, target) == (Placement.SHARDED, Placement.REPLICATED):
-            verb, move = "gather", self._gather
-        elif (source, target) == (Placement.PARTIAL, Placement.SHARDED):
-            verb, move = "reduce", self._reduce
-        else:
-            raise ValueError(
-                f"Expected a redistribution that sends data, got {source} to {target}."
-            )
-        if buffer.numel() == 0:
-            return _Pending([])
-        numel = buffer.numel() // self.world_size * (self.world_size - 1)
-        self.sent[unit, verb] += numel
-        self.sent_bytes[unit, verb] += numel * buffer.element_size()
-        return move(buffer, out, tag)
+        if self._has_windows:
+            dist.barrier()
 
-    def _gather(self, buffer: Tensor, out: Tensor, tag: int) -> Work:
+    # -- weights and gradients -------------------------------------------------------------------
+
+    def gather(self, whole: Tensor, shard: Shared, *, unit: str, tag: int) -> Work:
+        """Start to fill ``whole`` (``[world_size * n]``) from every rank's ``shard`` (``[n]``).
+
+        Dtypes may differ: masters are cast on the way.
+        """
+        self._note(unit, "gather", whole)
+        parts = whole.view(self.world_size, -1)
+        if shard.everybodys is not None:
+            for part, source in zip(parts, shard.everybodys, strict=True):
+                _copy(part, source)
+            return _Pending([])
+        own = parts[self.rank]
+        if own.data_ptr() != shard.own.data_ptr():
+            _copy(own, shard.own)
         if not self._direct:
-            return _all_gather(buffer, out, group=self._gather_group, async_op=True)  # type: ignore[no-any-return]
-        parts = buffer.view(self.world_size, -1)
-        receives = [dist.irecv(parts[peer], peer, tag=2 * tag) for peer in self._sources()]
-        sends = [dist.isend(out, peer, tag=2 * tag) for peer in self._targets()]
+            return _all_gather(whole, own, group=self._gather_group, async_op=True)  # type: ignore[no-any-return]
+        if not whole.numel():
+            return _Pending([])
+        receives = [dist.irecv(parts[peer], peer, tag=4 * tag) for peer in self._sources()]
+        sends = [dist.isend(own, peer, tag=4 * tag) for peer in self._targets()]
         return _Pending(_started(receives, sends))
 
-    def _reduce(self, buffer: Tensor, out: Tensor, tag: int) -> Work:
+    def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
+        """Memory for a unit's gradients before their reduction; its content is undefined."""
+        if not self._has_windows:
+            with lasting_tensors():
+                return ReduceBuffer(torch.empty(numel, dtype=dtype, device=self.device))
+        # One size for all, the largest seen: pages that nobody touches cost nothing.
+        self._capacity = max(self._capacity, numel * dtype.itemsize)
+        for window in self._free_windows:
+            if window.capacity == self._capacity and window.is_read_by_all(self.rank):
+                self._free_windows.remove(window)
+                return ReduceBuffer(window.view(numel, dtype), window)
+        # Never wait for a reader here: it may be a rank that itself waits for us.
+        window = Window.create(self._capacity, self.world_size)
+        return ReduceBuffer(window.view(numel, dtype), window)
+
+    def reduce(self, partial: ReduceBuffer, out: Tensor, *, unit: str, tag: int) -> Work:
+        """Start to write the sum of all ranks' summands of this rank's shard to ``out`` (``[n]``).
+
+        ``partial`` (``[world_size * n]``) is given up; ``out`` may have another dtype.
+        """
+        self._note(unit, "reduce", partial.tensor)
+        if partial.window is not None:
+            return self._reduce_by_windows(partial, out, tag)
         if not self._direct:
-            return self._reduce_by_backend(buffer, out)
-        parts = list(buffer.view(self.world_size, -1))
+            return self._reduce_by_backend(partial.tensor, out)
+        parts = list(partial.tensor.view(self.world_size, -1))
         own = parts[self.rank]
+        if not own.numel():
+            return _Pending([])
         inbox = {peer: self._borrow(own) for peer in self._sources()}
-        receives = [dist.irecv(box, peer, tag=2 * tag + 1) for peer, box in inbox.items()]
-        sends = [dist.isend(parts[peer], peer, tag=2 * tag + 1) for peer in self._targets()]
+        receives = [dist.irecv(box, peer, tag=4 * tag + 1) for peer, box in inbox.items()]
+        sends = [dist.isend(parts[peer], peer, tag=4 * tag + 1) for peer in self._targets()]
 
         def add_up() -> None:
             # In the order of the ranks, so that every stage and every rank gets the same bits.
-            summands = [inbox.get(rank, own) for rank in range(self.world_size)]
-            _sum_into(out, summands)
+            _sum_into(out, [inbox.get(rank, own) for rank in range(self.world_size)])
             for box in inbox.values():
                 self._give_back(box)
 
         return _Pending(_started(receives, sends), add_up)
+
+    def _reduce_by_windows(self, partial: ReduceBuffer, out: Tensor, tag: int) -> Work:
+        """Tell peers where the buffer is; when theirs are full, sum over them and say so."""
+        own, numel, dtype = partial.window, partial.tensor.numel(), partial.tensor.dtype
+        assert own is not None
+        own.num_published += 1
+        mine = torch.tensor([*own.address, own.num_published])
+        theirs = {peer: torch.empty_like(mine) for peer in self._sources()}
+        receives = [dist.irecv(box, peer, tag=4 * tag + 2) for peer, box in theirs.items()]
+        sends = [dist.isend(mine, peer, tag=4 * tag + 2) for peer in self._targets()]
+
+        def add_up() -> None:
+            tokens = {peer: box.tolist() for peer, box in theirs.items()}
+            windows = {peer: self._peer_window(Address(*t[:-1])) for peer, t in tokens.items()}
+            summands = [
+                windows.get(rank, own).view(numel, dtype).view(self.world_size, -1)[self.rank]
+                for rank in range(self.world_size)
+            ]
+            _sum_into(out, summands)
+            for peer, window in windows.items():
+                window.readers[self.rank] = tokens[peer][-1]
+            self._free_windows.append(own)
+
+        return _Pending(_started(receives, sends), add_up)
+
+    def _peer_window(self, address: Address) -> Window:
+        if address not in self._peer_windows:
+            self._peer_windows[address] = Window.open(address, self.world_size)
+        return self._peer_windows[address]
+
+    def _note(self, unit: str, verb: str, whole: Tensor) -> None:
+        numel = whole.numel() // self.world_size * (self.world_size - 1)
+        self.sent[unit, verb] += numel
+        self.sent_bytes[unit, verb] += numel * whole.element_size()
 
     def _reduce_by_backend(self, buffer: Tensor, out: Tensor) -> Work:
         if out.dtype == buffer.dtype:
@@ -171,6 +285,12 @@ class Comm:
         self._lent_bytes -= scratch.nbytes
         self._scratch.setdefault((scratch.numel(), scratch.dtype), []).append(scratch)
 
+    def release_windows(self) -> None:
+        """Free the reduce buffers of past backwards; behind a fence, when all are read."""
+        self._free_windows = [w for w in self._free_windows if w.capacity == self._capacity]
+        for window in self._free_windows:
+            window.release()
+
     def release_scratch(self) -> None:
         """Free the receive buffers that a backward pass reused."""
         self._scratch.clear()
@@ -178,9 +298,14 @@ class Comm:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of receive buffers, in use or kept for reuse within a backward pass."""
-        kept = sum(tensor.nbytes for free in self._scratch.values() for tensor in free)
-        return kept + self._lent_bytes
+        """Bytes of receive and reduce buffers, in use or kept for reuse."""
+        boxes = sum(tensor.nbytes for free in self._scratch.values() for tensor in free)
+        return boxes + self._lent_bytes + self.window_bytes
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of reduce buffers that peers can read, kept for reuse."""
+        return sum(window.touched_bytes for window in self._free_windows)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite ``tensor`` with rank 0's."""

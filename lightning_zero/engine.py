@@ -348,6 +348,12 @@ class Engine:
         """Make a parameter readable outside its unit's forward, or say why it cannot be."""
         name, unit, _, _ = self._places[id(parameter)]
         if unit.state is not State.IN_FLIGHT:
+            if self.is_closed:
+                raise RuntimeError(
+                    f"Parameter {name!r} was left sharded when its training ended, because of"
+                    " restore_weights=False or because other ranks had died. Load its values from a"
+                    " checkpoint, or train with restore_weights=True."
+                )
             if not self.in_step:
                 raise RuntimeError(
                     f"Parameter {name!r} is sharded over {self.comm.world_size} ranks and not in"
@@ -373,9 +379,11 @@ class Engine:
         for unit in self.units:
             unit.wait_if_in_flight()
             unit.guard()
+        self.comm.fence()
         try:
             yield
         finally:
+            self.comm.fence()
             for unit in self.units:
                 if unit.state is State.WHOLE:
                     unit.refresh()
@@ -526,8 +534,8 @@ class Engine:
         parameters were used at all: those that no rank used keep no gradient, as in a plain loop.
         """
         rounds = [self._reduced.count(unit) + unit.has_arrivals for unit in self.units]
-        used = [flag for unit in self.units for bundle in unit.bundles for flag in bundle.used]
-        agreed = torch.tensor([*rounds, *used], dtype=torch.uint8)
+        held = [flag for unit in self.units for bundle in unit.bundles for flag in bundle.has_grads]
+        agreed = torch.tensor([*rounds, *held], dtype=torch.uint8)
         self.comm.agree(agreed).wait()
         counts, flags = agreed[: len(rounds)].tolist(), iter(agreed[len(rounds) :].tolist())
         if self._is_ordered and self._order is None:
@@ -553,7 +561,7 @@ class Engine:
         optim.check_can_be_cut(optimizer)
         self._optimizers.append((optimizer, set()))
         self._point(optimizer)
-        optimizer.register_step_pre_hook(lambda opt, args, kwargs: self._point(opt))
+        optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(lambda opt, args, kwargs: self._after_step(opt))
 
     def _point(self, optimizer: Optimizer) -> None:
@@ -568,8 +576,33 @@ class Engine:
         place = self._places.get(id(parameter))
         return place[2].pieces[place[3]] if place else None
 
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Take in new groups, and let all ranks finish reading before masters change."""
+        self._point(optimizer)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._begin_writing()
+            return args, kwargs
+
+        def fenced() -> Any:
+            result = closure()
+            self._point(optimizer)
+            self._begin_writing()
+            return result
+
+        rest = {name: value for name, value in kwargs.items() if name != "closure"}
+        return args[:1], {**rest, "closure": fenced}
+
+    def _begin_writing(self) -> None:
+        """Wait until no rank reads this one's masters or reduce buffers any more."""
+        self.comm.fence()
+        self.comm.release_windows()
+
     def _after_step(self, optimizer: Optimizer) -> None:
         """Bring weights up to date with the masters that ``optimizer`` stepped."""
+        self.comm.fence()
         stepped = {
             id(self._places[id(piece.parameter)][1])
             for group in optimizer.param_groups

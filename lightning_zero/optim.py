@@ -116,8 +116,8 @@ def point_at_pieces(optimizer: Optimizer, find_piece: FindPiece) -> None:
                 continue
             if id(piece) in seen:
                 raise ValueError(
-                    f"A parameter of shape {tuple(parameter.shape)} appears in more than one param"
-                    f" group of {type(optimizer).__name__}. Put each parameter into one group."
+                    f"Parameter {piece.slot.name!r} appears in more than one param group of"
+                    f" {type(optimizer).__name__}. Put each parameter into one group."
                 )
             seen.add(id(piece))
             group["params"][index] = piece

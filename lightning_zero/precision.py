@@ -152,6 +152,14 @@ class ZeROPrecision(Precision):
         self.scaler.update(found_inf=found_inf)
         return None if found_inf else optimizer.step(**kwargs)
 
+    @classmethod
+    @override
+    def main_params(cls, optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
+        # The parameters, not the pieces: the norm of a parameter's gradient is that of all ranks.
+        for group in optimizer.param_groups:
+            for entry in group["params"]:
+                yield entry.parameter if isinstance(entry, Piece) else entry
+
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         clip.clip_by_norm(pieces_of(optimizer), self._ranks, clip_val)

@@ -132,6 +132,7 @@ class ZeROStrategy(DDPStrategy):
         self.engine: Engine | None = None
         self._recompute: ActivationCheckpointing | None = None
         self._has_failed = False
+        self._announced = ""
 
     # -- precision -------------------------------------------------------------------------------
 
@@ -186,7 +187,13 @@ class ZeROStrategy(DDPStrategy):
         self.precision_plugin.comm = self.engine.comm
         self.model = module
         self._recompute = ActivationCheckpointing(self._checkpointed_modules(module))
-        rank_zero_info(self.engine.describe())
+        self._announce(self.engine.describe())
+
+    def _announce(self, units: str) -> None:
+        """Log the units, once for as long as they stay the same."""
+        if units != self._announced:
+            self._announced = units
+            rank_zero_info(units)
 
     def _checkpointed_modules(self, module: nn.Module) -> list[nn.Module]:
         assert self.engine is not None

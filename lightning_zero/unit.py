@@ -28,10 +28,11 @@ from torch.profiler import record_function
 
 from lightning_zero import resting
 from lightning_zero.buffer import Buffer, lasting_tensors
-from lightning_zero.comm import Comm, Work
+from lightning_zero.comm import Comm, ReduceBuffer, Shared, Work
+from lightning_zero.gradient import GradFace
 from lightning_zero.layout import Layout
 from lightning_zero.piece import Piece
-from lightning_zero.plan import Placement, Plan
+from lightning_zero.plan import Plan
 
 
 class State(Enum):
@@ -57,10 +58,13 @@ class Bundle:
         self.layout = Layout.build(
             [(name, tuple(p.shape), _dense_stride(p)) for name, p in named], comm.world_size
         )
-        self.weight = Buffer(self.layout, plan.weight.dtype, plan.weight.device)
-        self.master = self._load(self.parameters)
+        self.weight, self.shared = self._place()
+        self.master = self.shared.own
+        self._load()
         self.pieces = self._cut_pieces()
-        self.partial: Tensor | None = None
+        for index, piece in enumerate(self.pieces):
+            piece.face = GradFace(piece, comm, functools.partial(self.full_of, index))
+        self.partial: ReduceBuffer | None = None
         self.grad: Tensor | None = None
         self._in_flight: list[Tensor] = []
         self._grad_pieces: list[Tensor] = []
@@ -74,34 +78,38 @@ class Bundle:
 
     # -- weights ---------------------------------------------------------------------------------
 
-    def _load(self, parameters: Sequence[Parameter]) -> Tensor:
-        """Fill the weights from rank 0's ``parameters``; returns this rank's master."""
+    def _place(self) -> tuple[Buffer, Shared]:
+        """The buffer of whole weights and the master; one storage if they rest in the same form."""
+        plan, layout, comm = self.plan, self.layout, self.comm
+        if plan.gives_weights_back or plan.has_master:
+            weight = Buffer(layout, plan.weight.dtype, plan.weight.device)
+            return weight, comm.share(layout.shard_numel, plan.master.dtype)
+        whole = comm.share(layout.numel, plan.weight.dtype)
+        weight = Buffer(layout, plan.weight.dtype, plan.weight.device, whole.own)
+        return weight, whole.sharded(comm.world_size, comm.rank)
+
+    def _load(self) -> None:
+        """Fill weights and master from rank 0's parameters."""
         with lasting_tensors():
             source = self.weight
             if self.plan.has_master:
                 source = Buffer(self.layout, self.plan.master.dtype, self.plan.master.device)
             for start, stop in self.layout.gaps:
                 source.tensor[start:stop].zero_()
-            for parameter, view in zip(parameters, source.views, strict=True):
+            for parameter, view in zip(self.parameters, source.views, strict=True):
                 view.copy_(parameter)
             self.comm.broadcast(source.tensor)
+            if source is not self.weight:
+                self.weight.tensor.copy_(source.tensor)
             shard = source.shard(self.comm.rank, self.comm.world_size)
-            if not self.plan.has_master:
-                # A replicated weight and its master are one storage; a sharded one outlives the
-                # buffer.
-                return shard.clone() if self.plan.gives_weights_back else shard
-            self.weight.tensor.copy_(source.tensor)
-            return shard.clone()
+            if shard.data_ptr() != self.master.data_ptr():
+                self.master.copy_(shard)
+            self.comm.fence()
 
     def gather(self, unit: str, tag: int) -> Work:
         """Start to make the weights whole from every rank's master."""
         self.weight.allocate()
-        own = self.weight.shard(self.comm.rank, self.comm.world_size)
-        if own.data_ptr() != self.master.data_ptr():
-            own.copy_(self.master)
-        return self.comm.redistribute(
-            Placement.SHARDED, Placement.REPLICATED, self.weight.tensor, own, unit=unit, tag=tag
-        )
+        return self.comm.gather(self.weight.tensor, self.shared, unit=unit, tag=tag)
 
     def show_whole(self) -> None:
         """Point the parameters at the weights."""
@@ -125,7 +133,7 @@ class Bundle:
         """A new buffer with the whole master, gathered now; in the parameters' own dtype."""
         with lasting_tensors():
             whole = Buffer(self.layout, self.plan.master.dtype, self.plan.master.device)
-            self.gather_into(whole, self.master)
+            self.comm.gather(whole.tensor, self.shared, unit="full", tag=0).wait()
             return whole
 
     def full_of(self, index: int, part: Tensor) -> Tensor:
@@ -137,17 +145,8 @@ class Bundle:
             )
             first = self.pieces[index].storage_offset() - self.master.storage_offset()
             shard[first : first + part.numel()] = part
-            self.gather_into(whole, shard)
+            self.comm.gather(whole.tensor, Shared(shard), unit="full", tag=0).wait()
             return whole.views[index].clone()
-
-    @torch.no_grad()
-    def gather_into(self, whole: Buffer, shard: Tensor) -> None:
-        """Fill ``whole`` from every rank's ``shard``, now."""
-        own = whole.shard(self.comm.rank, self.comm.world_size)
-        own.copy_(shard)
-        self.comm.redistribute(
-            Placement.SHARDED, Placement.REPLICATED, whole.tensor, own, unit="full", tag=0
-        ).wait()
 
     def lend(self, *, is_whole: bool) -> Buffer:
         """Point the parameters at whole masters; returns what holds them."""
@@ -160,7 +159,9 @@ class Bundle:
     @torch.no_grad()
     def store(self, whole: Buffer) -> None:
         """Take this rank's part of ``whole`` as the new master."""
+        self.comm.fence()
         self.master.copy_(whole.shard(self.comm.rank, self.comm.world_size))
+        self.comm.fence()
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -182,6 +183,8 @@ class Bundle:
         """Move parameter ``index``'s new gradient into the reduce buffer, cast on the way."""
         parameter = self.parameters[index]
         grad, parameter.grad = parameter.grad, None
+        if isinstance(grad, GradFace):
+            grad = grad.take_arrival()
         assert grad is not None
         if self.partial is None:
             self._allocate_partial()
@@ -209,8 +212,10 @@ class Bundle:
         return 1.0 if casts else 1 / self.comm.world_size
 
     def _allocate_partial(self) -> None:
-        partial = Buffer(self.layout, self.plan.grad.dtype, self.plan.grad.device)
-        self.partial, self._partial_views = partial.tensor, partial.views
+        dtype, device = self.plan.grad.dtype, self.plan.grad.device
+        self.partial = self.comm.reduce_buffer(self.layout.numel, dtype)
+        partial = Buffer(self.layout, dtype, device, self.partial.tensor)
+        self._partial_views = partial.views
         for start, stop in self.layout.gaps:
             partial.tensor[start:stop].zero_()
 
@@ -229,10 +234,8 @@ class Bundle:
         shard = self._grad_shard()
         adds = self.is_settled or self.holds_grads
         target = torch.empty_like(shard) if adds else shard
-        self._in_flight = [partial, target] if adds else [partial]
-        work = self.comm.redistribute(
-            Placement.PARTIAL, Placement.SHARDED, partial, target, unit=unit, tag=tag
-        )
+        self._in_flight = [partial.tensor, target] if adds else [partial.tensor]
+        work = self.comm.reduce(partial, target, unit=unit, tag=tag)
         return functools.partial(self._finish_reduce, work, target)
 
     @torch.no_grad()
@@ -272,23 +275,51 @@ class Bundle:
             elif piece.grad is not view:
                 view.copy_(piece.grad)
 
-    def install_grads(self, used: Sequence[bool]) -> None:
-        """End a backward pass: show the gradients of the ``used`` parameters to the optimizer."""
+    @property
+    def has_grads(self) -> list[bool]:
+        """For each parameter, whether it got a gradient or its piece keeps an earlier one."""
+        return [
+            is_used or piece.grad is not None
+            for is_used, piece in zip(self.used, self.pieces, strict=True)
+        ]
+
+    def install_grads(self, has_grads: Sequence[bool]) -> None:
+        """End a backward pass: show the gradients that any rank has to optimizer and user."""
         self.arrived = [False] * len(self.parameters)
-        if not self.is_settled:
-            return
-        self.is_settled = False
-        self.used = [False] * len(self.parameters)
-        for piece, view, is_used in zip(self.pieces, self._grad_pieces, used, strict=True):
-            if piece.numel() and (is_used or piece.grad is not None):
-                piece.grad = view
+        if self.is_settled:
+            self.is_settled = False
+            self.used = [False] * len(self.parameters)
+            for piece, view, has_grad in zip(
+                self.pieces, self._grad_pieces, has_grads, strict=True
+            ):
+                if piece.numel() and has_grad:
+                    piece.grad = view
+        for piece, has_grad in zip(self.pieces, has_grads, strict=True):
+            if has_grad:
+                piece.show_grad()
+
+    def hide_grads(self) -> None:
+        """Make room for autograd's gradients on the parameters."""
+        for piece in self.pieces:
+            piece.hide_grad()
+
+    def retire(self) -> None:
+        """Keep no more than this rank's pieces; nobody reads the weights any more."""
+        with lasting_tensors():
+            master = self.master.clone()
+            for piece in self.pieces:
+                first = piece.storage_offset() - self.master.storage_offset()
+                piece.data = master[first : first + piece.numel()]
+            self.master, self.shared = master, Shared(master)
+            self.weight = Buffer(self.layout, self.weight.tensor.dtype, self.master.device)
+            self.weight.release()
 
     def memory(self) -> dict[str, int]:
         """Bytes held now, by kind; see ``Engine.memory``."""
         kinds = {
             "gradients": self.grad.nbytes if self.grad is not None else 0,
             "unreduced": sum(tensor.nbytes for tensor in self._in_flight)
-            + (self.partial.nbytes if self.partial is not None else 0),
+            + (self.partial.tensor.nbytes if self.partial is not None else 0),
         }
         if self.plan.gives_weights_back:
             kinds["gathered"] = self.weight.nbytes
@@ -455,7 +486,8 @@ class Unit:
     def retire(self) -> None:
         """Free the weights after the parameters were pointed elsewhere."""
         for bundle in self.bundles:
-            bundle.weight.release()
+            bundle.hide_grads()
+            bundle.retire()
         self.state = State.RESTING
 
     @property
@@ -464,7 +496,9 @@ class Unit:
         return any(any(bundle.filled) for bundle in self.bundles)
 
     def expect(self) -> None:
-        """Begin a backward pass: note how many gradients are wanted."""
+        """Begin a backward pass: make room for gradients, and note how many are wanted."""
+        for bundle in self.bundles:
+            bundle.hide_grads()
         self._num_missing = sum(
             parameter.requires_grad for bundle in self.bundles for parameter in bundle.parameters
         )

@@ -11,8 +11,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "lightning_zero"
 FLOORS = [
     ["layout", "plan", "config", "scaler", "tensors"],
     ["comm", "offload", "buffer"],
-    ["resting", "piece", "unit", "wrap", "meta"],
-    ["schedule", "optim", "clip", "engine"],
+    ["resting", "piece", "gradient", "unit", "wrap", "meta"],
+    ["schedule", "optim", "clip", "engine", "access", "activation"],
     ["checkpoint", "memory"],
     ["precision", "strategy"],
     ["cli", "__main__", "__init__"],

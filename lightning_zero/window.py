@@ -1,0 +1,105 @@
+"""Memory that every rank on a host can read, so that data need not travel through sockets.
+
+A **window** is a tensor of this rank's that its peers have mapped too. Where all ranks share a host
+and run on CPUs, masters and reduce buffers live in windows: a gather is then one copy out of the
+peers' masters, and a reduction one sum over the peers' buffers. Nothing is sent but tokens of a few
+bytes.
+
+Windows are anonymous files of the kernel (``memfd_create``), which vanish with the last process
+that maps them, whatever it dies of. Peers open them through the owner's entry in ``/proc``.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import count
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_zero.buffer import lasting_tensors
+
+_serials = count()
+
+
+class Address(NamedTuple):
+    """Where a window is found on this host, and a number that no other has."""
+
+    process: int
+    file: int
+    capacity: int
+    serial: int
+
+
+class Window:
+    """Memory that its owner and others have mapped.
+
+    Attributes:
+        address: What others need to :meth:`open` it.
+        readers: How many publications each rank has read, ``[world_size]``; in the window too.
+        num_published: How often the owner asked to be read.
+        touched_bytes: What the owner's views have covered since the last release.
+    """
+
+    def __init__(self, address: Address, world_size: int, *, is_own: bool) -> None:
+        path = f"/proc/{address.process}/fd/{address.file}"
+        if not os.path.exists(path):
+            raise RuntimeError(f"No window at {path}: its owner is on another host, or has ended.")
+        self.address = address
+        self.num_published = 0
+        self.touched_bytes = 0
+        self._is_own = is_own
+        self._size = address.capacity + 8 * world_size
+        with lasting_tensors():
+            self._memory = torch.from_file(path, shared=True, size=self._size, dtype=torch.uint8)
+            self.readers = self._memory[address.capacity :].view(torch.int64)
+
+    @classmethod
+    def create(cls, capacity: int, world_size: int) -> Window:
+        """A window of this process, of ``capacity`` bytes (a multiple of 8), zeros at first."""
+        file = os.memfd_create("lightning_zero")
+        os.ftruncate(file, capacity + 8 * world_size)
+        return cls(Address(os.getpid(), file, capacity, next(_serials)), world_size, is_own=True)
+
+    @classmethod
+    def open(cls, address: Address, world_size: int) -> Window:
+        """Another process's window.
+
+        Raises:
+            RuntimeError: The owner is on another host, or its memory may not be opened from here.
+        """
+        return cls(address, world_size, is_own=False)
+
+    def __del__(self) -> None:
+        # Peers that map it keep their mapping; new ones can no longer open it.
+        if getattr(self, "_is_own", False):
+            os.close(self.address.file)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of data."""
+        return self.address.capacity
+
+    def view(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """The first ``numel`` elements."""
+        num_bytes = numel * dtype.itemsize
+        self.touched_bytes = max(self.touched_bytes, num_bytes)
+        with lasting_tensors():
+            return self._memory[:num_bytes].view(dtype)
+
+    def is_read_by_all(self, owner: int) -> bool:
+        """Whether every rank but ``owner`` has read all publications."""
+        readers = self.readers.tolist()
+        return all(seen == self.num_published for rank, seen in enumerate(readers) if rank != owner)
+
+    def release(self) -> None:
+        """Give the memory back to the system; every mapping stays, and reads zeros."""
+        os.ftruncate(self.address.file, 0)
+        os.ftruncate(self.address.file, self._size)
+        self.num_published = self.touched_bytes = 0
+
+
+def are_supported() -> bool:
+    """Whether this system has windows at all."""
+    return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
