@@ -2,6 +2,7 @@
 
 from lightning_zero.memory.estimate import Estimate, compare, estimate, estimate_of
 from lightning_zero.memory.live import LiveBytes
+from lightning_zero.memory.report import write_report
 from lightning_zero.memory.size import format_bytes, parse_bytes, parse_numel
 from lightning_zero.memory.subject import Subject
 from lightning_zero.memory.table import estimate_table, table
@@ -21,4 +22,5 @@ __all__ = [
     "parse_bytes",
     "parse_numel",
     "table",
+    "write_report",
 ]

@@ -1,7 +1,7 @@
 """What one rank holds of a model, term by term: arithmetic on layouts and plans.
 
 A model is a list of **terms**, one for each unit, which say what the unit weighs in each state.
-They come from the same drafts that an engine builds its buffers from, and every number from the plan.
+They come from the drafts that an engine builds its buffers from, and every number from the plan.
 """
 
 from __future__ import annotations
