@@ -196,9 +196,9 @@ class Engine:
 
     def _build_units(self) -> None:
         owners = _owners(self.module)
+        blank = meta.Blank(self.module, self.settings.device)
         for draft in draft_units(self.module, self.settings):
-            own = [owners[id(p)] for bundle in draft.bundles for _, p in bundle.named]
-            meta.materialize(self.module, own, self.settings.device)
+            blank.fill(owners[id(p)] for bundle in draft.bundles for _, p in bundle.named)
             bundles = [Bundle(bundle.named, bundle.plan, self.comm) for bundle in draft.bundles]
             unit = Unit(draft.name, draft.module, bundles, len(self.units), self)
             self.units.append(unit)
@@ -208,7 +208,7 @@ class Engine:
                     self._places[id(parameter)] = (slot.name, unit, bundle, place)
             if draft.name:
                 unit.reshard()
-        meta.materialize(self.module, self.module.modules(), self.settings.device)
+        blank.finish(functools.partial(self.gathered, modify=True))
 
     def _register_hooks(self) -> None:
         for unit in self.units[:-1]:
@@ -781,13 +781,13 @@ def _in_graph_task() -> bool:
 
 
 def _owners(module: nn.Module) -> dict[int, nn.Module]:
-    """The module that holds each parameter, by the parameter's id."""
-    return {
-        id(p): owner
-        for owner in module.modules()
-        for p in owner._parameters.values()
-        if p is not None
-    }
+    """The first module that holds each parameter, by the parameter's id."""
+    owners: dict[int, nn.Module] = {}
+    for owner in module.modules():
+        for parameter in owner._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), owner)
+    return owners
 
 
 def _uncast_parameters(module: nn.Module) -> set[int]:

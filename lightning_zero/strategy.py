@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -28,6 +29,7 @@ from typing_extensions import override
 from lightning_zero.activation import ActivationCheckpointing
 from lightning_zero.checkpoint.state import load_optimizer_state, module_state, optimizer_state
 from lightning_zero.comm import Comm
+from lightning_zero.config import Config
 from lightning_zero.engine import Engine, Settings
 from lightning_zero.precision import ZeROPrecision
 from lightning_zero.wrap import UnitPolicy
@@ -71,6 +73,8 @@ class ZeROStrategy(DDPStrategy):
         launcher: ``"subprocess"``, ``"spawn"``, ``"fork"`` or ``"notebook"``, as ``ddp``,
         ``ddp_spawn``,
             ``ddp_fork`` and ``ddp_notebook`` are launched.
+        config: A DeepSpeed configuration to take arguments from: a dictionary or a JSON file.
+            Each of its keys acts, warns or raises.
         accelerator: As in ``ParallelStrategy``.
         parallel_devices: As in ``ParallelStrategy``.
         cluster_environment: As in ``ParallelStrategy``.
@@ -96,6 +100,7 @@ class ZeROStrategy(DDPStrategy):
         broadcast_buffers: bool = True,
         restore_weights: bool = True,
         launcher: Literal["subprocess", "spawn", "fork", "notebook"] = "subprocess",
+        config: str | Path | dict[str, Any] | None = None,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -118,12 +123,13 @@ class ZeROStrategy(DDPStrategy):
             start_method=_START_METHODS[launcher],  # type: ignore[arg-type]
         )
         self.precision_plugin = precision_plugin
+        self.config = Config.read(config)
         self.settings = Settings(
-            stage=stage,
+            stage=self.config.argument("stage", stage),
             units=units,
-            prefetch=prefetch,
+            prefetch=self.config.argument("prefetch", prefetch),
             reshard_after_forward=reshard_after_forward,
-            reduce_dtype=_as_dtype(reduce_dtype),
+            reduce_dtype=self.config.argument("reduce_dtype", _as_dtype(reduce_dtype)),
             accumulate=accumulate,
             broadcast_buffers=broadcast_buffers,
         )
@@ -165,6 +171,7 @@ class ZeROStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         module = self._module
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        self._obey_config(trainer, is_fitting=is_fitting)
         if is_fitting and self._layer_sync:
             self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
@@ -173,6 +180,29 @@ class ZeROStrategy(DDPStrategy):
         if is_fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+
+    def _obey_config(self, trainer: pl.Trainer, *, is_fitting: bool) -> None:
+        """Let the DeepSpeed configuration act on the Trainer, or say where the two contradict."""
+        config, precision = self.config, self.precision_plugin
+        config.check_precision(str(precision.precision))
+        if not is_fitting:
+            return
+        for name, default in (("gradient_clip_val", None), ("accumulate_grad_batches", 1)):
+            given = getattr(trainer, name)
+            wanted = config.trainer_value(name, given, default)
+            if wanted != given and not self._module.automatic_optimization:
+                raise ValueError(
+                    f"The DeepSpeed configuration asks for {name}={wanted}, but the module"
+                    " optimizes manually. Do it in `training_step`, and take the key out."
+                )
+            setattr(trainer, name, wanted)
+        if precision.scaler is not None:
+            for name, value in config.scaler.items():
+                setattr(precision.scaler, name, value)
+            config.scaler.clear()
+        if config.warnings:
+            rank_zero_warn("\n".join(config.warnings))
+            config.warnings.clear()
 
     def _shard(self, module: pl.LightningModule, *, is_fitting: bool) -> None:
         settings = dataclasses.replace(

@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "lightning_zero"
 
 FLOORS = [
-    ["layout", "plan", "config", "scaler", "tensors"],
+    ["layout", "plan", "deepspeed", "config", "scaler", "tensors"],
     ["comm", "offload", "buffer"],
     ["resting", "piece", "gradient", "unit", "wrap", "meta"],
     ["schedule", "optim", "clip", "engine", "access", "activation"],
