@@ -49,11 +49,12 @@ class GradFace(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, piece: Piece, comm: Comm, assemble: Callable[[Tensor], Tensor]) -> GradFace:
-        """Make the face of ``piece``'s parameter."""
-        like = piece.parameter
+    def __new__(
+        cls, piece: Piece, like: Tensor, comm: Comm, assemble: Callable[[Tensor], Tensor]
+    ) -> GradFace:
+        """Make the face of ``piece``'s parameter, of the dtype and on the device of ``like``."""
         face: GradFace = Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=piece.slot.stride, dtype=like.dtype, device=like.device
+            cls, piece.slot.shape, strides=piece.slot.stride, dtype=like.dtype, device=like.device
         )
         face.piece, face.comm, face.assemble, face.arrival = piece, comm, assemble, None
         return face
@@ -71,7 +72,7 @@ class GradFace(Tensor):
         name = func.overloadpacket.__name__
         if func in _ALIASES:
             face = args[0]
-            return GradFace(face.piece, face.comm, face.assemble)
+            return GradFace(face.piece, face, face.comm, face.assemble)
         if name in ("add", "add_") and _is_autograd_adding(args):
             return args[0]._take_in(args[1], in_place=name == "add_")
         if name == "linalg_vector_norm" and _is_of_all(args):

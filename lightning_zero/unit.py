@@ -63,7 +63,8 @@ class Bundle:
         self._load()
         self.pieces = self._cut_pieces()
         for index, piece in enumerate(self.pieces):
-            piece.face = GradFace(piece, comm, functools.partial(self.full_of, index))
+            assemble = functools.partial(self.full_of, index)
+            piece.face = GradFace(piece, self.weight.tensor, comm, assemble)
         self.partial: ReduceBuffer | None = None
         self.grad: Tensor | None = None
         self._in_flight: list[Tensor] = []
