@@ -67,6 +67,7 @@ class Bundle:
             piece.face = GradFace(piece, self.weight.tensor, comm, assemble)
         self.partial: ReduceBuffer | None = None
         self.grad: Tensor | None = None
+        self._in_flight: list[Tensor] = []
         self._grad_pieces: list[Tensor] = []
         self._partial_views: list[Tensor] = []
         self.filled = [False] * len(self.parameters)
@@ -229,13 +230,15 @@ class Bundle:
         shard = self._grad_shard()
         adds = self.is_settled or self.holds_grads
         target = torch.empty_like(shard) if adds else shard
+        self._in_flight = [partial.tensor, target] if adds else [partial.tensor]
         work = self.comm.reduce(partial, target, unit=unit, tag=tag)
-        return functools.partial(self._finish_reduce, work, target, partial)
+        return functools.partial(self._finish_reduce, work, target)
 
     @torch.no_grad()
-    def _finish_reduce(self, work: Work, target: Tensor, partial: ReduceBuffer) -> None:
-        """Wait for a reduction; ``partial`` is only held so that it lives until then."""
+    def _finish_reduce(self, work: Work, target: Tensor) -> None:
+        """Wait for a reduction; what it reads and writes had to live until then."""
         work.wait()
+        self._in_flight = []
         shard = self._grad_shard()
         if self._early_scale == 1.0 and self.comm.world_size > 1:
             target.mul_(1 / self.comm.world_size)
@@ -311,7 +314,8 @@ class Bundle:
         """Bytes held now, by kind; see ``Engine.memory``."""
         kinds = {
             "gradients": self.grad.nbytes if self.grad is not None else 0,
-            "unreduced": self.partial.tensor.nbytes if self.partial is not None else 0,
+            "unreduced": sum(tensor.nbytes for tensor in self._in_flight)
+            + (self.partial.tensor.nbytes if self.partial is not None else 0),
         }
         if self.plan.gives_weights_back:
             kinds["gathered"] = self.weight.nbytes
@@ -323,7 +327,7 @@ class Bundle:
 
     def drop_grads(self) -> None:
         """Forget what arrived or was reduced and is not shown to the optimizer yet."""
-        self.partial, self._partial_views = None, []
+        self.partial, self._partial_views, self._in_flight = None, [], []
         self.is_settled = False
         for flags in (self.filled, self.arrived, self.used):
             flags[:] = [False] * len(flags)
@@ -374,6 +378,12 @@ class Unit:
     def gives_weights_back(self) -> bool:
         """Whether whole weights are released after use."""
         return any(bundle.plan.gives_weights_back for bundle in self.bundles)
+
+    @property
+    def will_be_given_back(self) -> bool:
+        """Whether the weights are whole and the end of the unit's backward will release them."""
+        is_held = self.state is State.RESTING or self.is_pinned or not self.has_inner_inputs
+        return self.gives_weights_back and not is_held
 
     @property
     def label(self) -> str:
@@ -452,6 +462,8 @@ class Unit:
             else:
                 bundle.show_whole()
         self._lent = []
+        if modify:
+            self.bundles[0].comm.fence()
         if modify and self.state is State.WHOLE:
             self.refresh()
 
