@@ -213,7 +213,7 @@ def _find_rate(strategy: Any, folder: str) -> Run:
 
 def test_learning_rate_finder(ranks: Pools, tmp_path: Path) -> None:
     runs = ranks(2).run(under_all, _find_rate, str(tmp_path))
-    assert len(runs[0]["ddp"].notes[0]["loss"]) == 10
+    assert len(runs[0]["ddp"].notes[0]["loss"]) == 8
     assert_like_ddp(runs, ulps=256)
 
 
