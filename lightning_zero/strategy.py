@@ -115,6 +115,11 @@ class ZeROStrategy(DDPStrategy):
             raise ValueError(
                 f"Expected launcher among {', '.join(_START_METHODS)}, got {launcher!r}."
             )
+        if not restore_weights and launcher != "subprocess":
+            raise ValueError(
+                f"launcher={launcher!r} brings the trained weights back to this process, which"
+                " restore_weights=False contradicts. Leave one of them out."
+            )
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
