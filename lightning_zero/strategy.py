@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_PEERS_TIMEOUT = timedelta(seconds=10)
+_PEERS_TIMEOUT = timedelta(seconds=5)
 
 
 class ZeROStrategy(DDPStrategy):
@@ -381,7 +381,8 @@ class ZeROStrategy(DDPStrategy):
         if not self.restore_weights:
             return False
         if self._has_failed and not engine.comm.is_whole(_PEERS_TIMEOUT):
-            rank_zero_warn(
+            # Any rank may be the one that survived, so each says it.
+            log.warning(
                 "Other ranks did not survive the exception, so the weights they held are lost and"
                 " the parameters stay at rest. Continue from a checkpoint."
             )

@@ -71,9 +71,8 @@ def test_two_nodes_of_torchrun(digest: str) -> None:
 
 @pytest.mark.slow
 def test_spawn_and_fork_bring_weights_and_metrics_back(digest: str) -> None:
-    for names in (["zero3_spawn"], ["zero3_fork", "zero1_fork"]):
-        lines = _lines(run_script(FIT, *names).stdout)
-        assert lines == [f"rank 0 {digest}"] * len(names)
+    lines = _lines(run_script(FIT, "zero3_fork", "zero1_spawn").stdout)
+    assert lines == [f"rank 0 {digest}"] * 2
 
 
 FAIL = """
@@ -93,11 +92,13 @@ make_trainer(3, devices=int(os.environ["NPROC"])).fit(Gloomy(), rows())
 """
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_exception_on_one_rank_ends_all(rank: int) -> None:
-    finished = run_script(FAIL, rank, launcher="torchrun", check=False, timeout=90)
+@pytest.mark.slow
+def test_exception_on_one_rank_ends_all() -> None:
+    """Rank 1 gives up while rank 0 waits for its gradients."""
+    finished = run_script(FAIL, 1, launcher="torchrun", check=False, timeout=90)
     assert finished.code != 0
-    assert f"ArithmeticError: rank {rank} gave up" in finished.output
+    assert "ArithmeticError: rank 1 gave up" in finished.output
+    assert "Other ranks did not survive the exception" in finished.output
 
 
 # ------------------------------------------------------------------------------- the command line
