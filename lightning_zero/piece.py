@@ -51,10 +51,20 @@ class Piece(Parameter):
         return piece
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """The elements ``[n]`` of ``whole``, of the parameter's shape, that this piece covers."""
+        """The elements ``[n]`` of ``whole``, of the parameter's shape, that this piece covers.
+
+        They share the memory of ``whole`` where its elements lie in the parameter's order: of a
+        tensor that is mapped from a file nothing else is read.
+        """
+        if whole.stride() == self.slot.stride:
+            return whole.as_strided((self.stop - self.start,), (1,), self._place_in(whole))
         flat = whole.new_empty(self.slot.numel)
         flat.as_strided(self.slot.shape, self.slot.stride).copy_(whole)
         return flat[self.start : self.stop]
+
+    def _place_in(self, whole: Tensor) -> int:
+        # An empty piece may begin behind the storage of a tensor without elements.
+        return int(whole.storage_offset()) + (self.start if self.stop > self.start else 0)
 
     @property
     def requires_grad(self) -> bool:
