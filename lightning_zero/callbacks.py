@@ -1,8 +1,9 @@
 """Lightning's callbacks that read or write weights between steps, when a sharded one is at rest.
 
-They come unmodified, so for the time of a fit their hooks are wrapped: each runs with the whole
-weights in the master's precision, and what it does to them stays. Their averages are whole copies
-of the model on every rank, as under DDP.
+They come unmodified, so for the time of a fit their methods are wrapped: hooks run with the whole
+weights in the master's precision, and what they do to them stays; a finetuning callback that looks
+for its parameters in an optimizer finds them instead of their pieces. Averages are whole copies of
+the model on every rank, as under DDP.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     Callback,
     ModelPruning,
     StochasticWeightAveraging,
 )
 
 from lightning_zero.engine import Engine
+from lightning_zero.piece import Piece
 
 try:
     from lightning.pytorch.callbacks import WeightAveraging
@@ -26,6 +29,7 @@ except ImportError:  # before Lightning 2.6
 
 _READ, _WRITE = False, True
 _HOOKS: dict[type[Callback], dict[str, bool]] = {
+    BaseFinetuning: {"on_train_epoch_start": _READ},
     StochasticWeightAveraging: {"on_train_epoch_start": _WRITE, "on_train_end": _WRITE},
 }
 if WeightAveraging is not None:
@@ -56,9 +60,14 @@ class WholeWeights:
                 )
             for cls, hooks in _HOOKS.items():
                 for name, modify in hooks.items() if isinstance(callback, cls) else ():
-                    hook = functools.partial(_gathered, getattr(callback, name), engine, modify)
-                    setattr(callback, name, hook)
-                    self._wrapped.append((callback, name))
+                    self._wrap(callback, name, _gathered, engine, modify)
+            if isinstance(callback, BaseFinetuning):
+                self._wrap(callback, "_apply_mapping_to_param_groups", _with_parameters)
+
+    def _wrap(self, callback: Callback, name: str, around: Callable[..., Any], *args: Any) -> None:
+        inner = getattr(callback, name)
+        setattr(callback, name, functools.partial(around, inner, *args))
+        self._wrapped.append((callback, name))
 
     def remove(self) -> None:
         """Give the callbacks their own hooks back."""
@@ -72,3 +81,13 @@ def _gathered(
 ) -> Any:
     with engine.gathered(modify=modify):
         return hook(*args, **kwargs)
+
+
+def _with_parameters(
+    inner: Callable[..., Any], groups: list[dict[str, Any]], mapping: dict[Any, Any]
+) -> Any:
+    whole = [
+        {**group, "params": [p.parameter if isinstance(p, Piece) else p for p in group["params"]]}
+        for group in groups
+    ]
+    return inner(whole, mapping)

@@ -22,7 +22,9 @@ Only this room knows one backend from another. There are three ways, chosen once
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -36,6 +38,7 @@ from lightning_zero.buffer import lasting_tensors
 from lightning_zero.ledger import Ledger
 from lightning_zero.window import Address, Window, are_supported
 
+_numbers = itertools.count()
 # torch 2.13 renamed the two and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -101,6 +104,7 @@ class Comm:
         self.device = device
         self.ledger = Ledger()
         self.rank, self.world_size = 0, 1
+        self._number = next(_numbers)
         self._control: Any = None
         self._gather_group: Any = None
         self._reduce_group: Any = None
@@ -378,12 +382,21 @@ class Comm:
         return other
 
     def is_whole(self, timeout: timedelta) -> bool:
-        """Whether every rank is still here and calls this too, within ``timeout``."""
+        """Whether every rank is still here and calls this too, within ``timeout``.
+
+        Asked through the store: a collective that a rank never joins could not be given up.
+        """
         if self.world_size == 1:
             return True
+        # Private, but torch has no public way to the store that it was started with.
+        store = dist.distributed_c10d._get_default_store()
+        keys = [f"lightning_zero/{self._number}/{rank}" for rank in range(self.world_size)]
         try:
-            dist.monitored_barrier(group=self._control, timeout=timeout)
+            store.set(keys[self.rank], "here")
+            store.wait(keys, timeout)
         except RuntimeError:
+            with contextlib.suppress(RuntimeError):
+                store.delete_key(keys[self.rank])
             return False
         return True
 

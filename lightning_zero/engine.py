@@ -611,6 +611,8 @@ class Engine:
         for unit in units:
             unit.wait_if_in_flight()
             unit.lend()
+        if modify:
+            self.comm.fence()
         try:
             yield
         finally:

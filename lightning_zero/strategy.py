@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_PEERS_TIMEOUT = timedelta(seconds=10)
+_PEERS_TIMEOUT = timedelta(seconds=5)
 
 
 class ZeROStrategy(DDPStrategy):
@@ -131,6 +131,11 @@ class ZeROStrategy(DDPStrategy):
         if launcher not in _START_METHODS:
             raise ValueError(
                 f"Expected launcher among {', '.join(_START_METHODS)}, got {launcher!r}."
+            )
+        if not restore_weights and launcher != "subprocess":
+            raise ValueError(
+                f"launcher={launcher!r} brings the trained weights back to this process, which"
+                " restore_weights=False contradicts. Leave one of them out."
             )
         super().__init__(
             accelerator=accelerator,
@@ -513,7 +518,8 @@ class ZeROStrategy(DDPStrategy):
         if not self.restore_weights:
             return False
         if self._has_failed and not engine.comm.is_whole(_PEERS_TIMEOUT):
-            rank_zero_warn(
+            # Any rank may be the one that survived, so each says it.
+            log.warning(
                 "Other ranks did not survive the exception, so the weights they held are lost and"
                 " the parameters stay at rest. Continue from a checkpoint."
             )

@@ -488,6 +488,8 @@ class Unit:
             else:
                 bundle.show_whole()
         self._lent = []
+        if modify:
+            self.bundles[0].comm.fence()
         if modify and self.state is State.WHOLE:
             self.refresh()
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
@@ -93,7 +94,7 @@ def make_trainer(strategy: str | int | Strategy, **options: Any) -> Trainer:
         return Trainer(
             **{
                 "accelerator": "cpu",
-                "devices": torch.distributed.get_world_size(),
+                "devices": dist.get_world_size() if dist.is_initialized() else 1,
                 "strategy": make_strategy(strategy),
                 "max_epochs": 1,
                 "log_every_n_steps": 1,

@@ -1,0 +1,174 @@
+"""Every way to start the ranks: scripts of their own, for what the pool cannot imitate."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_zero import ZeROStrategy
+from tests.launch import run_script
+from tests.projects import Regression, rows
+from tests.ranks import Pools
+
+# One process of it is the same run under every launcher, so all print the same digest.
+FIT = """
+import os, sys
+import torch
+import lightning_zero
+from lightning.pytorch import Trainer
+from tests.projects import Regression, make_trainer, rows
+
+def main():
+    launch = dict(devices=int(os.environ["NPROC"]), num_nodes=int(os.environ.get("NODES", 1)))
+    for name in sys.argv[1:]:
+        module = Regression()
+        trainer = make_trainer(name, **launch)
+        trainer.fit(module, rows(16, batch_size=2), rows(8, batch_size=2, seed=1))
+        rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))
+        weights = sum(p.detach().double().abs().sum() for p in module.parameters())
+        loss = trainer.callback_metrics["val_loss"]
+        print(f"rank {rank} {trainer.world_size} {weights:.6f} {loss:.6f}")
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture(scope="module")
+def digest(ranks: Pools) -> str:
+    """The line that each of two ranks prints, less its number."""
+    first, second = ranks(2).run(_digest)
+    assert first == second
+    return first
+
+
+def _digest() -> str:
+    from tests.projects import fit
+
+    run = fit(Regression(), "zero3", data=(rows(), rows(8, seed=1)))
+    weights = sum(p.double().abs().sum() for p in run.params.values())
+    return f"2 {weights:.6f} {run.metrics['val_loss']:.6f}"
+
+
+def _lines(stdout: str) -> list[str]:
+    return sorted(line for line in stdout.splitlines() if line.startswith("rank "))
+
+
+def test_lightning_starts_the_other_process(digest: str) -> None:
+    lines = _lines(run_script(FIT, "zero3").stdout)
+    assert lines == [f"rank 0 {digest}", f"rank 1 {digest}"]
+
+
+def test_two_nodes_of_torchrun(digest: str) -> None:
+    finished = run_script(FIT, "zero3", nproc=1, nodes=2, launcher="torchrun", env={"NODES": "2"})
+    assert _lines(finished.stdout) == [f"rank 0 {digest}", f"rank 1 {digest}"]
+
+
+@pytest.mark.slow
+def test_spawn_and_fork_bring_weights_and_metrics_back(digest: str) -> None:
+    lines = _lines(run_script(FIT, "zero3_fork", "zero1_spawn").stdout)
+    assert lines == [f"rank 0 {digest}"] * 2
+
+
+FAIL = """
+import sys
+import torch.distributed as dist
+from tests.projects import Regression, make_trainer, rows
+import os
+
+class Gloomy(Regression):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1 and self.global_rank == int(sys.argv[1]):
+            raise ArithmeticError(f"rank {self.global_rank} gave up")
+        return loss
+
+make_trainer(3, devices=int(os.environ["NPROC"])).fit(Gloomy(), rows())
+"""
+
+
+@pytest.mark.slow
+def test_exception_on_one_rank_ends_all() -> None:
+    """Rank 1 gives up while rank 0 waits for its gradients."""
+    finished = run_script(FAIL, 1, launcher="torchrun", check=False, timeout=90)
+    assert finished.code != 0
+    assert "ArithmeticError: rank 1 gave up" in finished.output
+    assert "Other ranks did not survive the exception" in finished.output
+
+
+# ------------------------------------------------------------------------------- the command line
+
+
+class FromCommandLine(Regression):
+    """A LightningModule with loaders of its own."""
+
+    def train_dataloader(self) -> Any:
+        return rows()
+
+
+QUIET = """
+trainer:
+  accelerator: cpu
+  devices: {world}
+  max_epochs: 1
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  strategy: {strategy}
+"""
+
+BY_PATH = "{{class_path: lightning_zero.ZeROStrategy, init_args: {{stage: {stage}, {more}}}}}"
+
+
+def _run_command_line(path: str, strategy: str) -> list[Any]:
+    Path(path).mkdir(parents=True, exist_ok=True)
+    world = torch.distributed.get_world_size()
+    config = Path(path) / f"{torch.distributed.get_rank()}.yaml"
+    config.write_text(QUIET.format(world=world, strategy=strategy))
+    sys.argv = ["main"]  # LightningCLI warns of arguments that it was given twice
+    cli = LightningCLI(
+        FromCommandLine, args=["fit", "--config", str(config)], save_config_callback=None
+    )
+    assert isinstance(cli.trainer.strategy, ZeROStrategy)
+    settings = cli.trainer.strategy.settings
+    return [settings.stage, settings.reduce_dtype, settings.prefetch, cli.model.losses]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings"),
+    [
+        ("zero3", [3, None, 1]),
+        ("zero2", [2, None, 1]),
+        (BY_PATH.format(stage=1, more=""), [1, None, 1]),
+        (BY_PATH.format(stage=3, more="reduce_dtype: float64, prefetch: 2"), [3, torch.float64, 2]),
+    ],
+)
+def test_yaml_names_the_strategy(
+    ranks: Pools, tmp_path: Path, strategy: str, settings: list[Any]
+) -> None:
+    *found, losses = ranks(2).run(_run_command_line, str(tmp_path), strategy)[0]
+    assert found == settings
+    assert len(losses) == 4
+
+
+WITHOUT_IMPORT = """
+import sys
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+assert "lightning_zero" not in sys.modules
+cli = LightningCLI(BoringModel, args=["fit", "--config", sys.argv[1]], save_config_callback=None)
+print("rank", cli.trainer.world_size, type(cli.trainer.strategy).__name__)
+"""
+
+
+def test_yaml_needs_no_import(tmp_path: Path) -> None:
+    config = tmp_path / "zero.yaml"
+    config.write_text(QUIET.format(world=1, strategy=BY_PATH.format(stage=3, more="")))
+    finished = run_script(WITHOUT_IMPORT, config, launcher="plain", cwd=tmp_path)
+    assert _lines(finished.stdout) == ["rank 1 ZeROStrategy"]
