@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.buffer import lasting_tensors
+from lightning_zero.ledger import Ledger
 from lightning_zero.window import Address, Window, are_supported
 
 # torch 2.13 renamed the two and warns about the old names.
@@ -91,15 +92,14 @@ class Comm:
     Attributes:
         rank: This process's number in the group.
         world_size: Number of ranks.
-        sent: Elements that this rank has sent, by unit and verb; the ledger.
+        ledger: What this rank has sent.
     """
 
     def __init__(
         self, device: torch.device, *, direct: bool | None = None, windows: bool | None = None
     ) -> None:
         self.device = device
-        self.sent: Counter[tuple[str, str]] = Counter()
-        self.sent_bytes: Counter[tuple[str, str]] = Counter()
+        self.ledger = Ledger()
         self.rank, self.world_size = 0, 1
         self._control: Any = None
         self._gather_group: Any = None
@@ -126,9 +126,9 @@ class Comm:
                 self._has_windows = self._can_see_peers()
 
     @property
-    def is_ordered(self) -> bool:
-        """Whether ranks must issue their collectives in the same order."""
-        return not self._direct
+    def sent(self) -> Counter[tuple[str, str]]:
+        """Elements that this rank has sent since the start, by unit and verb."""
+        return Counter({key: sent.elements for key, sent in self.ledger.total.items()})
 
     def _can_see_peers(self) -> bool:
         """Whether every rank can map every other's memory."""
@@ -264,8 +264,7 @@ class Comm:
 
     def _note(self, unit: str, verb: str, whole: Tensor) -> None:
         numel = whole.numel() // self.world_size * (self.world_size - 1)
-        self.sent[unit, verb] += numel
-        self.sent_bytes[unit, verb] += numel * whole.element_size()
+        self.ledger.note(unit, verb, numel, whole.element_size())
 
     def _reduce_by_backend(self, buffer: Tensor, out: Tensor) -> Work:
         if out.dtype == buffer.dtype:

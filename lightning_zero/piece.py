@@ -29,6 +29,7 @@ class Piece(Parameter):
         stop: One past its last element.
         face: What stands for the whole gradient on the parameter.
         shown: What the engine left as the parameter's gradient: the face or ``None``.
+        arrival: What autograd added to the face.
     """
 
     parameter: Parameter
@@ -37,6 +38,7 @@ class Piece(Parameter):
     stop: int
     face: Tensor
     shown: Tensor | None
+    arrival: Tensor | None
 
     @classmethod
     def cut(cls, parameter: Parameter, slot: Slot, data: Tensor, start: int) -> Piece:
@@ -45,7 +47,7 @@ class Piece(Parameter):
             piece = cls(data, requires_grad=False)
         piece.parameter, piece.slot = parameter, slot
         piece.start, piece.stop = start, start + data.numel()
-        piece.shown = None
+        piece.shown = piece.arrival = None
         return piece
 
     def part_of(self, whole: Tensor) -> Tensor:
@@ -97,6 +99,18 @@ class Piece(Parameter):
         self._follow()
         if self.shown is not None:
             self.parameter.grad = self.shown = None
+
+    def claim_grad(self) -> Tensor | None:
+        """Take the gradient that autograd just finished off the parameter."""
+        grad, self.arrival = self.arrival, None
+        if grad is not None:
+            self.parameter.grad = self.shown
+            return grad
+        grad, self.parameter.grad = self.parameter.grad, None
+        if self.shown is not None:
+            # Autograd did not add to the face, so the user had dropped it.
+            self.shown = self.grad = None
+        return grad
 
     def _follow(self) -> None:
         """Do as the user, who dropped the parameter's gradient or put another in its place."""

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -29,6 +30,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_zero.activation import ActivationCheckpointing
+from lightning_zero.callbacks import WholeWeights
 from lightning_zero.checkpoint import (
     Provenance,
     Saver,
@@ -41,7 +43,9 @@ from lightning_zero.checkpoint import (
     optimizer_state,
 )
 from lightning_zero.comm import Comm
+from lightning_zero.config import Config
 from lightning_zero.engine import Engine, Settings
+from lightning_zero.ledger import Traffic
 from lightning_zero.piece import Piece
 from lightning_zero.precision import ZeROPrecision
 from lightning_zero.wrap import UnitPolicy
@@ -87,6 +91,8 @@ class ZeROStrategy(DDPStrategy):
         launcher: ``"subprocess"``, ``"spawn"``, ``"fork"`` or ``"notebook"``, as ``ddp``,
         ``ddp_spawn``,
             ``ddp_fork`` and ``ddp_notebook`` are launched.
+        config: A DeepSpeed configuration to take arguments from: a dictionary or a JSON file.
+            Each of its keys acts, warns or raises.
         accelerator: As in ``ParallelStrategy``.
         parallel_devices: As in ``ParallelStrategy``.
         cluster_environment: As in ``ParallelStrategy``.
@@ -113,6 +119,7 @@ class ZeROStrategy(DDPStrategy):
         restore_weights: bool = True,
         async_checkpoint: bool = False,
         launcher: Literal["subprocess", "spawn", "fork", "notebook"] = "subprocess",
+        config: str | Path | dict[str, Any] | None = None,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -135,12 +142,13 @@ class ZeROStrategy(DDPStrategy):
             start_method=_START_METHODS[launcher],  # type: ignore[arg-type]
         )
         self.precision_plugin = precision_plugin
+        self.config = Config.read(config)
         self.settings = Settings(
-            stage=stage,
+            stage=self.config.argument("stage", stage),
             units=units,
-            prefetch=prefetch,
+            prefetch=self.config.argument("prefetch", prefetch),
             reshard_after_forward=reshard_after_forward,
-            reduce_dtype=_as_dtype(reduce_dtype),
+            reduce_dtype=self.config.argument("reduce_dtype", _as_dtype(reduce_dtype)),
             accumulate=accumulate,
             broadcast_buffers=broadcast_buffers,
         )
@@ -149,6 +157,7 @@ class ZeROStrategy(DDPStrategy):
         self.async_checkpoint = async_checkpoint
         self.engine: Engine | None = None
         self._recompute: ActivationCheckpointing | None = None
+        self._whole_weights: WholeWeights | None = None
         self._has_failed = False
         self._comm: Comm | None = None
         self._current_saver: Saver | None = None
@@ -195,15 +204,42 @@ class ZeROStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         module = self._module
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        self._obey_config(trainer, is_fitting=is_fitting)
         if is_fitting and self._layer_sync:
             self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
         self.model_to_device()
         self._shard(module, is_fitting=is_fitting)
         if is_fitting:
+            assert self.engine is not None
+            callbacks = trainer.callbacks  # type: ignore[attr-defined]
+            self._whole_weights = WholeWeights(callbacks, self.engine)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self._load_pending(trainer)
+
+    def _obey_config(self, trainer: pl.Trainer, *, is_fitting: bool) -> None:
+        """Let the DeepSpeed configuration act on the Trainer, or say where the two contradict."""
+        config, precision = self.config, self.precision_plugin
+        config.check_precision(str(precision.precision))
+        if not is_fitting:
+            return
+        for name, default in (("gradient_clip_val", None), ("accumulate_grad_batches", 1)):
+            given = getattr(trainer, name)
+            wanted = config.trainer_value(name, given, default)
+            if wanted != given and not self._module.automatic_optimization:
+                raise ValueError(
+                    f"The DeepSpeed configuration asks for {name}={wanted}, but the module"
+                    " optimizes manually. Do it in `training_step`, and take the key out."
+                )
+            setattr(trainer, name, wanted)
+        if precision.scaler is not None:
+            for name, value in config.scaler.items():
+                setattr(precision.scaler, name, value)
+            config.scaler.clear()
+        if config.warnings:
+            rank_zero_warn("\n".join(config.warnings))
+            config.warnings.clear()
 
     def _shard(self, module: pl.LightningModule, *, is_fitting: bool) -> None:
         settings = dataclasses.replace(
@@ -433,6 +469,11 @@ class ZeROStrategy(DDPStrategy):
         """Bytes that this rank holds now, by kind; see ``Engine.memory``."""
         return self.engine.memory() if self.engine is not None else {}
 
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank sent in the last optimizer step, by unit and verb."""
+        return self.engine.comm.ledger.last_step if self.engine is not None else {}
+
     # -- the end ---------------------------------------------------------------------------------
 
     @override
@@ -443,6 +484,9 @@ class ZeROStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
+        if self._whole_weights is not None:
+            self._whole_weights.remove()
+            self._whole_weights = None
         if self._current_saver is not None:
             self._current_saver.close()
         if self._recompute is not None:

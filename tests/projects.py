@@ -141,38 +141,51 @@ def under_all(
     return {name: function(name, *args, **kwargs) for name in ("ddp", *stages)}
 
 
-def assert_like_ddp(runs: Sequence[dict[str | int, Run]], *, ulps: float = 16.0) -> None:
-    """Fail unless every stage leaves behind on every rank what DDP leaves behind there."""
+def assert_like_ddp(
+    runs: Sequence[dict[str | int, Run]],
+    *,
+    ulps: float = 16.0,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Fail unless every stage leaves behind on every rank what DDP leaves behind there.
+
+    Args:
+        runs: Each rank's runs by strategy.
+        ulps: How far parameters, buffers and metrics may be off, in roundings of `dtype`.
+        dtype: None is each tensor's own.
+    """
     for rank, by_strategy in enumerate(runs):
         expected = by_strategy["ddp"]
         for name, run in by_strategy.items():
             where = f"rank {rank}, stage {name}"
-            _assert_same(run.params, expected.params, where, ulps)
-            _assert_same(run.metrics, expected.metrics, where, ulps)
-            assert _is_close(run.losses, expected.losses), (
-                f"{where}: {run.losses}, {expected.losses}"
-            )
-            assert _is_close(run.notes, expected.notes), f"{where}: {run.notes}, {expected.notes}"
+            _assert_same(run.params, expected.params, where, ulps, dtype)
+            _assert_same(run.metrics, expected.metrics, where, ulps, dtype)
+            eps = max(1e-4, 8 * torch.finfo(dtype).eps if dtype else 0.0)
+            for ours, theirs in ((run.losses, expected.losses), (run.notes, expected.notes)):
+                assert _is_close(ours, theirs, eps), f"{where}: {ours} is not {theirs}"
 
 
 def _assert_same(
-    ours: dict[str, Tensor], theirs: dict[str, Tensor], where: str, ulps: float
+    ours: dict[str, Tensor], theirs: dict[str, Tensor], where: str, ulps: float, dtype: Any
 ) -> None:
     assert list(ours) == list(theirs), f"{where}: other names"
     for name, target in theirs.items():
         assert ours[name].shape == target.shape, f"{where}: {name} has another shape"
         assert ours[name].dtype == target.dtype, f"{where}: {name} has another dtype"
-        distance = distance_in_ulps(ours[name], target)
+        distance = distance_in_ulps(ours[name], target, dtype)
         assert distance <= ulps, f"{where}: {name} is off by {distance:.3g} ulps"
 
 
-def _is_close(one: Any, other: Any) -> bool:
+def _is_close(one: Any, other: Any, eps: float) -> bool:
+    """Whether nested values differ by rounding only."""
     if isinstance(other, Tensor):
-        return isinstance(one, Tensor) and torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+        return isinstance(one, Tensor) and torch.allclose(one, other, rtol=eps, atol=eps / 10)
     if isinstance(other, float):
-        return one == other or abs(one - other) <= 1e-5 + 1e-4 * abs(other)
+        return one == other or abs(one - other) <= eps / 10 + eps * abs(other)
     if isinstance(other, dict):
-        return list(one) == list(other) and all(_is_close(one[k], other[k]) for k in other)
+        return list(one) == list(other) and all(_is_close(one[k], other[k], eps) for k in other)
     if isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_is_close, one, other))
+        return len(one) == len(other) and all(
+            _is_close(mine, its, eps) for mine, its in zip(one, other, strict=True)
+        )
     return bool(one == other)
