@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 
-from lightning_zero import ZeROPrecision, ZeROStrategy
+from lightning_zero import ZeROPrecision, ZeROStrategy, load_weights
 from lightning_zero.scaler import LossScaler
 from tests.models import Tied
 from tests.ranks import Pools
@@ -488,3 +488,46 @@ def test_urls_and_weights_that_stay_at_rest(ranks: Pools, tmp_path: Path) -> Non
     assert_close(remote, found, "remote")
     assert_close(after["state_dict"], found["state_dict"], "after")
     assert_close(after["optimizer_states"], found["optimizer_states"], "after")
+
+
+class Pretrained(Model):
+    """Takes weights from a file when it is sharded, and keeps them."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(lr=0.0)
+        self.path = path
+
+    def on_fit_start(self) -> None:
+        load_weights(self.net, self.path)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.global_step == 2:
+            raise InterruptedError("all ranks stop here")
+
+
+def start_from_weights(folder: str) -> dict[str, Tensor]:
+    """Load bare weights, train without a learning rate, and fail with a last checkpoint."""
+    torch.manual_seed(7)
+    module = Pretrained(f"{folder}/weights.pt")
+    keeper = OnExceptionCheckpoint(folder, "failed")
+    trainer = make_trainer(world(), ZeROStrategy(3), "/nowhere", callbacks=keeper)
+    with pytest.raises(InterruptedError):
+        trainer.fit(module, Rows())
+    again = model()
+    trainer = make_trainer(
+        world(), ZeROStrategy(1), "/nowhere", max_steps=4, enable_checkpointing=False
+    )
+    trainer.fit(again, Rows(), ckpt_path=f"{folder}/failed.ckpt")
+    assert len(again.losses) == 2
+    return {name: value.clone() for name, value in module.net.state_dict().items()}
+
+
+def test_pretrained_weights_and_a_checkpoint_on_exception(ranks: Pools, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    expected = Tied().state_dict()
+    torch.save(expected, tmp_path / "weights.pt")
+    for found in ranks(2).run(start_from_weights, str(tmp_path)):
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    saved = torch.load(tmp_path / "failed.ckpt", weights_only=True)
+    for name, value in expected.items():
+        assert torch.equal(saved["state_dict"][f"net.{name}"], value)

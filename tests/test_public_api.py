@@ -6,7 +6,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_zero
 
-NAMES = ["ZeROPrecision", "ZeROStrategy", "full_grad", "gathered", "grad_norm"]
+NAMES = ["ZeROPrecision", "ZeROStrategy", "full_grad", "gathered", "grad_norm", "load_weights"]
 
 STRATEGIES = {
     f"zero{stage}{suffix}": (stage, launcher)
@@ -37,7 +37,9 @@ def test_arguments_are_frozen() -> None:
         "activation_checkpointing",
         "broadcast_buffers",
         "restore_weights",
+        "async_checkpoint",
         "launcher",
+        "config",
         "accelerator",
         "parallel_devices",
         "cluster_environment",
