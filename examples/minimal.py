@@ -29,7 +29,5 @@ class Sine(LightningModule):
 if __name__ == "__main__":
     x = torch.linspace(-3, 3, 1024)[:, None]
     data = DataLoader(TensorDataset(x, x.sin()), batch_size=32, shuffle=True)
-    trainer = Trainer(
-        strategy="zero3", accelerator="cpu", devices=2, max_epochs=5, enable_checkpointing=False
-    )
+    trainer = Trainer(strategy="zero3", accelerator="cpu", devices=2, max_epochs=5)
     trainer.fit(Sine(), data)

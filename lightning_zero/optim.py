@@ -128,7 +128,9 @@ def point_at_pieces(optimizer: Optimizer, find_piece: FindPiece) -> None:
 def cut_state(state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
     """The part of a whole parameter's optimizer state that belongs to ``piece``."""
     return {
-        key: piece.part_of(value).to(piece.device) if is_per_element(key, value, piece) else value
+        key: piece.part_of(value).to(piece.device, copy=True)
+        if is_per_element(key, value, piece)
+        else value
         for key, value in state.items()
     }
 

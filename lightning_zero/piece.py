@@ -122,7 +122,7 @@ class Piece(Parameter):
             return
         self.show_grad()
         if self.numel():
-            self.grad = self.part_of(theirs.detach()).to(self.dtype)
+            self.grad = self.part_of(theirs.detach()).to(self.dtype, copy=True)
 
     def __repr__(self) -> str:  # type: ignore[override]
         shape = tuple(self.parameter.shape)

@@ -41,6 +41,7 @@ from lightning_zero.checkpoint import (
     load_optimizer_state,
     module_state,
     optimizer_state,
+    rehearse,
 )
 from lightning_zero.comm import Comm
 from lightning_zero.config import Config
@@ -430,6 +431,8 @@ class ZeROStrategy(DDPStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             if "optimizer_states" not in checkpoint:
                 return
+            with self._naming_the_file():
+                rehearse(self._module, checkpoint["state_dict"], strict=strict)
             # Finetuning callbacks bring the param groups of the checkpoint later, in on_fit_start.
             if not any(isinstance(callback, BaseFinetuning) for callback in _callbacks(trainer)):
                 self._check_optimizer_states(checkpoint)
@@ -437,13 +440,18 @@ class ZeROStrategy(DDPStrategy):
 
     def _load_weights(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         is_open = self.engine is not None and not self.engine.is_closed
-        try:
+        with self._naming_the_file():
             load_module_state(
                 self._module,
                 self.engine if is_open else None,
                 checkpoint["state_dict"],
                 strict=strict,
             )
+
+    @contextmanager
+    def _naming_the_file(self) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
             raise RuntimeError(
                 f"The checkpoint {self._loaded_path!r} does not fit the module. {error}"

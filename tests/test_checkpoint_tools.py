@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero import load_weights
-from lightning_zero.checkpoint import convert, damage
+from lightning_zero.checkpoint import convert, damage, describe
 from lightning_zero.checkpoint.safetensors import INDEX, read_safetensors
 from lightning_zero.cli import main
 from lightning_zero.engine import Engine, Settings
@@ -191,6 +191,7 @@ def test_convert_there_and_back(tmp_path: Path) -> None:
     convert(path, tmp_path / "b.ckpt")
     found = torch.load(tmp_path / "b.ckpt", weights_only=True)
     assert found["epoch"] == 3
+    assert "written by `lightning-zero convert`" in list(describe(tmp_path / "b.ckpt"))
     assert torch.equal(
         found["optimizer_states"][0]["state"][1]["exp_avg"],
         checkpoint["optimizer_states"][0]["state"][1]["exp_avg"],

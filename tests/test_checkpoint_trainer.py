@@ -7,16 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 
-from lightning_zero import ZeROStrategy
+from lightning_zero import ZeROPrecision, ZeROStrategy, load_weights
+from lightning_zero.scaler import LossScaler
 from tests.models import Tied
 from tests.ranks import Pools
 
@@ -366,3 +368,166 @@ def test_writers_of_the_user(
 ) -> None:
     for losses in ranks(2).run(use_plugins, str(tmp_path))[0]:
         assert losses == pytest.approx(ddp[1]["losses"][3:5], rel=1e-5)
+
+
+# -- what does not fit, scalers, and places --------------------------------------------------------
+
+
+class Wider(Model):
+    """Another shape and another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.head = torch.nn.Linear(6, 12)
+
+
+def resume_from_bad_files(folder: str) -> list[str]:
+    def fit(module: Model, path: str) -> str:
+        trainer = make_trainer(
+            world(), ZeROStrategy(3), "/nowhere", max_steps=9, enable_checkpointing=False
+        )
+        before = {name: p.detach().clone() for name, p in module.named_parameters()}
+        try:
+            trainer.fit(module, Rows(), ckpt_path=path)
+        except (FileNotFoundError, KeyError, RuntimeError, ValueError) as error:
+            for name, parameter in module.named_parameters():
+                assert torch.equal(parameter, before[name]), name
+            return f"{type(error).__name__}: {error}"
+        return "no error"
+
+    trainer = make_trainer(
+        world(), ZeROStrategy(3), "/nowhere", max_steps=2, enable_checkpointing=False
+    )
+    trainer.fit(model(), Rows())
+    trainer.save_checkpoint(f"{folder}/good.ckpt")
+    trainer.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
+    if trainer.is_global_zero:
+        content = Path(f"{folder}/good.ckpt").read_bytes()
+        Path(f"{folder}/cut.ckpt").write_bytes(content[: len(content) // 2])
+        torch.save({"w": torch.ones(1)}, f"{folder}/bare.ckpt")
+        more = torch.load(f"{folder}/good.ckpt", weights_only=True)
+        more["optimizer_states"] *= 2
+        torch.save(more, f"{folder}/more.ckpt")
+    trainer.strategy.barrier()
+    names = ("none", "cut", "bare", "weights", "more")
+    return [
+        *(fit(model(), f"{folder}/{name}.ckpt") for name in names),
+        fit(Wider(), f"{folder}/good.ckpt"),
+    ]
+
+
+def test_a_bad_file_is_one_clear_error_and_changes_nothing(ranks: Pools, tmp_path: Path) -> None:
+    told, other = ranks(2).run(resume_from_bad_files, str(tmp_path))
+    assert told == other
+    none, cut, bare, weights, more, wider = told
+    assert none.startswith("FileNotFoundError")
+    assert "none.ckpt" in none
+    assert "cut.ckpt' cannot be read as a checkpoint" in cut
+    assert "bare.ckpt' is not a checkpoint of a Trainer" in bare
+    assert "contains only the model" in weights
+    assert "more.ckpt' cannot be resumed from. The checkpoint has states of 2 optimizers" in more
+    assert "good.ckpt' does not fit" in wider
+    assert "net.head.bias" in wider
+    assert "[11, 6]" in wider
+
+
+def keep_the_scale(folder: str) -> list[Any]:
+    def trainer(num_steps: int, scaler: LossScaler | None) -> Trainer:
+        plugin = ZeROPrecision("16-mixed", scaler)
+        strategy = ZeROStrategy(2, precision_plugin=plugin)
+        return make_trainer(
+            world(), strategy, "/nowhere", max_steps=num_steps, enable_checkpointing=False
+        )
+
+    first = trainer(3, LossScaler(init_scale=2.0**9, growth_interval=2))
+    first.fit(model(), Rows())
+    first.save_checkpoint(f"{folder}/file.ckpt")
+    second = trainer(3, None)
+    second.fit(model(), Rows(), ckpt_path=f"{folder}/file.ckpt")
+    return [first.precision_plugin.state_dict(), second.precision_plugin.state_dict()]
+
+
+def test_scaler_is_kept_under_the_name_that_ddp_reads(ranks: Pools, tmp_path: Path) -> None:
+    first, second = ranks(2).run(keep_the_scale, str(tmp_path))[0]
+    assert first == second
+    assert first["scale"] == 2.0**10
+    found = torch.load(tmp_path / "file.ckpt", weights_only=True)
+    assert found["MixedPrecision"] == first
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.load_state_dict(found["MixedPrecision"])
+    assert scaler.get_scale() == 2.0**10
+
+
+def save_elsewhere(folder: str) -> list[str]:
+    """To a URL, and after a fit that left the weights at rest."""
+    strategy = ZeROStrategy(3, restore_weights=False)
+    module = model()
+    trainer = make_trainer(
+        world(),
+        strategy,
+        "/nowhere",
+        max_steps=5,
+        enable_checkpointing=False,
+        callbacks=[Stop("memory://folder/file.ckpt", 5), Stop(f"{folder}/at5.ckpt", 5)],
+    )
+    trainer.fit(module, Rows())
+    trainer.save_checkpoint(f"{folder}/after.ckpt")
+    if trainer.is_global_zero:
+        remote = fsspec.filesystem("memory").cat("/folder/file.ckpt")
+        Path(f"{folder}/remote.ckpt").write_bytes(remote)
+    trainer.strategy.barrier()
+    return os.listdir(folder)
+
+
+def test_urls_and_weights_that_stay_at_rest(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2).run(save_elsewhere, str(tmp_path))
+    found, remote, after = (
+        torch.load(tmp_path / f"{name}.ckpt", weights_only=True)
+        for name in ("at5", "remote", "after")
+    )
+    assert_close(remote, found, "remote")
+    assert_close(after["state_dict"], found["state_dict"], "after")
+    assert_close(after["optimizer_states"], found["optimizer_states"], "after")
+
+
+class Pretrained(Model):
+    """Takes weights from a file when it is sharded, and keeps them."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(lr=0.0)
+        self.path = path
+
+    def on_fit_start(self) -> None:
+        load_weights(self.net, self.path)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.global_step == 2:
+            raise InterruptedError("all ranks stop here")
+
+
+def start_from_weights(folder: str) -> dict[str, Tensor]:
+    """Load bare weights, train without a learning rate, and fail with a last checkpoint."""
+    torch.manual_seed(7)
+    module = Pretrained(f"{folder}/weights.pt")
+    keeper = OnExceptionCheckpoint(folder, "failed")
+    trainer = make_trainer(world(), ZeROStrategy(3), "/nowhere", callbacks=keeper)
+    with pytest.raises(InterruptedError):
+        trainer.fit(module, Rows())
+    again = model()
+    trainer = make_trainer(
+        world(), ZeROStrategy(1), "/nowhere", max_steps=4, enable_checkpointing=False
+    )
+    trainer.fit(again, Rows(), ckpt_path=f"{folder}/failed.ckpt")
+    assert len(again.losses) == 2
+    return {name: value.clone() for name, value in module.net.state_dict().items()}
+
+
+def test_pretrained_weights_and_a_checkpoint_on_exception(ranks: Pools, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    expected = Tied().state_dict()
+    torch.save(expected, tmp_path / "weights.pt")
+    for found in ranks(2).run(start_from_weights, str(tmp_path)):
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    saved = torch.load(tmp_path / "failed.ckpt", weights_only=True)
+    for name, value in expected.items():
+        assert torch.equal(saved["state_dict"][f"net.{name}"], value)

@@ -11,6 +11,7 @@ from lightning_zero.checkpoint.state import (
     load_optimizer_state,
     module_state,
     optimizer_state,
+    rehearse,
 )
 from lightning_zero.checkpoint.weights import load_weights
 
@@ -30,4 +31,5 @@ __all__ = [
     "load_weights",
     "module_state",
     "optimizer_state",
+    "rehearse",
 ]

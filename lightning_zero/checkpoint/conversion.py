@@ -120,7 +120,7 @@ def _write_plain(
     is_of_trainer = isinstance(rest, dict) and "state_dict" in rest
     checkpoint = {**rest, "state_dict": spreads} if is_of_trainer else {"state_dict": spreads}
     comm = Comm(torch.device("cpu"))
-    provenance = Provenance(stage=0, world_size=1, precision="converted")
+    provenance = Provenance(stage=0, world_size=1, precision="")
     Save(checkpoint, str(target), comm, provenance, on_written).run()
 
 

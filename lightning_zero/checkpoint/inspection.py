@@ -52,7 +52,9 @@ def describe(path: Path) -> Iterator[str]:
     yield f"{path}: {len(rows)} tensors, {sum(storages.values()):,} bytes"
     if isinstance(value, dict) and "epoch" in value and "global_step" in value:
         yield f"epoch {value['epoch']}, step {value['global_step']}"
-    if told is not None:
+    if told is not None and told.get("stage") == 0:
+        yield "written by `lightning-zero convert`"
+    elif told is not None:
         yield (
             f"written by ZeRO stage {told.get('stage')} on {told.get('world_size')} ranks,"
             f" precision {told.get('precision')}"

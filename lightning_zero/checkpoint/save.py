@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import logging
 import os
@@ -56,7 +57,7 @@ _SUFFIX = ".saving"
 
 @dataclass(frozen=True)
 class Provenance:
-    """Who wrote a file."""
+    """Who wrote a file; stage 0 stands for a conversion."""
 
     stage: int
     world_size: int
@@ -119,15 +120,10 @@ class Save:
         """
         plan = self._plan()
         target = _target(self.path)
-        if isinstance(target, Path):
-            if self._write_together(plan, target):
-                return
-            if self.comm.rank == 0:
-                log.info(
-                    "%s is not on a file system that all ranks share, so checkpoints are streamed"
-                    " through rank 0.",
-                    target.parent,
-                )
+        if isinstance(target, Path) and self._write_together(plan, target):
+            return
+        if self.comm.rank == 0:
+            _tell_once(os.path.dirname(self.path))
         self._stream(plan)
 
     # -- what is written where ---------------------------------------------------------------------
@@ -145,7 +141,7 @@ class Save:
                     f"the checkpoint of this rank has no {missing[0]!r}, which that of rank 0 has."
                     " A hook that edits the checkpoint must do the same on every rank."
                 )
-        outcome.agree(self.comm, f"Saving {self.path!r}")
+        self._agree(outcome)
         return plan or agreed
 
     def _parts(self, plan: _Plan) -> Iterator[tuple[int, Record, int, Tensor | bytes]]:
@@ -164,34 +160,32 @@ class Save:
         """Write the file from all ranks; ``False`` if they do not share the file system."""
         outcome = Outcome()
         temporary: Temporary | None = None
-        if self.comm.rank == 0:
-            with outcome.attempt():
-                temporary = Temporary(target)
-                temporary.reserve(plan.archive.nbytes)
-        outcome.agree(self.comm, f"Saving {self.path!r}")
         try:
+            if self.comm.rank == 0:
+                with outcome.attempt():
+                    temporary = Temporary(target)
+                    temporary.reserve(plan.archive.nbytes)
+            self._agree(outcome)
             name = self.comm.broadcast_object(temporary and str(temporary.path))
-            sees = os.path.exists(name)
-            if not all(self.comm.gather_objects(sees)):
+            if not all(self.comm.gather_objects(os.path.exists(name))):
                 return False
             shares: list[_Share] = []
             with outcome.attempt():
                 shares = self._write_parts(plan, name)
-            outcome.agree(self.comm, f"Saving {self.path!r}")
+            self._agree(outcome)
             every = self.comm.gather_objects(shares)
             if temporary is not None:
                 with outcome.attempt():
-                    checksums = _checksums(plan.archive, every)
-                    for index in range(len(checksums) + 1):
-                        start, seam = plan.archive.seam(index, checksums)
-                        _write_at(temporary.descriptor, start, seam)
-                    os.fsync(temporary.descriptor)
+                    _write_seams(plan.archive, _checksums(plan.archive, every), temporary)
                     temporary.keep()
-            outcome.agree(self.comm, f"Saving {self.path!r}")
+            self._agree(outcome)
             return True
         finally:
             if temporary is not None:
                 temporary.close()
+
+    def _agree(self, outcome: Outcome) -> None:
+        outcome.agree(self.comm, f"Saving {self.path!r}")
 
     def _write_parts(self, plan: _Plan, name: str) -> list[_Share]:
         shares = []
@@ -239,7 +233,7 @@ class Save:
             with outcome.attempt():
                 sink.write(plan.archive.seam(len(checksums), checksums)[1])
                 sink.commit(is_good=outcome.is_good)
-            outcome.agree(self.comm, f"Saving {self.path!r}")
+            self._agree(outcome)
 
     def _record(self, index: int, plan: _Plan, sizes: dict[int, Any]) -> Iterator[memoryview]:
         if index not in plan.keys:
@@ -286,6 +280,21 @@ class _Plan:
     def without_contents(self) -> _Plan:
         """What the other ranks need to know."""
         return _Plan(self.archive, self.keys, {})
+
+
+@functools.cache
+def _tell_once(folder: str) -> None:
+    log.info(
+        "%r is no folder that all ranks share, so checkpoints are streamed through rank 0.", folder
+    )
+
+
+def _write_seams(archive: Archive, checksums: Sequence[int], temporary: Temporary) -> None:
+    """Write what lies between the records, and sync."""
+    for index in range(len(checksums) + 1):
+        start, seam = archive.seam(index, checksums)
+        _write_at(temporary.descriptor, start, seam)
+    os.fsync(temporary.descriptor)
 
 
 def _checksums(archive: Archive, shares: Sequence[Sequence[_Share]]) -> list[int]:

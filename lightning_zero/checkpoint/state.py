@@ -189,18 +189,21 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
     pieces = _parameters(optimizer)
     ids = [key for group in state["param_groups"] for key in group["params"]]
     cut = {
-        key: _owned(cut_state(entries, piece) if isinstance(piece, Piece) else entries)
+        key: cut_state(entries, piece) if isinstance(piece, Piece) else entries
         for key, piece in zip(ids, pieces, strict=True)
         if (entries := state["state"].get(key)) is not None
         and not (isinstance(piece, Piece) and piece.numel() == 0)
     }
     # Entries that belong to no parameter, which some optimizers keep.
     others = {key: value for key, value in state["state"].items() if key not in set(ids)}
-    optimizer.load_state_dict({**state, "state": {**cut, **others}})
+    owned = {key: _owned(entries) for key, entries in {**cut, **others}.items()}
+    optimizer.load_state_dict({**state, "state": owned})
 
 
-def _owned(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies, so that no state lives in a mapped file."""
+def _owned(entries: Any) -> Any:
+    """Tensors of their own, so that no state lives in a mapped file."""
+    if not isinstance(entries, Mapping):
+        return entries
     return {
         key: value.clone() if isinstance(value, Tensor) else value for key, value in entries.items()
     }

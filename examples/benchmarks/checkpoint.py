@@ -1,0 +1,206 @@
+"""Saving and loading a checkpoint: one plain file by all ranks, against the other ways.
+
+    python examples/benchmarks/checkpoint.py                   # 1 GB over 2 ranks
+    python examples/benchmarks/checkpoint.py --megabytes 100 --world 4 --rounds 5
+
+The contenders, each for the same state (fp32 weights and two Adam averages, sharded as at stage 3):
+
+* ``file``: ours; every rank writes its parts of one file that ``torch.load`` reads.
+* ``gather``: every tensor is gathered on rank 0, which calls ``torch.save``; every rank loads all.
+* ``dcp``: a torch.distributed.checkpoint directory, each rank its own shards.
+* ``torch.save``: one process that holds everything.
+
+Rounds are interleaved, the median counts, and every save is synced to the disk. Memory is the most
+private memory that any rank had beyond what it held before; pages of a mapped file are not private.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+
+from lightning_zero.checkpoint import Provenance, Saver, collected, load
+from lightning_zero.checkpoint.spread import Spread
+from lightning_zero.comm import Comm
+
+NUM_TENSORS = 48
+
+
+class Shards:
+    """This rank's parts of ``NUM_TENSORS`` tensors."""
+
+    def __init__(self, comm: Comm, megabytes: int) -> None:
+        self.comm = comm
+        numel = megabytes * 2**20 // 4 // NUM_TENSORS
+        edges = [numel * rank // comm.world_size for rank in range(comm.world_size + 1)]
+        self.numel, self.start, stop = numel, edges[comm.rank], edges[comm.rank + 1]
+        self.parts = [torch.randn(stop - self.start) for _ in range(NUM_TENSORS)]
+
+    def spread(self) -> dict[str, Any]:
+        """A state dict with spread tensors."""
+        return {
+            str(n): Spread.of(str(n), part, self.start, (self.numel,), (1,))
+            for n, part in enumerate(self.parts)
+        }
+
+    def take(self, whole: dict[str, Any]) -> None:
+        """Copy this rank's ranges of whole tensors."""
+        for n, part in enumerate(self.parts):
+            part.copy_(whole[str(n)][self.start : self.start + part.numel()])
+
+
+def save_file(shards: Shards, path: str) -> None:
+    Saver(shards.comm).save(shards.spread(), path, Provenance(3, shards.comm.world_size, ""))
+
+
+def load_file(shards: Shards, path: str) -> None:
+    shards.take(load(path, shards.comm))
+
+
+def save_gathered(shards: Shards, path: str) -> None:
+    whole = collected(shards.spread(), shards.comm)
+    if shards.comm.rank == 0:
+        save_alone_to(whole, path)
+    dist.barrier()
+
+
+def load_gathered(shards: Shards, path: str) -> None:
+    shards.take(torch.load(path, weights_only=True))
+
+
+def of_rank(shards: Shards) -> dict[str, Any]:
+    return {f"{shards.comm.rank}/{n}": part for n, part in enumerate(shards.parts)}
+
+
+def save_dcp(shards: Shards, path: str) -> None:
+    dcp.save(of_rank(shards), storage_writer=dcp.FileSystemWriter(path, sync_files=True))
+
+
+def load_dcp(shards: Shards, path: str) -> None:
+    dcp.load(of_rank(shards), storage_reader=dcp.FileSystemReader(path))
+
+
+def save_alone(shards: Shards, path: str) -> None:
+    save_alone_to({str(n): part for n, part in enumerate(shards.parts)}, path)
+
+
+def save_alone_to(state: dict[str, Any], path: str) -> None:
+    with open(path, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+CONTENDERS: dict[str, tuple[Callable[..., None], Callable[..., None], bool]] = {
+    "file": (save_file, load_file, True),
+    "gather": (save_gathered, load_gathered, True),
+    "dcp": (save_dcp, load_dcp, True),
+    "torch.save": (save_alone, load_gathered, False),
+}
+"""How to save, how to load, and whether all ranks take part."""
+
+
+class Peak:
+    """The most private memory of this process while the context lasts, beyond that before."""
+
+    def __enter__(self) -> Peak:
+        self.before = self.most = self._now()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.002):
+            self.most = max(self.most, self._now())
+
+    @staticmethod
+    def _now() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
+
+    @property
+    def megabytes(self) -> float:
+        return (self.most - self.before) / 2**20
+
+
+def work(rank: int, world: int, name: str, folder: str, megabytes: int, results: Any) -> None:
+    """One rank of one contender in one round."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    save, reload, _ = CONTENDERS[name]
+    shards = Shards(Comm(torch.device("cpu")), megabytes)
+    before = [part.clone() for part in shards.parts] if megabytes <= 64 else []
+    path, numbers = f"{folder}/state", []
+    for action in (save, reload):
+        dist.barrier()
+        with Peak() as peak:
+            start = time.perf_counter()
+            action(shards, path)
+            dist.barrier()
+            numbers += [time.perf_counter() - start, peak.megabytes]
+        if action is save:
+            for part in shards.parts:
+                part.zero_()
+    assert all(torch.equal(a, b) for a, b in zip(before, shards.parts, strict=False))
+    results.put(numbers)
+    dist.destroy_process_group()
+
+
+def measure(name: str, world: int, megabytes: int, folder: str | None) -> list[float]:
+    """Seconds and megabytes of a save and of a load, the worst over the ranks."""
+    world = world if CONTENDERS[name][2] else 1
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory(dir=folder) as room:
+        results = context.SimpleQueue()
+        processes = [
+            context.Process(target=work, args=(rank, world, name, room, megabytes, results))
+            for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+            if process.exitcode:
+                raise SystemExit(f"{name}: a rank ended with code {process.exitcode}")
+        return [max(column) for column in zip(*(results.get() for _ in processes), strict=True)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megabytes", type=int, default=1024, help="size of the whole state")
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", help="where to write; a temporary folder if not given")
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    options = parser.parse_args()
+    rounds: dict[str, list[list[float]]] = {name: [] for name in options.only}
+    for _ in range(options.rounds):
+        for name in options.only:
+            rounds[name].append(measure(name, options.world, options.megabytes, options.folder))
+    print(f"{options.megabytes} MB over {options.world} ranks, median of {options.rounds}")
+    print(f"{'':<12}{'save s':>9}{'save MB':>9}{'load s':>9}{'load MB':>9}")
+    for name, numbers in rounds.items():
+        medians = [statistics.median(column) for column in zip(*numbers, strict=True)]
+        print(f"{name:<12}" + "".join(f"{value:>9.2f}" for value in medians))
+
+
+if __name__ == "__main__":
+    main()
