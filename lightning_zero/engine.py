@@ -372,12 +372,19 @@ class Engine:
         if not torch.is_grad_enabled():
             return
         self._hook_grads(unit)
-        # Leaf inputs end their backward before the unit's own graph does, so they tell nothing.
-        inputs = [tensor for tensor in _with_grad((args, kwargs)) if not tensor.is_leaf]
-        if inputs:
+        inputs = _inputs((args, kwargs))
+        inner = [tensor for tensor in inputs if not tensor.is_leaf]
+        if inner:
             unit.has_inner_inputs = True
             register_multi_grad_hook(
-                inputs, functools.partial(self._after_backward, unit), mode="all"
+                inner, functools.partial(self._after_backward, unit), mode="all"
+            )
+        elif inputs:
+            # Leaf inputs may be done before the unit's own graph is, and after its last gradient:
+            # the way to them leads through frozen weights.
+            unit.num_leaf_inputs += 1
+            register_multi_grad_hook(
+                inputs, functools.partial(self._after_leaf_inputs, unit), mode="all"
             )
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
@@ -442,6 +449,11 @@ class Engine:
     def _after_backward(self, unit: Unit, _: Any) -> None:
         unit.reshard()
 
+    def _after_leaf_inputs(self, unit: Unit, _: Any) -> None:
+        unit.num_leaf_inputs -= 1
+        if unit.is_complete and not unit.num_leaf_inputs:
+            unit.reshard()
+
     def _on_grad(self, unit: Unit, bundle: Bundle, index: int, _: Tensor) -> None:
         self._begin_backward()
         unit.take_grad(bundle, index)
@@ -449,7 +461,7 @@ class Engine:
             return
         if self._reduces_now:
             self._reduce_in_order(unit)
-        if unit is not self.root and not unit.has_inner_inputs:
+        if unit is not self.root and not unit.has_inner_inputs and not unit.num_leaf_inputs:
             unit.reshard()
 
     def _reduce_in_order(self, unit: Unit) -> None:
@@ -484,6 +496,7 @@ class Engine:
         self.comm.release_scratch()
         for unit in self.units:
             unit.has_inner_inputs = False
+            unit.num_leaf_inputs = 0
         if self._depth == 0:
             self._close_step()
             return
@@ -732,6 +745,17 @@ _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm
 
 def _with_grad(value: Any) -> Iterator[Tensor]:
     return (tensor for tensor in tensors_in(value) if tensor.requires_grad)
+
+
+def _inputs(value: Any) -> list[Tensor]:
+    """The tensors in a module's arguments whose gradients tell that its backward is done.
+
+    An object may be handed from module to module and hold what others left in it (the keys and
+    values that a Transformers decoder caches): gradients that come much later. It counts only where
+    no tensor is given otherwise.
+    """
+    given = [t for t in tensors_in(value, within_objects=False) if t.requires_grad]
+    return given or list(_with_grad(value))
 
 
 def _in_graph_task() -> bool:

@@ -321,6 +321,7 @@ class Unit:
         state: Where its whole weights are.
         is_pinned: Whether they stay whole to the end of the step.
         has_inner_inputs: Whether an input's gradient will tell when its backward is done.
+        num_leaf_inputs: How many of its calls wait for the gradients of inputs that are leaves.
     """
 
     def __init__(
@@ -338,6 +339,7 @@ class Unit:
         self.state = State.WHOLE
         self.is_pinned = False
         self.has_inner_inputs = False
+        self.num_leaf_inputs = 0
         self._lent: list[Buffer] = []
         self._owner = owner
         self._works: list[Work] = []
@@ -441,6 +443,7 @@ class Unit:
         """Give up whatever is under way; weights and gradients in flight are dropped."""
         self.is_pinned = False
         self.has_inner_inputs = False
+        self.num_leaf_inputs = 0
         try:
             self.wait_if_in_flight()
             self.finish_reduce()

@@ -129,3 +129,26 @@ def test_train_gpt(tmp_path: Path) -> None:
     total, ddp_total = bytes_of["at any moment"]
     assert ddp_total == 16 * numel + 4 * num_tensors
     assert 2 * numel + 4 * (root + block) + ours <= total < ddp_total
+
+
+def test_gan(tmp_path: Path) -> None:
+    output = run_script("examples/gan.py", "--epochs", 2, cwd=tmp_path, timeout=170).output
+    distances = [float(value) for value in re.findall(r"from the circle ([\d.]+)", output)]
+    assert len(distances) == 3  # before training and after each epoch
+    assert distances[-1] < 0.5 * distances[0]
+
+
+def test_finetune_lora(tmp_path: Path) -> None:
+    output = run_script(
+        "examples/finetune_lora.py", "--epochs", 1, cwd=tmp_path, timeout=170
+    ).output
+    losses = [float(value) for value in re.findall(r"loss ([\d.]+)", output)]
+    base_start, base_end, start, end = losses
+    assert base_end < 0.2 * base_start
+    assert end < 0.2 * start
+    gradients = [int(n.replace(",", "")) for n in re.findall(rf"gradients +({NUMBER})", output)]
+    states = [int(n.replace(",", "")) for n in re.findall(rf"states +({NUMBER})", output)]
+    layer, embeddings = 4 * 128 * 128 + 3 * 128 * 256 + 2 * 128, 2 * 64 * 128 + 128
+    adapters = 8 * (4 * 256 + 3 * (128 + 256))  # rank 8, seven matrices
+    assert gradients == [2 * (4 * layer + embeddings), 2 * 4 * adapters]
+    assert 2 * gradients[1] < states[1] <= 2 * gradients[1] + 4 * 4 * 7 * 2

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import lightning_zero  # noqa: F401  (registers the strategies)
 from tests.ranks import Pools
 
-WORLD, STEPS, LAYERS, WIDTH, RANK, VOCABULARY = 2, 4, 2, 96, 4, 64
+WORLD, STEPS, LAYERS, WIDTH, RANK, VOCABULARY = 2, 3, 4, 96, 4, 64
 ADAPTERS = LAYERS * 2 * RANK * 2 * WIDTH  # two per layer, each of two matrices
 PADDING = 128  # elements by which a unit's buffer may be longer than its parameters
 
@@ -26,7 +26,7 @@ def model_with_adapters(base_dtype: torch.dtype) -> PeftModel:
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=WIDTH,
-        intermediate_size=192,
+        intermediate_size=256,
         num_hidden_layers=LAYERS,
         num_attention_heads=4,
     )
@@ -54,6 +54,14 @@ class Finetune(LightningModule):
             self.model.gradient_checkpointing_enable({"use_reentrant": True})
         self.losses: list[float] = []
         self.memory: dict[str, int] = {}
+        self.gathered: list[int] = []
+
+    def on_train_start(self) -> None:
+        memory = getattr(self.trainer.strategy, "memory", None)
+        if memory is not None:
+            for parameter in self.parameters():
+                if parameter.requires_grad:
+                    parameter.register_hook(lambda _: self.gathered.append(memory()["gathered"]))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = self.model(input_ids=batch[0], labels=batch[0]).loss
@@ -70,13 +78,24 @@ class Finetune(LightningModule):
 
 @dataclass
 class Run:
-    """What a rank saw: losses, final adapters and base, bytes by kind, and what the plan says."""
+    """What a rank saw.
+
+    Attributes:
+        losses: Of its own batches.
+        adapters: Their final weights.
+        base: The frozen weights at the end.
+        memory: Bytes by kind between two steps.
+        planned: The same by the plan.
+        gathered: The most bytes of whole weights while gradients came.
+        num_states: How many pieces the optimizer has a state of.
+    """
 
     losses: list[float]
     adapters: dict[str, Tensor]
     base: dict[str, Tensor]
     memory: dict[str, int]
     planned: dict[str, int]
+    gathered: int
     num_states: int
 
 
@@ -118,6 +137,7 @@ def finetune(
         {n: p.detach().clone() for n, p in module.model.named_parameters() if "lora" not in n},
         module.memory,
         planned,
+        max(module.gathered, default=0),
         len(trainer.optimizers[0].state),
     )
 
@@ -147,6 +167,8 @@ def test_numbers_are_those_of_ddp(ranks: Pools, checkpointing: bool) -> None:
         torch.testing.assert_close(run.losses, ddp.losses, rtol=1e-6, atol=0)
         torch.testing.assert_close(run.adapters, ddp.adapters, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(run.base, ddp.base, rtol=0, atol=0)
+    layer, root = 12 * WIDTH * WIDTH, 2 * VOCABULARY * WIDTH
+    assert 4 * layer < stages[-1].gathered < 4 * (root + 2.5 * layer)  # one and the next
 
 
 def test_memory_is_that_of_the_adapters(ranks: Pools) -> None:
