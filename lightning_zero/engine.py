@@ -35,7 +35,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,7 @@ from lightning_zero.piece import Piece
 from lightning_zero.plan import PLACEMENTS, RECIPES, Plan, Recipe
 from lightning_zero.schedule import Need, Schedule
 from lightning_zero.tensors import tensors_in
+from lightning_zero.turns import Turns
 from lightning_zero.unit import Bundle, State, Unit
 from lightning_zero.wrap import UnitPolicy, assign_parameters, find_units
 
@@ -100,13 +101,60 @@ class Settings:
         )
 
 
+class BundleDraft(NamedTuple):
+    """The parameters of a bundle, before it has memory, and their plan."""
+
+    named: list[tuple[str, Parameter]]
+    plan: Plan
+
+
+class UnitDraft(NamedTuple):
+    """A unit before it has memory; also of a module on ``meta``."""
+
+    name: str
+    module: nn.Module
+    bundles: list[BundleDraft]
+
+
+def draft_units(module: nn.Module, settings: Settings) -> list[UnitDraft]:
+    """How ``settings`` cut ``module`` into units and bundles; the root comes last."""
+    modules = find_units(module, settings.units)
+    assigned = assign_parameters(module, modules)
+    # The root comes last: a tied parameter is loaded when every module that uses it has its values.
+    root_parameters = assigned.pop("")
+    uncast = _uncast_parameters(module) if settings.recipe.weight else set()
+    for named in assigned.values():
+        # A second dtype would double the unit's collectives for a handful of elements.
+        root_parameters += [(name, p) for name, p in named if id(p) in uncast]
+        named[:] = [(name, p) for name, p in named if id(p) not in uncast]
+    drafts = [
+        UnitDraft(name, modules[name], _draft_bundles(named, settings, uncast))
+        for name, named in assigned.items()
+        if named
+    ]
+    return [*drafts, UnitDraft("", module, _draft_bundles(root_parameters, settings, uncast))]
+
+
+def _draft_bundles(
+    named: Iterable[tuple[str, Parameter]], settings: Settings, uncast: set[int]
+) -> list[BundleDraft]:
+    groups: dict[tuple[torch.dtype, bool, bool], list[tuple[str, Parameter]]] = {}
+    for name, parameter in named:
+        is_cast = id(parameter) not in uncast
+        key = (parameter.dtype, parameter.requires_grad, is_cast)
+        groups.setdefault(key, []).append((name, parameter))
+    return [
+        BundleDraft(members, settings.plan(dtype, is_cast=is_cast))
+        for (dtype, _, is_cast), members in groups.items()
+    ]
+
+
 class Engine:
     """A module whose parameters live in units, and the step that they go through together.
 
     Args:
         module: The model. Its parameters become views of flat buffers, sharded according to the
-        stage;
-            the ``Parameter`` objects stay.
+            stage; the ``Parameter`` objects stay.
         settings: What the user chose.
         comm: The ranks; the default process group if omitted.
 
@@ -130,12 +178,11 @@ class Engine:
         self._depth = 0
         self._awaits_backward = False
         self._in_backward = False
+        self._last_backward: Unit | None = None
         self._syncs = True
         self._broadcasts_next = True
-        self._is_ordered = self.comm.is_ordered
-        self._order: list[Unit] | None = None
-        self._reduced: list[Unit] = []
-        self._reducing: list[Unit] = []
+        self._keeps_graph = False
+        self._turns = Turns(self.units, self.comm)
         self.is_closed = False
         self.is_restored = False
         self._register_hooks()
@@ -146,47 +193,20 @@ class Engine:
     # -- building --------------------------------------------------------------------------------
 
     def _build_units(self) -> None:
-        modules = find_units(self.module, self.settings.units)
-        # The root comes last: a tied parameter is loaded when every module that uses it has its
-        # values.
-        assigned = assign_parameters(self.module, modules)
-        root_parameters = assigned.pop("")
-        uncast = _uncast_parameters(self.module) if self.settings.recipe.weight else set()
-        for named in assigned.values():
-            # A second dtype would double the unit's collectives for a handful of elements.
-            root_parameters += [(name, p) for name, p in named if id(p) in uncast]
-            named[:] = [(name, p) for name, p in named if id(p) not in uncast]
         owners = _owners(self.module)
         blank = meta.Blank(self.module, self.settings.device)
-        for name, named in [*assigned.items(), ("", root_parameters)]:
-            if not named and name:
-                continue
-            module = modules[name] if name else self.module
-            blank.fill(owners[id(p)] for _, p in named)
-            index = len(self.units)
-            unit = Unit(name, module, self._bundle(named, uncast), index, self)
+        for draft in draft_units(self.module, self.settings):
+            blank.fill(owners[id(p)] for bundle in draft.bundles for _, p in bundle.named)
+            bundles = [Bundle(bundle.named, bundle.plan, self.comm) for bundle in draft.bundles]
+            unit = Unit(draft.name, draft.module, bundles, len(self.units), self)
             self.units.append(unit)
             for bundle in unit.bundles:
-                for slot, (parameter, place) in zip(
-                    bundle.layout.slots,
-                    ((p, i) for i, p in enumerate(bundle.parameters)),
-                    strict=True,
-                ):
+                places = zip(bundle.layout.slots, bundle.parameters, strict=True)
+                for place, (slot, parameter) in enumerate(places):
                     self._places[id(parameter)] = (slot.name, unit, bundle, place)
-            if name:
+            if draft.name:
                 unit.reshard()
         blank.finish(functools.partial(self.gathered, modify=True))
-
-    def _bundle(self, named: Iterable[tuple[str, Parameter]], uncast: set[int]) -> list[Bundle]:
-        groups: dict[tuple[torch.dtype, bool, bool], list[tuple[str, Parameter]]] = {}
-        for name, parameter in named:
-            is_cast = id(parameter) not in uncast
-            key = (parameter.dtype, parameter.requires_grad, is_cast)
-            groups.setdefault(key, []).append((name, parameter))
-        return [
-            Bundle(members, self.settings.plan(dtype, is_cast=is_cast), self.comm)
-            for (dtype, _, is_cast), members in groups.items()
-        ]
 
     def _register_hooks(self) -> None:
         for unit in self.units[:-1]:
@@ -240,6 +260,7 @@ class Engine:
         except BaseException:
             self.reset()
             raise
+        self._keeps_graph &= awaits_backward
         self._leave(outputs if awaits_backward else None)
 
     @contextlib.contextmanager
@@ -263,10 +284,15 @@ class Engine:
         self._leave(output)
 
     def _enter(self) -> None:
+        if self._in_backward and not _in_graph_task():
+            # An exception ended the backward pass, and nobody told us.
+            self.reset()
         self._depth += 1
         if self._depth > 1 or self._in_backward:
             return
         self._close_step()
+        for unit in self.units:
+            unit.has_run = False
         self._schedule = self._schedules[torch.is_grad_enabled()]
         self._schedule.begin()
         self.root.unshard()
@@ -301,6 +327,9 @@ class Engine:
 
     def _close_step(self) -> None:
         """Give everything back that a step held."""
+        if self._keeps_graph:
+            # A backward under create_graph saved weights for one that is still to come.
+            return
         self._awaits_backward = False
         for unit in self.units:
             unit.is_pinned = False
@@ -325,15 +354,22 @@ class Engine:
     def touch(self, parameter: Parameter) -> None:
         """Make a parameter readable outside its unit's forward, or say why it cannot be."""
         name, unit, _, _ = self._places[id(parameter)]
-        if unit.state is not State.IN_FLIGHT:
-            if not self.in_step:
-                raise RuntimeError(
-                    f"Parameter {name!r} is sharded over {self.comm.world_size} ranks and not in"
-                    " memory now. Outside of training_step, validation_step and so on, read it in a"
-                    " context that gathers it on all ranks: `with lightning_zero.gathered(module):`"
-                )
+        if self.is_closed:
+            raise RuntimeError(
+                f"Parameter {name!r} was left sharded when its training ended, because of"
+                " restore_weights=False or because other ranks had died. Load its values from a"
+                " checkpoint, or train with restore_weights=True."
+            )
+        if self.in_step:
             unit.unshard()
-            unit.is_pinned = True
+            # Whoever reads it may save it for a backward of which no event tells.
+            unit.is_pinned = unit.has_run = True
+        elif unit.state is State.RESTING:
+            raise RuntimeError(
+                f"Parameter {name!r} is sharded over {self.comm.world_size} ranks and not in"
+                " memory now. Outside of training_step, validation_step and so on, read it in a"
+                " context that gathers it on all ranks: `with lightning_zero.gathered(module):`"
+            )
         unit.wait()
 
     @torch.no_grad()
@@ -368,6 +404,7 @@ class Engine:
             self._begin_backward()
         else:
             self._enter()
+        unit.has_run = True
         self._need(unit, is_backward=is_recompute)
         if not torch.is_grad_enabled():
             return
@@ -380,8 +417,8 @@ class Engine:
                 inner, functools.partial(self._after_backward, unit), mode="all"
             )
         elif inputs:
-            # Leaf inputs may be done before the unit's own graph is, and after its last gradient:
-            # the way to them leads through frozen weights.
+            # Leaves may be done before the unit's own graph is, and after its last gradient: the
+            # way to them leads through frozen weights.
             unit.num_leaf_inputs += 1
             register_multi_grad_hook(
                 inputs, functools.partial(self._after_leaf_inputs, unit), mode="all"
@@ -391,9 +428,14 @@ class Engine:
         wants_grad = torch.is_grad_enabled() and self._watch_outputs(unit, output)
         if _in_graph_task():
             return
+        if any(unit.holds(tensor) for tensor in tensors_in(output)):
+            # The module gave away a view of its weights, which lives on.
+            unit.is_pinned = True
         nexts = self._schedule.ahead(1)
         is_next = any(need.unit == unit.index for need in nexts)
-        if not (is_next or (wants_grad and not self.settings.reshard_after_forward)):
+        if is_next or (wants_grad and not self.settings.reshard_after_forward):
+            unit.idle()
+        else:
             unit.reshard()
         self._leave(output)
 
@@ -412,7 +454,12 @@ class Engine:
         """Make a unit whole, and start on those that are needed after it."""
         self._schedule.record(Need(unit.index, is_backward))
         unit.unshard()
-        self._prefetch()
+        before, self._last_backward = self._last_backward, unit if is_backward else None
+        if before is None or before is unit or not before.will_be_given_back:
+            self._prefetch()
+        # Otherwise the unit whose backward just ended is still whole: its inputs' gradients are
+        # this unit's outputs', and this event comes first. Prefetching now would hold one unit
+        # more; it starts in a moment, when that one is given back.
         unit.wait()
 
     def _prefetch(self) -> None:
@@ -430,10 +477,13 @@ class Engine:
         if self._in_backward:
             return
         self._in_backward = True
-        self._reduced, self._reducing = [], []
+        self._last_backward = None
+        self._keeps_graph = torch.is_grad_enabled()
         with torch._C.DisableTorchFunctionSubclass():
             for unit in self.units:
                 unit.expect()
+        if self._reduces_now:
+            self._turns.begin(self._schedules[True].units_in_forward())
         # Private, as in DDP and FSDP2: torch has no public event for the end of a backward pass,
         # and a plain `loss.backward()` in user code has nobody else to tell us.
         torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
@@ -447,52 +497,37 @@ class Engine:
             unit.is_pinned = True
 
     def _after_backward(self, unit: Unit, _: Any) -> None:
+        unit.is_passed = True
+        if self._reduces_now:
+            self._turns.advance()
         unit.reshard()
+        if self._in_backward:
+            self._prefetch()
 
     def _after_leaf_inputs(self, unit: Unit, _: Any) -> None:
         unit.num_leaf_inputs -= 1
         if unit.is_complete and not unit.num_leaf_inputs:
-            unit.reshard()
+            self._after_backward(unit, None)
 
     def _on_grad(self, unit: Unit, bundle: Bundle, index: int, _: Tensor) -> None:
+        grad = bundle.pieces[index].claim_grad()
+        assert grad is not None
         self._begin_backward()
-        unit.take_grad(bundle, index)
+        unit.take_grad(bundle, index, grad)
         if not unit.is_complete:
             return
         if self._reduces_now:
-            self._reduce_in_order(unit)
-        if unit is not self.root and not unit.has_inner_inputs and not unit.num_leaf_inputs:
+            self._turns.advance()
+        # A frozen weight may still be wanted for the gradient of something before it.
+        is_done = unit.is_trainable and not unit.has_inner_inputs and not unit.num_leaf_inputs
+        if unit is not self.root and is_done:
             unit.reshard()
-
-    def _reduce_in_order(self, unit: Unit) -> None:
-        """Start a complete unit's reduction, at once or when its turn has come.
-
-        Backends that match collectives by their order need the same order on every rank, also when
-        a rank did not use a unit: that of rank 0's first backward. Point-to-point messages need
-        none.
-        """
-        if not self._is_ordered:
-            self._reduce(unit)
-            return
-        for turn in (self._order or [])[len(self._reduced) :]:
-            if not (turn.is_complete and turn.has_arrivals):
-                return
-            self._reduce(turn)
-
-    def _reduce(self, unit: Unit) -> None:
-        # One reduction is under way behind the backward of the next unit; two would only hold
-        # memory.
-        for earlier in self._reducing:
-            earlier.finish_reduce()
-        unit.reduce()
-        self._reducing = [unit]
-        self._reduced.append(unit)
 
     def _finish_backward(self) -> None:
         """End a backward pass: late gradients, waits, and weights that nobody gave back."""
         self._in_backward = False
         if self._reduces_now:
-            self._reduce_rest()
+            self._turns.finish()
         self.comm.release_scratch()
         for unit in self.units:
             unit.has_inner_inputs = False
@@ -503,29 +538,6 @@ class Engine:
         for unit in self.units:
             if unit is not self.root:
                 unit.reshard()
-
-    def _reduce_rest(self) -> None:
-        """Reduce what some rank has gradients for, then show the result to the optimizer.
-
-        Ranks that took different branches agree on how often each unit is reduced and which
-        parameters were used at all: those that no rank used keep no gradient, as in a plain loop.
-        """
-        rounds = [self._reduced.count(unit) + unit.has_arrivals for unit in self.units]
-        used = [flag for unit in self.units for bundle in unit.bundles for flag in bundle.used]
-        agreed = torch.tensor([*rounds, *used], dtype=torch.uint8)
-        self.comm.agree(agreed).wait()
-        counts, flags = agreed[: len(rounds)].tolist(), iter(agreed[len(rounds) :].tolist())
-        if self._is_ordered and self._order is None:
-            names = [unit.index for unit in dict.fromkeys([*self._reduced, *self.units])]
-            self._order = [self.units[index] for index in self.comm.broadcast_object(names)]
-        for unit in self._order or self.units:
-            for _ in range(counts[unit.index] - self._reduced.count(unit)):
-                self._reduce(unit)
-        for unit in self._reducing:
-            unit.finish_reduce()
-        for unit in self.units:
-            for bundle in unit.bundles:
-                bundle.install_grads([bool(next(flags)) for _ in bundle.parameters])
 
     # -- the optimizer ---------------------------------------------------------------------------
 
@@ -538,8 +550,10 @@ class Engine:
         optim.check_can_be_cut(optimizer)
         self._optimizers.append((optimizer, set()))
         self._point(optimizer)
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(lambda opt, args, kwargs: self._after_step(opt))
+        self._handles += [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(lambda opt, args, kwargs: self._after_step(opt)),
+        ]
 
     def _point(self, optimizer: Optimizer) -> None:
         optim.point_at_pieces(optimizer, self.piece)
@@ -560,17 +574,22 @@ class Engine:
         self._point(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            self.comm.fence()
+            self._begin_writing()
             return args, kwargs
 
         def fenced() -> Any:
             result = closure()
             self._point(optimizer)
-            self.comm.fence()
+            self._begin_writing()
             return result
 
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
         return args[:1], {**rest, "closure": fenced}
+
+    def _begin_writing(self) -> None:
+        """Wait until no rank reads this one's masters or reduce buffers any more."""
+        self.comm.fence()
+        self.comm.release_windows()
 
     def _after_step(self, optimizer: Optimizer) -> None:
         """Bring weights up to date with the masters that ``optimizer`` stepped."""
@@ -581,11 +600,13 @@ class Engine:
             for piece in group["params"]
             if isinstance(piece, Piece) and id(piece.parameter) in self._places
         }
+        self._keeps_graph = False
         if not self._depth:
             self._close_step()
         for unit in self.units:
             if id(unit) in stepped and unit.state is not State.RESTING:
                 unit.refresh()
+        self.comm.ledger.end_step()
 
     # -- whole parameters ------------------------------------------------------------------------
 
@@ -618,8 +639,8 @@ class Engine:
     def full_parameters(self) -> Iterator[tuple[Parameter, Tensor]]:
         """Every parameter with its whole value in the master's precision.
 
-        One bundle is in memory at a time.         All ranks must go through it together. The tensor
-        is a view that the next bundle overwrites.
+        One bundle is in memory at a time. All ranks must go through it together. The tensor is a
+        view of memory that is freed when the next bundle comes.
         """
         for unit in self.units:
             for bundle in unit.bundles:
@@ -698,7 +719,8 @@ class Engine:
     def reset(self) -> None:
         """Forget a step that an exception ended; the next one starts clean."""
         self._depth = 0
-        self._in_backward = False
+        self._in_backward = self._keeps_graph = False
+        self._turns.abandon()
         for unit in self.units:
             unit.abandon()
         self.comm.release_scratch()
@@ -707,8 +729,7 @@ class Engine:
     def close(self, *, restore: bool = True) -> None:
         """Take the hooks away and, with ``restore``, make the module an ordinary one again.
 
-                Restoring gathers unit by unit and needs host memory for the whole model on every
-                rank.
+        Restoring gathers unit by unit and needs host memory for the whole model on every rank.
         Without it the parameters stay at rest.
         """
         for unit in self.units:

@@ -29,6 +29,7 @@ from torch.profiler import record_function
 from lightning_zero import resting
 from lightning_zero.buffer import Buffer, lasting_tensors
 from lightning_zero.comm import Comm, ReduceBuffer, Shared, Work
+from lightning_zero.gradient import GradFace
 from lightning_zero.layout import Layout
 from lightning_zero.piece import Piece
 from lightning_zero.plan import Plan
@@ -61,8 +62,12 @@ class Bundle:
         self.master = self.shared.own
         self._load()
         self.pieces = self._cut_pieces()
+        for index, piece in enumerate(self.pieces):
+            assemble = functools.partial(self.full_of, index)
+            piece.face = GradFace(piece, self.weight.tensor, comm, assemble)
         self.partial: ReduceBuffer | None = None
         self.grad: Tensor | None = None
+        self._in_flight: list[Tensor] = []
         self._grad_pieces: list[Tensor] = []
         self._partial_views: list[Tensor] = []
         self.filled = [False] * len(self.parameters)
@@ -175,11 +180,8 @@ class Bundle:
         return pieces
 
     @torch.no_grad()
-    def take_grad(self, index: int) -> None:
+    def take_grad(self, index: int, grad: Tensor) -> None:
         """Move parameter ``index``'s new gradient into the reduce buffer, cast on the way."""
-        parameter = self.parameters[index]
-        grad, parameter.grad = parameter.grad, None
-        assert grad is not None
         if self.partial is None:
             self._allocate_partial()
         view = self._partial_views[index]
@@ -188,10 +190,10 @@ class Bundle:
         scale = self._early_scale
         if self.filled[index]:
             view.add_(grad, alpha=scale)
-        elif grad.dtype == view.dtype:
-            torch.mul(grad, scale, out=view)
-        else:
+        elif scale == 1.0:
             view.copy_(grad)
+        else:
+            torch.mul(grad, scale, out=view)
         self.filled[index] = self.arrived[index] = self.used[index] = True
 
     @property
@@ -228,13 +230,15 @@ class Bundle:
         shard = self._grad_shard()
         adds = self.is_settled or self.holds_grads
         target = torch.empty_like(shard) if adds else shard
+        self._in_flight = [partial.tensor, target] if adds else [partial.tensor]
         work = self.comm.reduce(partial, target, unit=unit, tag=tag)
-        return functools.partial(self._finish_reduce, work, target, partial)
+        return functools.partial(self._finish_reduce, work, target)
 
     @torch.no_grad()
-    def _finish_reduce(self, work: Work, target: Tensor, partial: ReduceBuffer) -> None:
-        """Wait for a reduction; ``partial`` is only held so that it lives until then."""
+    def _finish_reduce(self, work: Work, target: Tensor) -> None:
+        """Wait for a reduction; what it reads and writes had to live until then."""
         work.wait()
+        self._in_flight = []
         shard = self._grad_shard()
         if self._early_scale == 1.0 and self.comm.world_size > 1:
             target.mul_(1 / self.comm.world_size)
@@ -267,16 +271,33 @@ class Bundle:
             elif piece.grad is not view:
                 view.copy_(piece.grad)
 
-    def install_grads(self, used: Sequence[bool]) -> None:
-        """End a backward pass: show the gradients of the ``used`` parameters to the optimizer."""
+    @property
+    def has_grads(self) -> list[bool]:
+        """For each parameter, whether it got a gradient or its piece keeps an earlier one."""
+        return [
+            is_used or piece.grad is not None
+            for is_used, piece in zip(self.used, self.pieces, strict=True)
+        ]
+
+    def install_grads(self, has_grads: Sequence[bool]) -> None:
+        """End a backward pass: show the gradients that any rank has to optimizer and user."""
         self.arrived = [False] * len(self.parameters)
-        if not self.is_settled:
-            return
-        self.is_settled = False
-        self.used = [False] * len(self.parameters)
-        for piece, view, is_used in zip(self.pieces, self._grad_pieces, used, strict=True):
-            if piece.numel() and (is_used or piece.grad is not None):
-                piece.grad = view
+        if self.is_settled:
+            self.is_settled = False
+            self.used = [False] * len(self.parameters)
+            for piece, view, has_grad in zip(
+                self.pieces, self._grad_pieces, has_grads, strict=True
+            ):
+                if piece.numel() and has_grad:
+                    piece.grad = view
+        for piece, has_grad in zip(self.pieces, has_grads, strict=True):
+            if has_grad:
+                piece.show_grad()
+
+    def hide_grads(self) -> None:
+        """Make room for autograd's gradients on the parameters."""
+        for piece in self.pieces:
+            piece.hide_grad()
 
     def retire(self) -> None:
         """Keep no more than this rank's pieces; nobody reads the weights any more."""
@@ -293,7 +314,8 @@ class Bundle:
         """Bytes held now, by kind; see ``Engine.memory``."""
         kinds = {
             "gradients": self.grad.nbytes if self.grad is not None else 0,
-            "unreduced": self.partial.tensor.nbytes if self.partial is not None else 0,
+            "unreduced": sum(tensor.nbytes for tensor in self._in_flight)
+            + (self.partial.tensor.nbytes if self.partial is not None else 0),
         }
         if self.plan.gives_weights_back:
             kinds["gathered"] = self.weight.nbytes
@@ -305,7 +327,7 @@ class Bundle:
 
     def drop_grads(self) -> None:
         """Forget what arrived or was reduced and is not shown to the optimizer yet."""
-        self.partial, self._partial_views = None, []
+        self.partial, self._partial_views, self._in_flight = None, [], []
         self.is_settled = False
         for flags in (self.filled, self.arrived, self.used):
             flags[:] = [False] * len(flags)
@@ -320,8 +342,12 @@ class Unit:
         bundles: Its parameters, by dtype and trainability.
         state: Where its whole weights are.
         is_pinned: Whether they stay whole to the end of the step.
+        has_run: Whether this rank used the weights in this step.
         has_inner_inputs: Whether an input's gradient will tell when its backward is done.
         num_leaf_inputs: How many of its calls wait for the gradients of inputs that are leaves.
+        is_passed: Whether it has, so that no more gradients are expected.
+        is_trainable: Whether every parameter wants a gradient in this backward pass.
+        wants_grads: Whether any does.
     """
 
     def __init__(
@@ -338,13 +364,17 @@ class Unit:
         self.index = index
         self.state = State.WHOLE
         self.is_pinned = False
+        self.has_run = False
         self.has_inner_inputs = False
         self.num_leaf_inputs = 0
+        self.is_passed = False
+        self._is_idle = False
         self._lent: list[Buffer] = []
         self._owner = owner
         self._works: list[Work] = []
         self._finishes: list[Callable[[], None]] = []
         self._num_missing = 0
+        self.is_trainable = self.wants_grads = False
         self._label = name or "root"
         for bundle in self.bundles:
             bundle.show_whole()
@@ -358,6 +388,13 @@ class Unit:
     def gives_weights_back(self) -> bool:
         """Whether whole weights are released after use."""
         return any(bundle.plan.gives_weights_back for bundle in self.bundles)
+
+    @property
+    def will_be_given_back(self) -> bool:
+        """Whether the weights are whole and the end of the unit's backward will release them."""
+        is_told = self.has_inner_inputs or self.num_leaf_inputs > 0
+        is_held = self.state is State.RESTING or self.is_pinned or not is_told
+        return self.gives_weights_back and not is_held
 
     @property
     def label(self) -> str:
@@ -381,6 +418,19 @@ class Unit:
         self.guard()
         self._gather()
 
+    def idle(self) -> None:
+        """Keep whole weights for a later need, but notice whoever else uses them."""
+        if self.gives_weights_back and not self.is_pinned:
+            self.guard()
+            self._is_idle = True
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is a view of weights that will be given back."""
+        storage = tensor.untyped_storage()._cdata
+        return self.gives_weights_back and any(
+            bundle.weight.tensor.untyped_storage()._cdata == storage for bundle in self.bundles
+        )
+
     def guard(self) -> None:
         """Send every use of the parameters to their owner."""
         for bundle in self.bundles:
@@ -395,6 +445,10 @@ class Unit:
     def wait(self) -> None:
         """Make the weights readable; they must be whole or on their way."""
         if self.state is State.WHOLE:
+            if self._is_idle:
+                self._is_idle = False
+                for bundle in self.bundles:
+                    bundle.show_whole()
             return
         assert self.state is State.IN_FLIGHT, f"{self._label} is waited for but was not unsharded"
         with record_function(f"zero.wait {self._label}"):
@@ -409,6 +463,7 @@ class Unit:
         """Give whole weights back, if their home is sharded and nothing pins them."""
         if self.state is State.RESTING or self.is_pinned or not self.gives_weights_back:
             return
+        self._is_idle = False
         self.wait()
         with record_function(f"zero.reshard {self._label}"):
             for bundle in self.bundles:
@@ -457,6 +512,7 @@ class Unit:
     def retire(self) -> None:
         """Free the weights after the parameters were pointed elsewhere."""
         for bundle in self.bundles:
+            bundle.hide_grads()
             bundle.retire()
         self.state = State.RESTING
 
@@ -466,15 +522,19 @@ class Unit:
         return any(any(bundle.filled) for bundle in self.bundles)
 
     def expect(self) -> None:
-        """Begin a backward pass: note how many gradients are wanted."""
-        self._num_missing = sum(
-            parameter.requires_grad for bundle in self.bundles for parameter in bundle.parameters
-        )
+        """Begin a backward pass: make room for gradients, and note how many are wanted."""
+        self.is_passed = False
+        for bundle in self.bundles:
+            bundle.hide_grads()
+            bundle.arrived = [False] * len(bundle.parameters)
+        wants = [p.requires_grad for bundle in self.bundles for p in bundle.parameters]
+        self._num_missing = sum(wants)
+        self.is_trainable, self.wants_grads = all(wants), any(wants)
 
-    def take_grad(self, bundle: Bundle, index: int) -> None:
+    def take_grad(self, bundle: Bundle, index: int, grad: Tensor) -> None:
         """Take in a gradient that autograd just finished."""
         self._num_missing -= not bundle.arrived[index]
-        bundle.take_grad(index)
+        bundle.take_grad(index, grad)
 
     @property
     def is_complete(self) -> bool:

@@ -1,0 +1,461 @@
+"""The same GPT, data and optimizer under DDP, ZeRO and its peers, side by side in one run.
+
+    python examples/benchmarks/compare.py                             # CPU, fp32, everything
+    python examples/benchmarks/compare.py --precision bf16-mixed --only ddp zero3 fsdp2
+    python examples/benchmarks/compare.py --device cuda --fake-world 64 --only zero3 fsdp2
+
+Every contender runs in fresh processes. Rounds are interleaved (A B C A B C), and each round's step
+times are divided by DDP's of the same round, so a machine that drifts cancels out. Memory and
+traffic come from separate runs that are not timed. A contender whose losses differ from DDP's is
+not compared.
+
+``--fake-world N`` runs rank 0 of N alone, with collectives that move nothing: memory and the
+overhead of host and device without the wire; its losses mean nothing and are not checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import platform
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_zero.engine import Engine, Settings
+from lightning_zero.ledger import sum_of
+from lightning_zero.plan import RECIPES
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is run; the defaults are the figures' 34 M parameters."""
+
+    dim: int = 512
+    layers: int = 8
+    heads: int = 8
+    vocabulary: int = 8192
+    length: int = 128
+    batch: int = 4
+    steps: int = 8
+    warmup: int = 3
+    world: int = 2
+    threads: int = 1
+    precision: str = "32-true"
+    device: str = "cpu"
+    fake_world: int = 0
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, dim = x.shape
+        heads = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, dim // self.heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, length, dim))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """A decoder with an untied head."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(job.vocabulary, job.dim)
+        self.positions = nn.Embedding(job.length, job.dim)
+        self.blocks = nn.ModuleList(Block(job.dim, job.heads) for _ in range(job.layers))
+        self.norm = nn.LayerNorm(job.dim)
+        self.head = nn.Linear(job.dim, job.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.tokens(tokens) + self.positions(positions)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@dataclass
+class Contender:
+    """A model that is ready to train, its optimizer, and our engine if it is ours."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    engine: Engine | None = None
+    backward: Callable[[Tensor], None] = Tensor.backward
+    step: Callable[[], Any] | None = None
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+
+
+def _alone(model: nn.Module, job: Job) -> Contender:
+    return Contender(model, _adamw(model))
+
+
+def _ddp(model: nn.Module, job: Job) -> Contender:
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    return Contender(wrapped, _adamw(wrapped))
+
+
+def _zero(stage: int, **settings: Any) -> Callable[[nn.Module, Job], Contender]:
+    def build(model: nn.Module, job: Job) -> Contender:
+        recipe = RECIPES[job.precision]
+        device = torch.device(job.device)
+        engine = Engine(model, Settings(stage=stage, recipe=recipe, device=device, **settings))
+        optimizer = _adamw(model)
+        engine.adopt(optimizer)
+        return Contender(model, optimizer, engine)
+
+    return build
+
+
+def _fsdp2(*, reshard: bool) -> Callable[[nn.Module, Job], Contender]:
+    def build(model: nn.Module, job: Job) -> Contender:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        recipe = RECIPES[job.precision]
+        options = {
+            "mesh": init_device_mesh(job.device, (dist.get_world_size(),)),
+            "mp_policy": MixedPrecisionPolicy(recipe.weight, recipe.reduce),
+            "reshard_after_forward": reshard,
+        }
+        for block in model.blocks:
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+        return Contender(model, _adamw(model))
+
+    return build
+
+
+def _fsdp1(strategy: str) -> Callable[[nn.Module, Job], Contender]:
+    def build(model: nn.Module, job: Job) -> Contender:
+        from torch.distributed.fsdp import (
+            FullyShardedDataParallel,
+            MixedPrecision,
+            ShardingStrategy,
+        )
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+        recipe = RECIPES[job.precision]
+        wrapped = FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            sharding_strategy=ShardingStrategy[strategy],
+            mixed_precision=MixedPrecision(recipe.weight, recipe.reduce),
+            device_id=torch.device(job.device),
+            use_orig_params=True,
+        )
+        return Contender(wrapped, _adamw(wrapped))
+
+    return build
+
+
+def _zero_redundancy(model: nn.Module, job: Job) -> Contender:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(
+        wrapped.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-4, fused=True
+    )
+    return Contender(wrapped, optimizer)
+
+
+def _deepspeed(stage: int) -> Callable[[nn.Module, Job], Contender]:
+    def build(model: nn.Module, job: Job) -> Contender:
+        import deepspeed
+
+        config = {
+            "train_micro_batch_size_per_gpu": job.batch,
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": job.precision == "bf16-mixed"},
+        }
+        wrapped, optimizer, _, _ = deepspeed.initialize(
+            model=model, optimizer=_adamw(model), config=config
+        )
+        return Contender(wrapped, optimizer, backward=wrapped.backward, step=wrapped.step)
+
+    return build
+
+
+CONTENDERS: dict[str, Callable[[nn.Module, Job], Contender]] = {
+    "ddp": _ddp,
+    "zero1": _zero(1),
+    "zero2": _zero(2),
+    "zero3": _zero(3),
+    "zero3 keep": _zero(3, reshard_after_forward=False),
+    "fsdp2": _fsdp2(reshard=True),
+    "fsdp2 keep": _fsdp2(reshard=False),
+    "fsdp1": _fsdp1("FULL_SHARD"),
+    "fsdp1 grad_op": _fsdp1("SHARD_GRAD_OP"),
+    "zero redundancy": _zero_redundancy,
+    "no traffic": _alone,
+}
+if importlib.util.find_spec("deepspeed"):
+    CONTENDERS.update({f"deepspeed {stage}": _deepspeed(stage) for stage in (1, 2, 3)})
+
+
+class Run:
+    """One contender in this process: its steps, one at a time."""
+
+    def __init__(self, rank: int, name: str, job: Job) -> None:
+        torch.manual_seed(0)
+        self.job = job
+        self.device = torch.device(job.device)
+        with self.device:
+            model = GPT(job)
+        self.contender = CONTENDERS[name](model, job)
+        self.data = torch.Generator().manual_seed(rank)
+
+    def __call__(self) -> Tensor:
+        job, contender = self.job, self.contender
+        shape = (job.batch, job.length + 1)
+        tokens = torch.randint(job.vocabulary, shape, generator=self.data).to(self.device)
+        autocast = RECIPES[job.precision].autocast
+        context = (
+            torch.autocast(self.device.type, autocast, cache_enabled=False)
+            if autocast
+            else contextlib.nullcontext()
+        )
+        with context:
+            logits = contender.model(tokens[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        contender.optimizer.zero_grad()
+        contender.backward(loss)
+        (contender.step or contender.optimizer.step)()
+        return loss.detach()
+
+    def settle(self) -> None:
+        """Let everything that was started end."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        if not self.job.fake_world:
+            dist.barrier()
+
+
+@contextlib.contextmanager
+def _ranks(rank: int, job: Job, port: int) -> Iterator[None]:
+    torch.set_num_threads(job.threads)
+    if job.device == "cuda":
+        torch.cuda.set_device(rank)
+    if job.fake_world:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=job.fake_world)
+    else:
+        backend = "nccl" if job.device == "cuda" else "gloo"
+        address = f"tcp://127.0.0.1:{port}"
+        dist.init_process_group(backend, address, rank=rank, world_size=job.world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _timed(rank: int, name: str, job: Job, port: int, answer: Any) -> None:
+    with _ranks(rank, job, port):
+        run, times = Run(rank, name, job), []
+        for _ in range(job.warmup + job.steps):
+            run.settle()
+            start = time.perf_counter()
+            loss = run()
+            if job.device == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        # Weights of stages 1 and 2 are still on their way: the next step's start waits for them.
+        if rank == 0:
+            answer["seconds"] = statistics.median(times[job.warmup :])
+            answer["loss"] = float(loss)
+
+
+def _weighed(rank: int, name: str, job: Job, port: int, answer: Any) -> None:
+    """Memory and traffic of the last of a few steps, never timed."""
+    with _ranks(rank, job, port):
+        run = Run(rank, name, job)
+        engine = run.contender.engine
+        for _ in range(2):
+            run()
+        run.settle()
+        run.contender.optimizer.zero_grad()
+        peak = _peak_on_cuda(run) if job.device == "cuda" else _peak_on_cpu(run)
+        run.settle()
+        if rank != 0:
+            return
+        answer["peak_mib"] = peak / 2**20
+        if engine is not None:
+            answer["bytes"] = engine.memory()
+            answer["sent"] = sum_of(engine.comm.ledger.last_step).elements
+            if job.device == "cpu":
+                answer["peak_mib"] += engine.comm.window_bytes / 2**20
+
+
+def _peak_on_cuda(run: Run) -> int:
+    torch.cuda.synchronize()
+    idle = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - idle
+
+
+def _peak_on_cpu(run: Run) -> int:
+    """The largest sum of live allocations of a step, beyond those before it.
+
+    Counted from the allocator's own events, which know nothing of any engine.
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        run()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    changes = [e for e in events if e.get("name") == "[memory]"]
+    live = peak = 0
+    for event in sorted(changes, key=lambda e: e["ts"]):
+        live += event["args"]["Bytes"]
+        peak = max(peak, live)
+    return peak
+
+
+def _in_fresh_processes(worker: Callable[..., None], name: str, job: Job) -> dict[str, Any]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with mp.get_context("spawn").Manager() as manager:
+        answer = manager.dict()
+        processes = 1 if job.fake_world else job.world
+        mp.spawn(worker, (name, job, port, answer), nprocs=processes)
+        return dict(answer)
+
+
+def compare(names: list[str], job: Job, rounds: int) -> dict[str, dict[str, Any]]:
+    """Ratios to the first of ``names``, memory and traffic of each."""
+    times: dict[str, list[float]] = {name: [] for name in names}
+    losses: dict[str, float] = {}
+    for number in range(rounds):
+        for name in names:
+            answer = _in_fresh_processes(_timed, name, job)
+            times[name].append(answer["seconds"])
+            losses[name] = answer["loss"]
+            print(f"round {number + 1}: {name} {answer['seconds']:.3f} s", file=sys.stderr)
+    rows = {}
+    for name in names:
+        ratios = [own / base for own, base in zip(times[name], times[names[0]], strict=True)]
+        rows[name] = {
+            "seconds": statistics.median(times[name]),
+            "ratio": statistics.median(ratios),
+            "ratio_range": [min(ratios), max(ratios)],
+            "loss": losses[name],
+            **_in_fresh_processes(_weighed, name, job),
+        }
+        if not job.fake_world and name != "no traffic":
+            _check_loss(name, losses[name], losses[names[0]], job)
+    return rows
+
+
+def _check_loss(name: str, loss: float, expected: float, job: Job) -> None:
+    tolerance = 1e-4 if job.precision == "32-true" else 2e-2
+    if abs(loss - expected) > tolerance * abs(expected):
+        raise RuntimeError(f"{name} ends at loss {loss}, the first contender at {expected}.")
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """A Markdown table of the results."""
+    lines = [
+        "| | s/step | ratio | range | peak MiB | sent | between steps MiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        low, high = row["ratio_range"]
+        held = row.get("bytes", {})
+        states = sum(held.get(kind, 0) for kind in ("weights", "master", "states")) / 2**20
+        sent = f"{row['sent'] / 1e6:.1f} M" if "sent" in row else ""
+        lines.append(
+            f"| {name} | {row['seconds']:.3f} | {row['ratio']:.2f} | {low:.2f} to {high:.2f}"
+            f" | {row['peak_mib']:.0f} | {sent} | {f'{states:.1f}' if held else ''} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(rows: dict[str, dict[str, Any]], path: Path) -> None:
+    """Step-time ratio and peak memory of each contender, as one picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 0.45 * len(rows) + 1.5), sharey=True)
+    names = list(rows)[::-1]
+    colors = ["tab:blue" if name.startswith("zero") else "tab:gray" for name in names]
+    for axis, key, title in zip(
+        axes, ("ratio", "peak_mib"), ("step time / DDP", "peak beyond idle, MiB"), strict=True
+    ):
+        bars = axis.barh(names, [rows[name][key] for name in names], color=colors)
+        axis.bar_label(bars, fmt="%.2f" if key == "ratio" else "%.0f", padding=3)
+        axis.set_title(title)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.margins(x=0.15)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def _machine() -> str:
+    chip = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        chip = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    if torch.cuda.is_available():
+        chip = torch.cuda.get_device_name()
+    return f"torch {torch.__version__}, {chip}, {os.cpu_count()} cores"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), metavar="NAME")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, help="folder for compare.json and compare.png")
+    for name, default in asdict(Job()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    arguments = vars(parser.parse_args())
+    names, rounds = arguments.pop("only") or list(CONTENDERS), arguments.pop("rounds")
+    output = arguments.pop("output")
+    job = Job(**arguments)
+    rows = compare(names, job, rounds)
+    print(f"\n{time.strftime('%Y-%m-%d')}, {_machine()}, {job.precision}\n\n{table(rows)}")
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        report = {"machine": _machine(), "job": asdict(job), "rows": rows}
+        (output / "compare.json").write_text(json.dumps(report, indent=2))
+        plot(rows, output / "compare.png")
+
+
+if __name__ == "__main__":
+    main()
