@@ -38,6 +38,7 @@ def test_arguments_are_frozen() -> None:
         "broadcast_buffers",
         "restore_weights",
         "launcher",
+        "config",
         "accelerator",
         "parallel_devices",
         "cluster_environment",
