@@ -8,6 +8,7 @@ Importing the package registers its strategies with Lightning::
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_zero import mirror
 from lightning_zero.access import full_grad, gathered, grad_norm
 from lightning_zero.checkpoint import load_weights
 from lightning_zero.precision import ZeROPrecision
@@ -16,3 +17,4 @@ from lightning_zero.strategy import ZeROStrategy
 __all__ = ["ZeROPrecision", "ZeROStrategy", "full_grad", "gathered", "grad_norm", "load_weights"]
 
 ZeROStrategy.register_strategies(StrategyRegistry)
+mirror.register_when_imported()

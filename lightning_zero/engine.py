@@ -409,13 +409,19 @@ class Engine:
         if not torch.is_grad_enabled():
             return
         self._hook_grads(unit)
-        inputs = list(_with_grad((args, kwargs)))
-        unit.has_inner_inputs |= bool(inputs)
-        # A leaf's gradient may be complete before the unit's own graph is, so it tells nothing.
+        inputs = _inputs((args, kwargs))
         inner = [tensor for tensor in inputs if not tensor.is_leaf]
         if inner:
+            unit.has_inner_inputs = True
             register_multi_grad_hook(
                 inner, functools.partial(self._after_backward, unit), mode="all"
+            )
+        elif inputs:
+            # Leaves may be done before the unit's own graph is, and after its last gradient: the
+            # way to them leads through frozen weights.
+            unit.num_leaf_inputs += 1
+            register_multi_grad_hook(
+                inputs, functools.partial(self._after_leaf_inputs, unit), mode="all"
             )
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
@@ -498,6 +504,11 @@ class Engine:
         if self._in_backward:
             self._prefetch()
 
+    def _after_leaf_inputs(self, unit: Unit, _: Any) -> None:
+        unit.num_leaf_inputs -= 1
+        if unit.is_complete and not unit.num_leaf_inputs:
+            self._after_backward(unit, None)
+
     def _on_grad(self, unit: Unit, bundle: Bundle, index: int, _: Tensor) -> None:
         grad = bundle.pieces[index].claim_grad()
         assert grad is not None
@@ -508,7 +519,8 @@ class Engine:
         if self._reduces_now:
             self._turns.advance()
         # A frozen weight may still be wanted for the gradient of something before it.
-        if unit is not self.root and unit.is_trainable and not unit.has_inner_inputs:
+        is_done = unit.is_trainable and not unit.has_inner_inputs and not unit.num_leaf_inputs
+        if unit is not self.root and is_done:
             unit.reshard()
 
     def _finish_backward(self) -> None:
@@ -519,6 +531,7 @@ class Engine:
         self.comm.release_scratch()
         for unit in self.units:
             unit.has_inner_inputs = False
+            unit.num_leaf_inputs = 0
         if self._depth == 0:
             self._close_step()
             return
@@ -755,6 +768,17 @@ _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm
 
 def _with_grad(value: Any) -> Iterator[Tensor]:
     return (tensor for tensor in tensors_in(value) if tensor.requires_grad)
+
+
+def _inputs(value: Any) -> list[Tensor]:
+    """The tensors in a module's arguments whose gradients tell that its backward is done.
+
+    An object may be handed from module to module and hold what others left in it (the keys and
+    values that a Transformers decoder caches): gradients that come much later. It counts only where
+    no tensor is given otherwise.
+    """
+    given = [t for t in tensors_in(value, within_objects=False) if t.requires_grad]
+    return given or list(_with_grad(value))
 
 
 def _in_graph_task() -> bool:

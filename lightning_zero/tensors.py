@@ -9,8 +9,15 @@ from typing import Any
 from torch import Tensor
 
 
-def tensors_in(value: Any, _seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists, sets, mappings, dataclasses and plain objects."""
+def tensors_in(
+    value: Any, *, within_objects: bool = True, _seen: set[int] | None = None
+) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists, sets, mappings and dataclasses.
+
+    Args:
+        value: Where to look.
+        within_objects: Look into the attributes of other objects too.
+    """
     if isinstance(value, Tensor):
         yield value
         return
@@ -26,9 +33,9 @@ def tensors_in(value: Any, _seen: set[int] | None = None) -> Iterator[Tensor]:
         children = value
     elif dataclasses.is_dataclass(value):
         children = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    elif hasattr(value, "__dict__") and not callable(value):
+    elif within_objects and hasattr(value, "__dict__") and not callable(value):
         children = list(vars(value).values())
     else:
         return
     for child in children:
-        yield from tensors_in(child, seen)
+        yield from tensors_in(child, within_objects=within_objects, _seen=seen)

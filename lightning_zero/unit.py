@@ -343,7 +343,8 @@ class Unit:
         state: Where its whole weights are.
         is_pinned: Whether they stay whole to the end of the step.
         has_run: Whether this rank used the weights in this step.
-        has_inner_inputs: Whether the backward may go on to an input after the last weight.
+        has_inner_inputs: Whether an input's gradient will tell when its backward is done.
+        num_leaf_inputs: How many of its calls wait for the gradients of inputs that are leaves.
         is_passed: Whether it has, so that no more gradients are expected.
         is_trainable: Whether every parameter wants a gradient in this backward pass.
         wants_grads: Whether any does.
@@ -365,6 +366,7 @@ class Unit:
         self.is_pinned = False
         self.has_run = False
         self.has_inner_inputs = False
+        self.num_leaf_inputs = 0
         self.is_passed = False
         self._is_idle = False
         self._lent: list[Buffer] = []
@@ -390,7 +392,8 @@ class Unit:
     @property
     def will_be_given_back(self) -> bool:
         """Whether the weights are whole and the end of the unit's backward will release them."""
-        is_held = self.state is State.RESTING or self.is_pinned or not self.has_inner_inputs
+        is_told = self.has_inner_inputs or self.num_leaf_inputs > 0
+        is_held = self.state is State.RESTING or self.is_pinned or not is_told
         return self.gives_weights_back and not is_held
 
     @property
@@ -497,6 +500,7 @@ class Unit:
         """Give up whatever is under way; weights and gradients in flight are dropped."""
         self.is_pinned = False
         self.has_inner_inputs = False
+        self.num_leaf_inputs = 0
         try:
             self.wait_if_in_flight()
             self.finish_reduce()

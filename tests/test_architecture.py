@@ -14,12 +14,12 @@ FLOORS = [
     ["resting", "piece", "gradient", "unit", "wrap", "meta"],
     ["schedule", "optim", "clip", "turns", "engine", "access", "activation"],
     ["checkpoint", "memory"],
-    ["precision", "callbacks", "strategy", "monitor", "traffic"],
+    ["precision", "callbacks", "strategy", "mirror", "monitor", "traffic"],
     ["cli", "__main__", "__init__"],
 ]
 """Every room, floor by floor from the ground. A room may import what stands before it."""
 
-DRAWERS = {"offload", "checkpoint", "memory"}
+DRAWERS = {"offload", "checkpoint", "memory", "mirror"}
 """Rooms that are folders; others import them, not the files inside."""
 
 FORBIDDEN = {

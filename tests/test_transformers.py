@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -195,9 +194,7 @@ class Wrapped(LightningModule):
             with self.trainer.init_module(empty_init=True):
                 self.model = self.family.build()
         if self.checkpointing is not None:
-            with warnings.catch_warnings():  # the name of version 6 does the same
-                warnings.simplefilter("ignore", FutureWarning)
-                self.model.gradient_checkpointing_enable(self.checkpointing)
+            self.model.gradient_checkpointing_enable(self.checkpointing)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = self.model(**batch).loss

@@ -1,0 +1,12 @@
+"""``lightning_zero.precision`` on the classes of ``pytorch_lightning``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_zero.mirror.source import run_room
+
+if TYPE_CHECKING:
+    from lightning_zero.precision import ZeROPrecision as ZeROPrecision
+
+run_room("precision", globals())
