@@ -9,9 +9,19 @@ Importing the package registers its strategies with Lightning::
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_zero.access import full_grad, gathered, grad_norm
+from lightning_zero.memory import estimate
+from lightning_zero.monitor import MemoryMonitor
 from lightning_zero.precision import ZeROPrecision
 from lightning_zero.strategy import ZeROStrategy
 
-__all__ = ["ZeROPrecision", "ZeROStrategy", "full_grad", "gathered", "grad_norm"]
+__all__ = [
+    "MemoryMonitor",
+    "ZeROPrecision",
+    "ZeROStrategy",
+    "estimate",
+    "full_grad",
+    "gathered",
+    "grad_norm",
+]
 
 ZeROStrategy.register_strategies(StrategyRegistry)

@@ -14,7 +14,7 @@ FLOORS = [
     ["resting", "piece", "gradient", "unit", "wrap", "meta"],
     ["schedule", "optim", "clip", "engine", "access", "activation"],
     ["checkpoint", "memory"],
-    ["precision", "strategy"],
+    ["precision", "strategy", "monitor"],
     ["cli", "__main__", "__init__"],
 ]
 """Every room, floor by floor from the ground. A room may import what stands before it."""

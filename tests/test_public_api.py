@@ -6,7 +6,15 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_zero
 
-NAMES = ["ZeROPrecision", "ZeROStrategy", "full_grad", "gathered", "grad_norm"]
+NAMES = [
+    "MemoryMonitor",
+    "ZeROPrecision",
+    "ZeROStrategy",
+    "estimate",
+    "full_grad",
+    "gathered",
+    "grad_norm",
+]
 
 STRATEGIES = {
     f"zero{stage}{suffix}": (stage, launcher)

@@ -1,5 +1,7 @@
 """Memory before a run (``estimate``) and after it (``write_report``)."""
 
+from lightning_zero.memory.advice import advise
+from lightning_zero.memory.command import add_estimate
 from lightning_zero.memory.estimate import Estimate, compare, estimate, estimate_of
 from lightning_zero.memory.live import LiveBytes
 from lightning_zero.memory.report import write_report
@@ -14,6 +16,8 @@ __all__ = [
     "Estimate",
     "LiveBytes",
     "Subject",
+    "add_estimate",
+    "advise",
     "compare",
     "estimate",
     "estimate_of",

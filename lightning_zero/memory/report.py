@@ -92,15 +92,16 @@ def _stages(stages: Sequence[Estimate]) -> list[str]:
         return []
     columns = {found.name: found.peak.kinds for found in stages}
     title = f"At its peak a rank of {stages[0].world_size} holds"
+    shown = [kind for kind in KINDS if any(found.most[kind] for found in stages)]
     rows: list[Row] = [
-        [found.name, *(found.most[kind] for kind in KINDS), found.model_states, found.peak.total]
+        [found.name, *(found.most[kind] for kind in shown), found.model_states, found.peak.total]
         for found in stages
     ]
     return [
         "<h2>The stages side by side</h2>",
         *_picture(lambda: plot.stages(columns, title=title)),
         "<p>The most of each kind, whenever it is held, and the peak of all together.</p>",
-        _html_table(["", *KINDS, "model states", "peak"], rows),
+        _html_table(["", *shown, "model states", "peak"], rows),
     ]
 
 
@@ -175,7 +176,8 @@ body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 62rem; marg
 h1 { font-size: 1.7rem; } h2 { font-size: 1.2rem; margin: 2.2rem 0 .4rem; }
 figure { margin: .5rem 0; } figure svg { width: 100%; height: auto; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right; }
+th, td { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right;
+         white-space: nowrap; }
 th:first-child { text-align: left; } tr:first-child th { border-bottom: 2px solid #888; }
 </style></head><body><h1>Memory of a rank</h1>
 {content}
