@@ -1,5 +1,6 @@
 """Memory before a run (``estimate``) and after it (``write_report``)."""
 
+from lightning_zero.memory import plot
 from lightning_zero.memory.advice import advise
 from lightning_zero.memory.command import add_estimate
 from lightning_zero.memory.estimate import Estimate, compare, estimate, estimate_of
@@ -25,6 +26,7 @@ __all__ = [
     "format_bytes",
     "parse_bytes",
     "parse_numel",
+    "plot",
     "table",
     "write_report",
 ]

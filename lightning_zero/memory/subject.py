@@ -57,6 +57,11 @@ class Subject:
             raise ValueError(
                 f"Expected a precision among {', '.join(map(repr, RECIPES))}, got {precision!r}."
             )
+        if batch is not None and device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(
+                "Activations on 'cuda' are counted where torch finds a CUDA device, for its kernels"
+                " decide what they keep. Leave `batch` out, or count them as on the 'cpu'."
+            )
         self.precision = precision
         self.recipe = RECIPES[precision]
         self.batch, self.step, self.device = batch, step, device
