@@ -10,7 +10,10 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from lightning_zero.cli import main
+from tests.launch import run_script
 from tests.ranks import ROOT
 
 PAGE = ROOT / "docs" / "memory.md"
@@ -64,3 +67,20 @@ def run_callback_block(folder: str) -> None:
         exec(compile(text, str(PAGE), "exec"), {"__name__": "memory"})
     finally:
         os.chdir(before)
+
+
+def test_the_comparison_equals_its_formulas() -> None:
+    words = ["--width", "64", "--depth", "3", "--steps", "3"]
+    out = run_script("examples/compare_stages.py", *words, launcher="plain").stdout
+    rows = [line for line in out.splitlines() if line]
+    assert [line.split()[0] for line in rows[1:]] == [
+        "per", "weights", "gradients", "master", "states", "total", "formula", "saved", "formula",
+        "sent", "formula", "step",
+    ]  # fmt: skip
+    saved, formula = (re.findall(r"([\d.]+)%", rows[index]) for index in (8, 9))
+    assert formula == ["0.0", "37.5", "37.5", "50.0"]
+    assert [float(part) for part in saved] == pytest.approx(list(map(float, formula)), abs=0.3)
+    sent = [int(count.replace(",", "")) for count in rows[10].split()[1:]]
+    by_formula = [int(count.replace(",", "")) for count in rows[11].split()[1:]]
+    assert sent[:2] == pytest.approx(by_formula[1:3], rel=0.01)
+    assert 0.7 * by_formula[3] < sent[2] <= 1.01 * by_formula[3]
