@@ -9,6 +9,7 @@ Importing the package registers its strategies with Lightning::
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_zero.access import full_grad, gathered, grad_norm
+from lightning_zero.checkpoint import load_weights
 from lightning_zero.memory import estimate
 from lightning_zero.monitor import MemoryMonitor
 from lightning_zero.precision import ZeROPrecision
@@ -22,6 +23,7 @@ __all__ = [
     "full_grad",
     "gathered",
     "grad_norm",
+    "load_weights",
 ]
 
 ZeROStrategy.register_strategies(StrategyRegistry)

@@ -1,30 +1,27 @@
-"""The command ``lightning-zero``. Each of its commands lives in the room that does the work."""
+"""The command ``lightning-zero``; each subcommand lives in the room of its subject."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from lightning_zero.memory import add_estimate
+from lightning_zero.checkpoint import add_convert_command, add_inspect_command
+from lightning_zero.memory import add_estimate_command
 
-COMMANDS: list[Callable[[Any], None]] = [add_estimate]
-"""Functions that add one command each: a parser whose ``run`` default takes the options."""
+COMMANDS = (add_estimate_command, add_inspect_command, add_convert_command)
+"""What adds a subcommand to the parser; each sets ``run``, which returns the exit code."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code. A user's mistake is one line, without a traceback."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-zero", description="ZeRO for PyTorch Lightning: tools around a run."
-    )
-    commands = parser.add_subparsers(metavar="command", required=True)
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="lightning-zero", description=__doc__)
+    subparsers = parser.add_subparsers(required=True, metavar="command")
     for add in COMMANDS:
-        add(commands)
-    options = parser.parse_args(arguments)
+        add(subparsers)
+    arguments = parser.parse_args(words)
     try:
-        options.run(options)
-    except (ValueError, TypeError) as error:
+        return int(arguments.run(arguments))
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
         print(f"lightning-zero: {error}", file=sys.stderr)
-        return 2
-    return 0
+        return 1

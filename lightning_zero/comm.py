@@ -22,8 +22,9 @@ Only this room knows one backend from another. There are three ways, chosen once
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -32,11 +33,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.buffer import lasting_tensors
+from lightning_zero.ledger import Ledger
 from lightning_zero.window import Address, Window, are_supported
 
 # torch 2.13 renamed the two and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+MESSAGE_BYTES = 16 * 2**20
+"""The most that ``collect`` holds at a time."""
 
 
 class Work(Protocol):
@@ -87,15 +92,14 @@ class Comm:
     Attributes:
         rank: This process's number in the group.
         world_size: Number of ranks.
-        sent: Elements that this rank has sent, by unit and verb; the ledger.
+        ledger: What this rank has sent.
     """
 
     def __init__(
         self, device: torch.device, *, direct: bool | None = None, windows: bool | None = None
     ) -> None:
         self.device = device
-        self.sent: Counter[tuple[str, str]] = Counter()
-        self.sent_bytes: Counter[tuple[str, str]] = Counter()
+        self.ledger = Ledger()
         self.rank, self.world_size = 0, 1
         self._control: Any = None
         self._gather_group: Any = None
@@ -122,9 +126,9 @@ class Comm:
                 self._has_windows = self._can_see_peers()
 
     @property
-    def is_ordered(self) -> bool:
-        """Whether ranks must issue their collectives in the same order."""
-        return not self._direct
+    def sent(self) -> Counter[tuple[str, str]]:
+        """Elements that this rank has sent since the start, by unit and verb."""
+        return Counter({key: sent.elements for key, sent in self.ledger.total.items()})
 
     def _can_see_peers(self) -> bool:
         """Whether every rank can map every other's memory."""
@@ -260,8 +264,7 @@ class Comm:
 
     def _note(self, unit: str, verb: str, whole: Tensor) -> None:
         numel = whole.numel() // self.world_size * (self.world_size - 1)
-        self.sent[unit, verb] += numel
-        self.sent_bytes[unit, verb] += numel * whole.element_size()
+        self.ledger.note(unit, verb, numel, whole.element_size())
 
     def _reduce_by_backend(self, buffer: Tensor, out: Tensor) -> Work:
         if out.dtype == buffer.dtype:
@@ -344,6 +347,35 @@ class Comm:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self._control)
         return values
+
+    def collect(self, part: Tensor, sizes: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """Bring every rank's bytes to rank 0, one message at a time.
+
+        Args:
+            part: This rank's bytes ``[n]``, on any device.
+            sizes: How many bytes each rank has.
+
+        Yields:
+            On rank 0 ``(peer, bytes)`` in the order of the ranks; the bytes are overwritten by the
+            next ones. Nothing on other ranks.
+        """
+        if self.rank:
+            for chunk in torch.split(part, MESSAGE_BYTES) if part.numel() else ():
+                dist.send(chunk.to("cpu"), 0, group=self._control)
+            return
+        yield from ((0, chunk) for chunk in torch.split(part, MESSAGE_BYTES) if part.numel())
+        for peer in range(1, self.world_size):
+            for start in range(0, sizes[peer], MESSAGE_BYTES):
+                chunk = torch.empty(min(MESSAGE_BYTES, sizes[peer] - start), dtype=torch.uint8)
+                dist.recv(chunk, peer, group=self._control)
+                yield peer, chunk
+
+    def apart(self) -> Comm:
+        """The same ranks on a channel of its own, for small talk in another thread."""
+        other = copy.copy(self)
+        if self.world_size > 1:
+            other._control = dist.new_group(backend="gloo")
+        return other
 
     def is_whole(self, timeout: timedelta) -> bool:
         """Whether every rank is still here and calls this too, within ``timeout``."""

@@ -50,6 +50,7 @@ from lightning_zero.piece import Piece
 from lightning_zero.plan import PLACEMENTS, RECIPES, Plan, Recipe
 from lightning_zero.schedule import Need, Schedule
 from lightning_zero.tensors import tensors_in
+from lightning_zero.turns import Turns
 from lightning_zero.unit import Bundle, State, Unit
 from lightning_zero.wrap import UnitPolicy, assign_parameters, find_units
 
@@ -153,8 +154,7 @@ class Engine:
 
     Args:
         module: The model. Its parameters become views of flat buffers, sharded according to the
-        stage;
-            the ``Parameter`` objects stay.
+            stage; the ``Parameter`` objects stay.
         settings: What the user chose.
         comm: The ranks; the default process group if omitted.
 
@@ -181,10 +181,8 @@ class Engine:
         self._last_backward: Unit | None = None
         self._syncs = True
         self._broadcasts_next = True
-        self._is_ordered = self.comm.is_ordered
-        self._order: list[Unit] | None = None
-        self._reduced: list[Unit] = []
-        self._reducing: list[Unit] = []
+        self._keeps_graph = False
+        self._turns = Turns(self.units, self.comm)
         self.is_closed = False
         self.is_restored = False
         self._register_hooks()
@@ -262,6 +260,7 @@ class Engine:
         except BaseException:
             self.reset()
             raise
+        self._keeps_graph &= awaits_backward
         self._leave(outputs if awaits_backward else None)
 
     @contextlib.contextmanager
@@ -285,10 +284,15 @@ class Engine:
         self._leave(output)
 
     def _enter(self) -> None:
+        if self._in_backward and not _in_graph_task():
+            # An exception ended the backward pass, and nobody told us.
+            self.reset()
         self._depth += 1
         if self._depth > 1 or self._in_backward:
             return
         self._close_step()
+        for unit in self.units:
+            unit.has_run = False
         self._schedule = self._schedules[torch.is_grad_enabled()]
         self._schedule.begin()
         self.root.unshard()
@@ -323,6 +327,9 @@ class Engine:
 
     def _close_step(self) -> None:
         """Give everything back that a step held."""
+        if self._keeps_graph:
+            # A backward under create_graph saved weights for one that is still to come.
+            return
         self._awaits_backward = False
         for unit in self.units:
             unit.is_pinned = False
@@ -347,21 +354,22 @@ class Engine:
     def touch(self, parameter: Parameter) -> None:
         """Make a parameter readable outside its unit's forward, or say why it cannot be."""
         name, unit, _, _ = self._places[id(parameter)]
-        if unit.state is not State.IN_FLIGHT:
-            if self.is_closed:
-                raise RuntimeError(
-                    f"Parameter {name!r} was left sharded when its training ended, because of"
-                    " restore_weights=False or because other ranks had died. Load its values from a"
-                    " checkpoint, or train with restore_weights=True."
-                )
-            if not self.in_step:
-                raise RuntimeError(
-                    f"Parameter {name!r} is sharded over {self.comm.world_size} ranks and not in"
-                    " memory now. Outside of training_step, validation_step and so on, read it in a"
-                    " context that gathers it on all ranks: `with lightning_zero.gathered(module):`"
-                )
+        if self.is_closed:
+            raise RuntimeError(
+                f"Parameter {name!r} was left sharded when its training ended, because of"
+                " restore_weights=False or because other ranks had died. Load its values from a"
+                " checkpoint, or train with restore_weights=True."
+            )
+        if self.in_step:
             unit.unshard()
-            unit.is_pinned = True
+            # Whoever reads it may save it for a backward of which no event tells.
+            unit.is_pinned = unit.has_run = True
+        elif unit.state is State.RESTING:
+            raise RuntimeError(
+                f"Parameter {name!r} is sharded over {self.comm.world_size} ranks and not in"
+                " memory now. Outside of training_step, validation_step and so on, read it in a"
+                " context that gathers it on all ranks: `with lightning_zero.gathered(module):`"
+            )
         unit.wait()
 
     @torch.no_grad()
@@ -396,25 +404,32 @@ class Engine:
             self._begin_backward()
         else:
             self._enter()
+        unit.has_run = True
         self._need(unit, is_backward=is_recompute)
         if not torch.is_grad_enabled():
             return
         self._hook_grads(unit)
-        # Leaf inputs end their backward before the unit's own graph does, so they tell nothing.
-        inputs = [tensor for tensor in _with_grad((args, kwargs)) if not tensor.is_leaf]
-        if inputs:
-            unit.has_inner_inputs = True
+        inputs = list(_with_grad((args, kwargs)))
+        unit.has_inner_inputs |= bool(inputs)
+        # A leaf's gradient may be complete before the unit's own graph is, so it tells nothing.
+        inner = [tensor for tensor in inputs if not tensor.is_leaf]
+        if inner:
             register_multi_grad_hook(
-                inputs, functools.partial(self._after_backward, unit), mode="all"
+                inner, functools.partial(self._after_backward, unit), mode="all"
             )
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         wants_grad = torch.is_grad_enabled() and self._watch_outputs(unit, output)
         if _in_graph_task():
             return
+        if any(unit.holds(tensor) for tensor in tensors_in(output)):
+            # The module gave away a view of its weights, which lives on.
+            unit.is_pinned = True
         nexts = self._schedule.ahead(1)
         is_next = any(need.unit == unit.index for need in nexts)
-        if not (is_next or (wants_grad and not self.settings.reshard_after_forward)):
+        if is_next or (wants_grad and not self.settings.reshard_after_forward):
+            unit.idle()
+        else:
             unit.reshard()
         self._leave(output)
 
@@ -457,10 +472,12 @@ class Engine:
             return
         self._in_backward = True
         self._last_backward = None
-        self._reduced, self._reducing = [], []
+        self._keeps_graph = torch.is_grad_enabled()
         with torch._C.DisableTorchFunctionSubclass():
             for unit in self.units:
                 unit.expect()
+        if self._reduces_now:
+            self._turns.begin(self._schedules[True].units_in_forward())
         # Private, as in DDP and FSDP2: torch has no public event for the end of a backward pass,
         # and a plain `loss.backward()` in user code has nobody else to tell us.
         torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
@@ -474,49 +491,31 @@ class Engine:
             unit.is_pinned = True
 
     def _after_backward(self, unit: Unit, _: Any) -> None:
+        unit.is_passed = True
+        if self._reduces_now:
+            self._turns.advance()
         unit.reshard()
         if self._in_backward:
             self._prefetch()
 
     def _on_grad(self, unit: Unit, bundle: Bundle, index: int, _: Tensor) -> None:
+        grad = bundle.pieces[index].claim_grad()
+        assert grad is not None
         self._begin_backward()
-        unit.take_grad(bundle, index)
+        unit.take_grad(bundle, index, grad)
         if not unit.is_complete:
             return
         if self._reduces_now:
-            self._reduce_in_order(unit)
-        if unit is not self.root and not unit.has_inner_inputs:
+            self._turns.advance()
+        # A frozen weight may still be wanted for the gradient of something before it.
+        if unit is not self.root and unit.is_trainable and not unit.has_inner_inputs:
             unit.reshard()
-
-    def _reduce_in_order(self, unit: Unit) -> None:
-        """Start a complete unit's reduction, at once or when its turn has come.
-
-        Backends that match collectives by their order need the same order on every rank, also when
-        a rank did not use a unit: that of rank 0's first backward. Point-to-point messages need
-        none.
-        """
-        if not self._is_ordered:
-            self._reduce(unit)
-            return
-        for turn in (self._order or [])[len(self._reduced) :]:
-            if not (turn.is_complete and turn.has_arrivals):
-                return
-            self._reduce(turn)
-
-    def _reduce(self, unit: Unit) -> None:
-        # One reduction is under way behind the backward of the next unit; two would only hold
-        # memory.
-        for earlier in self._reducing:
-            earlier.finish_reduce()
-        unit.reduce()
-        self._reducing = [unit]
-        self._reduced.append(unit)
 
     def _finish_backward(self) -> None:
         """End a backward pass: late gradients, waits, and weights that nobody gave back."""
         self._in_backward = False
         if self._reduces_now:
-            self._reduce_rest()
+            self._turns.finish()
         self.comm.release_scratch()
         for unit in self.units:
             unit.has_inner_inputs = False
@@ -526,29 +525,6 @@ class Engine:
         for unit in self.units:
             if unit is not self.root:
                 unit.reshard()
-
-    def _reduce_rest(self) -> None:
-        """Reduce what some rank has gradients for, then show the result to the optimizer.
-
-        Ranks that took different branches agree on how often each unit is reduced and which
-        parameters were used at all: those that no rank used keep no gradient, as in a plain loop.
-        """
-        rounds = [self._reduced.count(unit) + unit.has_arrivals for unit in self.units]
-        held = [flag for unit in self.units for bundle in unit.bundles for flag in bundle.has_grads]
-        agreed = torch.tensor([*rounds, *held], dtype=torch.uint8)
-        self.comm.agree(agreed).wait()
-        counts, flags = agreed[: len(rounds)].tolist(), iter(agreed[len(rounds) :].tolist())
-        if self._is_ordered and self._order is None:
-            names = [unit.index for unit in dict.fromkeys([*self._reduced, *self.units])]
-            self._order = [self.units[index] for index in self.comm.broadcast_object(names)]
-        for unit in self._order or self.units:
-            for _ in range(counts[unit.index] - self._reduced.count(unit)):
-                self._reduce(unit)
-        for unit in self._reducing:
-            unit.finish_reduce()
-        for unit in self.units:
-            for bundle in unit.bundles:
-                bundle.install_grads([bool(next(flags)) for _ in bundle.parameters])
 
     # -- the optimizer ---------------------------------------------------------------------------
 
@@ -561,8 +537,10 @@ class Engine:
         optim.check_can_be_cut(optimizer)
         self._optimizers.append((optimizer, set()))
         self._point(optimizer)
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(lambda opt, args, kwargs: self._after_step(opt))
+        self._handles += [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(lambda opt, args, kwargs: self._after_step(opt)),
+        ]
 
     def _point(self, optimizer: Optimizer) -> None:
         optim.point_at_pieces(optimizer, self.piece)
@@ -609,11 +587,13 @@ class Engine:
             for piece in group["params"]
             if isinstance(piece, Piece) and id(piece.parameter) in self._places
         }
+        self._keeps_graph = False
         if not self._depth:
             self._close_step()
         for unit in self.units:
             if id(unit) in stepped and unit.state is not State.RESTING:
                 unit.refresh()
+        self.comm.ledger.end_step()
 
     # -- whole parameters ------------------------------------------------------------------------
 
@@ -646,8 +626,8 @@ class Engine:
     def full_parameters(self) -> Iterator[tuple[Parameter, Tensor]]:
         """Every parameter with its whole value in the master's precision.
 
-        One bundle is in memory at a time.         All ranks must go through it together. The tensor
-        is a view that the next bundle overwrites.
+        One bundle is in memory at a time. All ranks must go through it together. The tensor is a
+        view of memory that is freed when the next bundle comes.
         """
         for unit in self.units:
             for bundle in unit.bundles:
@@ -726,7 +706,8 @@ class Engine:
     def reset(self) -> None:
         """Forget a step that an exception ended; the next one starts clean."""
         self._depth = 0
-        self._in_backward = False
+        self._in_backward = self._keeps_graph = False
+        self._turns.abandon()
         for unit in self.units:
             unit.abandon()
         self.comm.release_scratch()
@@ -735,8 +716,7 @@ class Engine:
     def close(self, *, restore: bool = True) -> None:
         """Take the hooks away and, with ``restore``, make the module an ordinary one again.
 
-                Restoring gathers unit by unit and needs host memory for the whole model on every
-                rank.
+        Restoring gathers unit by unit and needs host memory for the whole model on every rank.
         Without it the parameters stay at rest.
         """
         for unit in self.units:

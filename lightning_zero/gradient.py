@@ -38,13 +38,11 @@ class GradFace(Tensor):
         piece: This rank's piece of the parameter.
         comm: The ranks.
         assemble: Makes the whole of which every rank passes its part.
-        arrival: A gradient that autograd added before the engine could make room for it.
     """
 
     piece: Piece
     comm: Comm
     assemble: Callable[[Tensor], Tensor]
-    arrival: Tensor | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -56,7 +54,7 @@ class GradFace(Tensor):
         face: GradFace = Tensor._make_wrapper_subclass(
             cls, piece.slot.shape, strides=piece.slot.stride, dtype=like.dtype, device=like.device
         )
-        face.piece, face.comm, face.assemble, face.arrival = piece, comm, assemble, None
+        face.piece, face.comm, face.assemble = piece, comm, assemble
         return face
 
     @classmethod
@@ -74,7 +72,7 @@ class GradFace(Tensor):
             face = args[0]
             return GradFace(face.piece, face, face.comm, face.assemble)
         if name in ("add", "add_") and _is_autograd_adding(args):
-            return args[0]._take_in(args[1], in_place=name == "add_")
+            return args[0]._take_in(args[1])
         if name == "linalg_vector_norm" and _is_of_all(args):
             return _norms([args[0]], _order(args, kwargs))[0].to(kwargs.get("dtype"))
         if name == "_foreach_norm" and all(isinstance(one, GradFace) for one in args[0]):
@@ -103,14 +101,10 @@ class GradFace(Tensor):
             self.piece.grad = self.part
         return self.part
 
-    def _take_in(self, grad: Tensor, *, in_place: bool) -> Tensor:
-        self.arrival = grad
-        return self if in_place else grad
-
-    def take_arrival(self) -> Tensor | None:
-        """What autograd added since last time."""
-        arrival, self.arrival = self.arrival, None
-        return arrival
+    def _take_in(self, grad: Tensor) -> Tensor:
+        """Keep what autograd adds before the engine has made room for it."""
+        self.piece.arrival = grad
+        return self
 
     def __setitem__(self, index: Any, value: Any) -> None:
         whole = self.whole()

@@ -29,6 +29,7 @@ class Piece(Parameter):
         stop: One past its last element.
         face: What stands for the whole gradient on the parameter.
         shown: What the engine left as the parameter's gradient: the face or ``None``.
+        arrival: What autograd added to the face.
     """
 
     parameter: Parameter
@@ -37,6 +38,7 @@ class Piece(Parameter):
     stop: int
     face: Tensor
     shown: Tensor | None
+    arrival: Tensor | None
 
     @classmethod
     def cut(cls, parameter: Parameter, slot: Slot, data: Tensor, start: int) -> Piece:
@@ -45,14 +47,24 @@ class Piece(Parameter):
             piece = cls(data, requires_grad=False)
         piece.parameter, piece.slot = parameter, slot
         piece.start, piece.stop = start, start + data.numel()
-        piece.shown = None
+        piece.shown = piece.arrival = None
         return piece
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """The elements ``[n]`` of ``whole``, of the parameter's shape, that this piece covers."""
+        """The elements ``[n]`` of ``whole``, of the parameter's shape, that this piece covers.
+
+        They share the memory of ``whole`` where its elements lie in the parameter's order: of a
+        tensor that is mapped from a file nothing else is read.
+        """
+        if whole.stride() == self.slot.stride:
+            return whole.as_strided((self.stop - self.start,), (1,), self._place_in(whole))
         flat = whole.new_empty(self.slot.numel)
         flat.as_strided(self.slot.shape, self.slot.stride).copy_(whole)
         return flat[self.start : self.stop]
+
+    def _place_in(self, whole: Tensor) -> int:
+        # An empty piece may begin behind the storage of a tensor without elements.
+        return int(whole.storage_offset()) + (self.start if self.stop > self.start else 0)
 
     @property
     def requires_grad(self) -> bool:
@@ -87,6 +99,18 @@ class Piece(Parameter):
         self._follow()
         if self.shown is not None:
             self.parameter.grad = self.shown = None
+
+    def claim_grad(self) -> Tensor | None:
+        """Take the gradient that autograd just finished off the parameter."""
+        grad, self.arrival = self.arrival, None
+        if grad is not None:
+            self.parameter.grad = self.shown
+            return grad
+        grad, self.parameter.grad = self.parameter.grad, None
+        if self.shown is not None:
+            # Autograd did not add to the face, so the user had dropped it.
+            self.shown = self.grad = None
+        return grad
 
     def _follow(self) -> None:
         """Do as the user, who dropped the parameter's gradient or put another in its place."""

@@ -178,6 +178,17 @@ class ZeROPrecision(Precision):
         return self.scaler.state_dict() if self.scaler is not None else {}
 
     @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # Under the name that it has under DDP, so that either resumes from the other's file.
+        if (state := checkpoint.pop(type(self).__qualname__, None)) is not None:
+            checkpoint[MixedPrecision.__qualname__] = state
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if (state := checkpoint.get(MixedPrecision.__qualname__)) is not None:
+            checkpoint[type(self).__qualname__] = state
+
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self.scaler is not None and state_dict:
             self.scaler.load_state_dict(state_dict)

@@ -44,3 +44,7 @@ class Schedule:
     def ahead(self, count: int) -> list[Need]:
         """The next ``count`` needs, as far as they can be told."""
         return self._last[self._place + 1 : self._place + 1 + count]
+
+    def units_in_forward(self) -> list[int]:
+        """The units of this step's forward, in the order in which they ran."""
+        return [need.unit for need in self._now if not need.is_backward]

@@ -180,13 +180,8 @@ class Bundle:
         return pieces
 
     @torch.no_grad()
-    def take_grad(self, index: int) -> None:
+    def take_grad(self, index: int, grad: Tensor) -> None:
         """Move parameter ``index``'s new gradient into the reduce buffer, cast on the way."""
-        parameter = self.parameters[index]
-        grad, parameter.grad = parameter.grad, None
-        if isinstance(grad, GradFace):
-            grad = grad.take_arrival()
-        assert grad is not None
         if self.partial is None:
             self._allocate_partial()
         view = self._partial_views[index]
@@ -195,10 +190,10 @@ class Bundle:
         scale = self._early_scale
         if self.filled[index]:
             view.add_(grad, alpha=scale)
-        elif grad.dtype == view.dtype:
-            torch.mul(grad, scale, out=view)
-        else:
+        elif scale == 1.0:
             view.copy_(grad)
+        else:
+            torch.mul(grad, scale, out=view)
         self.filled[index] = self.arrived[index] = self.used[index] = True
 
     @property
@@ -347,7 +342,11 @@ class Unit:
         bundles: Its parameters, by dtype and trainability.
         state: Where its whole weights are.
         is_pinned: Whether they stay whole to the end of the step.
-        has_inner_inputs: Whether an input's gradient will tell when its backward is done.
+        has_run: Whether this rank used the weights in this step.
+        has_inner_inputs: Whether the backward may go on to an input after the last weight.
+        is_passed: Whether it has, so that no more gradients are expected.
+        is_trainable: Whether every parameter wants a gradient in this backward pass.
+        wants_grads: Whether any does.
     """
 
     def __init__(
@@ -364,12 +363,16 @@ class Unit:
         self.index = index
         self.state = State.WHOLE
         self.is_pinned = False
+        self.has_run = False
         self.has_inner_inputs = False
+        self.is_passed = False
+        self._is_idle = False
         self._lent: list[Buffer] = []
         self._owner = owner
         self._works: list[Work] = []
         self._finishes: list[Callable[[], None]] = []
         self._num_missing = 0
+        self.is_trainable = self.wants_grads = False
         self._label = name or "root"
         for bundle in self.bundles:
             bundle.show_whole()
@@ -412,6 +415,19 @@ class Unit:
         self.guard()
         self._gather()
 
+    def idle(self) -> None:
+        """Keep whole weights for a later need, but notice whoever else uses them."""
+        if self.gives_weights_back and not self.is_pinned:
+            self.guard()
+            self._is_idle = True
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is a view of weights that will be given back."""
+        storage = tensor.untyped_storage()._cdata
+        return self.gives_weights_back and any(
+            bundle.weight.tensor.untyped_storage()._cdata == storage for bundle in self.bundles
+        )
+
     def guard(self) -> None:
         """Send every use of the parameters to their owner."""
         for bundle in self.bundles:
@@ -426,6 +442,10 @@ class Unit:
     def wait(self) -> None:
         """Make the weights readable; they must be whole or on their way."""
         if self.state is State.WHOLE:
+            if self._is_idle:
+                self._is_idle = False
+                for bundle in self.bundles:
+                    bundle.show_whole()
             return
         assert self.state is State.IN_FLIGHT, f"{self._label} is waited for but was not unsharded"
         with record_function(f"zero.wait {self._label}"):
@@ -440,6 +460,7 @@ class Unit:
         """Give whole weights back, if their home is sharded and nothing pins them."""
         if self.state is State.RESTING or self.is_pinned or not self.gives_weights_back:
             return
+        self._is_idle = False
         self.wait()
         with record_function(f"zero.reshard {self._label}"):
             for bundle in self.bundles:
@@ -498,16 +519,18 @@ class Unit:
 
     def expect(self) -> None:
         """Begin a backward pass: make room for gradients, and note how many are wanted."""
+        self.is_passed = False
         for bundle in self.bundles:
             bundle.hide_grads()
-        self._num_missing = sum(
-            parameter.requires_grad for bundle in self.bundles for parameter in bundle.parameters
-        )
+            bundle.arrived = [False] * len(bundle.parameters)
+        wants = [p.requires_grad for bundle in self.bundles for p in bundle.parameters]
+        self._num_missing = sum(wants)
+        self.is_trainable, self.wants_grads = all(wants), any(wants)
 
-    def take_grad(self, bundle: Bundle, index: int) -> None:
+    def take_grad(self, bundle: Bundle, index: int, grad: Tensor) -> None:
         """Take in a gradient that autograd just finished."""
         self._num_missing -= not bundle.arrived[index]
-        bundle.take_grad(index)
+        bundle.take_grad(index, grad)
 
     @property
     def is_complete(self) -> bool:

@@ -13,9 +13,11 @@ against it:
     actual = Result.over_ranks(ranks(2).run(train, "tied", 3))
     assert_parity(actual, reference(MODELS["tied"], adamw, steps=3, world=2))
 
-The order of sums is fixed: over the ranks in rank order, multiplied by 1 / world, then over the
-microbatches (`policy="reduce"`), or first over a rank's microbatches (`policy="local"`). A run
-that keeps this order gives the same bits.
+The order of sums is fixed. A gradient that travels in its weight's dtype is multiplied by 1 / world
+as it leaves its rank, as DistributedDataParallel does; one that is cast on the way is multiplied
+when the ranks' gradients have been summed. Ranks are summed in their order, and microbatches after
+the ranks (`policy="reduce"`) or before (`policy="local"`). A run that keeps this order gives the
+same bits.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from torch.optim import Optimizer
 from tests.models import Batch, Case
 
 ROWS = 4
-NORMS = (nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 Clip = float | Callable[[Sequence[nn.Parameter]], object] | None
 
 
@@ -235,9 +237,18 @@ class _Grads:
         """Take this rank's new gradients off the weights."""
         mine = self.of_ranks[rank]
         for index, (_, weight) in enumerate(self.pairs):
-            if weight.grad is not None:
-                mine[index] = _add(mine[index], weight.grad.to(self.dtype, copy=True))
-                weight.grad = None
+            if weight.grad is None:
+                continue
+            grad, weight.grad = weight.grad, None
+            if self._is_cast(weight):
+                mine[index] = _add(mine[index], grad.to(self.dtype))
+            elif mine[index] is None:
+                mine[index] = grad * (1 / self.world)
+            else:
+                mine[index] = mine[index].add(grad, alpha=1 / self.world)
+
+    def _is_cast(self, weight: Tensor) -> bool:
+        return weight.dtype != self.dtype
 
     def microbatch_ends(self) -> None:
         """Average over the ranks if this policy does so now."""
@@ -262,7 +273,7 @@ class _Grads:
             average = first.to(master.dtype)
             for grad in rest:
                 average = average + grad
-            if self.world > 1:
+            if self.world > 1 and self._is_cast(weight):
                 average = average * (1 / self.world)
             self.total[index] = _add(self.total[index], average)
 

@@ -81,7 +81,7 @@ def _synchronize(stage: int) -> None:
     weight, before = module.spare.weight, module.spare.weight.detach().clone()
     fit(module, stage, sync_batchnorm=True)
     assert set(module.kinds) == {nn.SyncBatchNorm}
-    assert type(module.spare) is nn.BatchNorm1d
+    assert type(module.spare).__name__ == "_BatchNormXd"  # Lightning's own way back
     assert torch.equal(module.spare.weight, before)
     assert module.spare.weight is weight
     assert module.spare.num_batches_tracked == 0

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_zero import ZeROStrategy
 from tests.models import Block, Blocks
 from tests.projects import WIDTH, Run, assert_like_ddp, fit, make_strategy, rows, under_all
 from tests.ranks import Pools
@@ -139,7 +140,7 @@ class Toggled(Adversaries):
 
 
 class Plain(Adversaries):
-    """Calls `loss.backward()` and closures itself."""
+    """Calls `loss.backward()` and closures itself, which DDP does not average."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         z, _ = batch
@@ -148,7 +149,10 @@ class Plain(Adversaries):
         def closure() -> Tensor:
             loss = F.mse_loss(self(z), self.teacher(z))
             generate.zero_grad()
-            loss.backward()
+            if isinstance(self.trainer.strategy, ZeROStrategy):
+                loss.backward()
+            else:
+                self.manual_backward(loss)
             self.note(loss)
             return loss
 

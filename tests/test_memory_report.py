@@ -208,6 +208,6 @@ def test_command_on_a_hugging_face_configuration(capsys: Any, tmp_path: Path) ->
 )
 def test_command_names_a_mistake(capsys: Any, words: list[str], message: str) -> None:
     code, _, err = run(capsys, *words)
-    assert code == 2
+    assert code == 1
     assert message in err
     assert len(err.splitlines()) == 1

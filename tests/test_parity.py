@@ -1,13 +1,16 @@
-"""The oracle itself: against DistributedDataParallel, against itself, and its judgement."""
+"""The engine against the oracle, and the oracle against DistributedDataParallel and itself."""
 
 import contextlib
 import math
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_zero.comm import Comm
 from tests.models import MODELS, Batch, Case
 from tests.parity import (
     NORMS,
@@ -19,17 +22,10 @@ from tests.parity import (
     share,
 )
 from tests.ranks import Pools
+from tests.sharded import CPU, adamw, sgd, train
 
 supported = [(n, p) for n, case in MODELS.items() for p in RECIPES if p not in case.unsupported]
 linear_models = [name for name, case in MODELS.items() if not case.per_rank_statistics]
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
 class WithLoss(nn.Module):
@@ -169,3 +165,170 @@ def test_distance_counts_roundings_of_the_largest_value() -> None:
     overflow = torch.tensor([math.inf, 1.0])
     assert distance_in_ulps(torch.tensor([math.inf, 1 + eps]), overflow) == 1
     assert distance_in_ulps(torch.tensor([-math.inf, 1.0]), overflow) == math.inf
+
+
+# ------------------------------------------------------------------------------ the engine
+
+# Ranks that run other units cannot gather them together, unless they share memory.
+stage_3_models = [name for name in MODELS if name != "experts"]
+Run = dict[str, Any]
+
+
+def train_each(runs: list[Run]) -> list[Result]:
+    """One training per run, on every rank; runs of the same `wires` share them."""
+    comms: dict[str, Comm] = {}
+    results = []
+    for run in runs:
+        how = dict(run)
+        wires = how.pop("wires", "windows")
+        if wires not in comms:
+            comms[wires] = Comm(CPU, direct=wires != "backend", windows=wires == "windows")
+        how["comm"] = comms[wires]
+        results.append(train(**how))
+    return results
+
+
+def results_of(ranks: Pools, world: int, runs: list[Run]) -> list[Result]:
+    by_rank = ranks(world).run(train_each, runs, timeout=150)
+    return [Result.over_ranks(results) for results in zip(*by_rank, strict=True)]
+
+
+def assert_same_bits(one: Result, other: Result, what: str) -> None:
+    try:
+        # Norms are sums over other pieces and keep their bits only where pieces are the same.
+        assert_parity(one, Result(other.losses, other.params, other.buffers), ulps=0)
+    except AssertionError as error:
+        raise AssertionError(f"{what}: {error}") from None
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_stage_is_the_plain_loop_bit_for_bit_the_same(ranks: Pools, world: int) -> None:
+    # Worlds 3 and 4 take one model in two each, and together all of them.
+    names = list(MODELS)[world % 2 :: 2] if world > 2 else list(MODELS)
+    steps = 2 if world > 2 else 3
+    runs = [
+        {"case": name, "stage": stage, "steps": steps}
+        for name in names
+        for stage in (1, 2, 3)
+        if stage < 3 or name in stage_3_models
+    ]
+    results = results_of(ranks, world, runs)
+    first: dict[str, Result] = {}
+    for run, result in zip(runs, results, strict=True):
+        name = run["case"]
+        if name not in first:
+            assert_parity(result, reference(MODELS[name], adamw, steps, world), ulps=2)
+        assert_same_bits(result, first.setdefault(name, result), f"{run} and stage 1")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_precision_is_the_same_recipe_unsharded(ranks: Pools, world: int) -> None:
+    precise = [pair for pair in supported if pair[1] != "32-true"]
+    runs = []
+    for number, (name, precision) in enumerate(precise):
+        if number % 2 != world % 2:
+            continue
+        stage = (number // 2) % 3 + 1
+        if name not in stage_3_models:
+            stage = 1 + number % 2
+        runs.append({"case": name, "precision": precision, "stage": stage, "make_optimizer": sgd})
+    results = results_of(ranks, world, runs)
+    for run, result in zip(runs, results, strict=True):
+        name, precision = run["case"], run["precision"]
+        expected = reference(MODELS[name], sgd, 3, world, precision=precision, full_modules=NORMS)
+        try:
+            assert_parity(result, expected, ulps=2)
+        except AssertionError as error:
+            raise AssertionError(f"{run}: {error}") from None
+
+
+@pytest.mark.parametrize(
+    ("world", "precision"), [(1, "32-true"), (2, "bf16-mixed"), (3, "32-true"), (4, "16-mixed")]
+)
+def test_accumulation_is_the_plain_loops(ranks: Pools, world: int, precision: str) -> None:
+    names = ["tied", "frozen", "unused_branch", "batchnorm_conv", "nested", "borrowed_weight"]
+    ways = [(1, "local"), (2, "local"), (3, "local"), (2, "reduce"), (3, "reduce")]
+    runs = [
+        {"case": name, "stage": stage, "policy": policy, "accumulate": 3, "precision": precision}
+        for name, (stage, policy) in product(names, ways)
+    ]
+    runs = [{**run, "make_optimizer": sgd, "clip_norm": 0.1, "steps": 2} for run in runs]
+    first: dict[tuple[str, str], Result] = {}
+    for run, result in zip(runs, results_of(ranks, world, runs), strict=True):
+        key = (run["case"], run["policy"])
+        if key not in first:
+            expected = reference(
+                MODELS[run["case"]],
+                sgd,
+                2,
+                world,
+                3,
+                clip=0.1,
+                precision=precision,
+                policy=run["policy"],
+                full_modules=NORMS,
+            )
+            try:
+                assert_parity(result, expected, ulps=4)
+            except AssertionError as error:
+                raise AssertionError(f"{run}: {error}") from None
+        assert_same_bits(result, first.setdefault(key, result), f"{run} and the first stage")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_no_setting_changes_a_bit(ranks: Pools, world: int) -> None:
+    names = [
+        "tied",
+        "unused_branch",
+        "branch_by_step",
+        "called_twice",
+        "transformer",
+        "nested",
+        "inplace_views",
+        "borrowed_weight",
+        "rnn",
+        "multihead_attention",
+    ]
+    ways: list[Run] = [
+        {},
+        {"prefetch": 0},
+        {"prefetch": 2},
+        {"reshard_after_forward": False},
+        {"units": "leaves"},
+        {"units": "nested", "prefetch": 2},
+        {"units": "root"},
+    ]
+    if world == 2:  # the backend may add up three ranks in another order
+        ways += [{"wires": "backend"}, {"wires": "backend", "stage": 2}]
+    ways += [{"wires": "messages"}, {"wires": "messages", "stage": 2}, {"stage": 2}]
+    runs = [{"case": name, "steps": 2, **way} for name, way in product(names, ways)]
+    if world == 3:
+        runs = runs[::3]
+    first: dict[str, Result] = {}
+    for run, result in zip(runs, results_of(ranks, world, runs), strict=True):
+        assert_same_bits(result, first.setdefault(run["case"], result), str(run))
+    for name, result in first.items():
+        assert_parity(result, reference(MODELS[name], adamw, 2, world), ulps=2)
+
+
+def test_backend_collectives_are_the_plain_loop_at_three_ranks(ranks: Pools) -> None:
+    runs: list[Run] = [
+        {"case": name, "stage": stage, "wires": "backend", "accumulate": 2}
+        for stage, name in product((1, 2), ("experts", "unused_branch", "nested"))
+    ]
+    runs.append({"case": "nested", "stage": 3, "wires": "backend", "accumulate": 2})
+    for run, result in zip(runs, results_of(ranks, 3, runs), strict=True):
+        policy = "local" if run["stage"] == 1 else "reduce"
+        expected = reference(MODELS[run["case"]], adamw, 3, 3, 2, policy=policy)
+        assert_parity(result, expected, ulps=64)
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.bfloat16, torch.float16])
+def test_reduce_dtype_is_the_references(ranks: Pools, reduce_dtype: torch.dtype) -> None:
+    runs: list[Run] = [
+        {"case": name, "stage": stage, "reduce_dtype": reduce_dtype, "make_optimizer": sgd}
+        for name, stage in product(("nested", "tied"), (1, 3))
+    ]
+    for run, result in zip(runs, results_of(ranks, 3, runs), strict=True):
+        expected = reference(MODELS[run["case"]], sgd, 3, 3, reduce_dtype=reduce_dtype)
+        assert_parity(result, expected, ulps=2)

@@ -14,6 +14,7 @@ NAMES = [
     "full_grad",
     "gathered",
     "grad_norm",
+    "load_weights",
 ]
 
 STRATEGIES = {

@@ -2,7 +2,7 @@
 
 from lightning_zero.memory import plot
 from lightning_zero.memory.advice import advise
-from lightning_zero.memory.command import add_estimate
+from lightning_zero.memory.command import add_estimate_command
 from lightning_zero.memory.estimate import Estimate, compare, estimate, estimate_of
 from lightning_zero.memory.live import LiveBytes
 from lightning_zero.memory.report import write_report
@@ -17,7 +17,7 @@ __all__ = [
     "Estimate",
     "LiveBytes",
     "Subject",
-    "add_estimate",
+    "add_estimate_command",
     "advise",
     "compare",
     "estimate",

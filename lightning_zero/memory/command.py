@@ -33,8 +33,8 @@ _EXAMPLES = """examples:
 """
 
 
-def add_estimate(commands: Any) -> None:
-    """Add the command to the parser's ``commands``."""
+def add_estimate_command(commands: Any) -> None:
+    """Add ``estimate`` to the commands."""
     parser = commands.add_parser(
         "estimate",
         help="bytes per rank of a model, by kind and stage, before it runs",
@@ -62,8 +62,8 @@ def add_estimate(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> None:
-    """Print the estimate that ``options`` ask for."""
+def run(options: argparse.Namespace) -> int:
+    """Print the estimate that ``options`` ask for; returns the exit code."""
     arguments, source = parse_arguments(options.args), options.source
     config: dict[str, Any] = {}
     if Path(source).suffix in (".yaml", ".yml"):
@@ -88,6 +88,7 @@ def run(options: argparse.Namespace) -> None:
         print(f"\n{advise(subject, found, limit, **settings)}")
     if options.report is not None:
         print(f"\n{_report(options.report, found, limit)}")
+    return 0
 
 
 def _texts(subject: Subject, found: list[Estimate]) -> list[str]:
