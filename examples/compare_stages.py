@@ -4,10 +4,10 @@
     python examples/compare_stages.py --ranks 4 --width 512 --depth 12 --precision bf16-mixed
 
 For each strategy the ranks train a few steps and count what they hold between steps, what they send
-and how long a step takes. The formulas count P parameters over N ranks, without padding: bytes held,
-and elements sent by a rank in a step. DDP counts none itself. zero3 sends a little less than
-its formula, for the last unit of the forward and the root stay whole until the backward.
-Bytes and elements are exact; times on one machine's CPUs say little about other machines.
+and how long a step takes. The formulas count P parameters over N ranks, without padding: the bytes
+that a rank holds, and the elements that it sends in a step. DDP counts none itself. zero3 sends a
+little less than its formula, for the last unit of the forward and the root stay whole until the
+backward. Bytes and elements are exact; times on one machine's CPUs say little about other machines.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
 from lightning_zero.memory import plot
 from lightning_zero.memory.advice import advise
 from lightning_zero.memory.command import add_estimate_command
-from lightning_zero.memory.estimate import Estimate, compare, estimate, estimate_of
 from lightning_zero.memory.live import LiveBytes
+from lightning_zero.memory.prediction import Estimate, compare, estimate, estimate_of
 from lightning_zero.memory.report import write_report
 from lightning_zero.memory.size import format_bytes, parse_bytes, parse_numel
 from lightning_zero.memory.subject import Subject
-from lightning_zero.memory.table import estimate_table, table
+from lightning_zero.memory.tables import estimate_table, table
 from lightning_zero.memory.terms import KINDS, RESTING
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_zero.memory.estimate import Estimate, estimate_of
+from lightning_zero.memory.prediction import Estimate, estimate_of
 from lightning_zero.memory.size import format_bytes
 from lightning_zero.memory.subject import Subject
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_zero.memory.advice import advise
-from lightning_zero.memory.estimate import Estimate, compare
+from lightning_zero.memory.prediction import Estimate, compare
 from lightning_zero.memory.report import write_report
 from lightning_zero.memory.size import parse_bytes
 from lightning_zero.memory.source import (
@@ -20,7 +20,7 @@ from lightning_zero.memory.source import (
     read_config,
 )
 from lightning_zero.memory.subject import Subject
-from lightning_zero.memory.table import estimate_table
+from lightning_zero.memory.tables import estimate_table
 from lightning_zero.plan import RECIPES
 
 _EXAMPLES = """examples:

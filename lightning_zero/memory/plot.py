@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_zero.memory.estimate import Estimate
+from lightning_zero.memory.prediction import Estimate
 from lightning_zero.memory.size import format_bytes
 from lightning_zero.memory.terms import KINDS, Moment
 

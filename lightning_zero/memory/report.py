@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_zero.memory import plot
-from lightning_zero.memory.estimate import Estimate
+from lightning_zero.memory.prediction import Estimate
 from lightning_zero.memory.size import format_bytes
 from lightning_zero.memory.terms import KINDS, RESTING
 
