@@ -347,7 +347,7 @@ def test_peak_of_all_live_tensors(
         # Beside what the engine counts live the placeholders, one element for each bundle.
         assert alive.held <= alive.alive <= alive.held + 64
         assert predicted.peak.total == pytest.approx(alive.peak, rel=tolerance)
-        assert alive.peak <= alive.bound + 1.05 * predicted.most["activations"]
+        assert alive.peak <= alive.bound + 1.1 * predicted.most["activations"]
 
 
 def test_a_hundred_billion_parameters_on_meta() -> None:
