@@ -11,10 +11,21 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_zero import mirror
 from lightning_zero.access import full_grad, gathered, grad_norm
 from lightning_zero.checkpoint import load_weights
+from lightning_zero.memory import estimate
+from lightning_zero.monitor import MemoryMonitor
 from lightning_zero.precision import ZeROPrecision
 from lightning_zero.strategy import ZeROStrategy
 
-__all__ = ["ZeROPrecision", "ZeROStrategy", "full_grad", "gathered", "grad_norm", "load_weights"]
+__all__ = [
+    "MemoryMonitor",
+    "ZeROPrecision",
+    "ZeROStrategy",
+    "estimate",
+    "full_grad",
+    "gathered",
+    "grad_norm",
+    "load_weights",
+]
 
 ZeROStrategy.register_strategies(StrategyRegistry)
 mirror.register_when_imported()

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from lightning_zero.checkpoint import add_convert_command, add_inspect_command
+from lightning_zero.memory import add_estimate_command
 
-COMMANDS = (add_convert_command, add_inspect_command)
+COMMANDS = (add_estimate_command, add_inspect_command, add_convert_command)
 """What adds a subcommand to the parser; each sets ``run``, which returns the exit code."""
 
 
@@ -21,6 +22,6 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(words)
     try:
         return int(arguments.run(arguments))
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
         print(f"lightning-zero: {error}", file=sys.stderr)
         return 1

@@ -90,6 +90,7 @@ class MemoryMonitor(Callback):
         self.predict = predict
         self.measured: dict[str, dict[str, int]] = {}
         self.predicted: Estimate | None = None
+        self._own: dict[str, int] = {}
         self._subject: Subject | None = None
         self._most = MostBytes()
 
@@ -98,7 +99,7 @@ class MemoryMonitor(Callback):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._most = MostBytes().to(trainer.strategy.root_device)
-        self._subject, self.predicted = None, None
+        self._subject, self.predicted, self._own = None, None, {}
         self._look("setup", trainer)
 
     @override
@@ -145,6 +146,8 @@ class MemoryMonitor(Callback):
     def _look(self, point: str, trainer: pl.Trainer) -> None:
         held = {**held_by(trainer), **allocated_on(trainer.strategy.root_device)}
         self._most.update(point, held)
+        if point == "step":
+            self._own = held
 
     # -- the prediction --------------------------------------------------------------------------
 
@@ -206,7 +209,11 @@ class MemoryMonitor(Callback):
             if self._subject is not None:
                 stages = compare(self._subject, (0, 1, 2, 3), [trainer.world_size])
             write_report(
-                self.report, measured=self.measured, predicted=self.predicted, stages=stages
+                self.report,
+                measured=self.measured,
+                held=self._own,
+                predicted=self.predicted,
+                stages=stages,
             )
 
     def text(self, world_size: int) -> str:
@@ -224,13 +231,13 @@ class MemoryMonitor(Callback):
         return "\n".join([*lines, *self._explained()])
 
     def _explained(self) -> list[str]:
-        if self.predicted is None or "step" not in self.measured:
+        if self.predicted is None or not self._own:
             return []
         predicted: dict[str, int | None] = {**self.predicted.resting}
-        measured: dict[str, int | None] = {k: self.measured["step"][k] for k in RESTING}
+        measured: dict[str, int | None] = {k: self._own[k] for k in RESTING}
         off = {k: (measured[k] or 0) - (predicted[k] or 0) for k in RESTING}
         lines = [
-            "Between steps, against the prediction for this rank:",
+            "Between steps, this rank against its prediction:",
             table({"predicted": predicted, "measured": measured}, RESTING),
         ]
         lines += [
@@ -251,7 +258,7 @@ _REASONS = {
     "weights": "parameters were added or replaced after setup.",
     "gradients": "a parameter was frozen, unfrozen or never used.",
     "master": "parameters were added or replaced after setup.",
-    "states": "a parameter never had a gradient, or ranks differ by their padding.",
+    "states": "a parameter never had a gradient.",
     "buffers": "a buffer was added or resized.",
 }
 

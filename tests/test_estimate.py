@@ -347,7 +347,7 @@ def test_peak_of_all_live_tensors(
         # Beside what the engine counts live the placeholders, one element for each bundle.
         assert alive.held <= alive.alive <= alive.held + 64
         assert predicted.peak.total == pytest.approx(alive.peak, rel=tolerance)
-        assert alive.peak <= alive.bound + 1.05 * predicted.most["activations"]
+        assert alive.peak <= alive.bound + 1.1 * predicted.most["activations"]
 
 
 def test_a_hundred_billion_parameters_on_meta() -> None:
@@ -402,6 +402,7 @@ def test_adam_weighs_sixteen_bytes_a_parameter() -> None:
         ({"optimizer": "adamm"}, "Expected an optimizer of torch.optim (adadelta, "),
         ({"optimizer": "adafactor"}, "steps the parts of a parameter differently"),
         ({"rank": 2, "world_size": 2}, "Expected a rank from 0 to 1, got 2."),
+        ({"device": "cuda", "batch": torch.zeros(1)}, "Activations on 'cuda' are counted where"),
         ({"prefetch": -1}, "Expected prefetch as a number of units >= 0, got -1."),
         ({"batch": {"wrong": torch.zeros(1)}}, "Tied does not run on tensors without data"),
     ],

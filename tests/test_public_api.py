@@ -6,7 +6,16 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_zero
 
-NAMES = ["ZeROPrecision", "ZeROStrategy", "full_grad", "gathered", "grad_norm", "load_weights"]
+NAMES = [
+    "MemoryMonitor",
+    "ZeROPrecision",
+    "ZeROStrategy",
+    "estimate",
+    "full_grad",
+    "gathered",
+    "grad_norm",
+    "load_weights",
+]
 
 STRATEGIES = {
     f"zero{stage}{suffix}": (stage, launcher)

@@ -1,11 +1,14 @@
 """Memory before a run (``estimate``) and after it (``write_report``)."""
 
-from lightning_zero.memory.estimate import Estimate, compare, estimate, estimate_of
+from lightning_zero.memory import plot
+from lightning_zero.memory.advice import advise
+from lightning_zero.memory.command import add_estimate_command
 from lightning_zero.memory.live import LiveBytes
+from lightning_zero.memory.prediction import Estimate, compare, estimate, estimate_of
 from lightning_zero.memory.report import write_report
 from lightning_zero.memory.size import format_bytes, parse_bytes, parse_numel
 from lightning_zero.memory.subject import Subject
-from lightning_zero.memory.table import estimate_table, table
+from lightning_zero.memory.tables import estimate_table, table
 from lightning_zero.memory.terms import KINDS, RESTING
 
 __all__ = [
@@ -14,6 +17,8 @@ __all__ = [
     "Estimate",
     "LiveBytes",
     "Subject",
+    "add_estimate_command",
+    "advise",
     "compare",
     "estimate",
     "estimate_of",
@@ -21,6 +26,7 @@ __all__ = [
     "format_bytes",
     "parse_bytes",
     "parse_numel",
+    "plot",
     "table",
     "write_report",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_zero.memory.estimate import Estimate
+from lightning_zero.memory.prediction import Estimate
 from lightning_zero.memory.size import format_bytes
 from lightning_zero.memory.terms import KINDS, Moment
 
@@ -111,7 +111,8 @@ def scaling(estimates: Sequence[Estimate], *, title: str, limit: int | None = No
         ends.setdefault(format_bytes(dots[-1]), ([], own[-1]))[0].append(own[-1].name)
     for text, (names, last) in ends.items():
         place = (last.world_size, last.model_states / scale)
-        axes.annotate(f"  {', '.join(names)}: {text}", place, color=_STAGE_COLOURS[last.stage],
+        colour = _STAGE_COLOURS[int(names[-1][-1]) if last.stage else 0]
+        axes.annotate(f"  {', '.join(names)}: {text}", place, color=colour,
                       va="center", fontsize=10, fontweight="bold")  # fmt: skip
     if limit is not None:
         axes.axhline(limit / scale, color="#b00020", ls="--", lw=1.2)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_zero.memory import plot
-from lightning_zero.memory.estimate import Estimate
+from lightning_zero.memory.prediction import Estimate
 from lightning_zero.memory.size import format_bytes
 from lightning_zero.memory.terms import KINDS, RESTING
 
@@ -25,6 +25,7 @@ def write_report(
     folder: str | Path,
     *,
     measured: Measured | None = None,
+    held: Mapping[str, int] | None = None,
     predicted: Estimate | None = None,
     stages: Sequence[Estimate] = (),
     scaling: Sequence[Estimate] = (),
@@ -35,6 +36,7 @@ def write_report(
     Args:
         folder: Where; it is made if it is missing.
         measured: Bytes by kind at each point of a step, the most over ranks.
+        held: Bytes by kind that the predicted rank held between steps.
         predicted: The estimate for the same run; its step becomes the timeline.
         stages: Estimates to show side by side; the first is what others save against.
         scaling: Estimates of the same stages over several numbers of ranks.
@@ -44,6 +46,7 @@ def write_report(
     folder.mkdir(parents=True, exist_ok=True)
     facts = {
         "measured": measured or {},
+        "held": held or {},
         "predicted": None if predicted is None else facts_of(predicted),
         "stages": [facts_of(found) for found in stages],
         "scaling": [facts_of(found) for found in scaling],
@@ -51,7 +54,7 @@ def write_report(
     }
     (folder / "memory.json").write_text(json.dumps(facts, indent=1) + "\n")
     parts = [*_timeline(predicted, device_memory), *_stages(stages), *_measured(measured)]
-    parts += [*_compared(measured, predicted), *_scaling(scaling, device_memory)]
+    parts += [*_compared(held, predicted), *_scaling(scaling, device_memory)]
     page = folder / "memory.html"
     page.write_text(_PAGE.replace("{content}", "\n".join(parts)))
     return page
@@ -92,15 +95,16 @@ def _stages(stages: Sequence[Estimate]) -> list[str]:
         return []
     columns = {found.name: found.peak.kinds for found in stages}
     title = f"At its peak a rank of {stages[0].world_size} holds"
+    shown = [kind for kind in KINDS if any(found.most[kind] for found in stages)]
     rows: list[Row] = [
-        [found.name, *(found.most[kind] for kind in KINDS), found.model_states, found.peak.total]
+        [found.name, *(found.most[kind] for kind in shown), found.model_states, found.peak.total]
         for found in stages
     ]
     return [
         "<h2>The stages side by side</h2>",
         *_picture(lambda: plot.stages(columns, title=title)),
         "<p>The most of each kind, whenever it is held, and the peak of all together.</p>",
-        _html_table(["", *KINDS, "model states", "peak"], rows),
+        _html_table(["", *shown, "model states", "peak"], rows),
     ]
 
 
@@ -117,16 +121,16 @@ def _measured(measured: Measured | None) -> list[str]:
     ]
 
 
-def _compared(measured: Measured | None, predicted: Estimate | None) -> list[str]:
-    if not measured or predicted is None or "step" not in measured:
+def _compared(held: Mapping[str, int] | None, predicted: Estimate | None) -> list[str]:
+    if not held or predicted is None:
         return []
     rows: list[Row] = []
     for kind in RESTING:
-        foreseen, held = predicted.resting[kind], measured["step"].get(kind, 0)
-        if foreseen or held:
-            rows.append([kind, foreseen, held, held - foreseen])
+        foreseen, found = predicted.resting[kind], held.get(kind, 0)
+        if foreseen or found:
+            rows.append([kind, foreseen, found, found - foreseen])
     return [
-        "<h2>Predicted and measured, between steps</h2>",
+        "<h2>Predicted and measured, between steps, on one rank</h2>",
         _html_table(["", "predicted", "measured", "difference"], rows, exact=True),
     ]
 
@@ -175,7 +179,8 @@ body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 62rem; marg
 h1 { font-size: 1.7rem; } h2 { font-size: 1.2rem; margin: 2.2rem 0 .4rem; }
 figure { margin: .5rem 0; } figure svg { width: 100%; height: auto; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right; }
+th, td { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right;
+         white-space: nowrap; }
 th:first-child { text-align: left; } tr:first-child th { border-bottom: 2px solid #888; }
 </style></head><body><h1>Memory of a rank</h1>
 {content}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -56,6 +57,11 @@ class Subject:
             raise ValueError(
                 f"Expected a precision among {', '.join(map(repr, RECIPES))}, got {precision!r}."
             )
+        if batch is not None and device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(
+                "Activations on 'cuda' are counted where torch finds a CUDA device, for its kernels"
+                " decide what they keep. Leave `batch` out, or count them as on the 'cpu'."
+            )
         self.precision = precision
         self.recipe = RECIPES[precision]
         self.batch, self.step, self.device = batch, step, device
@@ -76,6 +82,17 @@ class Subject:
         self._optimizers = _optimizers(self.module, parameters, optimizer)
         self._own: dict[int, Parameter] = {}
         self._stretches: dict[bool, list[Stretch]] = {}
+
+    @property
+    def has_activations(self) -> bool:
+        """Whether there is a batch to count activations with."""
+        return self.batch is not None
+
+    def checkpointed(self) -> Subject:
+        """The same with activation checkpointing."""
+        other = copy.copy(self)
+        other.checkpointing, other._stretches = True, {}
+        return other
 
     @classmethod
     def of_engine(
@@ -140,7 +157,7 @@ class Subject:
         resting["states"] = sum(state_of(p).of(p.numel()) for p in trainable)
         resting["buffers"] = self._buffers
         # Beside the gradients DDP keeps buckets of the same size, which it sends.
-        passing = {"gathered": 0, "unreduced": grads}
+        passing = {"gathered": 0, "unreduced": grads if self.module is not None else 0}
         found = [
             Moment(
                 stretch.unit or "",

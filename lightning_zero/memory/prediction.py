@@ -127,7 +127,7 @@ def estimate_of(subject: Subject, stage: int, world_size: int, **settings: Any) 
         subject.precision,
         subject.num_parameters,
         has_units=subject.module is not None,
-        has_activations=subject.batch is not None,
+        has_activations=subject.has_activations,
         moments=tuple(subject.moments(stage, world_size, **settings)),
     )
 

@@ -1,0 +1,118 @@
+"""``lightning-zero estimate``: the estimate on the command line."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_zero.memory.advice import advise
+from lightning_zero.memory.prediction import Estimate, compare
+from lightning_zero.memory.report import write_report
+from lightning_zero.memory.size import parse_bytes
+from lightning_zero.memory.source import (
+    find_model,
+    model_of_config,
+    parse_arguments,
+    parse_batch,
+    read_config,
+)
+from lightning_zero.memory.subject import Subject
+from lightning_zero.memory.tables import estimate_table
+from lightning_zero.plan import RECIPES
+
+_EXAMPLES = """examples:
+  lightning-zero estimate 10B --ranks 8 64 --precision bf16-mixed --device-memory 80GB
+  lightning-zero estimate examples/train_gpt.py:GPT --args width=1024 depth=24 \\
+      --optimizer adamw --batch "int64[8,129]" --ranks 4
+  lightning-zero estimate examples/zero3.yaml --model examples/train_gpt.py:GPT --optimizer adamw
+  lightning-zero estimate path/to/hugging_face_model --ranks 8 \\
+      --batch "input_ids=int64[1,2048]" "labels=int64[1,2048]"
+"""
+
+
+def add_estimate_command(commands: Any) -> None:
+    """Add ``estimate`` to the commands."""
+    parser = commands.add_parser(
+        "estimate",
+        help="bytes per rank of a model, by kind and stage, before it runs",
+        description="Bytes per rank of a model, by kind and stage, before it runs.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "source",
+        help="a number of parameters, package.module:Class, file.py:Class, a LightningCLI"
+        " configuration, or a Hugging Face configuration",
+    )
+    parser.add_argument("--args", nargs="*", default=[], help="name=value that the class takes")
+    parser.add_argument("--model", help="the class, if the configuration does not name it")
+    parser.add_argument("--stages", nargs="+", type=int, help="by default 0 (DDP) 1 2 3")
+    parser.add_argument("--ranks", nargs="+", type=int, help="by default 8")
+    parser.add_argument("--precision", choices=list(RECIPES), help="as in the Trainer")
+    parser.add_argument("--optimizer", help="a name of torch.optim")
+    parser.add_argument("--batch", nargs="*", default=[], help='one rank\'s: "int64[4,128]"')
+    parser.add_argument("--activation-checkpointing", action="store_true")
+    parser.add_argument("--accumulate-grad-batches", type=int, default=1)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--device-memory", help="such as 80GB, to be told what fits")
+    parser.add_argument("--report", type=Path, help="a folder for memory.json and memory.html")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the estimate that ``options`` ask for; returns the exit code."""
+    arguments, source = parse_arguments(options.args), options.source
+    config: dict[str, Any] = {}
+    if Path(source).suffix in (".yaml", ".yml"):
+        config = read_config(Path(source))
+        source, named = model_of_config(config, options.model)
+        arguments = {**named, **arguments}
+    trainer = config.get("trainer") or {}
+    subject = Subject(
+        find_model(source, arguments),
+        precision=options.precision or str(trainer.get("precision") or "32-true"),
+        optimizer=options.optimizer,
+        batch=parse_batch(options.batch),
+        checkpointing=options.activation_checkpointing,
+        device=torch.device(options.device),
+    )
+    settings = {"num_microbatches": options.accumulate_grad_batches}
+    ranks = options.ranks or [_ranks_of(trainer) or 8]
+    found = compare(subject, options.stages or (0, 1, 2, 3), ranks, **settings)
+    print("\n\n".join(_texts(subject, found)))
+    limit = parse_bytes(options.device_memory) if options.device_memory else None
+    if limit is not None:
+        print(f"\n{advise(subject, found, limit, **settings)}")
+    if options.report is not None:
+        print(f"\n{_report(options.report, found, limit)}")
+    return 0
+
+
+def _texts(subject: Subject, found: list[Estimate]) -> list[str]:
+    missing = [] if found[0].has_units else ["gathered and unreduced units"]
+    missing += [] if subject.has_activations else ["activations"]
+    head = f"{subject.num_parameters:,} parameters, {subject.precision}"
+    if missing:
+        head += f" (not counted: {', '.join(missing)})"
+    worlds = dict.fromkeys(estimate.world_size for estimate in found)
+    return [head, *(estimate_table([e for e in found if e.world_size == w]) for w in worlds)]
+
+
+def _report(folder: Path, found: list[Estimate], limit: int | None) -> Path:
+    largest = max(estimate.world_size for estimate in found)
+    own = [estimate for estimate in found if estimate.world_size == largest]
+    return write_report(
+        folder,
+        predicted=max(own, key=lambda estimate: estimate.stage),
+        stages=own,
+        scaling=found if len(found) > len(own) else (),
+        device_memory=limit,
+    )
+
+
+def _ranks_of(trainer: dict[str, Any]) -> int | None:
+    devices, nodes = trainer.get("devices"), trainer.get("num_nodes") or 1
+    return devices * nodes if isinstance(devices, int) and devices > 0 else None
