@@ -376,21 +376,25 @@ class Engine:
         else:
             self._enter()
         unit.has_run = True
+        call = object()
+        unit.calling.append(call)
         self._need(unit, is_backward=is_recompute)
         if not torch.is_grad_enabled():
             return
         self._hook_grads(unit)
         inputs = list(_with_grad((args, kwargs)))
-        unit.has_inner_inputs |= bool(inputs)
+        unit.has_inputs |= bool(inputs)
         # A leaf's gradient may be complete before the unit's own graph is, so it tells nothing.
         inner = [tensor for tensor in inputs if not tensor.is_leaf]
         if inner:
-            register_multi_grad_hook(
-                inner, functools.partial(self._after_backward, unit), mode="all"
-            )
+            hook = functools.partial(self._after_backward, unit, call)
+            register_multi_grad_hook(inner, hook, mode="all")
+        if inputs:
+            unit.awaited.add(call)
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-        wants_grad = torch.is_grad_enabled() and self._watch_outputs(unit, output)
+        call = unit.calling.pop()
+        wants_grad = torch.is_grad_enabled() and self._watch_outputs(unit, call, output)
         if _in_graph_task():
             return
         if any(unit.holds(tensor) for tensor in tensors_in(output)):
@@ -404,14 +408,14 @@ class Engine:
             unit.reshard()
         self._leave(output)
 
-    def _watch_outputs(self, unit: Unit, output: Any) -> bool:
+    def _watch_outputs(self, unit: Unit, call: object, output: Any) -> bool:
         """Make the first gradient of an output unshard the unit; whether there can be one."""
         outputs = [tensor for tensor in _with_grad(output) if tensor.grad_fn is not None]
         if not outputs:
             return False
         # A hook on a view is lost when the view is changed in place; one on its base stays.
         bases = [tensor._base for tensor in outputs if tensor._base is not None]
-        hook = functools.partial(self._before_backward, unit)
+        hook = functools.partial(self._before_backward, unit, call)
         register_multi_grad_hook([*outputs, *_with_grad(bases)], hook, mode="any")
         return True
 
@@ -447,19 +451,22 @@ class Engine:
         # and a plain `loss.backward()` in user code has nobody else to tell us.
         torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
-    def _before_backward(self, unit: Unit, _: Tensor) -> None:
+    def _before_backward(self, unit: Unit, call: object, _: Tensor) -> None:
         self._begin_backward()
+        unit.in_backward.add(call)
         self._need(unit, is_backward=True)
         if torch.is_grad_enabled():
             # create_graph: the graph of this backward saves the weights, and no event tells when
             # its own backward will want them.
             unit.is_pinned = True
 
-    def _after_backward(self, unit: Unit, _: Any) -> None:
-        unit.is_passed = True
+    def _after_backward(self, unit: Unit, call: object, _: Any) -> None:
+        unit.end_call(call)
         if self._reduces_now:
             self._turns.advance()
-        unit.reshard()
+        # A unit that is called with its own output begins one backward before it ends another.
+        if not unit.in_backward:
+            unit.reshard()
 
     def _on_grad(self, unit: Unit, bundle: Bundle, index: int, _: Tensor) -> None:
         self._begin_backward()
@@ -469,7 +476,7 @@ class Engine:
         if self._reduces_now:
             self._turns.advance()
         # A frozen weight may still be wanted for the gradient of something before it.
-        if unit is not self.root and unit.is_trainable and not unit.has_inner_inputs:
+        if unit is not self.root and unit.is_trainable and not unit.has_inputs:
             unit.reshard()
 
     def _finish_backward(self) -> None:
@@ -479,7 +486,7 @@ class Engine:
             self._turns.finish()
         self.comm.release_scratch()
         for unit in self.units:
-            unit.has_inner_inputs = False
+            unit.forget_calls()
         if self._depth == 0:
             self._close_step()
             return

@@ -320,8 +320,10 @@ class Unit:
         state: Where its whole weights are.
         is_pinned: Whether they stay whole to the end of the step.
         has_run: Whether this rank used the weights in this step.
-        has_inner_inputs: Whether the backward may go on to an input after the last weight.
-        is_passed: Whether it has, so that no more gradients are expected.
+        has_inputs: Whether its backward may go on to an input after the last weight.
+        calling: The calls of its forward that run now, the innermost last.
+        awaited: The calls whose backward has not ended.
+        in_backward: The calls whose backward has begun and not ended.
         is_trainable: Whether every parameter wants a gradient in this backward pass.
         wants_grads: Whether any does.
     """
@@ -341,8 +343,11 @@ class Unit:
         self.state = State.WHOLE
         self.is_pinned = False
         self.has_run = False
-        self.has_inner_inputs = False
-        self.is_passed = False
+        self.has_inputs = False
+        self.calling: list[object] = []
+        self.awaited: set[object] = set()
+        self.in_backward: set[object] = set()
+        self._has_ended = False
         self._is_idle = False
         self._lent: list[Buffer] = []
         self._owner = owner
@@ -363,6 +368,11 @@ class Unit:
     def gives_weights_back(self) -> bool:
         """Whether whole weights are released after use."""
         return any(bundle.plan.gives_weights_back for bundle in self.bundles)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the weights are all here."""
+        return self.state is State.WHOLE
 
     @property
     def label(self) -> str:
@@ -465,7 +475,8 @@ class Unit:
     def abandon(self) -> None:
         """Give up whatever is under way; weights and gradients in flight are dropped."""
         self.is_pinned = False
-        self.has_inner_inputs = False
+        self.calling = []
+        self.forget_calls()
         try:
             self.wait_if_in_flight()
             self.finish_reduce()
@@ -489,12 +500,27 @@ class Unit:
 
     def expect(self) -> None:
         """Begin a backward pass: note how many gradients are wanted."""
-        self.is_passed = False
         for bundle in self.bundles:
             bundle.arrived = [False] * len(bundle.parameters)
         wants = [p.requires_grad for bundle in self.bundles for p in bundle.parameters]
         self._num_missing = sum(wants)
         self.is_trainable, self.wants_grads = all(wants), any(wants)
+
+    def forget_calls(self) -> None:
+        """End a backward pass: nothing that came before it is waited for."""
+        self.has_inputs = self._has_ended = False
+        self.awaited, self.in_backward = set(), set()
+
+    def end_call(self, call: object) -> None:
+        """Note that the backward of a call has ended."""
+        self.awaited.discard(call)
+        self.in_backward.discard(call)
+        self._has_ended = True
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether the backward of every call has ended, so that no gradient is expected."""
+        return self._has_ended and not self.awaited
 
     def take_grad(self, bundle: Bundle, index: int) -> None:
         """Take in a gradient that autograd just finished."""
