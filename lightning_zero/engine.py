@@ -555,7 +555,7 @@ class Engine:
             self._close_step()
         for unit in self.units:
             if id(unit) in stepped and unit.state is not State.RESTING:
-                unit.refresh()
+                unit.refresh(only_reduced=True)
 
     # -- whole parameters ------------------------------------------------------------------------
 

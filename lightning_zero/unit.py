@@ -390,11 +390,15 @@ class Unit:
         if self.state is State.RESTING:
             self._gather()
 
-    def refresh(self) -> None:
-        """Start to bring whole weights up to date with a master that was stepped."""
+    def refresh(self, *, only_reduced: bool = False) -> None:
+        """Start to bring whole weights up to date with masters that have changed.
+
+        Args:
+            only_reduced: Leave out bundles that never had a gradient, which no optimizer steps.
+        """
         self.wait()
         self.guard()
-        self._gather()
+        self._gather(only_reduced=only_reduced)
 
     def idle(self) -> None:
         """Keep whole weights for a later need, but notice whoever else uses them."""
@@ -415,9 +419,13 @@ class Unit:
             bundle.guard(self._owner)
 
     @torch.no_grad()
-    def _gather(self) -> None:
+    def _gather(self, *, only_reduced: bool = False) -> None:
         with record_function(f"zero.unshard {self._label}"):
-            self._works = [bundle.gather(self._label, tag) for tag, bundle in self.tags()]
+            self._works = [
+                bundle.gather(self._label, tag)
+                for tag, bundle in self.tags()
+                if not only_reduced or bundle.grad is not None
+            ]
             self.state = State.IN_FLIGHT
 
     def wait(self) -> None:
