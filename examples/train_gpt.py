@@ -269,15 +269,20 @@ class Sample(Callback):
 
 
 class MemoryTable(Callback):
-    """Prints the bytes that rank 0 holds, beside those it would hold under DDP.
+    """Prints the most bytes of each kind that rank 0 held, beside those that DDP would hold.
 
-    The first column is empty under a strategy that does not count its bytes.
+    The first column is empty under a strategy that does not count its bytes. Neither column counts
+    activations, nor the second one the buckets in which DDP sends gradients.
     """
 
-    KINDS = ("weights", "gradients", "master", "states", "gathered")
+    KINDS = ("weights", "gathered", "gradients", "unreduced", "master", "states", "buffers")
 
     def __init__(self) -> None:
         self.held: dict[str, int] = {}
+        self.total = 0
+
+    def on_before_backward(self, trainer: Trainer, module: GPT, loss: Tensor) -> None:
+        self._measure(trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, module: GPT, optimizer: object) -> None:
         self._measure(trainer)
@@ -286,22 +291,25 @@ class MemoryTable(Callback):
         self._measure(trainer)
         ddp = self._under_ddp(module)
         rows = [(kind, self.held.get(kind), ddp[kind]) for kind in self.KINDS]
-        rows.append(("peak", sum(self.held.values()) or None, sum(ddp.values())))
-        module.print(f"{'bytes per rank':<16}{'this run':>14}{'ddp':>14}")
+        rows = [row for row in rows if any(row[1:])]
+        rows.append(("at any moment", self.total or None, sum(ddp.values())))
+        module.print(f"{'bytes, at most':<16}{'this run':>14}{'ddp':>14}")
         for kind, held, under_ddp in rows:
             module.print(f"{kind:<16}{'' if held is None else f'{held:,}':>14}{under_ddp:>14,}")
 
     def _measure(self, trainer: Trainer) -> None:
-        """Keep the most that was seen of each kind."""
         if hasattr(trainer.strategy, "memory"):
             now = trainer.strategy.memory()
-            self.held = {k: max(self.held.get(k, 0), now.get(k, 0)) for k in self.KINDS}
+            self.held = {kind: max(self.held.get(kind, 0), now[kind]) for kind in self.KINDS}
+            self.total = max(self.total, sum(now.values()))
 
     def _under_ddp(self, module: GPT) -> dict[str, int]:
-        """Whole weights, whole gradients and Adam's two averages, all in fp32."""
-        num_parameters = sum(p.numel() for p in module.parameters())
-        sizes = {"weights": 4, "gradients": 4, "states": 8}
-        return {kind: sizes.get(kind, 0) * num_parameters for kind in self.KINDS}
+        """Whole weights, whole gradients, and Adam's two averages and step counts, all in fp32."""
+        sizes = [p.numel() for p in module.parameters()]
+        states = sum(8 * size + 4 for size in sizes)
+        buffers = sum(buffer.nbytes for buffer in module.buffers())
+        known = {"weights": 4 * sum(sizes), "gradients": 4 * sum(sizes), "states": states}
+        return {kind: {**known, "buffers": buffers}.get(kind, 0) for kind in self.KINDS}
 
 
 class CLI(LightningCLI):

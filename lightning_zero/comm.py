@@ -22,8 +22,9 @@ Only this room knows one backend from another. There are three ways, chosen once
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -32,11 +33,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.buffer import lasting_tensors
-from lightning_zero.window import Address, Window, are_supported, map_window
+from lightning_zero.ledger import Ledger
+from lightning_zero.window import Address, Window, are_supported
 
 # torch 2.13 renamed the two and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+MESSAGE_BYTES = 16 * 2**20
+"""The most that ``collect`` holds at a time."""
 
 
 class Work(Protocol):
@@ -65,35 +70,20 @@ class Shared(NamedTuple):
 
     own: Tensor
     everybodys: list[Tensor] | None = None
-    window: Window | None = None
 
     def sharded(self, world_size: int, rank: int) -> Shared:
         """The shards in what was shared whole: each rank's own part of its own."""
         shards = None
         if self.everybodys is not None:
             shards = [whole.view(world_size, -1)[r] for r, whole in enumerate(self.everybodys)]
-        return Shared(self.own.view(world_size, -1)[rank], shards, self.window)
+        return Shared(self.own.view(world_size, -1)[rank], shards)
 
 
-class ReduceBuffer:
-    """A unit's gradients before their reduction.
+class ReduceBuffer(NamedTuple):
+    """A unit's unreduced gradients, ``[world_size * n]``; in a window if peers read it."""
 
-    Attributes:
-        tensor: ``[world_size * n]``.
-        window: Set if peers read it in place.
-        generation: How often peers were asked to.
-    """
-
-    def __init__(self, tensor: Tensor, window: Window | None) -> None:
-        self.tensor = tensor
-        self.window = window
-        self.generation = 0
-
-    def is_read_by_all(self, rank: int) -> bool:
-        """Whether every rank but ``rank``, the owner, has read it as often as it was asked to."""
-        assert self.window is not None
-        readers = self.window.readers.tolist()
-        return all(seen == self.generation for peer, seen in enumerate(readers) if peer != rank)
+    tensor: Tensor
+    window: Window | None = None
 
 
 class Comm:
@@ -102,15 +92,14 @@ class Comm:
     Attributes:
         rank: This process's number in the group.
         world_size: Number of ranks.
-        sent: Elements that this rank has sent, by unit and verb; the ledger.
+        ledger: What this rank has sent.
     """
 
     def __init__(
         self, device: torch.device, *, direct: bool | None = None, windows: bool | None = None
     ) -> None:
         self.device = device
-        self.sent: Counter[tuple[str, str]] = Counter()
-        self.sent_bytes: Counter[tuple[str, str]] = Counter()
+        self.ledger = Ledger()
         self.rank, self.world_size = 0, 1
         self._control: Any = None
         self._gather_group: Any = None
@@ -118,8 +107,10 @@ class Comm:
         self._direct = True
         self._has_windows = False
         self._scratch: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        self._free_windows: dict[tuple[int, torch.dtype], list[ReduceBuffer]] = {}
-        self._peer_windows: dict[Address, tuple[Tensor, Tensor]] = {}
+        self._free_windows: list[Window] = []
+        self._peer_windows: dict[Address, Window] = {}
+        self._capacity = 0
+        self._lent_bytes = 0
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             on_gloo = dist.get_backend() == "gloo"
@@ -134,21 +125,24 @@ class Comm:
             if may_share and windows is not False:
                 self._has_windows = self._can_see_peers()
 
+    @property
+    def sent(self) -> Counter[tuple[str, str]]:
+        """Elements that this rank has sent since the start, by unit and verb."""
+        return Counter({key: sent.elements for key, sent in self.ledger.total.items()})
+
     def _can_see_peers(self) -> bool:
         """Whether every rank can map every other's memory."""
         sees_all = are_supported()
-        window = Window(1, torch.int64, self.world_size) if sees_all else None
+        window = Window.create(8, self.world_size) if sees_all else None
         if window is not None:
-            window.tensor.fill_(self.rank + 1)
+            window.view(1, torch.int64).fill_(self.rank + 1)
         for rank, address in enumerate(self.gather_objects(window and window.address)):
             try:
-                sees_all = sees_all and self._map(address, torch.int64)[0].item() == rank + 1
+                seen = Window.open(address, self.world_size).view(1, torch.int64) if sees_all else 0
+                sees_all = sees_all and int(seen) == rank + 1
             except (OSError, RuntimeError):
                 sees_all = False
         return all(self.gather_objects(sees_all))
-
-    def _map(self, address: Address, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return map_window(address, dtype, self.world_size)
 
     # -- memory that peers read ------------------------------------------------------------------
 
@@ -157,13 +151,13 @@ class Comm:
         if not self._has_windows:
             with lasting_tensors():
                 return Shared(torch.empty(numel, dtype=dtype, device=self.device))
-        window = Window(numel, dtype, self.world_size)
+        window = Window.create(numel * dtype.itemsize, self.world_size)
         everybodys = [
-            window.tensor if rank == self.rank else self._map(address, dtype)[0]
+            (window if rank == self.rank else Window.open(address, self.world_size))
             for rank, address in enumerate(self.gather_objects(window.address))
         ]
         self.fence()
-        return Shared(window.tensor, everybodys, window)
+        return Shared(window.view(numel, dtype), [peer.view(numel, dtype) for peer in everybodys])
 
     def fence(self) -> None:
         """Wait until every rank is here, if ranks read each other's memory.
@@ -202,14 +196,16 @@ class Comm:
         """Memory for a unit's gradients before their reduction; its content is undefined."""
         if not self._has_windows:
             with lasting_tensors():
-                return ReduceBuffer(torch.empty(numel, dtype=dtype, device=self.device), None)
-        free = self._free_windows.setdefault((numel, dtype), [])
-        for index, buffer in enumerate(free):
-            if buffer.is_read_by_all(self.rank):
-                return free.pop(index)
+                return ReduceBuffer(torch.empty(numel, dtype=dtype, device=self.device))
+        # One size for all, the largest seen: pages that nobody touches cost nothing.
+        self._capacity = max(self._capacity, numel * dtype.itemsize)
+        for window in self._free_windows:
+            if window.capacity == self._capacity and window.is_read_by_all(self.rank):
+                self._free_windows.remove(window)
+                return ReduceBuffer(window.view(numel, dtype), window)
         # Never wait for a reader here: it may be a rank that itself waits for us.
-        window = Window(numel, dtype, self.world_size)
-        return ReduceBuffer(window.tensor, window)
+        window = Window.create(self._capacity, self.world_size)
+        return ReduceBuffer(window.view(numel, dtype), window)
 
     def reduce(self, partial: ReduceBuffer, out: Tensor, *, unit: str, tag: int) -> Work:
         """Start to write the sum of all ranks' summands of this rank's shard to ``out`` (``[n]``).
@@ -239,38 +235,36 @@ class Comm:
 
     def _reduce_by_windows(self, partial: ReduceBuffer, out: Tensor, tag: int) -> Work:
         """Tell peers where the buffer is; when theirs are full, sum over them and say so."""
-        assert partial.window is not None
-        partial.generation += 1
-        mine = torch.tensor([*partial.window.address, partial.generation])
+        own, numel, dtype = partial.window, partial.tensor.numel(), partial.tensor.dtype
+        assert own is not None
+        own.num_published += 1
+        mine = torch.tensor([*own.address, own.num_published])
         theirs = {peer: torch.empty_like(mine) for peer in self._sources()}
         receives = [dist.irecv(box, peer, tag=4 * tag + 2) for peer, box in theirs.items()]
         sends = [dist.isend(mine, peer, tag=4 * tag + 2) for peer in self._targets()]
-        summands = {self.rank: partial.tensor}
 
         def add_up() -> None:
-            seen = []
-            for peer, token in theirs.items():
-                *address, generation = token.tolist()
-                summands[peer], readers = self._peer_window(Address(*address), partial.tensor.dtype)
-                seen.append((readers, generation))
-            parts = [summands[rank].view(self.world_size, -1) for rank in range(self.world_size)]
-            _sum_into(out, [part[self.rank] for part in parts])
-            for readers, generation in seen:
-                readers[self.rank] = generation
-            key = (partial.tensor.numel(), partial.tensor.dtype)
-            self._free_windows.setdefault(key, []).append(partial)
+            tokens = {peer: box.tolist() for peer, box in theirs.items()}
+            windows = {peer: self._peer_window(Address(*t[:-1])) for peer, t in tokens.items()}
+            summands = [
+                windows.get(rank, own).view(numel, dtype).view(self.world_size, -1)[self.rank]
+                for rank in range(self.world_size)
+            ]
+            _sum_into(out, summands)
+            for peer, window in windows.items():
+                window.readers[self.rank] = tokens[peer][-1]
+            self._free_windows.append(own)
 
         return _Pending(_started(receives, sends), add_up)
 
-    def _peer_window(self, address: Address, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _peer_window(self, address: Address) -> Window:
         if address not in self._peer_windows:
-            self._peer_windows[address] = self._map(address, dtype)
+            self._peer_windows[address] = Window.open(address, self.world_size)
         return self._peer_windows[address]
 
     def _note(self, unit: str, verb: str, whole: Tensor) -> None:
         numel = whole.numel() // self.world_size * (self.world_size - 1)
-        self.sent[unit, verb] += numel
-        self.sent_bytes[unit, verb] += numel * whole.element_size()
+        self.ledger.note(unit, verb, numel, whole.element_size())
 
     def _reduce_by_backend(self, buffer: Tensor, out: Tensor) -> Work:
         if out.dtype == buffer.dtype:
@@ -286,26 +280,35 @@ class Comm:
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
     def _borrow(self, like: Tensor) -> Tensor:
+        self._lent_bytes += like.nbytes
         free = self._scratch.get((like.numel(), like.dtype))
         return free.pop() if free else torch.empty_like(like)
 
     def _give_back(self, scratch: Tensor) -> None:
+        self._lent_bytes -= scratch.nbytes
         self._scratch.setdefault((scratch.numel(), scratch.dtype), []).append(scratch)
+
+    def release_windows(self) -> None:
+        """Free the reduce buffers of past backwards; behind a fence, when all are read."""
+        self._free_windows = [w for w in self._free_windows if w.capacity == self._capacity]
+        for window in self._free_windows:
+            window.release()
 
     def release_scratch(self) -> None:
         """Free the receive buffers that a backward pass reused."""
         self._scratch.clear()
+        self._lent_bytes = 0
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of receive and reduce buffers kept for reuse."""
+        """Bytes of receive and reduce buffers, in use or kept for reuse."""
         boxes = sum(tensor.nbytes for free in self._scratch.values() for tensor in free)
-        return boxes + self.window_bytes
+        return boxes + self._lent_bytes + self.window_bytes
 
     @property
     def window_bytes(self) -> int:
         """Bytes of reduce buffers that peers can read, kept for reuse."""
-        return sum(b.tensor.nbytes for free in self._free_windows.values() for b in free)
+        return sum(window.touched_bytes for window in self._free_windows)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite ``tensor`` with rank 0's."""
@@ -344,6 +347,35 @@ class Comm:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self._control)
         return values
+
+    def collect(self, part: Tensor, sizes: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """Bring every rank's bytes to rank 0, one message at a time.
+
+        Args:
+            part: This rank's bytes ``[n]``, on any device.
+            sizes: How many bytes each rank has.
+
+        Yields:
+            On rank 0 ``(peer, bytes)`` in the order of the ranks; the bytes are overwritten by the
+            next ones. Nothing on other ranks.
+        """
+        if self.rank:
+            for chunk in torch.split(part, MESSAGE_BYTES) if part.numel() else ():
+                dist.send(chunk.to("cpu"), 0, group=self._control)
+            return
+        yield from ((0, chunk) for chunk in torch.split(part, MESSAGE_BYTES) if part.numel())
+        for peer in range(1, self.world_size):
+            for start in range(0, sizes[peer], MESSAGE_BYTES):
+                chunk = torch.empty(min(MESSAGE_BYTES, sizes[peer] - start), dtype=torch.uint8)
+                dist.recv(chunk, peer, group=self._control)
+                yield peer, chunk
+
+    def apart(self) -> Comm:
+        """The same ranks on a channel of its own, for small talk in another thread."""
+        other = copy.copy(self)
+        if self.world_size > 1:
+            other._control = dist.new_group(backend="gloo")
+        return other
 
     def is_whole(self, timeout: timedelta) -> bool:
         """Whether every rank is still here and calls this too, within ``timeout``."""

@@ -35,7 +35,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +49,8 @@ from lightning_zero.comm import Comm
 from lightning_zero.piece import Piece
 from lightning_zero.plan import PLACEMENTS, RECIPES, Plan, Recipe
 from lightning_zero.schedule import Need, Schedule
-from lightning_zero.turns import Turns
 from lightning_zero.tensors import tensors_in
+from lightning_zero.turns import Turns
 from lightning_zero.unit import Bundle, State, Unit
 from lightning_zero.wrap import UnitPolicy, assign_parameters, find_units
 
@@ -101,6 +101,54 @@ class Settings:
         )
 
 
+class BundleDraft(NamedTuple):
+    """The parameters of a bundle, before it has memory, and their plan."""
+
+    named: list[tuple[str, Parameter]]
+    plan: Plan
+
+
+class UnitDraft(NamedTuple):
+    """A unit before it has memory; also of a module on ``meta``."""
+
+    name: str
+    module: nn.Module
+    bundles: list[BundleDraft]
+
+
+def draft_units(module: nn.Module, settings: Settings) -> list[UnitDraft]:
+    """How ``settings`` cut ``module`` into units and bundles; the root comes last."""
+    modules = find_units(module, settings.units)
+    assigned = assign_parameters(module, modules)
+    # The root comes last: a tied parameter is loaded when every module that uses it has its values.
+    root_parameters = assigned.pop("")
+    uncast = _uncast_parameters(module) if settings.recipe.weight else set()
+    for named in assigned.values():
+        # A second dtype would double the unit's collectives for a handful of elements.
+        root_parameters += [(name, p) for name, p in named if id(p) in uncast]
+        named[:] = [(name, p) for name, p in named if id(p) not in uncast]
+    drafts = [
+        UnitDraft(name, modules[name], _draft_bundles(named, settings, uncast))
+        for name, named in assigned.items()
+        if named
+    ]
+    return [*drafts, UnitDraft("", module, _draft_bundles(root_parameters, settings, uncast))]
+
+
+def _draft_bundles(
+    named: Iterable[tuple[str, Parameter]], settings: Settings, uncast: set[int]
+) -> list[BundleDraft]:
+    groups: dict[tuple[torch.dtype, bool, bool], list[tuple[str, Parameter]]] = {}
+    for name, parameter in named:
+        is_cast = id(parameter) not in uncast
+        key = (parameter.dtype, parameter.requires_grad, is_cast)
+        groups.setdefault(key, []).append((name, parameter))
+    return [
+        BundleDraft(members, settings.plan(dtype, is_cast=is_cast))
+        for (dtype, _, is_cast), members in groups.items()
+    ]
+
+
 class Engine:
     """A module whose parameters live in units, and the step that they go through together.
 
@@ -130,6 +178,7 @@ class Engine:
         self._depth = 0
         self._awaits_backward = False
         self._in_backward = False
+        self._last_backward: Unit | None = None
         self._syncs = True
         self._broadcasts_next = True
         self._keeps_graph = False
@@ -144,46 +193,20 @@ class Engine:
     # -- building --------------------------------------------------------------------------------
 
     def _build_units(self) -> None:
-        modules = find_units(self.module, self.settings.units)
-        # The root comes last: a tied parameter is loaded when every module that uses it has its
-        # values.
-        assigned = assign_parameters(self.module, modules)
-        root_parameters = assigned.pop("")
-        uncast = _uncast_parameters(self.module) if self.settings.recipe.weight else set()
-        for named in assigned.values():
-            # A second dtype would double the unit's collectives for a handful of elements.
-            root_parameters += [(name, p) for name, p in named if id(p) in uncast]
-            named[:] = [(name, p) for name, p in named if id(p) not in uncast]
         owners = _owners(self.module)
-        for name, named in [*assigned.items(), ("", root_parameters)]:
-            if not named and name:
-                continue
-            module = modules[name] if name else self.module
-            meta.materialize(self.module, [owners[id(p)] for _, p in named], self.settings.device)
-            index = len(self.units)
-            unit = Unit(name, module, self._bundle(named, uncast), index, self)
+        blank = meta.Blank(self.module, self.settings.device)
+        for draft in draft_units(self.module, self.settings):
+            blank.fill(owners[id(p)] for bundle in draft.bundles for _, p in bundle.named)
+            bundles = [Bundle(bundle.named, bundle.plan, self.comm) for bundle in draft.bundles]
+            unit = Unit(draft.name, draft.module, bundles, len(self.units), self)
             self.units.append(unit)
             for bundle in unit.bundles:
-                for slot, (parameter, place) in zip(
-                    bundle.layout.slots,
-                    ((p, i) for i, p in enumerate(bundle.parameters)),
-                    strict=True,
-                ):
+                places = zip(bundle.layout.slots, bundle.parameters, strict=True)
+                for place, (slot, parameter) in enumerate(places):
                     self._places[id(parameter)] = (slot.name, unit, bundle, place)
-            if name:
+            if draft.name:
                 unit.reshard()
-        meta.materialize(self.module, self.module.modules(), self.settings.device)
-
-    def _bundle(self, named: Iterable[tuple[str, Parameter]], uncast: set[int]) -> list[Bundle]:
-        groups: dict[tuple[torch.dtype, bool, bool], list[tuple[str, Parameter]]] = {}
-        for name, parameter in named:
-            is_cast = id(parameter) not in uncast
-            key = (parameter.dtype, parameter.requires_grad, is_cast)
-            groups.setdefault(key, []).append((name, parameter))
-        return [
-            Bundle(members, self.settings.plan(dtype, is_cast=is_cast), self.comm)
-            for (dtype, _, is_cast), members in groups.items()
-        ]
+        blank.finish(functools.partial(self.gathered, modify=True))
 
     def _register_hooks(self) -> None:
         for unit in self.units[:-1]:
@@ -331,6 +354,12 @@ class Engine:
     def touch(self, parameter: Parameter) -> None:
         """Make a parameter readable outside its unit's forward, or say why it cannot be."""
         name, unit, _, _ = self._places[id(parameter)]
+        if self.is_closed:
+            raise RuntimeError(
+                f"Parameter {name!r} was left sharded when its training ended, because of"
+                " restore_weights=False or because other ranks had died. Load its values from a"
+                " checkpoint, or train with restore_weights=True."
+            )
         if self.in_step:
             unit.unshard()
             # Whoever reads it may save it for a backward of which no event tells.
@@ -387,6 +416,7 @@ class Engine:
         # A leaf's gradient may be complete before the unit's own graph is, so it tells nothing.
         inner = [tensor for tensor in inputs if not tensor.is_leaf]
         if inner:
+            unit.has_inner_inputs = True
             hook = functools.partial(self._after_backward, unit, call)
             register_multi_grad_hook(inner, hook, mode="all")
         if inputs:
@@ -423,7 +453,12 @@ class Engine:
         """Make a unit whole, and start on those that are needed after it."""
         self._schedule.record(Need(unit.index, is_backward))
         unit.unshard()
-        self._prefetch()
+        before, self._last_backward = self._last_backward, unit if is_backward else None
+        if before is None or before is unit or not before.will_be_given_back:
+            self._prefetch()
+        # Otherwise the unit whose backward just ended is still whole: its inputs' gradients are
+        # this unit's outputs', and this event comes first. Prefetching now would hold one unit
+        # more; it starts in a moment, when that one is given back.
         unit.wait()
 
     def _prefetch(self) -> None:
@@ -441,6 +476,7 @@ class Engine:
         if self._in_backward:
             return
         self._in_backward = True
+        self._last_backward = None
         self._keeps_graph = torch.is_grad_enabled()
         with torch._C.DisableTorchFunctionSubclass():
             for unit in self.units:
@@ -467,10 +503,14 @@ class Engine:
         # A unit that is called with its own output begins one backward before it ends another.
         if not unit.in_backward:
             unit.reshard()
+        if self._in_backward:
+            self._prefetch()
 
     def _on_grad(self, unit: Unit, bundle: Bundle, index: int, _: Tensor) -> None:
+        grad = bundle.pieces[index].claim_grad()
+        assert grad is not None
         self._begin_backward()
-        unit.take_grad(bundle, index)
+        unit.take_grad(bundle, index, grad)
         if not unit.is_complete:
             return
         if self._reduces_now:
@@ -529,17 +569,22 @@ class Engine:
         self._point(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            self.comm.fence()
+            self._begin_writing()
             return args, kwargs
 
         def fenced() -> Any:
             result = closure()
             self._point(optimizer)
-            self.comm.fence()
+            self._begin_writing()
             return result
 
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
         return args[:1], {**rest, "closure": fenced}
+
+    def _begin_writing(self) -> None:
+        """Wait until no rank reads this one's masters or reduce buffers any more."""
+        self.comm.fence()
+        self.comm.release_windows()
 
     def _after_step(self, optimizer: Optimizer) -> None:
         """Bring weights up to date with the masters that ``optimizer`` stepped."""
@@ -556,6 +601,7 @@ class Engine:
         for unit in self.units:
             if id(unit) in stepped and unit.state is not State.RESTING:
                 unit.refresh(only_reduced=True)
+        self.comm.ledger.end_step()
 
     # -- whole parameters ------------------------------------------------------------------------
 
@@ -723,13 +769,13 @@ def _in_graph_task() -> bool:
 
 
 def _owners(module: nn.Module) -> dict[int, nn.Module]:
-    """The module that holds each parameter, by the parameter's id."""
-    return {
-        id(p): owner
-        for owner in module.modules()
-        for p in owner._parameters.values()
-        if p is not None
-    }
+    """The first module that holds each parameter, by the parameter's id."""
+    owners: dict[int, nn.Module] = {}
+    for owner in module.modules():
+        for parameter in owner._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), owner)
+    return owners
 
 
 def _uncast_parameters(module: nn.Module) -> set[int]:

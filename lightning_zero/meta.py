@@ -1,45 +1,116 @@
-"""Models that were built on the ``meta`` device get their memory one unit at a time."""
+"""Models that were built on the ``meta`` device get their memory one unit at a time.
+
+Values come from a module's ``reset_parameters()``, then from the ``_init_weights(module)`` of the
+nearest module around it that has one (the convention of Transformers). Children come before their
+parents, as in ``Module.apply``: a parent's ``_init_weights`` may give its children's weights other
+values (GPT-2 scales the projections of its residual stream so, T5 all of its matrices).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
+from torch.nn import Parameter
+
+Gathered = Callable[[list[Parameter]], AbstractContextManager[None]]
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def materialize(root: nn.Module, modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Give memory and initial values to the meta parameters and buffers that ``modules`` own.
+class Blank:
+    """The modules of a model whose tensors are on the meta device.
 
-    Values come from the module's ``reset_parameters()``, then from the ``_init_weights(module)`` of
-    the nearest module around it that has one (the convention of Transformers).
-
-    Raises:
-        ValueError: A module owns meta tensors and has neither.
+    Args:
+        root: The model.
+        device: Where its tensors will be.
     """
-    initializers = dict(_initializers(root))
-    for module in modules:
-        if not _owns_meta(module):
-            continue
-        reset = getattr(module, "reset_parameters", None)
-        initialize = initializers.get(id(module))
-        if reset is None and initialize is None:
+
+    def __init__(self, root: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._initializers = dict(_initializers(root))
+        self._modules = [module for module in _upwards(root) if _has_meta(module)]
+        # Modules without tensors of their own, all of whose parameters are still to come.
+        self._parents = {
+            id(module): {id(p) for p in module.parameters()}
+            for module in self._modules
+            if id(module) in self._initializers
+            and not isinstance(module, _CONTAINERS)
+            and not _owns_meta(module)
+            and all(p.is_meta for p in module.parameters())
+        }
+
+    def fill(self, owners: Iterable[nn.Module]) -> None:
+        """Give memory and initial values to what ``owners`` hold themselves.
+
+        Raises:
+            ValueError: One of them holds meta tensors and nothing gives them values.
+        """
+        wanted = {id(module) for module in owners}
+        fresh = [m for m in self._modules if id(m) in wanted and _owns_meta(m)]
+        for module in fresh:
+            self._check(module)
+            _allocate(module, self._device)
+        have = {id(p) for module in fresh for p in module._parameters.values()}
+        complete = {key for key, parts in self._parents.items() if parts <= have}
+        for module in self._modules:
+            if id(module) in complete or any(module is other for other in fresh):
+                self._initialize(module)
+                self._parents.pop(id(module), None)
+
+    def finish(self, gathered: Gathered) -> None:
+        """Give values to what is left: buffers, and children that lie in several units.
+
+        Args:
+            gathered: A context in which parameters are whole, and edits of them are kept.
+        """
+        for module in self._modules:
+            has_buffers = _owns_meta(module)
+            if not has_buffers and id(module) not in self._parents:
+                continue
+            if has_buffers:
+                self._check(module)
+                _allocate(module, self._device)
+            children = [p for child in module.children() for p in child._parameters.values()]
+            with gathered([p for p in children if p is not None]):
+                self._initialize(module)
+
+    def _check(self, module: nn.Module) -> None:
+        if _reset_of(module) is None and id(module) not in self._initializers:
             raise ValueError(
                 f"A module of class {type(module).__name__} was built on the meta device, but has"
                 " no `reset_parameters()` that would give its tensors values. Add one, or build the"
                 " model on the CPU."
             )
-        _allocate(module, device)
-        with torch.no_grad():
-            if callable(reset):
-                reset()
-            if initialize is not None:
-                initialize._init_weights(module)  # type: ignore[operator]
+
+    @torch.no_grad()
+    def _initialize(self, module: nn.Module) -> None:
+        reset = _reset_of(module)
+        if reset is not None and id(module) not in self._parents:
+            reset()
+        initializer = self._initializers.get(id(module))
+        if initializer is not None:
+            initializer._init_weights(module)  # type: ignore[operator]
+
+
+def _reset_of(module: nn.Module) -> Callable[[], None] | None:
+    # `MultiheadAttention` has only the private name.
+    for name in ("reset_parameters", "_reset_parameters"):
+        reset = getattr(module, name, None)
+        if callable(reset):
+            return reset  # type: ignore[no-any-return]
+    return None
 
 
 def _owns_meta(module: nn.Module) -> bool:
     tensors = [*module._parameters.values(), *module._buffers.values()]
     return any(tensor is not None and tensor.is_meta for tensor in tensors)
+
+
+def _has_meta(module: nn.Module) -> bool:
+    return any(_owns_meta(inner) for inner in module.modules())
 
 
 def _allocate(module: nn.Module, device: torch.device) -> None:
@@ -52,6 +123,17 @@ def _allocate(module: nn.Module, device: torch.device) -> None:
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
             module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def _upwards(root: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
+    """Every module once, children before their parents."""
+    seen = set() if seen is None else seen
+    if id(root) in seen:
+        return
+    seen.add(id(root))
+    for child in root.children():
+        yield from _upwards(child, seen)
+    yield root
 
 
 def _initializers(

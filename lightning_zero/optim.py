@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -116,8 +116,8 @@ def point_at_pieces(optimizer: Optimizer, find_piece: FindPiece) -> None:
                 continue
             if id(piece) in seen:
                 raise ValueError(
-                    f"A parameter of shape {tuple(parameter.shape)} appears in more than one param"
-                    f" group of {type(optimizer).__name__}. Put each parameter into one group."
+                    f"Parameter {piece.slot.name!r} appears in more than one param group of"
+                    f" {type(optimizer).__name__}. Put each parameter into one group."
                 )
             seen.add(id(piece))
             group["params"][index] = piece
@@ -139,3 +139,29 @@ def is_per_element(key: str, value: Any, piece: Piece) -> bool:
     For a 0-d parameter the shape cannot tell ``exp_avg`` from the step count, so the name must.
     """
     return isinstance(value, Tensor) and value.shape == piece.parameter.shape and key != "step"
+
+
+def state_bytes(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> StateBytes:
+    """What the state of a parameter in ``group`` weighs, found by stepping a toy parameter."""
+    options = {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
+    toy = Parameter(torch.zeros(_TOY_NUMEL, dtype=dtype))
+    twin = _twin(optimizer, options, toy)
+    toy.grad = torch.ones_like(toy)
+    twin.step()
+    tensors = [value for value in twin.state[toy].values() if isinstance(value, Tensor)]
+    per_element = sum(value.element_size() for value in tensors if value.shape == toy.shape)
+    return StateBytes(per_element, sum(v.nbytes for v in tensors if v.shape != toy.shape))
+
+
+class StateBytes(NamedTuple):
+    """Bytes of an optimizer's state: for each element of a parameter, and for the parameter."""
+
+    per_element: int
+    per_parameter: int
+
+    def of(self, numel: int) -> int:
+        """Bytes for a piece of ``numel`` elements; an empty one is never stepped."""
+        return self.per_element * numel + self.per_parameter if numel else 0
+
+
+_TOY_NUMEL = 24

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_zero.buffer import lasting_tensors
 from lightning_zero.layout import Slot
+
+_GRAD: Any = Tensor.grad
 
 
 class Piece(Parameter):
@@ -14,19 +18,27 @@ class Piece(Parameter):
 
     Every rank holds a piece of every parameter in its ``param_groups``, so group indices, learning
     rates and ``toggle_optimizer`` mean the same everywhere. ``requires_grad`` is the parameter's
-    own: freezing a piece freezes the parameter, on every rank, and the other way round.
+    own: freezing a piece freezes the parameter, on every rank, and the other way round. ``grad`` is
+    this rank's part of the averaged gradient; what the user makes of the parameter's gradient
+    (drops it, puts another in its place) becomes the piece's.
 
     Attributes:
         parameter: The parameter on the module that this is a piece of.
         slot: Where that parameter lies in its buffer.
         start: First element of the piece, counted in the parameter's memory order.
         stop: One past its last element.
+        face: What stands for the whole gradient on the parameter.
+        shown: What the engine left as the parameter's gradient: the face or ``None``.
+        arrival: What autograd added to the face.
     """
 
     parameter: Parameter
     slot: Slot
     start: int
     stop: int
+    face: Tensor
+    shown: Tensor | None
+    arrival: Tensor | None
 
     @classmethod
     def cut(cls, parameter: Parameter, slot: Slot, data: Tensor, start: int) -> Piece:
@@ -35,13 +47,24 @@ class Piece(Parameter):
             piece = cls(data, requires_grad=False)
         piece.parameter, piece.slot = parameter, slot
         piece.start, piece.stop = start, start + data.numel()
+        piece.shown = piece.arrival = None
         return piece
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """The elements ``[n]`` of ``whole``, of the parameter's shape, that this piece covers."""
+        """The elements ``[n]`` of ``whole``, of the parameter's shape, that this piece covers.
+
+        They share the memory of ``whole`` where its elements lie in the parameter's order: of a
+        tensor that is mapped from a file nothing else is read.
+        """
+        if whole.stride() == self.slot.stride:
+            return whole.as_strided((self.stop - self.start,), (1,), self._place_in(whole))
         flat = whole.new_empty(self.slot.numel)
         flat.as_strided(self.slot.shape, self.slot.stride).copy_(whole)
         return flat[self.start : self.stop]
+
+    def _place_in(self, whole: Tensor) -> int:
+        # An empty piece may begin behind the storage of a tensor without elements.
+        return int(whole.storage_offset()) + (self.start if self.stop > self.start else 0)
 
     @property
     def requires_grad(self) -> bool:
@@ -56,6 +79,50 @@ class Piece(Parameter):
         """Freeze or unfreeze the parameter, in place."""
         self.parameter.requires_grad = requires_grad
         return self
+
+    @property
+    def grad(self) -> Tensor | None:
+        """This rank's part of the averaged gradient."""
+        self._follow()
+        return _GRAD.__get__(self)  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _GRAD.__set__(self, value)
+
+    def show_grad(self) -> None:
+        """Let the face be the parameter's gradient."""
+        self.parameter.grad = self.shown = self.face
+
+    def hide_grad(self) -> None:
+        """Make room for autograd's own gradient on the parameter."""
+        self._follow()
+        if self.shown is not None:
+            self.parameter.grad = self.shown = None
+
+    def claim_grad(self) -> Tensor | None:
+        """Take the gradient that autograd just finished off the parameter."""
+        grad, self.arrival = self.arrival, None
+        if grad is not None:
+            self.parameter.grad = self.shown
+            return grad
+        grad, self.parameter.grad = self.parameter.grad, None
+        if self.shown is not None:
+            # Autograd did not add to the face, so the user had dropped it.
+            self.shown = self.grad = None
+        return grad
+
+    def _follow(self) -> None:
+        """Do as the user, who dropped the parameter's gradient or put another in its place."""
+        theirs = self.parameter.grad
+        if theirs is self.shown:
+            return
+        if theirs is None:
+            self.shown = self.grad = None
+            return
+        self.show_grad()
+        if self.numel():
+            self.grad = self.part_of(theirs.detach()).to(self.dtype)
 
     def __repr__(self) -> str:  # type: ignore[override]
         shape = tuple(self.parameter.shape)

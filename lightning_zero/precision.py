@@ -152,6 +152,14 @@ class ZeROPrecision(Precision):
         self.scaler.update(found_inf=found_inf)
         return None if found_inf else optimizer.step(**kwargs)
 
+    @classmethod
+    @override
+    def main_params(cls, optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
+        # The parameters, not the pieces: the norm of a parameter's gradient is that of all ranks.
+        for group in optimizer.param_groups:
+            for entry in group["params"]:
+                yield entry.parameter if isinstance(entry, Piece) else entry
+
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         clip.clip_by_norm(pieces_of(optimizer), self._ranks, clip_val)
@@ -168,6 +176,17 @@ class ZeROPrecision(Precision):
     @override
     def state_dict(self) -> dict[str, Any]:
         return self.scaler.state_dict() if self.scaler is not None else {}
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # Under the name that it has under DDP, so that either resumes from the other's file.
+        if (state := checkpoint.pop(type(self).__qualname__, None)) is not None:
+            checkpoint[MixedPrecision.__qualname__] = state
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if (state := checkpoint.get(MixedPrecision.__qualname__)) is not None:
+            checkpoint[type(self).__qualname__] = state
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -7,15 +7,19 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -26,9 +30,23 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_zero.activation import ActivationCheckpointing
-from lightning_zero.checkpoint.state import load_optimizer_state, module_state, optimizer_state
+from lightning_zero.callbacks import WholeWeights
+from lightning_zero.checkpoint import (
+    Provenance,
+    Saver,
+    check_optimizer_states,
+    collected,
+    load,
+    load_module_state,
+    load_optimizer_state,
+    module_state,
+    optimizer_state,
+)
 from lightning_zero.comm import Comm
+from lightning_zero.config import Config
 from lightning_zero.engine import Engine, Settings
+from lightning_zero.ledger import Traffic
+from lightning_zero.piece import Piece
 from lightning_zero.precision import ZeROPrecision
 from lightning_zero.wrap import UnitPolicy
 
@@ -68,9 +86,13 @@ class ZeROStrategy(DDPStrategy):
         restore_weights: Make the module whole and ordinary again after ``fit``. ``False`` for
         models
             that one host cannot hold.
+        async_checkpoint: Write checkpoints behind the training, from a copy of this rank's values
+            in host memory.
         launcher: ``"subprocess"``, ``"spawn"``, ``"fork"`` or ``"notebook"``, as ``ddp``,
         ``ddp_spawn``,
             ``ddp_fork`` and ``ddp_notebook`` are launched.
+        config: A DeepSpeed configuration to take arguments from: a dictionary or a JSON file.
+            Each of its keys acts, warns or raises.
         accelerator: As in ``ParallelStrategy``.
         parallel_devices: As in ``ParallelStrategy``.
         cluster_environment: As in ``ParallelStrategy``.
@@ -95,7 +117,9 @@ class ZeROStrategy(DDPStrategy):
         activation_checkpointing: bool | Iterable[type[nn.Module]] = False,
         broadcast_buffers: bool = True,
         restore_weights: bool = True,
+        async_checkpoint: bool = False,
         launcher: Literal["subprocess", "spawn", "fork", "notebook"] = "subprocess",
+        config: str | Path | dict[str, Any] | None = None,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -118,20 +142,29 @@ class ZeROStrategy(DDPStrategy):
             start_method=_START_METHODS[launcher],  # type: ignore[arg-type]
         )
         self.precision_plugin = precision_plugin
+        self.config = Config.read(config)
         self.settings = Settings(
-            stage=stage,
+            stage=self.config.argument("stage", stage),
             units=units,
-            prefetch=prefetch,
+            prefetch=self.config.argument("prefetch", prefetch),
             reshard_after_forward=reshard_after_forward,
-            reduce_dtype=_as_dtype(reduce_dtype),
+            reduce_dtype=self.config.argument("reduce_dtype", _as_dtype(reduce_dtype)),
             accumulate=accumulate,
             broadcast_buffers=broadcast_buffers,
         )
         self.activation_checkpointing = activation_checkpointing
         self.restore_weights = restore_weights
+        self.async_checkpoint = async_checkpoint
         self.engine: Engine | None = None
         self._recompute: ActivationCheckpointing | None = None
+        self._whole_weights: WholeWeights | None = None
         self._has_failed = False
+        self._comm: Comm | None = None
+        self._current_saver: Saver | None = None
+        self._awaits_setup = False
+        self._pending: tuple[Mapping[str, Any], bool] | None = None
+        self._loaded_path = ""
+        self._announced = ""
 
     # -- precision -------------------------------------------------------------------------------
 
@@ -159,19 +192,54 @@ class ZeROStrategy(DDPStrategy):
             yield
 
     @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._comm = Comm(self.root_device)
+        self._current_saver = Saver(self._comm)
+        self._awaits_setup = True
+
+    @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = self._module
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        self._obey_config(trainer, is_fitting=is_fitting)
         if is_fitting and self._layer_sync:
             self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
         self.model_to_device()
         self._shard(module, is_fitting=is_fitting)
         if is_fitting:
+            assert self.engine is not None
+            callbacks = trainer.callbacks  # type: ignore[attr-defined]
+            self._whole_weights = WholeWeights(callbacks, self.engine)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        self._load_pending(trainer)
+
+    def _obey_config(self, trainer: pl.Trainer, *, is_fitting: bool) -> None:
+        """Let the DeepSpeed configuration act on the Trainer, or say where the two contradict."""
+        config, precision = self.config, self.precision_plugin
+        config.check_precision(str(precision.precision))
+        if not is_fitting:
+            return
+        for name, default in (("gradient_clip_val", None), ("accumulate_grad_batches", 1)):
+            given = getattr(trainer, name)
+            wanted = config.trainer_value(name, given, default)
+            if wanted != given and not self._module.automatic_optimization:
+                raise ValueError(
+                    f"The DeepSpeed configuration asks for {name}={wanted}, but the module"
+                    " optimizes manually. Do it in `training_step`, and take the key out."
+                )
+            setattr(trainer, name, wanted)
+        if precision.scaler is not None:
+            for name, value in config.scaler.items():
+                setattr(precision.scaler, name, value)
+            config.scaler.clear()
+        if config.warnings:
+            rank_zero_warn("\n".join(config.warnings))
+            config.warnings.clear()
 
     def _shard(self, module: pl.LightningModule, *, is_fitting: bool) -> None:
         settings = dataclasses.replace(
@@ -181,12 +249,18 @@ class ZeROStrategy(DDPStrategy):
             broadcast_buffers=self.settings.broadcast_buffers and is_fitting,
         )
         self._has_failed = False
-        self.engine = Engine(module, settings, Comm(self.root_device))
+        self.engine = Engine(module, settings, self._comm)
         self.engine.broadcast_buffers()
         self.precision_plugin.comm = self.engine.comm
         self.model = module
         self._recompute = ActivationCheckpointing(self._checkpointed_modules(module))
-        rank_zero_info(self.engine.describe())
+        self._announce(self.engine.describe())
+
+    def _announce(self, units: str) -> None:
+        """Log the units, once for as long as they stay the same."""
+        if units != self._announced:
+            self._announced = units
+            rank_zero_info(units)
 
     def _checkpointed_modules(self, module: nn.Module) -> list[nn.Module]:
         assert self.engine is not None
@@ -257,39 +331,148 @@ class ZeROStrategy(DDPStrategy):
 
     # -- checkpoints -----------------------------------------------------------------------------
 
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self.engine is None or self.engine.is_closed:
+        if self.engine is None or self.engine.is_restored:
             return super().lightning_module_state_dict()
         return module_state(self._module, self.engine)
 
     @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.engine is not None
-        with self.engine.writing():
-            super().load_model_state_dict(checkpoint, strict=strict)
-
-    @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self.engine is not None
-        return optimizer_state(_unwrapped(optimizer), self.engine)
+        inner = _unwrapped(optimizer)
+        known = [_unwrapped(other) for other in self.optimizers]
+        number = next((n for n, other in enumerate(known) if other is inner), len(known))
+        return optimizer_state(inner, self.engine, f"optimizer {number}")
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
+    ) -> None:
+        saver = self._saver
+        if storage_options is None and self._writes_files:
+            is_async = self.async_checkpoint or isinstance(self.checkpoint_io, AsyncCheckpointIO)
+            # After fit there is nothing to go on with, and nobody who would wait for the thread.
+            is_running = self.engine is not None and not self.engine.is_closed
+            saver.save(
+                checkpoint, str(filepath), self._provenance, in_background=is_async and is_running
+            )
+            return
+        # A writer of the user's own takes whole tensors.
+        super().save_checkpoint(collected(checkpoint, saver.comm), filepath, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        if self._writes_files:
+            self._saver.remove(str(filepath))
+        else:
+            super().remove_checkpoint(filepath)
+
+    @property
+    def _saver(self) -> Saver:
+        assert self._current_saver is not None, "the environment is set up before anything is saved"
+        return self._current_saver
+
+    @property
+    def _writes_files(self) -> bool:
+        """Whether checkpoints are plain files, and not what a plugin of the user makes of them."""
+        plugin: CheckpointIO | None = self.checkpoint_io
+        if type(plugin) is AsyncCheckpointIO:
+            plugin = plugin.checkpoint_io
+        return type(plugin) is TorchCheckpointIO
+
+    @property
+    def _provenance(self) -> Provenance:
+        return Provenance(
+            stage=self.settings.stage,
+            world_size=self._saver.comm.world_size,
+            precision=str(self.precision_plugin.precision),
+        )
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: _PATH, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        self._saver.wait()
+        if not self._writes_files:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        self._loaded_path = str(checkpoint_path)
+        safe = True if weights_only is None else weights_only
+        checkpoint = load(self._loaded_path, self._saver.comm, weights_only=safe)
+        if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+            raise ValueError(
+                f"{self._loaded_path!r} is not a checkpoint of a Trainer: it has no 'state_dict'."
+                " Load bare weights with lightning_zero.load_weights(module, path)."
+            )
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._awaits_setup:
+            # As under DDP the checkpoint is read and its hooks run before setup; the values are
+            # copied when each rank knows its part, and the optimizers are there to be checked.
+            self._pending = (checkpoint, strict)
+        else:
+            self._load_weights(checkpoint, strict)
+
+    def _load_pending(self, trainer: pl.Trainer) -> None:
+        """Load what was read before setup, unless the Trainer will refuse it in a moment."""
+        pending, self._pending = self._pending, None
+        self._awaits_setup = False
+        if pending is None:
+            return
+        checkpoint, strict = pending
+        if trainer.state.fn == TrainerFn.FITTING:
+            if "optimizer_states" not in checkpoint:
+                return
+            # Finetuning callbacks bring the param groups of the checkpoint later, in on_fit_start.
+            if not any(isinstance(callback, BaseFinetuning) for callback in _callbacks(trainer)):
+                self._check_optimizer_states(checkpoint)
+        self._load_weights(checkpoint, strict)
+
+    def _load_weights(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        is_open = self.engine is not None and not self.engine.is_closed
+        try:
+            load_module_state(
+                self._module,
+                self.engine if is_open else None,
+                checkpoint["state_dict"],
+                strict=strict,
+            )
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"The checkpoint {self._loaded_path!r} does not fit the module. {error}"
+            ) from error
+
+    def _check_optimizer_states(self, checkpoint: Mapping[str, Any]) -> None:
+        optimizers = [_unwrapped(optimizer) for optimizer in self.optimizers]
+        names = {id(p): name for name, p in self._module.named_parameters()}
+
+        def name_of(parameter: Any) -> str:
+            whole = parameter.parameter if isinstance(parameter, Piece) else parameter
+            return names.get(id(whole), "a parameter outside of the module")
+
+        try:
+            check_optimizer_states(optimizers, checkpoint["optimizer_states"], name_of)
+        except ValueError as error:
+            raise ValueError(f"{self._loaded_path!r} cannot be resumed from. {error}") from error
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self.engine is not None
+        self._check_optimizer_states(checkpoint)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_optimizer_state(_unwrapped(optimizer), self.engine, state)
+            load_optimizer_state(_unwrapped(optimizer), state)
 
     # -- memory and traffic ----------------------------------------------------------------------
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds now, by kind; see ``Engine.memory``."""
         return self.engine.memory() if self.engine is not None else {}
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank sent in the last optimizer step, by unit and verb."""
+        return self.engine.comm.ledger.last_step if self.engine is not None else {}
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -301,6 +484,11 @@ class ZeROStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
+        if self._whole_weights is not None:
+            self._whole_weights.remove()
+            self._whole_weights = None
+        if self._current_saver is not None:
+            self._current_saver.close()
         if self._recompute is not None:
             self._recompute.remove()
             self._recompute = None
@@ -366,6 +554,10 @@ def _as_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
             f"Expected reduce_dtype as a torch dtype such as 'bfloat16', got {value!r}."
         )
     return dtype
+
+
+def _callbacks(trainer: pl.Trainer) -> list[Any]:
+    return trainer.callbacks  # type: ignore[attr-defined, no-any-return]
 
 
 def _unwrapped(optimizer: Optimizer) -> Optimizer:

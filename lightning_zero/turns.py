@@ -67,12 +67,11 @@ class Turns:
 
     def _turns_left(self) -> list[Unit]:
         if self._left is None:
-            assert self._order is not None and self._work is not None
+            assert self._order is not None
+            assert self._work is not None
             self._work.wait()
             has_turn = self._flags.tolist()
-            self._left = [
-                unit for unit in self._order if has_turn[unit.index] and unit.wants_grads
-            ]
+            self._left = [unit for unit in self._order if has_turn[unit.index] and unit.wants_grads]
         return self._left
 
     def _reduce(self, unit: Unit) -> None:
@@ -92,19 +91,19 @@ class Turns:
         while left:
             self._reduce(left.pop(0))
         late = [unit.has_arrivals for unit in self._units]
-        used = [flag for unit in self._units for bundle in unit.bundles for flag in bundle.used]
-        agreed = torch.tensor([*late, *used], dtype=torch.uint8)
+        bundles = [bundle for unit in self._units for bundle in unit.bundles]
+        held = [flag for bundle in bundles for flag in bundle.has_grads]
+        agreed = torch.tensor([*late, *held], dtype=torch.uint8)
         self._comm.agree(agreed).wait()
-        is_late, is_used = agreed[: len(late)].tolist(), iter(agreed[len(late) :].tolist())
+        is_late, is_held = agreed[: len(late)].tolist(), iter(agreed[len(late) :].tolist())
         for unit in self._units:
             if is_late[unit.index]:
                 self._reduce(unit)
         if self._under_way is not None:
             self._under_way.finish_reduce()
         self._under_way = None
-        for unit in self._units:
-            for bundle in unit.bundles:
-                bundle.install_grads([bool(next(is_used)) for _ in bundle.parameters])
+        for bundle in bundles:
+            bundle.install_grads([bool(next(is_held)) for _ in bundle.parameters])
 
     def abandon(self) -> None:
         """Forget a backward pass that an exception ended."""

@@ -29,6 +29,7 @@ from torch.profiler import record_function
 from lightning_zero import resting
 from lightning_zero.buffer import Buffer, lasting_tensors
 from lightning_zero.comm import Comm, ReduceBuffer, Shared, Work
+from lightning_zero.gradient import GradFace
 from lightning_zero.layout import Layout
 from lightning_zero.piece import Piece
 from lightning_zero.plan import Plan
@@ -61,8 +62,12 @@ class Bundle:
         self.master = self.shared.own
         self._load()
         self.pieces = self._cut_pieces()
+        for index, piece in enumerate(self.pieces):
+            assemble = functools.partial(self.full_of, index)
+            piece.face = GradFace(piece, self.weight.tensor, comm, assemble)
         self.partial: ReduceBuffer | None = None
         self.grad: Tensor | None = None
+        self._in_flight: list[Tensor] = []
         self._grad_pieces: list[Tensor] = []
         self._partial_views: list[Tensor] = []
         self.filled = [False] * len(self.parameters)
@@ -175,11 +180,8 @@ class Bundle:
         return pieces
 
     @torch.no_grad()
-    def take_grad(self, index: int) -> None:
+    def take_grad(self, index: int, grad: Tensor) -> None:
         """Move parameter ``index``'s new gradient into the reduce buffer, cast on the way."""
-        parameter = self.parameters[index]
-        grad, parameter.grad = parameter.grad, None
-        assert grad is not None
         if self.partial is None:
             self._allocate_partial()
         view = self._partial_views[index]
@@ -228,13 +230,15 @@ class Bundle:
         shard = self._grad_shard()
         adds = self.is_settled or self.holds_grads
         target = torch.empty_like(shard) if adds else shard
+        self._in_flight = [partial.tensor, target] if adds else [partial.tensor]
         work = self.comm.reduce(partial, target, unit=unit, tag=tag)
-        return functools.partial(self._finish_reduce, work, target, partial)
+        return functools.partial(self._finish_reduce, work, target)
 
     @torch.no_grad()
-    def _finish_reduce(self, work: Work, target: Tensor, partial: ReduceBuffer) -> None:
-        """Wait for a reduction; ``partial`` is only held so that it lives until then."""
+    def _finish_reduce(self, work: Work, target: Tensor) -> None:
+        """Wait for a reduction; what it reads and writes had to live until then."""
         work.wait()
+        self._in_flight = []
         shard = self._grad_shard()
         if self._early_scale == 1.0 and self.comm.world_size > 1:
             target.mul_(1 / self.comm.world_size)
@@ -267,15 +271,33 @@ class Bundle:
             elif piece.grad is not view:
                 view.copy_(piece.grad)
 
-    def install_grads(self, used: Sequence[bool]) -> None:
-        """End a backward pass: show the gradients of the ``used`` parameters to the optimizer."""
-        if not self.is_settled:
-            return
-        self.is_settled = False
-        self.used = [False] * len(self.parameters)
-        for piece, view, is_used in zip(self.pieces, self._grad_pieces, used, strict=True):
-            if piece.numel() and (is_used or piece.grad is not None):
-                piece.grad = view
+    @property
+    def has_grads(self) -> list[bool]:
+        """For each parameter, whether it got a gradient or its piece keeps an earlier one."""
+        return [
+            is_used or piece.grad is not None
+            for is_used, piece in zip(self.used, self.pieces, strict=True)
+        ]
+
+    def install_grads(self, has_grads: Sequence[bool]) -> None:
+        """End a backward pass: show the gradients that any rank has to optimizer and user."""
+        self.arrived = [False] * len(self.parameters)
+        if self.is_settled:
+            self.is_settled = False
+            self.used = [False] * len(self.parameters)
+            for piece, view, has_grad in zip(
+                self.pieces, self._grad_pieces, has_grads, strict=True
+            ):
+                if piece.numel() and has_grad:
+                    piece.grad = view
+        for piece, has_grad in zip(self.pieces, has_grads, strict=True):
+            if has_grad:
+                piece.show_grad()
+
+    def hide_grads(self) -> None:
+        """Make room for autograd's gradients on the parameters."""
+        for piece in self.pieces:
+            piece.hide_grad()
 
     def retire(self) -> None:
         """Keep no more than this rank's pieces; nobody reads the weights any more."""
@@ -292,7 +314,8 @@ class Bundle:
         """Bytes held now, by kind; see ``Engine.memory``."""
         kinds = {
             "gradients": self.grad.nbytes if self.grad is not None else 0,
-            "unreduced": self.partial.tensor.nbytes if self.partial is not None else 0,
+            "unreduced": sum(tensor.nbytes for tensor in self._in_flight)
+            + (self.partial.tensor.nbytes if self.partial is not None else 0),
         }
         if self.plan.gives_weights_back:
             kinds["gathered"] = self.weight.nbytes
@@ -304,7 +327,7 @@ class Bundle:
 
     def drop_grads(self) -> None:
         """Forget what arrived or was reduced and is not shown to the optimizer yet."""
-        self.partial, self._partial_views = None, []
+        self.partial, self._partial_views, self._in_flight = None, [], []
         self.is_settled = False
         for flags in (self.filled, self.arrived, self.used):
             flags[:] = [False] * len(flags)
@@ -321,6 +344,7 @@ class Unit:
         is_pinned: Whether they stay whole to the end of the step.
         has_run: Whether this rank used the weights in this step.
         has_inputs: Whether its backward may go on to an input after the last weight.
+        has_inner_inputs: Whether the gradients of such inputs will tell when it is over.
         calling: The calls of its forward that run now, the innermost last.
         awaited: The calls whose backward has not ended.
         in_backward: The calls whose backward has begun and not ended.
@@ -343,7 +367,7 @@ class Unit:
         self.state = State.WHOLE
         self.is_pinned = False
         self.has_run = False
-        self.has_inputs = False
+        self.has_inputs = self.has_inner_inputs = False
         self.calling: list[object] = []
         self.awaited: set[object] = set()
         self.in_backward: set[object] = set()
@@ -373,6 +397,12 @@ class Unit:
     def is_whole(self) -> bool:
         """Whether the weights are all here."""
         return self.state is State.WHOLE
+
+    @property
+    def will_be_given_back(self) -> bool:
+        """Whether the weights are whole and the end of the unit's backward will release them."""
+        is_held = self.state is State.RESTING or self.is_pinned or not self.has_inner_inputs
+        return self.gives_weights_back and not is_held
 
     @property
     def label(self) -> str:
@@ -498,6 +528,7 @@ class Unit:
     def retire(self) -> None:
         """Free the weights after the parameters were pointed elsewhere."""
         for bundle in self.bundles:
+            bundle.hide_grads()
             bundle.retire()
         self.state = State.RESTING
 
@@ -507,8 +538,9 @@ class Unit:
         return any(any(bundle.filled) for bundle in self.bundles)
 
     def expect(self) -> None:
-        """Begin a backward pass: note how many gradients are wanted."""
+        """Begin a backward pass: make room for gradients, and note how many are wanted."""
         for bundle in self.bundles:
+            bundle.hide_grads()
             bundle.arrived = [False] * len(bundle.parameters)
         wants = [p.requires_grad for bundle in self.bundles for p in bundle.parameters]
         self._num_missing = sum(wants)
@@ -516,7 +548,7 @@ class Unit:
 
     def forget_calls(self) -> None:
         """End a backward pass: nothing that came before it is waited for."""
-        self.has_inputs = self._has_ended = False
+        self.has_inputs = self.has_inner_inputs = self._has_ended = False
         self.awaited, self.in_backward = set(), set()
 
     def end_call(self, call: object) -> None:
@@ -530,10 +562,10 @@ class Unit:
         """Whether the backward of every call has ended, so that no gradient is expected."""
         return self._has_ended and not self.awaited
 
-    def take_grad(self, bundle: Bundle, index: int) -> None:
+    def take_grad(self, bundle: Bundle, index: int, grad: Tensor) -> None:
         """Take in a gradient that autograd just finished."""
         self._num_missing -= not bundle.arrived[index]
-        bundle.take_grad(index)
+        bundle.take_grad(index, grad)
 
     @property
     def is_complete(self) -> bool:

@@ -24,53 +24,80 @@ _serials = count()
 
 
 class Address(NamedTuple):
-    """Where a window of another process is found on this host."""
+    """Where a window is found on this host, and a number that no other has."""
 
     process: int
     file: int
-    numel: int
+    capacity: int
     serial: int
 
 
 class Window:
-    """``numel`` elements of this process's memory that others may map.
+    """Memory that its owner and others have mapped.
 
     Attributes:
-        tensor: The memory, 1-D, zeros at first.
-        readers: One number per rank, ``[world_size]``, that readers write and the owner reads.
-        address: What others need to :func:`map_window` it.
+        address: What others need to :meth:`open` it.
+        readers: How many publications each rank has read, ``[world_size]``; in the window too.
+        num_published: How often the owner asked to be read.
+        touched_bytes: What the owner's views have covered since the last release.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, world_size: int) -> None:
-        self._file = os.memfd_create("lightning_zero")
-        os.ftruncate(self._file, _num_bytes(numel, dtype, world_size))
-        self.address = Address(os.getpid(), self._file, numel, next(_serials))
-        self.tensor, self.readers = map_window(self.address, dtype, world_size)
+    def __init__(self, address: Address, world_size: int, *, is_own: bool) -> None:
+        path = f"/proc/{address.process}/fd/{address.file}"
+        if not os.path.exists(path):
+            raise RuntimeError(f"No window at {path}: its owner is on another host, or has ended.")
+        self.address = address
+        self.num_published = 0
+        self.touched_bytes = 0
+        self._is_own = is_own
+        self._size = address.capacity + 8 * world_size
+        with lasting_tensors():
+            self._memory = torch.from_file(path, shared=True, size=self._size, dtype=torch.uint8)
+            self.readers = self._memory[address.capacity :].view(torch.int64)
+
+    @classmethod
+    def create(cls, capacity: int, world_size: int) -> Window:
+        """A window of this process, of ``capacity`` bytes (a multiple of 8), zeros at first."""
+        file = os.memfd_create("lightning_zero")
+        os.ftruncate(file, capacity + 8 * world_size)
+        return cls(Address(os.getpid(), file, capacity, next(_serials)), world_size, is_own=True)
+
+    @classmethod
+    def open(cls, address: Address, world_size: int) -> Window:
+        """Another process's window.
+
+        Raises:
+            RuntimeError: The owner is on another host, or its memory may not be opened from here.
+        """
+        return cls(address, world_size, is_own=False)
 
     def __del__(self) -> None:
         # Peers that map it keep their mapping; new ones can no longer open it.
-        os.close(self._file)
+        if getattr(self, "_is_own", False):
+            os.close(self.address.file)
 
+    @property
+    def capacity(self) -> int:
+        """Bytes of data."""
+        return self.address.capacity
 
-def map_window(address: Address, dtype: torch.dtype, world_size: int) -> tuple[Tensor, Tensor]:
-    """A window's memory and its readers' numbers, shared with its owner.
+    def view(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """The first ``numel`` elements."""
+        num_bytes = numel * dtype.itemsize
+        self.touched_bytes = max(self.touched_bytes, num_bytes)
+        with lasting_tensors():
+            return self._memory[:num_bytes].view(dtype)
 
-    Raises:
-        RuntimeError: The owner is on another host, or its memory may not be opened from here.
-    """
-    path = f"/proc/{address.process}/fd/{address.file}"
-    if not os.path.exists(path):
-        raise RuntimeError(f"No window at {path}: its owner runs on another host, or has ended.")
-    size = _num_bytes(address.numel, dtype, world_size)
-    with lasting_tensors():
-        memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-        readers = memory[size - 8 * world_size :].view(torch.int64)
-        return memory[: address.numel * dtype.itemsize].view(dtype), readers
+    def is_read_by_all(self, owner: int) -> bool:
+        """Whether every rank but ``owner`` has read all publications."""
+        readers = self.readers.tolist()
+        return all(seen == self.num_published for rank, seen in enumerate(readers) if rank != owner)
 
-
-def _num_bytes(numel: int, dtype: torch.dtype, world_size: int) -> int:
-    # Layouts are aligned, so the numbers behind the data are too.
-    return numel * dtype.itemsize + 8 * world_size
+    def release(self) -> None:
+        """Give the memory back to the system; every mapping stays, and reads zeros."""
+        os.ftruncate(self.address.file, 0)
+        os.ftruncate(self.address.file, self._size)
+        self.num_published = self.touched_bytes = 0
 
 
 def are_supported() -> bool:

@@ -24,8 +24,8 @@ from lightning_zero.engine import Engine, Settings
 from lightning_zero.plan import RECIPES
 from lightning_zero.scaler import LossScaler
 from tests.models import MODELS, Batch, Case
-from tests.parity import ROWS, Result, share
 from tests.parity import RECIPES as PRECISIONS
+from tests.parity import ROWS, Result, share
 
 CPU = torch.device("cpu")
 

@@ -9,12 +9,12 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "lightning_zero"
 
 FLOORS = [
-    ["layout", "plan", "config", "scaler", "tensors"],
+    ["layout", "plan", "deepspeed", "config", "scaler", "tensors", "ledger"],
     ["buffer", "window", "comm", "offload"],
-    ["resting", "piece", "unit", "wrap", "meta"],
+    ["resting", "piece", "gradient", "unit", "wrap", "meta"],
     ["schedule", "optim", "clip", "turns", "engine", "access", "activation"],
     ["checkpoint", "memory"],
-    ["precision", "strategy"],
+    ["precision", "callbacks", "strategy", "monitor", "traffic"],
     ["cli", "__main__", "__init__"],
 ]
 """Every room, floor by floor from the ground. A room may import what stands before it."""

@@ -21,7 +21,8 @@ Kinds = dict[str, int]
 
 def one_step(engine: Engine, name: str, precision: str, optimizer: torch.optim.Optimizer) -> None:
     case, comm = MODELS[name], engine.comm
-    part = cast_inputs(share(case.batch(4 * comm.world_size, 0), comm.rank, comm.world_size), precision)
+    batch = case.batch(4 * comm.world_size, 0)
+    part = cast_inputs(share(batch, comm.rank, comm.world_size), precision)
     with engine.step() as watch, surroundings(precision):
         loss = case.loss(engine.module, part)
         watch(loss)
@@ -195,7 +196,8 @@ def table(way: tuple[int, str, int, bool, str, bool], world: int) -> dict[tuple[
 def test_elements_sent_are_the_stage_table(ranks: Pools, world: int) -> None:
     ways: Ways = [
         (stage, policy, accumulate, reshard, wires, frozen)
-        for stage, policy in ((1, "local"), (2, "reduce"), (2, "local"), (3, "reduce"), (3, "local"))
+        for stage, policies in ((1, ["local"]), (2, ["reduce", "local"]), (3, ["reduce", "local"]))
+        for policy in policies
         for accumulate in (1, 3)
         for reshard in ((True, False) if stage == 3 else (True,))
         for wires in ("messages", "windows")

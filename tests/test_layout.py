@@ -47,7 +47,8 @@ def test_pieces_cover_every_parameter_once(world: int) -> None:
             for rank in range(world):
                 start, stop = layout.piece(index, rank)
                 first, last = layout.shard(rank)
-                assert start == stop == 0 or first <= slot.offset + start < slot.offset + stop <= last
+                is_inside = first <= slot.offset + start < slot.offset + stop <= last
+                assert start == stop == 0 or is_inside
                 elements += range(start, stop)
             assert elements == list(range(slot.numel))
 

@@ -235,9 +235,7 @@ def test_every_precision_is_the_same_recipe_unsharded(ranks: Pools, world: int) 
     results = results_of(ranks, world, runs)
     for run, result in zip(runs, results, strict=True):
         name, precision = run["case"], run["precision"]
-        expected = reference(
-            MODELS[name], sgd, 3, world, precision=precision, full_modules=NORMS
-        )
+        expected = reference(MODELS[name], sgd, 3, world, precision=precision, full_modules=NORMS)
         try:
             assert_parity(result, expected, ulps=2)
         except AssertionError as error:

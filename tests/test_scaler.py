@@ -25,9 +25,7 @@ def torch_scales(overflows: list[bool], state: dict | None = None) -> list[float
     return [*scales, scaler.get_scale()]
 
 
-@pytest.mark.parametrize(
-    "pattern", ["......", "x.....", "..x...x...", "xx..xx....", ".........x"]
-)
+@pytest.mark.parametrize("pattern", ["......", "x.....", "..x...x...", "xx..xx....", ".........x"])
 def test_scales_are_torchs(pattern: str) -> None:
     overflows = [letter == "x" for letter in pattern]
     scaler = LossScaler(**OPTIONS)

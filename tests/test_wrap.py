@@ -103,7 +103,7 @@ def test_compiled_submodules_stand_for_what_is_inside() -> None:
     assert list(find_units(model)) == ["embedding", *BLOCKS]
     assert list(find_units(model, Layer)) == BLOCKS
     assigned = assign_parameters(model, find_units(model, Layer))
-    assert [name for name, _ in assigned["blocks.1"]][0].startswith("blocks.1._orig_mod.")
+    assert next(name for name, _ in assigned["blocks.1"]).startswith("blocks.1._orig_mod.")
 
 
 def owners(model: nn.Module, policy: object = Layer) -> dict[str, str]:
@@ -176,9 +176,7 @@ def with_parameter(make: Callable[[], torch.Tensor]) -> nn.Module:
         ),
     ],
 )
-def test_models_that_cannot_be_sharded_are_named(
-    make: Callable[[], nn.Module], words: str
-) -> None:
+def test_models_that_cannot_be_sharded_are_named(make: Callable[[], nn.Module], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Engine(make(), Settings())
 

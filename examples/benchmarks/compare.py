@@ -38,6 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_zero.engine import Engine, Settings
+from lightning_zero.ledger import sum_of
 from lightning_zero.plan import RECIPES
 
 
@@ -302,8 +303,6 @@ def _weighed(rank: int, name: str, job: Job, port: int, answer: Any) -> None:
         for _ in range(2):
             run()
         run.settle()
-        if engine is not None:
-            engine.comm.sent.clear()
         run.contender.optimizer.zero_grad()
         peak = _peak_on_cuda(run) if job.device == "cuda" else _peak_on_cpu(run)
         run.settle()
@@ -312,7 +311,7 @@ def _weighed(rank: int, name: str, job: Job, port: int, answer: Any) -> None:
         answer["peak_mib"] = peak / 2**20
         if engine is not None:
             answer["bytes"] = engine.memory()
-            answer["sent"] = sum(engine.comm.sent.values())
+            answer["sent"] = sum_of(engine.comm.ledger.last_step).elements
             if job.device == "cpu":
                 answer["peak_mib"] += engine.comm.window_bytes / 2**20
 

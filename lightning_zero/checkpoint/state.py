@@ -1,45 +1,54 @@
 """State dicts of a sharded model and its optimizers, as a single process would have them.
 
-Every rank calls these functions together. Values are collected on rank 0 in host memory; the other
-ranks get meta tensors under the same keys, so that hooks that edit a checkpoint see the same
-dictionary everywhere.
+Saving: each function gives the dictionary that DDP would give, with a :class:`Spread` in the place
+of every tensor whose values are spread over the ranks. Nothing is gathered.
+
+Loading: whole values come in, usually mapped from a file, and each rank copies its own ranges.
+What does not fit is found before anything in memory has changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
+from lightning_zero.checkpoint.spread import Spread
 from lightning_zero.engine import Engine
 from lightning_zero.optim import cut_state
 from lightning_zero.piece import Piece
 
+# -- saving ----------------------------------------------------------------------------------------
+
 
 def module_state(module: nn.Module, engine: Engine) -> dict[str, Any]:
-    """``module.state_dict()`` with whole parameters in the master's precision."""
-    state = dict(module.state_dict(keep_vars=True))
-    keys: dict[int, list[str]] = {}
+    """``module.state_dict()`` with spread parameters in the master's precision."""
+    state = module.state_dict(keep_vars=True)
+    spreads: dict[int, Spread] = {}
     for key, value in state.items():
-        keys.setdefault(id(value), []).append(key)
-    for parameter, whole in engine.full_parameters():
-        names = keys.get(id(parameter), [])
-        if names:
-            # Tied names share one tensor in the file, as they do in the module.
-            collected = _collect(whole, engine)
-            state.update(dict.fromkeys(names, collected))
-    return {
-        key: value.detach() if isinstance(value, Tensor) else value for key, value in state.items()
-    }
+        if isinstance(value, nn.Parameter):
+            piece = engine.piece(value)
+            if piece is not None:
+                # Tied names share one tensor in the file, as they do in the module.
+                state[key] = spreads.setdefault(id(value), _spread(key, piece, piece))
+                continue
+        if isinstance(value, Tensor):
+            state[key] = value.detach()
+    return state
 
 
-def optimizer_state(optimizer: Optimizer, engine: Engine) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with whole states, keyed by the integer ids that DDP would use."""
+def optimizer_state(optimizer: Optimizer, engine: Engine, label: str) -> dict[str, Any]:
+    """``optimizer.state_dict()`` with spread states, keyed by the integer ids that DDP would use.
+
+    All ranks call it together. ``label`` tells the optimizer from others in the same checkpoint.
+    """
     local = optimizer.state_dict()
-    pieces = [piece for group in optimizer.param_groups for piece in group["params"]]
+    pieces = _parameters(optimizer)
     described = engine.comm.gather_objects(
         {
             index: {key: _describe(key, value, pieces[index]) for key, value in state.items()}
@@ -54,20 +63,10 @@ def optimizer_state(optimizer: Optimizer, engine: Engine) -> dict[str, Any]:
             continue
         mine = local["state"].get(index, {})
         whole[index] = {
-            key: _whole_entry(mine.get(key), entry, piece, engine) for key, entry in entries.items()
+            key: _entry(f"{label} {index}.{key}", mine.get(key), entry, piece)
+            for key, entry in entries.items()
         }
     return {**local, "state": whole}
-
-
-def load_optimizer_state(optimizer: Optimizer, engine: Engine, state: Mapping[str, Any]) -> None:
-    """Load a whole optimizer state, taking this rank's pieces of it."""
-    pieces = [piece for group in optimizer.param_groups for piece in group["params"]]
-    cut = {
-        index: cut_state(entries, pieces[index]) if isinstance(pieces[index], Piece) else entries
-        for index, entries in state["state"].items()
-        if not isinstance(pieces[index], Piece) or pieces[index].numel()
-    }
-    optimizer.load_state_dict({**state, "state": cut})
 
 
 class _PerElement:
@@ -82,14 +81,131 @@ def _describe(key: str, value: Any, piece: Any) -> Any:
     return _PerElement(value.dtype) if is_cut and key != "step" else value
 
 
-def _whole_entry(mine: Any, entry: Any, piece: Any, engine: Engine) -> Any:
+def _entry(key: str, mine: Any, entry: Any, piece: Any) -> Any:
     if not isinstance(entry, _PerElement):
         return entry
-    part = mine if mine is not None else torch.zeros(0, dtype=entry.dtype, device=piece.device)
-    return _collect(engine.full_of(piece, part), engine)
+    return _spread(key, piece, mine if mine is not None else torch.empty(0, dtype=entry.dtype))
 
 
-def _collect(whole: Tensor, engine: Engine) -> Tensor:
-    if engine.comm.rank == 0:
-        return whole.detach().to("cpu", copy=True)
-    return torch.empty_like(whole, device="meta")
+def _spread(key: str, piece: Piece, part: Tensor) -> Spread:
+    return Spread.of(key, part, piece.start, piece.slot.shape, piece.slot.stride)
+
+
+def _parameters(optimizer: Optimizer) -> list[Any]:
+    return [piece for group in optimizer.param_groups for piece in group["params"]]
+
+
+# -- loading ---------------------------------------------------------------------------------------
+
+
+def load_module_state(
+    module: nn.Module,
+    engine: Engine | None,
+    state: Mapping[str, Any],
+    *,
+    strict: bool = True,
+) -> Any:
+    """``module.load_state_dict``, of which each rank keeps its own part.
+
+    Raises:
+        RuntimeError: Names or shapes do not fit; all of them are told, and nothing has changed.
+    """
+    rehearse(module, state, strict=strict)
+    with contextlib.nullcontext() if engine is None else engine.writing():
+        return module.load_state_dict(state, strict=strict)
+
+
+def rehearse(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
+    """Raise what ``module.load_state_dict(state)`` would raise, without changing parameters."""
+    with _Rehearsal():
+        module.load_state_dict(state, strict=strict)
+
+
+class _Rehearsal(TorchFunctionMode):
+    """Lets a module load a state dict, hooks and overrides included, without a value copied."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.copy_:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def check_optimizer_states(
+    optimizers: list[Optimizer], states: list[Mapping[str, Any]], name_of: Callable[[Any], str]
+) -> None:
+    """Raise unless every optimizer can load its state.
+
+    Args:
+        optimizers: The optimizers as they are.
+        states: What a checkpoint has for each.
+        name_of: The name of a parameter or piece, to name it in errors.
+
+    Raises:
+        ValueError: A number of optimizers, groups or parameters, or a shape, is another one.
+    """
+    if len(optimizers) != len(states):
+        raise ValueError(
+            f"The checkpoint has states of {len(states)} optimizers, but configure_optimizers"
+            f" returned {len(optimizers)}."
+        )
+    for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
+        for fault in _faults(optimizer, state, name_of):
+            kind = type(optimizer).__name__
+            raise ValueError(f"The checkpoint does not fit optimizer {number} ({kind}): {fault}.")
+
+
+def _faults(
+    optimizer: Optimizer, state: Mapping[str, Any], name_of: Callable[[Any], str]
+) -> Iterator[str]:
+    groups, saved = optimizer.param_groups, state["param_groups"]
+    if len(groups) != len(saved):
+        yield f"it has {len(saved)} param groups, the optimizer {len(groups)}"
+        return
+    for index, (group, other) in enumerate(zip(groups, saved, strict=True)):
+        there, here = len(other["params"]), len(group["params"])
+        if there != here:
+            yield f"param group {index} has {there} parameters there and {here} here"
+            return
+    ids = [parameter for group in saved for parameter in group["params"]]
+    for parameter, key in zip(_parameters(optimizer), ids, strict=True):
+        shape = _shape(parameter)
+        for name, value in state["state"].get(key, {}).items():
+            # What is not one number per element is one number.
+            if isinstance(value, Tensor) and value.dim() and value.shape != shape:
+                yield (
+                    f"{name!r} of {name_of(parameter)!r} has shape {tuple(value.shape)} there,"
+                    f" the parameter has {tuple(shape)}"
+                )
+
+
+def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load a whole optimizer state, taking this rank's pieces of it."""
+    pieces = _parameters(optimizer)
+    ids = [key for group in state["param_groups"] for key in group["params"]]
+    cut = {
+        key: _owned(cut_state(entries, piece) if isinstance(piece, Piece) else entries)
+        for key, piece in zip(ids, pieces, strict=True)
+        if (entries := state["state"].get(key)) is not None
+        and not (isinstance(piece, Piece) and piece.numel() == 0)
+    }
+    # Entries that belong to no parameter, which some optimizers keep.
+    others = {key: value for key, value in state["state"].items() if key not in set(ids)}
+    optimizer.load_state_dict({**state, "state": {**cut, **others}})
+
+
+def _owned(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies, so that no state lives in a mapped file."""
+    return {
+        key: value.clone() if isinstance(value, Tensor) else value for key, value in entries.items()
+    }
+
+
+def _shape(parameter: Any) -> torch.Size:
+    whole = parameter.parameter if isinstance(parameter, Piece) else parameter
+    return torch.Size(whole.shape)

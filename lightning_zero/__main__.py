@@ -1,0 +1,8 @@
+"""``python -m lightning_zero``: the command ``lightning-zero``."""
+
+import sys
+
+from lightning_zero.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""``lightning-zero convert``: between plain checkpoint files and safetensors, tensor by tensor."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from lightning_zero.checkpoint.mapped_file import mapped
+from lightning_zero.checkpoint.safetensors import read_safetensors, write_safetensors
+from lightning_zero.checkpoint.save import Provenance, Save
+from lightning_zero.checkpoint.spread import Spread
+from lightning_zero.checkpoint.weights import read_weights
+from lightning_zero.comm import Comm
+
+Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+_PLAIN = (".ckpt", ".pt", ".pth", ".bin")
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def add_convert_command(commands: Any) -> None:
+    """Add ``convert`` to a command line's subparsers."""
+    parser = commands.add_parser(
+        "convert",
+        help="turn a checkpoint into another kind of file",
+        description="Convert between checkpoint files (.ckpt, .pt) and safetensors. The kind of"
+        " DST follows from its name: .ckpt, .pt, .safetensors, or a folder of safetensors files.",
+    )
+    parser.add_argument("source", type=Path, metavar="SRC")
+    parser.add_argument("target", type=Path, metavar="DST")
+    parser.add_argument(
+        "--weights-only", action="store_true", help="leave out everything but the weights"
+    )
+    parser.add_argument("--dtype", type=_dtype, help="cast floating-point weights, e.g. bfloat16")
+    parser.add_argument(
+        "--max-shard-size",
+        type=parse_bytes,
+        default=parse_bytes("5GB"),
+        help="the most that one file of a safetensors folder holds (default: 5GB)",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    convert(
+        arguments.source,
+        arguments.target,
+        weights_only=arguments.weights_only,
+        dtype=arguments.dtype,
+        max_shard_bytes=arguments.max_shard_size,
+        shows_progress=True,
+    )
+    return 0
+
+
+def convert(
+    source: Path,
+    target: Path,
+    *,
+    weights_only: bool = False,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    shows_progress: bool = False,
+) -> None:
+    """Write what ``source`` holds to ``target``, whose name tells its kind.
+
+    Args:
+        source: A ``.ckpt`` or ``.pt`` file, a safetensors file, or a folder of those.
+        target: ``.ckpt`` or ``.pt``, ``.safetensors``, or a folder for safetensors files.
+        weights_only: Leave out everything but the weights, as safetensors files always do.
+        dtype: Cast floating-point weights to it. Optimizer states are never cast.
+        max_shard_bytes: The most that one file of a folder holds.
+        shows_progress: Whether to draw a bar.
+
+    Raises:
+        ValueError: The source is damaged or holds no weights, or the result is not right.
+    """
+    weights = read_weights(source)
+    shapes: Shapes = {
+        name: (_target_dtype(value.dtype, dtype), tuple(value.shape))
+        for name, value in weights.items()
+        if isinstance(value, Tensor)
+    }
+    total = sum(kind.itemsize * prod(shape) for kind, shape in shapes.values())
+    with tqdm(total=total, unit="B", unit_scale=True, disable=not shows_progress) as bar:
+        if target.suffix in _PLAIN:
+            rest = None if weights_only or source.suffix not in _PLAIN else mapped(str(source))
+            _write_plain(target, weights, shapes, rest, bar.update)
+        else:
+
+            def read(name: str) -> Tensor:
+                bar.update(shapes[name][0].itemsize * prod(shapes[name][1]))
+                return weights[name].to(shapes[name][0])
+
+            is_file = target.suffix == ".safetensors"
+            write_safetensors(target, shapes, read, max_bytes=None if is_file else max_shard_bytes)
+    _verify(target, shapes)
+
+
+def _write_plain(
+    target: Path,
+    weights: Mapping[str, Any],
+    shapes: Shapes,
+    rest: Any,
+    on_written: Callable[[int], object],
+) -> None:
+    """Write a checkpoint file, its other content from ``rest`` if that is one of a Trainer."""
+    spreads = {
+        name: _whole(value, shapes[name][0]) if isinstance(value, Tensor) else value
+        for name, value in weights.items()
+    }
+    is_of_trainer = isinstance(rest, dict) and "state_dict" in rest
+    checkpoint = {**rest, "state_dict": spreads} if is_of_trainer else {"state_dict": spreads}
+    comm = Comm(torch.device("cpu"))
+    provenance = Provenance(stage=0, world_size=1, precision="converted")
+    Save(checkpoint, str(target), comm, provenance, on_written).run()
+
+
+def _whole(value: Tensor, dtype: torch.dtype) -> Spread:
+    """A whole tensor that is cast when it is written; ties have one key, so they stay tied."""
+    dense = value if _is_dense(value) else value.contiguous()
+    key = f"{dense.data_ptr()} {tuple(dense.shape)} {dense.stride()} {dense.dtype}"
+    if not dense.numel():
+        return Spread.of(
+            f"{key} {id(value)}", dense.reshape(-1), 0, dense.shape, dense.stride(), dtype
+        )
+    flat = dense.as_strided((dense.numel(),), (1,), dense.storage_offset())
+    return Spread.of(key, flat, 0, dense.shape, dense.stride(), dtype)
+
+
+def _is_dense(value: Tensor) -> bool:
+    """Whether the elements fill their memory in some order of the dimensions."""
+    expected = torch.empty_like(value, device="meta", memory_format=torch.preserve_format)
+    return expected.stride() == value.stride()
+
+
+def _verify(target: Path, shapes: Shapes) -> None:
+    """Raise unless ``target`` holds tensors of these shapes and dtypes, and no others."""
+    kind = read_weights if target.suffix in _PLAIN else read_safetensors
+    found = {
+        name: (value.dtype, tuple(value.shape))
+        for name, value in kind(target).items()
+        if isinstance(value, Tensor)
+    }
+    for name in {**shapes, **found}:
+        if shapes.get(name) != found.get(name):
+            raise ValueError(
+                f"{str(target)!r} was written wrongly: {name!r} should be {shapes.get(name)},"
+                f" but is {found.get(name)}."
+            )
+
+
+def _target_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and own.is_floating_point else own
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise argparse.ArgumentTypeError(f"expected a floating-point dtype, got {name!r}")
+    return dtype
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes such as ``5GB``, ``200MiB`` or ``4096``."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    unit = match and match[2].upper().removesuffix("B") + ("B" if match[2] else "")
+    if match is None or unit not in _UNITS:
+        raise argparse.ArgumentTypeError(f"expected bytes such as 5GB or 200MiB, got {text!r}")
+    return int(float(match[1]) * _UNITS[unit])

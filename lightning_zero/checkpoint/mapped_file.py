@@ -1,0 +1,121 @@
+"""Reading a checkpoint without reading it: the file is mapped, and only what is copied is read.
+
+A rank copies its own ranges of the whole tensors that the mapped file shows, so the file may have
+been written by any number of ranks, at any stage, by DDP or by a single process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import torch
+from fsspec.implementations.local import LocalFileSystem
+
+from lightning_zero.checkpoint.agreement import Outcome
+from lightning_zero.checkpoint.save import FORMAT, PROVENANCE
+from lightning_zero.comm import Comm
+
+_COPY_BYTES = 8 * 2**20
+
+
+def load(path: str, comm: Comm, *, weights_only: bool = True) -> Any:
+    """What a checkpoint file holds, its tensors mapped from the file; all ranks call it together.
+
+    Args:
+        path: A path or an ``fsspec`` URL.
+        comm: The ranks.
+        weights_only: Refuse to make anything but tensors and plain Python values.
+
+    Raises:
+        FileNotFoundError: On all ranks, if any rank cannot see the file.
+        ValueError: The file is damaged, of a later version, no checkpoint, or holds other objects.
+    """
+    outcome, value = Outcome(), None
+    with outcome.attempt():
+        value = mapped(path, weights_only=weights_only)
+    outcome.agree(comm, f"Loading {path!r}")
+    return value
+
+
+def mapped(path: str, *, weights_only: bool = True) -> Any:
+    """The content of a file by :func:`torch.save` or :class:`Save`, for one process."""
+    file_system, local = fsspec.core.url_to_fs(path)
+    if isinstance(file_system, LocalFileSystem):
+        if not os.path.exists(local):
+            raise FileNotFoundError(f"there is no file {local!r}")
+        return _mapped(Path(local), weights_only=weights_only)
+    if not file_system.exists(local):
+        raise FileNotFoundError(f"there is no file {path!r}")
+    # A copy that has no name any more once it is mapped: memory is for what is read.
+    with tempfile.NamedTemporaryFile(prefix="checkpoint-") as copy:
+        with file_system.open(local, "rb") as source:
+            while chunk := source.read(_COPY_BYTES):
+                copy.write(chunk)
+        copy.flush()
+        return _mapped(Path(copy.name), weights_only=weights_only)
+
+
+def provenance(path: Path) -> dict[str, Any] | None:
+    """Who wrote the file, if this package did."""
+    with zipfile.ZipFile(path) as archive:
+        for name in archive.namelist():
+            if name.endswith(f"/{PROVENANCE}"):
+                told = json.loads(archive.read(name))
+                return told if isinstance(told, dict) else None
+    return None
+
+
+def _mapped(path: Path, *, weights_only: bool) -> Any:
+    try:
+        # Files of torch before 1.6 are no archives and cannot be mapped.
+        is_archive = zipfile.is_zipfile(path)
+        if is_archive:
+            _check_version(path)
+        elif _begins_like_an_archive(path):
+            raise ValueError("its end is missing")
+        return torch.load(path, map_location="cpu", mmap=is_archive, weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise ValueError(_refusal(path, error)) from error
+    except (FileNotFoundError, PermissionError, MemoryError):
+        raise
+    except Exception as error:
+        # A damaged pickle can fail in any way.
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"{str(path)!r} cannot be read as a checkpoint; it is damaged or something else:"
+            f" {reason}"
+        ) from error
+
+
+def _begins_like_an_archive(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\3\4"
+
+
+def _check_version(path: Path) -> None:
+    told = provenance(path)
+    if told is not None and int(told.get("format", 0)) > FORMAT:
+        raise ValueError(
+            f"it has format {told['format']} of a later lightning-zero, this one reads up to"
+            f" {FORMAT}; update the package"
+        )
+
+
+def _refusal(path: Path, error: Exception) -> str:
+    reason = str(error)
+    if "GLOBAL" in reason or "weights_only" in reason.lower():
+        kind = reason.split("Unsupported global: ")[-1] if "Unsupported global" in reason else ""
+        what = kind.split(" was not")[0].strip() if kind else "objects of other classes"
+        return (
+            f"{str(path)!r} holds more than tensors and plain values: {what}. If you trust whoever"
+            " wrote it, pass weights_only=False; or allow the class with"
+            " torch.serialization.add_safe_globals"
+        )
+    return f"{str(path)!r} cannot be read as a checkpoint; it is damaged: {reason.splitlines()[0]}"

@@ -1,0 +1,210 @@
+"""Reading and writing safetensors files: a JSON header, then the bytes of all tensors.
+
+The format is eight bytes with the header's length, the header ``{name: {dtype, shape,
+data_offsets}}``, and the data. It is simple enough to need no package, and reading it here lets
+tensors stay in the mapped file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint.skeleton import bytes_of
+
+INDEX = "model.safetensors.index.json"
+"""The file that says which tensor lies in which file of a folder, as Hugging Face has it."""
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MOST_HEADER_BYTES = 100_000_000
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file, or of a folder with an index or one file, mapped.
+
+    Raises:
+        FileNotFoundError: A file that the index names is missing.
+        ValueError: The file is damaged or no safetensors file.
+    """
+    if path.is_file():
+        return _read_file(path)
+    index = path / INDEX
+    if not index.exists():
+        files = sorted(path.glob("*.safetensors"))
+        if len(files) != 1:
+            raise FileNotFoundError(
+                f"{str(path)!r} has no {INDEX} and {len(files)} safetensors files; expected an"
+                " index, or exactly one file"
+            )
+        return _read_file(files[0])
+    places: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
+    tensors: dict[str, Tensor] = {}
+    for file in dict.fromkeys(places.values()):
+        if Path(file).name != file or not (path / file).is_file():
+            raise FileNotFoundError(f"the index {str(index)!r} names {file!r}, which is not there")
+        found = _read_file(path / file)
+        for name in (name for name, place in places.items() if place == file):
+            if name not in found:
+                raise ValueError(f"the index {str(index)!r} places {name!r} in {file!r} wrongly")
+            tensors[name] = found[name]
+    return tensors
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    try:
+        header, start = _header(path)
+        size = path.stat().st_size
+        if size == start:
+            whole = torch.empty(0, dtype=torch.uint8)
+        else:
+            whole = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        return {
+            name: _tensor(name, entry, whole[start:])
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, KeyError, TypeError, struct.error) as error:
+        raise ValueError(f"{str(path)!r} is damaged or no safetensors file: {error}") from error
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > min(_MOST_HEADER_BYTES, path.stat().st_size - 8):
+            raise ValueError(f"its header would be {length} bytes long")
+        header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("its header is not a table of tensors")
+    return header, 8 + length
+
+
+def _tensor(name: str, entry: Mapping[str, Any], data: Tensor) -> Tensor:
+    if entry["dtype"] not in _DTYPES:
+        raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r}")
+    dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
+    start, stop = entry["data_offsets"]
+    nbytes = prod(shape) * dtype.itemsize
+    if not 0 <= start <= stop <= len(data) or stop - start != nbytes:
+        raise ValueError(
+            f"{name!r} of shape {tuple(shape)} needs {nbytes} bytes, its place is"
+            f" [{start}, {stop}) of {len(data)}"
+        )
+    part = data[start:stop]
+    if part.storage_offset() % dtype.itemsize:
+        part = part.clone()  # the format does not promise aligned tensors
+    return part.view(dtype).view(shape)
+
+
+def write_safetensors(
+    path: Path,
+    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    read: Callable[[str], Tensor],
+    *,
+    max_bytes: int | None = None,
+) -> list[Path]:
+    """Write tensors one by one, to one file or to a folder of files of at most ``max_bytes``.
+
+    Args:
+        path: A file, or with ``max_bytes`` a folder.
+        shapes: Dtype and shape of every tensor.
+        read: Gives a tensor when its turn has come.
+        max_bytes: A file is closed before it grows larger; a larger tensor has its own file.
+    """
+    for name, (dtype, _) in shapes.items():
+        if dtype not in _NAMES:
+            raise ValueError(f"safetensors files cannot hold {name!r} of dtype {dtype}.")
+    groups = list(_groups(shapes, max_bytes))
+    if max_bytes is None:
+        _write_file(path, groups[0] if groups else [], shapes, read)
+        return [path]
+    path.mkdir(parents=True, exist_ok=True)
+    files, places = [], {}
+    for number, names in enumerate(groups, 1):
+        file = path / (
+            f"model-{number:05}-of-{len(groups):05}.safetensors"
+            if len(groups) > 1
+            else "model.safetensors"
+        )
+        _write_file(file, names, shapes, read)
+        files.append(file)
+        places.update(dict.fromkeys(names, file.name))
+    if len(groups) > 1:
+        total = sum(_nbytes(*shapes[name]) for name in shapes)
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return files
+
+
+def _groups(
+    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], max_bytes: int | None
+) -> Iterator[list[str]]:
+    names: list[str] = []
+    total = 0
+    for name, (dtype, shape) in shapes.items():
+        nbytes = _nbytes(dtype, shape)
+        if names and max_bytes is not None and total + nbytes > max_bytes:
+            yield names
+            names, total = [], 0
+        names.append(name)
+        total += nbytes
+    if names:
+        yield names
+
+
+def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return prod(shape) * dtype.itemsize
+
+
+def _write_file(
+    path: Path,
+    names: list[str],
+    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    read: Callable[[str], Tensor],
+) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name in names:
+        dtype, shape = shapes[name]
+        stop = position + _nbytes(dtype, shape)
+        header[name] = {
+            "dtype": _NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [position, stop],
+        }
+        position = stop
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    temporary = path.with_name(f".{path.name}.saving")
+    with temporary.open("wb") as file:
+        file.write(struct.pack("<Q", len(encoded)) + encoded)
+        for name in names:
+            file.write(bytes_of(read(name).contiguous()).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

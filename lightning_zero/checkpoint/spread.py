@@ -1,0 +1,123 @@
+"""What a sharded tensor is in a state dict: its whole shape, and this rank's part of the values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from lightning_zero.buffer import lasting_tensors
+
+_CPU = torch.device("cpu")
+
+
+class Spread(Tensor):
+    """A tensor of whole shape whose values are spread over the ranks, for a checkpoint to hold.
+
+    It may be renamed, dropped, moved and detached, as hooks that edit a checkpoint do. Its values
+    are not here, so whatever reads them raises.
+
+    Attributes:
+        key: What it is, the same on every rank; ``state_dict`` names and more.
+        part: This rank's values, ``[n]``, on whatever device they are; possibly empty. They are
+            cast to the dtype of the whole when they are written.
+        start: The first of them, counted in the memory order of the whole tensor.
+    """
+
+    key: str
+    part: Tensor
+    start: int
+
+    @staticmethod
+    def of(
+        key: str,
+        part: Tensor,
+        start: int,
+        shape: Iterable[int],
+        stride: Iterable[int],
+        dtype: torch.dtype | None = None,
+    ) -> Spread:
+        """The tensor of ``shape`` of which this rank has ``part`` from element ``start`` on."""
+        with lasting_tensors():
+            spread = Tensor._make_wrapper_subclass(
+                Spread, tuple(shape), strides=tuple(stride), dtype=dtype or part.dtype, device=_CPU
+            )
+        assert isinstance(spread, Spread)
+        spread.key, spread.part, spread.start = key, part.detach(), start
+        return spread
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Let metadata through; everything else needs values that are not here."""
+        if func in _SAME:
+            return args[0]
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        spread = next((arg for arg in args if isinstance(arg, Spread)), None)
+        raise RuntimeError(
+            f"{spread.key if spread is not None else 'A tensor'!r} in this state dict stands for"
+            " values that are spread over the ranks, and reading them here is not possible. Read"
+            " the parameter itself, in `with lightning_zero.gathered(module):` on all ranks."
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise RuntimeError(f"{func} was called on a tensor whose values are spread over the ranks.")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{self.key!r} is spread over the ranks and cannot be pickled by one of them. Save it"
+            " with `trainer.save_checkpoint(path)` on all ranks."
+        )
+
+    def __deepcopy__(self, memo: Any) -> Spread:
+        return self.with_part(self.part.clone())
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Spread({self.key!r}, shape={tuple(self.shape)}, {self.dtype})"
+
+    def with_part(self, part: Tensor) -> Spread:
+        """The same with the values of ``part``."""
+        return Spread.of(self.key, part, self.start, self.shape, self.stride(), self.dtype)
+
+    @property
+    def part_bytes(self) -> Tensor:
+        """This rank's values as they are written: bytes ``[n]``."""
+        return self.part.to(self.dtype).view(torch.uint8)
+
+    @property
+    def whole_nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def start_byte(self) -> int:
+        """Where this rank's part begins, in bytes of the whole tensor."""
+        return self.start * self.dtype.itemsize
+
+
+_SAME = {Tensor.detach, Tensor.cpu, Tensor.contiguous}
+_METADATA: set[Any] = {
+    *(Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.__hash__, Tensor.__len__, torch.numel),
+    *(torch.is_floating_point, torch.is_complex, torch.is_tensor),
+    *(
+        getattr(Tensor, name).__get__
+        for name in (
+            *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad"),
+            *("is_meta", "is_cpu", "is_cuda", "is_sparse", "is_quantized", "nbytes", "itemsize"),
+        )
+    ),
+}

@@ -1,0 +1,88 @@
+"""Pretrained weights into a module, sharded or not, without a whole copy on any rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_zero.checkpoint.agreement import Outcome
+from lightning_zero.checkpoint.mapped_file import mapped
+from lightning_zero.checkpoint.safetensors import read_safetensors
+from lightning_zero.checkpoint.state import load_module_state
+from lightning_zero.engine import engine_of
+
+
+def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> Any:
+    """Load a module's weights from a file; all ranks that share the module call it together.
+
+    The file is mapped: of a sharded module each rank reads only its own part. Call it in
+    ``on_fit_start`` or a later hook, where the module is sharded, also when it was built on the
+    meta device; or before the Trainer runs, on an ordinary module.
+
+    Args:
+        module: The module, or a part of one, whose ``state_dict`` names the file uses.
+        path: A ``.ckpt`` or ``.pt`` file (its ``"state_dict"``, or the file itself), a safetensors
+            file, or a folder of safetensors files with an index, as Hugging Face has them.
+        strict: Whether missing and unexpected names are errors.
+
+    Returns:
+        What ``load_state_dict`` returns: the missing and the unexpected names.
+
+    Raises:
+        FileNotFoundError: There is no such file, on some rank.
+        RuntimeError: Names or shapes do not fit. All are told, and nothing was loaded.
+        ValueError: The file is damaged, or it does not hold weights.
+    """
+    engine = engine_of(module.parameters())
+    is_meta = any(p.is_meta for p in [*module.parameters(), *module.buffers()])
+    if engine is None and is_meta:
+        raise RuntimeError(
+            f"{type(module).__name__} is on the meta device and not sharded yet, so it has no room"
+            " for weights. Call load_weights in `on_fit_start`, or materialize the module first."
+        )
+    outcome = Outcome()
+    weights: Mapping[str, Tensor] = {}
+    with outcome.attempt():
+        weights = read_weights(path)
+    if engine is not None:
+        outcome.agree(engine.comm, f"Loading {os.fspath(path)!r}")
+    elif outcome.error is not None:
+        raise outcome.error
+    try:
+        return load_module_state(module, engine, _with_ties(module, weights), strict=strict)
+    except RuntimeError as error:
+        raise RuntimeError(f"{os.fspath(path)!r} does not fit. {error}") from error
+
+
+def read_weights(path: str | os.PathLike[str]) -> Mapping[str, Tensor]:
+    """The weights in a file or folder, by name, mapped."""
+    place = Path(path)
+    if place.suffix == ".safetensors" or place.is_dir():
+        if not place.exists():
+            raise FileNotFoundError(f"there is no file {str(place)!r}")
+        return read_safetensors(place)
+    found = mapped(os.fspath(path))
+    weights = found.get("state_dict", found) if isinstance(found, dict) else None
+    if not isinstance(weights, dict) or not any(isinstance(v, Tensor) for v in weights.values()):
+        raise ValueError(
+            f"{os.fspath(path)!r} holds no weights: expected a table of tensors, or one under"
+            " 'state_dict'"
+        )
+    return weights
+
+
+def _with_ties(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``weights``, and under its other names a tied parameter that a file holds only once."""
+    complete = dict(weights)
+    known: dict[int, list[str]] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        known.setdefault(id(value), []).append(name)
+    for names in known.values():
+        held = next((weights[name] for name in names if name in weights), None)
+        if held is not None:
+            complete.update({name: held for name in names if name not in weights})
+    return complete

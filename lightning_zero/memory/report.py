@@ -1,0 +1,183 @@
+"""What a run held, as files: ``memory.json`` for programs and ``memory.html`` for people."""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_zero.memory import plot
+from lightning_zero.memory.estimate import Estimate
+from lightning_zero.memory.size import format_bytes
+from lightning_zero.memory.terms import KINDS, RESTING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Measured = Mapping[str, Mapping[str, int]]
+Row = Sequence[str | int]
+
+
+def write_report(
+    folder: str | Path,
+    *,
+    measured: Measured | None = None,
+    predicted: Estimate | None = None,
+    stages: Sequence[Estimate] = (),
+    scaling: Sequence[Estimate] = (),
+    device_memory: int | None = None,
+) -> Path:
+    """Write ``memory.json`` and one self-contained ``memory.html``; returns the page's path.
+
+    Args:
+        folder: Where; it is made if it is missing.
+        measured: Bytes by kind at each point of a step, the most over ranks.
+        predicted: The estimate for the same run; its step becomes the timeline.
+        stages: Estimates to show side by side; the first is what others save against.
+        scaling: Estimates of the same stages over several numbers of ranks.
+        device_memory: Bytes of a device, drawn as a line.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = {
+        "measured": measured or {},
+        "predicted": None if predicted is None else facts_of(predicted),
+        "stages": [facts_of(found) for found in stages],
+        "scaling": [facts_of(found) for found in scaling],
+        "device_memory": device_memory,
+    }
+    (folder / "memory.json").write_text(json.dumps(facts, indent=1) + "\n")
+    parts = [*_timeline(predicted, device_memory), *_stages(stages), *_measured(measured)]
+    parts += [*_compared(measured, predicted), *_scaling(scaling, device_memory)]
+    page = folder / "memory.html"
+    page.write_text(_PAGE.replace("{content}", "\n".join(parts)))
+    return page
+
+
+def facts_of(found: Estimate) -> dict[str, Any]:
+    """An estimate as plain numbers."""
+    return {
+        "strategy": found.name,
+        "world_size": found.world_size,
+        "precision": found.precision,
+        "num_parameters": found.num_parameters,
+        "resting": found.resting,
+        "model_states": found.model_states,
+        "most": found.most,
+        "peak": {"at": found.peak.label, "total": found.peak.total, "kinds": found.peak.kinds},
+        "moments": [{"at": m.label, "kinds": m.kinds} for m in found.moments],
+    }
+
+
+def _timeline(predicted: Estimate | None, limit: int | None) -> list[str]:
+    if predicted is None or not predicted.has_units:
+        return []
+    peak = predicted.peak
+    title = f"One step under {predicted.name}, {_ranks(predicted.world_size)}"
+    parts = [
+        "<h2>A step</h2>",
+        f"<p>At most <b>{format_bytes(peak.total)}</b> on a rank, in the {peak.label};"
+        f" between steps {format_bytes(predicted.moments[-1].total)}.</p>",
+    ]
+    if not predicted.has_activations:
+        parts.append("<p>Activations are not counted: no batch was given.</p>")
+    return [*parts, *_picture(lambda: plot.timeline(predicted.moments, title=title, limit=limit))]
+
+
+def _stages(stages: Sequence[Estimate]) -> list[str]:
+    if not stages:
+        return []
+    columns = {found.name: found.peak.kinds for found in stages}
+    title = f"At its peak a rank of {stages[0].world_size} holds"
+    rows: list[Row] = [
+        [found.name, *(found.most[kind] for kind in KINDS), found.model_states, found.peak.total]
+        for found in stages
+    ]
+    return [
+        "<h2>The stages side by side</h2>",
+        *_picture(lambda: plot.stages(columns, title=title)),
+        "<p>The most of each kind, whenever it is held, and the peak of all together.</p>",
+        _html_table(["", *KINDS, "model states", "peak"], rows),
+    ]
+
+
+def _measured(measured: Measured | None) -> list[str]:
+    if not measured:
+        return []
+    kinds = list(next(iter(measured.values())))
+    shown = [kind for kind in kinds if any(row.get(kind) for row in measured.values())]
+    rows: list[Row] = [[point, *(row[kind] for kind in shown)] for point, row in measured.items()]
+    return [
+        "<h2>Measured</h2>",
+        "<p>The most over all steps and ranks, after each part of a step.</p>",
+        _html_table(["after", *shown], rows),
+    ]
+
+
+def _compared(measured: Measured | None, predicted: Estimate | None) -> list[str]:
+    if not measured or predicted is None or "step" not in measured:
+        return []
+    rows: list[Row] = []
+    for kind in RESTING:
+        foreseen, held = predicted.resting[kind], measured["step"].get(kind, 0)
+        if foreseen or held:
+            rows.append([kind, foreseen, held, held - foreseen])
+    return [
+        "<h2>Predicted and measured, between steps</h2>",
+        _html_table(["", "predicted", "measured", "difference"], rows, exact=True),
+    ]
+
+
+def _scaling(scaling: Sequence[Estimate], limit: int | None) -> list[str]:
+    if not scaling:
+        return []
+    title = "Model states by number of ranks (lines: formula, dots: with padding)"
+    return [
+        "<h2>More ranks</h2>",
+        *_picture(lambda: plot.scaling(scaling, title=title, limit=limit)),
+    ]
+
+
+def _picture(draw: Any) -> list[str]:
+    if not plot.has_matplotlib():
+        return ["<p>(Pictures need matplotlib: pip install 'lightning-zero[plot]'.)</p>"]
+    figure: Figure = draw()
+    text = io.StringIO()
+    figure.savefig(text, format="svg")
+    return [f"<figure>{text.getvalue()[text.getvalue().index('<svg') :]}</figure>"]
+
+
+def _html_table(head: Sequence[str], rows: Sequence[Row], *, exact: bool = False) -> str:
+    def cell(value: str | int) -> str:
+        if isinstance(value, str):
+            return f"<th>{html.escape(value)}</th>"
+        text = f"{value:,}" if exact else format_bytes(value)
+        return f"<td title='{value:,} bytes'>{text if value or exact else ''}</td>"
+
+    lines = ["<table><tr>" + "".join(f"<th>{html.escape(name)}</th>" for name in head) + "</tr>"]
+    lines += ["<tr>" + "".join(map(cell, row)) + "</tr>" for row in rows]
+    return "\n".join([*lines, "</table>"])
+
+
+def _ranks(world_size: int) -> str:
+    return "1 rank" if world_size == 1 else f"{world_size} ranks"
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Memory</title>
+<meta name="viewport" content="width=device-width">
+<style>
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 62rem; margin: 2rem auto;
+       padding: 0 1rem; }
+h1 { font-size: 1.7rem; } h2 { font-size: 1.2rem; margin: 2.2rem 0 .4rem; }
+figure { margin: .5rem 0; } figure svg { width: 100%; height: auto; }
+table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right; }
+th:first-child { text-align: left; } tr:first-child th { border-bottom: 2px solid #888; }
+</style></head><body><h1>Memory of a rank</h1>
+{content}
+</body></html>
+"""

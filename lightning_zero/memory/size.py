@@ -1,0 +1,38 @@
+"""Numbers of bytes and of parameters, as people write them; units are decimal, as on a device."""
+
+from __future__ import annotations
+
+import re
+
+_PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
+
+
+def format_bytes(count: float) -> str:
+    """Three figures and a unit: ``160 GB``, ``1.58 MB``, ``512 B``."""
+    for prefix in ("T", "G", "M", "K"):
+        scale = _PREFIXES[prefix]
+        if abs(count) >= 0.9995 * scale:
+            value = count / scale
+            digits = max(0, 3 - len(f"{abs(value):.3g}".split(".")[0]))
+            return f"{value:.{digits}f} {prefix.replace('K', 'k')}B"
+    return f"{count:.0f} B"
+
+
+def parse_bytes(text: str) -> int:
+    """The bytes that ``80GB``, ``24 GiB`` or ``1e9`` says."""
+    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"Expected a number of bytes such as '80GB' or '24GiB', got {text!r}.")
+    number, prefix, is_binary = match.groups()
+    scale = _PREFIXES[prefix.upper()]
+    if is_binary:
+        scale = 1024 ** ["", "K", "M", "G", "T"].index(prefix.upper())
+    return int(float(number) * scale)
+
+
+def parse_numel(text: str) -> int:
+    """The number of parameters that ``10B``, ``350M`` or ``1000`` says."""
+    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([KMBT]?)", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"Expected a number of parameters such as '10B' or '350M', got {text!r}.")
+    return round(float(match.group(1)) * _PREFIXES[match.group(2).upper()])

@@ -1,0 +1,38 @@
+"""Bytes by kind as text: one line for each kind, one column for each thing compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lightning_zero.memory.estimate import Estimate
+from lightning_zero.memory.size import format_bytes
+from lightning_zero.memory.terms import KINDS, RESTING
+
+
+def table(columns: Mapping[str, Mapping[str, int | None]], rows: Sequence[str]) -> str:
+    """A table of bytes; a row that is empty in every column is left out."""
+    shown = [row for row in rows if any(column.get(row) for column in columns.values())]
+    width = max(map(len, (*shown, "unreduced")))
+    widths = {name: max(len(name), 9) for name in columns}
+    lines = [" " * width + "".join(f"  {name:>{widths[name]}}" for name in columns)]
+    for row in shown:
+        cells = [(widths[name], column.get(row)) for name, column in columns.items()]
+        texts = [f"  {'' if count is None else format_bytes(count):>{w}}" for w, count in cells]
+        lines.append(f"{row:<{width}}" + "".join(texts))
+    return "\n".join(lines)
+
+
+def estimate_table(estimates: Sequence[Estimate]) -> str:
+    """Estimates side by side: what rests, the most that comes and goes, and the peak."""
+    columns: dict[str, dict[str, int | None]] = {}
+    for found in estimates:
+        most = found.most
+        ranks = "1 rank" if found.world_size == 1 else f"{found.world_size} ranks"
+        saved = estimates[0].peak.total - found.peak.total
+        columns[f"{found.name}, {ranks}"] = {
+            **{kind: most[kind] for kind in KINDS},
+            "model states": found.model_states,
+            "peak": found.peak.total,
+            "saved": saved if found is not estimates[0] and saved > 0 else None,
+        }
+    return table(columns, [*RESTING, "model states", *KINDS[len(RESTING) :], "peak", "saved"])

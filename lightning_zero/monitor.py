@@ -1,0 +1,307 @@
+"""A callback that shows what each rank holds while it trains, and how that was predicted."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_zero.memory import (
+    KINDS,
+    RESTING,
+    Estimate,
+    Subject,
+    compare,
+    estimate_of,
+    format_bytes,
+    table,
+    write_report,
+)
+from lightning_zero.strategy import ZeROStrategy
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+POINTS = ("setup", "forward", "backward", "step", "validation")
+"""When the monitor looks: before the first step, and after each of the others."""
+
+ALLOCATOR = ("allocated", "reserved", "peak", "fragmentation", "resident")
+"""What the allocator and the operating system say, beside the kinds that the engine counts."""
+
+_COUNTED = tuple(kind for kind in KINDS if kind != "activations")
+_ROWS = (*_COUNTED, *ALLOCATOR)
+
+
+class MostBytes(Metric):
+    """The most bytes of each kind at each point, over all steps and all ranks; exact integers."""
+
+    full_state_update = False
+    bytes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        zeros = torch.zeros(len(POINTS), len(_ROWS), dtype=torch.int64)
+        self.add_state("bytes", zeros, dist_reduce_fx="max")
+
+    @override
+    def update(self, point: str, held: Mapping[str, int]) -> None:
+        row = torch.tensor([held.get(kind, 0) for kind in _ROWS], device=self.bytes.device)
+        place = POINTS.index(point)
+        self.bytes[place] = torch.maximum(self.bytes[place], row)
+
+    @override
+    def compute(self) -> dict[str, dict[str, int]]:
+        return {
+            point: dict(zip(_ROWS, row, strict=True))
+            for point, row in zip(POINTS, self.bytes.tolist(), strict=True)
+            if any(row)
+        }
+
+
+class MemoryMonitor(Callback):
+    """Measures bytes by kind through a step, logs them, and compares them with the prediction.
+
+    At setup, after forward, backward and the optimizer step, and in validation, the monitor takes
+    what the engine counts to the byte, and what the allocator says: on CUDA allocated, reserved and
+    peak bytes and the fragmentation (reserved minus allocated at most), on the CPU the resident
+    memory of the process. The most over all ranks is logged as ``memory/<point>/<kind>`` and shown
+    as a table when training ends. Under other strategies than ``ZeROStrategy`` weights, gradients,
+    optimizer states and buffers are counted.
+
+    Args:
+        report: A folder that gets ``memory.json`` and ``memory.html`` at the end; the page has
+            pictures if matplotlib is installed.
+        predict: Compare with the estimate for this model, its optimizers and its first batch.
+    """
+
+    def __init__(self, *, report: str | Path | None = None, predict: bool = True) -> None:
+        self.report = None if report is None else Path(report)
+        self.predict = predict
+        self.measured: dict[str, dict[str, int]] = {}
+        self.predicted: Estimate | None = None
+        self._subject: Subject | None = None
+        self._most = MostBytes()
+
+    # -- the points ------------------------------------------------------------------------------
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._most = MostBytes().to(trainer.strategy.root_device)
+        self._subject, self.predicted = None, None
+        self._look("setup", trainer)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self.predict and self._subject is None:
+            self._foresee(trainer, batch)
+
+    @override
+    def on_before_backward(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
+    ) -> None:
+        self._look("forward", trainer)
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._look("backward", trainer)
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        self._look("step", trainer)
+
+    @override
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if not trainer.sanity_checking:
+            self._look("validation", trainer)
+
+    def _look(self, point: str, trainer: pl.Trainer) -> None:
+        held = {**held_by(trainer), **allocated_on(trainer.strategy.root_device)}
+        self._most.update(point, held)
+
+    # -- the prediction --------------------------------------------------------------------------
+
+    def _foresee(self, trainer: pl.Trainer, batch: Any) -> None:
+        strategy = trainer.strategy
+        if not isinstance(strategy, ZeROStrategy) or strategy.engine is None:
+            self.predict = False
+            return
+        self._subject = self._subject_of(strategy, trainer, batch)
+        chosen = strategy.settings
+        settings: dict[str, Any] = {
+            "rank": strategy.global_rank,
+            "num_microbatches": trainer.accumulate_grad_batches,
+            "prefetch": chosen.prefetch,
+            "reshard_after_forward": chosen.reshard_after_forward,
+            "reduce_dtype": chosen.reduce_dtype,
+            "accumulate": chosen.accumulate,
+        }
+        world_size = strategy.world_size
+        try:
+            self.predicted = estimate_of(self._subject, chosen.stage, world_size, **settings)
+        except ValueError as error:
+            rank_zero_warn(f"MemoryMonitor predicts no activations: {error}")
+            self._subject = self._subject_of(strategy, trainer, batch=None)
+            self.predicted = estimate_of(self._subject, chosen.stage, world_size, **settings)
+
+    def _subject_of(self, strategy: ZeROStrategy, trainer: pl.Trainer, batch: Any) -> Subject:
+        assert strategy.engine is not None
+        return Subject.of_engine(
+            strategy.engine,
+            [_inner(optimizer) for optimizer in trainer.optimizers],
+            precision=str(strategy.precision_plugin.precision),
+            batch=batch,
+        )
+
+    # -- what is shown ---------------------------------------------------------------------------
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.measured = self._most.compute()
+        self._most._computed = None
+        for logger in trainer.loggers:
+            logger.log_metrics(
+                {
+                    f"memory/{point}/{kind}": count
+                    for point, kinds in self.measured.items()
+                    for kind, count in kinds.items()
+                    if count
+                },
+                step=trainer.global_step,
+            )
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.on_train_epoch_end(trainer, pl_module)
+        rank_zero_info(self.text(trainer.world_size))
+        if self.report is not None and trainer.is_global_zero:
+            stages = []
+            if self._subject is not None:
+                stages = compare(self._subject, (0, 1, 2, 3), [trainer.world_size])
+            write_report(
+                self.report, measured=self.measured, predicted=self.predicted, stages=stages
+            )
+
+    def text(self, world_size: int) -> str:
+        """The table of what was measured, and of how it was predicted."""
+        totals: dict[str, dict[str, int | None]] = {}
+        before = 0
+        for point, kinds in self.measured.items():
+            total = sum(kinds[kind] for kind in _COUNTED)
+            totals[point] = {**kinds, "total": total, "change": total - before}
+            before = total
+        lines = [
+            f"Memory of a rank, the most over {world_size} ranks, after each part of a step:",
+            table(totals, [*_COUNTED, "total", "change", *ALLOCATOR]),
+        ]
+        return "\n".join([*lines, *self._explained()])
+
+    def _explained(self) -> list[str]:
+        if self.predicted is None or "step" not in self.measured:
+            return []
+        predicted: dict[str, int | None] = {**self.predicted.resting}
+        measured: dict[str, int | None] = {k: self.measured["step"][k] for k in RESTING}
+        off = {k: (measured[k] or 0) - (predicted[k] or 0) for k in RESTING}
+        lines = [
+            "Between steps, against the prediction for this rank:",
+            table({"predicted": predicted, "measured": measured}, RESTING),
+        ]
+        lines += [
+            f"{kind} differ by {format_bytes(abs(count))}: {_REASONS[kind]}"
+            for kind, count in off.items()
+            if count
+        ]
+        peak = self.predicted.peak
+        lines.append(
+            f"Within a step {format_bytes(peak.total)} at most were predicted, in {peak.label}: "
+            + ", ".join(f"{k} {format_bytes(n)}" for k, n in peak.kinds.items() if n)
+            + "."
+        )
+        return lines
+
+
+_REASONS = {
+    "weights": "parameters were added or replaced after setup.",
+    "gradients": "a parameter was frozen, unfrozen or never used.",
+    "master": "parameters were added or replaced after setup.",
+    "states": "a parameter never had a gradient, or ranks differ by their padding.",
+    "buffers": "a buffer was added or resized.",
+}
+
+
+def held_by(trainer: pl.Trainer) -> dict[str, int]:
+    """Bytes that this rank holds now, by kind."""
+    if isinstance(trainer.strategy, ZeROStrategy):
+        return trainer.strategy.memory()
+    module = trainer.lightning_module
+    states = [
+        value
+        for optimizer in trainer.optimizers
+        for state in _inner(optimizer).state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
+    grads = [p.grad for p in module.parameters() if p.grad is not None]
+    return {
+        "weights": sum(parameter.nbytes for parameter in module.parameters()),
+        "gradients": sum(grad.nbytes for grad in grads),
+        "states": sum(value.nbytes for value in states),
+        "buffers": sum(buffer.nbytes for buffer in module.buffers()),
+    }
+
+
+def allocated_on(device: torch.device) -> dict[str, int]:
+    """What the allocator of an accelerator says, or the system of this process."""
+    if device.type != "cuda":
+        return {"resident": _resident()}
+    stats = torch.cuda.memory_stats(device)
+    reserved, peak = stats["reserved_bytes.all.peak"], stats["allocated_bytes.all.peak"]
+    return {
+        "allocated": stats["allocated_bytes.all.current"],
+        "reserved": stats["reserved_bytes.all.current"],
+        "peak": peak,
+        "fragmentation": reserved - peak,
+    }
+
+
+def _resident() -> int:
+    """Bytes of this process in memory: now where the system tells, else at most so far."""
+    pages = Path("/proc/self/statm")
+    if pages.exists():
+        return int(pages.read_text().split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
+
+
+def _inner(optimizer: Any) -> Optimizer:
+    inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    assert isinstance(inner, Optimizer)
+    return inner

@@ -1,0 +1,230 @@
+"""Lightning's own callbacks, unmodified, held against DDP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BatchSizeFinder,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    EMAWeightAveraging,
+    LambdaCallback,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelPruning,
+    ModelSummary,
+    RichProgressBar,
+    StochasticWeightAveraging,
+    Timer,
+    WeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from tests.projects import (
+    STAGES,
+    WIDTH,
+    Regression,
+    Run,
+    assert_like_ddp,
+    fit,
+    make_trainer,
+    rows,
+    under_all,
+)
+from tests.ranks import Pools
+
+
+class Scheduled(Regression):
+    """SGD with a schedule, so that rounding stays small and the rate changes."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.1, optimizer=torch.optim.SGD)
+        self.notes: list[Any] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.8)]
+
+
+def _fit(strategy: Any, module: Regression, *callbacks: Any, **options: Any) -> Run:
+    run = fit(
+        module,
+        strategy,
+        **{
+            "callbacks": list(callbacks),
+            "max_epochs": 3,
+            "data": (rows(), rows(8, seed=1)),
+            **options,
+        },
+    )
+    run.notes = getattr(module, "notes", None)
+    return run
+
+
+# ------------------------------------------------------------------------------- averages
+
+
+def _average(strategy: Any, name: str) -> Run:
+    callback = {
+        "ema": lambda: EMAWeightAveraging(decay=0.5),
+        "mean": WeightAveraging,
+        "swa": lambda: StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=2),
+    }[name]()
+    module = Scheduled()
+    if name == "swa":
+        module.net.blocks[1].norm = nn.BatchNorm1d(WIDTH)
+    return _fit(strategy, module, callback, data=(rows(32, batch_size=8), rows(8, seed=1)))
+
+
+@pytest.mark.parametrize("name", ["ema", "mean", "swa"])
+def test_averaged_weights(ranks: Pools, name: str) -> None:
+    runs = ranks(2).run(under_all, _average, name)
+    assert_like_ddp(runs, ulps=128)
+
+
+def _average_in_mixed_precision(strategy: Any) -> Run:
+    return _fit(strategy, Scheduled(), EMAWeightAveraging(decay=0.9), precision="bf16-mixed")
+
+
+def test_averages_are_of_masters(ranks: Pools) -> None:
+    """Averaging bf16 weights would be off by as much as a whole rounding of bf16."""
+    runs = ranks(2).run(under_all, _average_in_mixed_precision)
+    for rank in runs:
+        for stage in STAGES:
+            for key, value in rank["ddp"].params.items():
+                torch.testing.assert_close(rank[stage].params[key], value, rtol=2e-4, atol=2e-4)
+
+
+# ------------------------------------------------------------------------------- finetuning
+
+
+class WithBackbone(Scheduled):
+    """Trains its head; the callback unfreezes the backbone later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = self.net
+
+    def configure_optimizers(self) -> Any:
+        trainable = [p for p in self.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trainable, lr=0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)]
+
+    def on_train_epoch_end(self) -> None:
+        (optimizer,) = self.trainer.optimizers
+        groups = [[group["lr"], len(group["params"])] for group in optimizer.param_groups]
+        self.notes.append([groups, [p.requires_grad for p in self.parameters()]])
+
+
+def _finetune(strategy: Any) -> Run:
+    callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 1.5)
+    if strategy == "ddp":
+        # Its buckets are fixed before the backbone joins in, and with those parameters unused.
+        strategy = "ddp_find_unused_parameters_true"
+    return _fit(strategy, WithBackbone(), callback, max_epochs=3)
+
+
+def test_backbone_joins_in_mid_run(ranks: Pools) -> None:
+    runs = ranks(2).run(under_all, _finetune)
+    frozen, joined = runs[0][3].notes[0], runs[0][3].notes[1]
+    assert not all(frozen[1])
+    assert all(joined[1])
+    assert_like_ddp(runs, ulps=64)
+
+
+# ------------------------------------------------------------------------------- watching
+
+
+def _watch(strategy: Any, folder: str) -> Run:
+    path = f"{folder}/{strategy}"
+    module = Scheduled()
+    callbacks = [
+        ModelCheckpoint(path, "{epoch}", monitor="val_loss", save_top_k=2, save_last=True),
+        EarlyStopping("val_loss", min_delta=10.0, patience=1),
+        LearningRateMonitor(log_momentum=True),
+        DeviceStatsMonitor(cpu_stats=False),
+        Timer(duration={"hours": 1}),
+        LambdaCallback(on_before_zero_grad=lambda *_: module.notes.append("zero_grad")),
+    ]
+    logger = CSVLogger(path, name="", version="")
+    run = _fit(strategy, module, *callbacks, logger=logger, enable_checkpointing=True, max_epochs=5)
+    best = callbacks[0]
+    run.notes = [
+        module.notes,
+        module.current_epoch,
+        [Path(name).name for name in sorted(best.best_k_models)],
+        float(best.best_model_score),
+        callbacks[2].lrs,
+        callbacks[4].time_elapsed() > 0,
+    ]
+    if torch.distributed.get_rank() == 0:
+        run.notes.append(sorted(path.name for path in Path(path).iterdir()))
+        run.notes.append(sorted(logger.experiment.metrics_keys))
+    return run
+
+
+def test_callbacks_that_watch(ranks: Pools, tmp_path: Path) -> None:
+    runs = ranks(2).run(under_all, _watch, str(tmp_path))
+    assert runs[0]["ddp"].notes[1] == 2
+    assert_like_ddp(runs, ulps=64)
+
+
+def _summary(stage: int) -> list[Any]:
+    counts = []
+
+    class Looks(ModelSummary):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            summary = self._summary(trainer, pl_module)
+            counts.append([summary.total_parameters, summary.trainable_parameters])
+            counts.append([summary.model_size, str(summary)])
+
+    module = Regression()
+    module.head.requires_grad_(False)
+    callbacks = [Looks(max_depth=3), RichProgressBar()]
+    fit(module, stage, callbacks=callbacks, enable_progress_bar=True, enable_model_summary=True)
+    return counts
+
+
+def test_summary_counts_whole_parameters(ranks: Pools) -> None:
+    expected = ranks(2).run(_summary, "ddp")
+    assert expected[0][0] == [246, 204]
+    for stage in STAGES:
+        assert ranks(2).run(_summary, stage) == expected
+
+
+# ------------------------------------------------------------------------------- tuning
+
+
+def _find_rate(strategy: Any, folder: str) -> Run:
+    module = Scheduled()
+    finder = LearningRateFinder(num_training_steps=10, early_stop_threshold=None)
+    run = _fit(strategy, module, finder, default_root_dir=folder, max_epochs=2)
+    run.notes = [finder.optimal_lr.results, module.lr]
+    return run
+
+
+def test_learning_rate_finder(ranks: Pools, tmp_path: Path) -> None:
+    runs = ranks(2).run(under_all, _find_rate, str(tmp_path))
+    assert len(runs[0]["ddp"].notes[0]["loss"]) == 10
+    assert_like_ddp(runs, ulps=256)
+
+
+def _refused(stage: int) -> None:
+    trainer = make_trainer(stage, callbacks=[BatchSizeFinder()])
+    with pytest.raises(MisconfigurationException, match="not supported with distributed"):
+        trainer.fit(Regression(), rows())
+    with pytest.raises(NotImplementedError, match="ModelPruning replaces parameters during"):
+        fit(Regression(), stage, callbacks=[ModelPruning("l1_unstructured", amount=0.5)])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_refused(ranks: Pools, stage: int) -> None:
+    ranks(2).run(_refused, stage)

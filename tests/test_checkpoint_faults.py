@@ -1,0 +1,307 @@
+"""What goes wrong while a checkpoint is written or read, and what is left afterwards."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import random
+import resource
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_zero.checkpoint import Provenance, Saver, damage, load
+from lightning_zero.checkpoint.mapped_file import mapped
+from lightning_zero.checkpoint.save import FORMAT
+from lightning_zero.checkpoint.spread import Spread
+from lightning_zero.comm import Comm
+from tests.ranks import Pools
+
+CPU = torch.device("cpu")
+PROVENANCE = Provenance(stage=3, world_size=2, precision="32-true")
+
+
+def some(comm: Comm, fill: float, numel: int = 100_000) -> dict[str, Any]:
+    """A checkpoint in which everything is ``fill``."""
+    edges = [numel * rank // comm.world_size for rank in range(comm.world_size + 1)]
+    start, stop = edges[comm.rank], edges[comm.rank + 1]
+    part = torch.full((stop - start,), fill)
+    whole = Spread.of("whole", part, start, (numel,), (1,))
+    return {"state_dict": {"whole": whole, "plain": torch.full((7,), fill)}, "fill": fill}
+
+
+def told(function: Any, *args: Any, **kwargs: Any) -> str:
+    """Kind and message of the error that a call raises."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def fail_to_save(folder: str) -> list[str]:
+    """Every way in which a save can fail on one rank."""
+    comm = Comm(CPU)
+    saver = Saver(comm)
+    path = f"{folder}/file.ckpt"
+    saver.save(some(comm, 1.0), path, PROVENANCE)
+    found = []
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for in_background in (False, True):
+        if comm.rank == 1:  # what a full disk is to write()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        try:
+            if in_background:
+                saver.save(some(comm, 2.0), path, PROVENANCE, in_background=True)
+                found.append(told(saver.wait))
+            else:
+                found.append(told(saver.save, some(comm, 2.0), path, PROVENANCE))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    saver.close()
+    found.append(told(saver.save, some(comm, 2.0), f"{path}/under/a.ckpt", PROVENANCE))
+    found.append(told(saver.save, some(comm, 2.0), "/proc/file.ckpt", PROVENANCE))
+    other = some(comm, 2.0)
+    if comm.rank == 1:
+        del other["state_dict"]["whole"]
+    found.append(told(saver.save, other, path, PROVENANCE))
+    strange = some(comm, 2.0)
+    if comm.rank == 0:
+        strange["hook"] = lambda: None
+    found.append(told(saver.save, strange, path, PROVENANCE))
+    return found
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all(ranks: Pools, tmp_path: Path) -> None:
+    first, second = ranks(2).run(fail_to_save, str(tmp_path))
+    assert first == second
+    limit, background, under, proc, differs, strange = first
+    for text in (limit, background):
+        assert text.startswith("OSError: Saving")
+        assert "file.ckpt' failed: on rank 1: [Errno 27] File too large" in text
+    assert "on rank 0: [Errno" in under
+    assert "on rank 0: [Errno" in proc
+    assert "on rank 1: the checkpoint of this rank has no 'whole'" in differs
+    assert "on rank 0: " in strange
+    assert "lambda" in strange
+    assert os.listdir(tmp_path) == ["file.ckpt"]
+    assert torch.load(tmp_path / "file.ckpt", weights_only=True)["fill"] == 1.0
+
+
+def read_from_own_folder(folder: str, path: str) -> str:
+    os.chdir(f"{folder}/{dist.get_rank()}")
+    return told(load, path, Comm(CPU))
+
+
+def test_a_rank_that_cannot_see_the_file_ends_on_all(ranks: Pools, tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    torch.save({"state_dict": {}}, tmp_path / "0" / "file.ckpt")
+    # Each process has its own working directory: for once the same path is not the same file.
+    for text in ranks(2).run(read_from_own_folder, str(tmp_path), "/proc/self/cwd/file.ckpt"):
+        assert text.startswith("FileNotFoundError: Loading")
+        assert "on rank 1: there is no file" in text
+
+
+# -- targets that ranks do not share ---------------------------------------------------------------
+
+
+def save_to_own_folder(folder: str) -> bytes:
+    os.chdir(f"{folder}/{dist.get_rank()}")
+    comm = Comm(CPU)
+    Saver(comm).save(some(comm, 3.0), "/proc/self/cwd/new/file.ckpt", PROVENANCE)
+    Saver(comm).save(some(comm, 3.0), "memory://new/file.ckpt", PROVENANCE)
+    if comm.rank:
+        return b""
+    again = mapped("memory://new/file.ckpt")
+    assert again["state_dict"]["whole"].eq(3).all()
+    return bytes(fsspec.filesystem("memory").cat("/new/file.ckpt"))
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_streamed_file_is_the_same_file(ranks: Pools, tmp_path: Path, world: int) -> None:
+    for rank in range(world):
+        (tmp_path / str(rank)).mkdir()
+    remote = ranks(world).run(save_to_own_folder, str(tmp_path))[0]
+    ranks(world).run(save_in, str(tmp_path / "shared.ckpt"), 3.0)
+    expected = (tmp_path / "shared.ckpt").read_bytes()
+    assert (tmp_path / "0" / "new" / "file.ckpt").read_bytes() == expected
+    assert remote == expected
+    assert damage(tmp_path / "shared.ckpt") == []
+    for rank in range(1, world):
+        assert os.listdir(tmp_path / str(rank)) == []
+
+
+def save_in(path: str, fill: float) -> None:
+    comm = Comm(CPU)
+    Saver(comm).save(some(comm, fill), path, PROVENANCE)
+
+
+# -- death -----------------------------------------------------------------------------------------
+
+
+def save_forever(rank: int, world: int, store: str, path: str, in_background: bool) -> None:
+    """Save 1.0, 2.0, 3.0 ... to one path until somebody kills this process."""
+    os.environ.update(GLOO_SOCKET_IFNAME="lo")
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    comm = Comm(CPU)
+    saver = Saver(comm)
+    number = 0.0
+    while True:
+        number += 1
+        saver.save(some(comm, number), path, PROVENANCE, in_background=in_background)
+
+
+def kill_in_mid_save(folder: Path, chance: random.Random) -> None:
+    path = folder / "file.ckpt"
+    path.unlink(missing_ok=True)
+    fork = multiprocessing.get_context("fork")
+    store = str(folder / f"store{chance.random()}")
+    processes = [
+        fork.Process(target=save_forever, args=(rank, 2, store, str(path), chance.random() < 0.5))
+        for rank in range(2)
+    ]
+    in_background = processes[0]._args[4]  # type: ignore[attr-defined]
+    for process in processes:
+        process._args = (*process._args[:4], in_background)  # type: ignore[attr-defined]
+        process.start()
+    try:
+        deadline = time.monotonic() + 60
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert path.exists(), "nothing was saved"
+        time.sleep(chance.random() * 0.1)
+        os.kill(chance.choice(processes).pid, signal.SIGKILL)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    os.unlink(store)
+    found = torch.load(path, weights_only=True)
+    assert found["state_dict"]["whole"].eq(found["fill"]).all()
+    assert found["state_dict"]["plain"].eq(found["fill"]).all()
+    assert damage(path) == []
+    left = [name for name in os.listdir(folder) if name != path.name]
+    assert all(name.startswith(".file.ckpt.") and name.endswith(".saving") for name in left)
+
+
+@pytest.mark.parametrize(
+    "kills", [6, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+)
+def test_a_killed_rank_leaves_the_last_file_whole(tmp_path: Path, kills: int) -> None:
+    chance = random.Random(kills)
+    for _ in range(kills):
+        kill_in_mid_save(tmp_path, chance)
+    save_in(str(tmp_path / "other.ckpt"), 1.0)
+    assert sorted(os.listdir(tmp_path)) == ["file.ckpt", "other.ckpt"]
+
+
+def test_leftovers_go_and_files_in_work_stay(tmp_path: Path) -> None:
+    (tmp_path / ".file.ckpt.0123abcd.saving").write_bytes(b"of a dead process")
+    (tmp_path / ".mine").write_bytes(b"of the user")
+    save_in(str(tmp_path / "file.ckpt"), 1.0)
+    assert sorted(os.listdir(tmp_path)) == [".mine", "file.ckpt"]
+
+
+# -- bad files -------------------------------------------------------------------------------------
+
+
+class Hostile:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> Any:
+        return os.system, (self.command,)
+
+
+def test_nothing_is_run(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    hostile = {"state_dict": {"w": torch.ones(2)}, "payload": Hostile(f"touch {mark}")}
+    torch.save(hostile, tmp_path / "a.ckpt")
+    torch.save(hostile, tmp_path / "b.ckpt", _use_new_zipfile_serialization=False)
+    (tmp_path / "c.ckpt").write_bytes(pickle.dumps(hostile["payload"]))
+    for name in "abc":
+        with pytest.raises(ValueError, match=f"{name}.ckpt"):
+            mapped(str(tmp_path / f"{name}.ckpt"))
+    assert not mark.exists()
+
+
+def test_foreign_and_later_files_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "text.ckpt").write_text("hello")
+    (tmp_path / "empty.ckpt").write_bytes(b"")
+    for name in ("text", "empty"):
+        with pytest.raises(ValueError, match=f"{name}.ckpt' cannot be read as a checkpoint"):
+            mapped(str(tmp_path / f"{name}.ckpt"))
+    comm = Comm(CPU)
+    later = Provenance(stage=3, world_size=1, precision="", format=FORMAT + 1)
+    Saver(comm).save(some(comm, 1.0), str(tmp_path / "later.ckpt"), later)
+    with pytest.raises(ValueError, match="of a later lightning-zero"):
+        mapped(str(tmp_path / "later.ckpt"))
+
+
+def damaged(content: bytes, chance: random.Random) -> bytes:
+    data = bytearray(content)
+    kind = chance.randrange(5)
+    place = chance.randrange(len(data))
+    if kind == 0:
+        del data[place:]
+    elif kind == 1:
+        data[place] ^= 1 << chance.randrange(8)
+    elif kind == 2:
+        data[place : place + chance.randrange(1, 200)] = b""
+    elif kind == 3:
+        data[place:place] = bytes(chance.randrange(256) for _ in range(9))
+    else:
+        for _ in range(8):
+            data[chance.randrange(len(data))] = chance.randrange(256)
+    return bytes(data)
+
+
+def read_damaged(folder: str, count: int) -> dict[str, int]:
+    """What becomes of damaged files: refused, right all the same, or known by its checksums."""
+    comm = Comm(CPU)
+    path = Path(folder) / "file.ckpt"
+    whole = some(comm, 1.0, numel=300)
+    whole["state_dict"]["more"] = {str(n): torch.full((n,), 1.0) for n in range(9)}
+    Saver(comm).save(whole, str(path), PROVENANCE)
+    content, chance = path.read_bytes(), random.Random(0)
+    outcomes = {"refused": 0, "right": 0, "found": 0}
+    for _ in range(count):
+        path.write_bytes(damaged(content, chance))
+        try:
+            found = load(str(path), comm)
+        except (ValueError, FileNotFoundError) as error:
+            outcomes["refused"] += "file.ckpt" in str(error)
+            continue
+        try:
+            state = found["state_dict"]
+            tensors = [state["whole"], state["plain"], *state["more"].values()]
+            is_right = found["fill"] == 1.0 and all(t.eq(1).all() for t in tensors)
+            is_right = is_right and [t.numel() for t in tensors] == [300, 7, *range(9)]
+        except (KeyError, TypeError, AttributeError):
+            is_right = False
+        if is_right:
+            outcomes["right"] += 1
+        else:
+            assert damage(path), "wrong values that no checksum shows"
+            outcomes["found"] += 1
+    return outcomes
+
+
+def test_damaged_files_are_refused_or_found(ranks: Pools, tmp_path: Path) -> None:
+    outcomes = ranks(1).run(read_damaged, str(tmp_path), 200)[0]
+    assert sum(outcomes.values()) == 200
+    assert outcomes["refused"] > 60
+    assert outcomes["found"] > 10

@@ -1,0 +1,368 @@
+"""Checkpoints by the Trainer: as under DDP, whatever writes them and whoever resumes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch import Tensor
+
+from lightning_zero import ZeROStrategy
+from tests.models import Tied
+from tests.ranks import Pools
+
+NUM_ROWS = 48
+
+
+class Trust:
+    """Something that weights_only=True refuses to make."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Trust)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class Model(LightningModule):
+    """A tied model with dropout-free loss, a scheduler per step and a hyperparameter."""
+
+    def __init__(self, lr: float = 0.02, extra: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = Tied()
+        self.losses: list[float] = []
+        self.loaded: list[str] = []
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        (text,) = batch
+        logits = self.net(text[:, :-1]).flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, text[:, 1:].flatten())
+        self.losses.append(loss.item())
+        self.log("loss", loss.detach())
+        return loss
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        (text,) = batch
+        logits = self.net(text[:, :-1]).flatten(0, 1)
+        self.log("val", torch.nn.functional.cross_entropy(logits, text[:, 1:].flatten()))
+
+    def test_step(self, batch: list[Tensor], index: int) -> None:
+        self.validation_step(batch, index)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.loaded = list(checkpoint["state_dict"])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Rows:
+    """A loader that a checkpoint can stop in the middle.
+
+    Every rank reads the same rows, so that world sizes can be compared.
+    """
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.batches = torch.randint(11, (NUM_ROWS // 4, 4, 5), generator=generator)
+        self.position = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        start, self.position = self.position % len(self), self.position % len(self)
+        for batch in self.batches[start:]:
+            self.position += 1
+            yield [batch]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def make_trainer(world: int, strategy: Any, folder: Path | str, **more: Any) -> Trainer:
+    options: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": world,
+        "max_steps": 12,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": str(folder),
+        "use_distributed_sampler": False,
+        "num_sanity_val_steps": 0,
+    }
+    return Trainer(strategy=strategy, **{**options, **more})
+
+
+def world() -> int:
+    return dist.get_world_size()
+
+
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def strategy_of(name: str) -> Any:
+    if name in ("ddp", "auto"):
+        return name
+    return ZeROStrategy(stage=int(name[-1]), async_checkpoint=name.startswith("async"))
+
+
+class Stop(Callback):
+    """Saves in the middle of an epoch."""
+
+    def __init__(self, path: str, at: int) -> None:
+        self.path, self.at = path, at
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == self.at:
+            trainer.save_checkpoint(self.path)
+
+
+def train(folder: str, name: str, precision: str = "32-true") -> dict[str, Any]:
+    """12 steps with a checkpoint after 5; returns losses, and files by name."""
+    module = model()
+    keep = ModelCheckpoint(
+        folder, "{step}", monitor="loss", save_top_k=2, every_n_train_steps=3, save_last=True
+    )
+    trainer = make_trainer(
+        world(),
+        strategy_of(name),
+        folder,
+        precision=precision,
+        callbacks=[keep, Stop(f"{folder}/mid.ckpt", 5)],
+    )
+    trainer.fit(module, Rows())
+    trainer.save_checkpoint(f"{folder}/after.ckpt")
+    trainer.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
+    trainer.strategy.barrier()
+    return {
+        "losses": module.losses,
+        "files": sorted(os.listdir(folder)),
+        "best": os.path.basename(keep.best_model_path),
+        "last": os.path.basename(keep.last_model_path),
+        "top": sorted(map(os.path.basename, keep.best_k_models)),
+        "weights": {k: v.clone() for k, v in module.state_dict().items()},
+    }
+
+
+def resume(path: str, name: str, precision: str = "32-true") -> dict[str, Any]:
+    module = model()
+    trainer = make_trainer(
+        world(), strategy_of(name), "/nowhere", enable_checkpointing=False, precision=precision
+    )
+    trainer.fit(module, Rows(), ckpt_path=path)
+    return {
+        "losses": module.losses,
+        "weights": {k: v.clone() for k, v in module.state_dict().items()},
+        "loaded": module.loaded,
+        "step": trainer.global_step,
+    }
+
+
+@pytest.fixture(scope="module")
+def ddp(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """What DDP does; the oracle."""
+    folder = tmp_path_factory.mktemp("ddp")
+    return folder, ranks(2).run(train, str(folder), "ddp")[0]
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3", "async3"])
+def test_callbacks_leave_the_files_that_ddp_leaves(
+    ranks: Pools, tmp_path: Path, ddp: tuple[Path, dict[str, Any]], name: str
+) -> None:
+    folder, expected = ddp
+    found = ranks(2).run(train, str(tmp_path), name)[0]
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    for key in ("files", "best", "last", "top"):
+        assert found[key] == expected[key]
+    for file in found["files"]:
+        assert_same_file(tmp_path / file, folder / file)
+    restored = Model.load_from_checkpoint(tmp_path / "after.ckpt")
+    for key, value in restored.state_dict().items():
+        torch.testing.assert_close(value, expected["weights"][key], rtol=1e-4, atol=1e-6)
+    assert restored.net.head.weight is restored.net.embedding.weight
+
+
+def assert_same_file(path: Path, other: Path) -> None:
+    found, expected = (torch.load(p, weights_only=True) for p in (path, other))
+    assert list(found) == list(expected)
+    assert_close(found, expected, path.name)
+    state = found["state_dict"]
+    assert state["net.head.weight"].data_ptr() == state["net.embedding.weight"].data_ptr()
+
+
+def assert_close(found: Any, expected: Any, where: str) -> None:
+    assert type(found) is type(expected), where
+    if isinstance(expected, Tensor):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, msg=where)
+    elif isinstance(expected, dict):
+        if "dirpath" in expected or "best_model_path" in expected:
+            return  # paths of another folder
+        assert list(found) == list(expected), where
+        for key in expected:
+            assert_close(found[key], expected[key], f"{where}/{key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), where
+        for number, value in enumerate(expected):
+            assert_close(found[number], value, f"{where}/{number}")
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=1e-5), where
+    else:
+        assert found == expected, where
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"), [("ddp", "zero3"), ("zero2", "ddp"), ("zero3", "zero1")]
+)
+def test_resume_in_mid_epoch_goes_on_as_if_never_stopped(
+    ranks: Pools,
+    tmp_path: Path,
+    ddp: tuple[Path, dict[str, Any]],
+    writer: str,
+    reader: str,
+) -> None:
+    folder, expected = ddp
+    if writer != "ddp":
+        folder = tmp_path
+        ranks(2).run(train, str(folder), writer)
+    for file, done in (("mid.ckpt", 5), ("last.ckpt", 12)):
+        # Another world size too.
+        for found in (
+            ranks(2).run(resume, f"{folder}/{file}", reader)[0],
+            ranks(3).run(resume, f"{folder}/{file}", reader)[2],
+        ):
+            assert found["step"] == 12
+            assert found["losses"] == pytest.approx(expected["losses"][done:], rel=1e-5)
+            assert found["loaded"] == list(expected["weights"])
+            for key, value in found["weights"].items():
+                torch.testing.assert_close(value, expected["weights"][key], rtol=1e-4, atol=1e-6)
+
+
+def resume_by_word(folder: str) -> list[float]:
+    module, results = model(), []
+    keep = ModelCheckpoint(folder, monitor="val", save_last="link", every_n_epochs=1)
+    trainer = make_trainer(
+        world(), ZeROStrategy(3), folder, max_steps=-1, max_epochs=2, callbacks=keep
+    )
+    trainer.fit(module, Rows(), Rows())
+    assert os.path.islink(f"{folder}/last.ckpt")
+    for word in ("best", "last"):
+        results.append(trainer.test(module, Rows(), ckpt_path=word, verbose=False)[0]["val"])
+    results.append(trainer.validate(module, Rows(), verbose=False)[0]["val"])
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, Rows(), Rows(), ckpt_path="last")
+    assert len(module.losses) == 3 * NUM_ROWS // 4
+    return results
+
+
+def test_best_and_last(ranks: Pools, tmp_path: Path) -> None:
+    best, last, now = ranks(2).run(resume_by_word, str(tmp_path))[0]
+    assert best == pytest.approx(now, rel=1e-5)
+    assert last == pytest.approx(now, rel=1e-5)
+
+
+# -- trust -----------------------------------------------------------------------------------------
+
+
+def refuse_and_trust(path: str) -> str:
+    module = Model(extra=Trust())
+    trainer = make_trainer(
+        world(), ZeROStrategy(3), "/nowhere", max_steps=2, enable_checkpointing=False
+    )
+    trainer.fit(module, Rows())
+    trainer.save_checkpoint(path)
+    told = ""
+    trainer = make_trainer(
+        world(), ZeROStrategy(3), "/nowhere", max_steps=4, enable_checkpointing=False
+    )
+    try:
+        trainer.fit(model(), Rows(), ckpt_path=path)
+    except ValueError as error:
+        told = str(error)
+    trainer = make_trainer(
+        world(), ZeROStrategy(3), "/nowhere", max_steps=4, enable_checkpointing=False
+    )
+    module = model()
+    trainer.fit(module, Rows(), ckpt_path=path, weights_only=False)
+    assert len(module.losses) == 2
+    return told
+
+
+def test_other_objects_are_made_only_on_request(ranks: Pools, tmp_path: Path) -> None:
+    for told in ranks(2).run(refuse_and_trust, str(tmp_path / "file.ckpt")):
+        assert "holds more than tensors and plain values" in told
+        assert "tests.test_checkpoint_trainer.Trust" in told
+        assert "weights_only=False" in told
+
+
+# -- plugins ---------------------------------------------------------------------------------------
+
+
+class Recorder(TorchCheckpointIO):
+    """A writer that knows nothing of sharding."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        torch.save({"recorded": checkpoint, "options": storage_options}, path)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return torch.load(path, weights_only=True)["recorded"]
+
+
+def use_plugins(folder: str) -> list[Any]:
+    results = []
+    for name, plugin in (("own", Recorder()), ("async", AsyncCheckpointIO())):
+        module = model()
+        trainer = make_trainer(
+            world(),
+            ZeROStrategy(3, checkpoint_io=plugin),
+            "/nowhere",
+            max_steps=3,
+            enable_checkpointing=False,
+        )
+        trainer.fit(module, Rows())
+        path = f"{folder}/{name}.ckpt"
+        trainer.save_checkpoint(path)
+        trainer.strategy.teardown()
+        trainer.strategy.barrier()
+        found = torch.load(path, weights_only=True)
+        found = found.get("recorded", found)
+        for key, value in module.state_dict().items():
+            assert torch.equal(found["state_dict"][key], value)
+        again = model()
+        more = make_trainer(
+            world(),
+            ZeROStrategy(2, checkpoint_io=type(plugin)()),
+            "/nowhere",
+            max_steps=5,
+            enable_checkpointing=False,
+        )
+        more.fit(again, Rows(), ckpt_path=path)
+        results.append(again.losses)
+    return results
+
+
+def test_writers_of_the_user(
+    ranks: Pools, tmp_path: Path, ddp: tuple[Path, dict[str, Any]]
+) -> None:
+    for losses in ranks(2).run(use_plugins, str(tmp_path))[0]:
+        assert losses == pytest.approx(ddp[1]["losses"][3:5], rel=1e-5)

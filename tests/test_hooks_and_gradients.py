@@ -1,0 +1,193 @@
+"""Hooks of a LightningModule see true gradients, and what they do to gradients counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities import grad_norm as lightning_grad_norm
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+
+from lightning_zero import full_grad, gathered, grad_norm
+from lightning_zero.gradient import GradFace
+from tests.projects import STAGES, Regression, Run, assert_like_ddp, fit, under_all
+from tests.ranks import Pools
+
+
+class Noting(Regression):
+    """Notes what its hooks see; SGD, so that small gradients make small steps."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.1, optimizer=torch.optim.SGD)
+        self.notes: list[Any] = []
+
+    def note_norms(self) -> None:
+        self.notes.append([p.grad is None for p in self.parameters()])
+        self.notes.append([float(p.grad.norm()) for p in self.parameters() if p.grad is not None])
+
+
+class _NotesNorms(Noting):
+    def on_after_backward(self) -> None:
+        self.notes.append(dict(lightning_grad_norm(self, 2)))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        self.notes += [float(get_total_norm(grads, order)) for order in (1, 2, 3.5, float("inf"))]
+        self.notes += [float(norm) for norm in torch._foreach_norm(grads, 1)]
+        self.notes += [float(grad_norm(self)), float(grads[0].norm("fro")), float(grads[0].norm(0))]
+        self.notes += [grad.norm(dim=-1).tolist() for grad in grads]
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.notes.append("before zero_grad")
+
+
+class _Reads(Noting):
+    """Reads gradients in every way that gathers them."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        first, *_, last = [p.grad for p in self.parameters()]
+        assert first is not None
+        assert last is not None
+        self.notes += [
+            (first + 1).tolist(),
+            first.cpu().clone().tolist(),
+            first.data.numpy().tolist(),
+            first.tolist(),
+            first[1].sum().item(),
+            (last.detach() * last).sum().item(),
+            torch.histc(first.float(), bins=5).tolist(),
+            last.mean().item(),
+            last.shape,
+            torch.isfinite(last).all().item(),
+            full_grad(next(self.parameters())).tolist(),
+            torch.cat([p.grad.flatten() for p in self.parameters()]).tolist(),
+        ]
+
+
+class _ClipsByNorm(Noting):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.notes.append(float(clip_grad_norm_(self.parameters(), 0.1)))
+        self.notes.append(float(clip_grad_norm_(self.parameters(), 0.05, norm_type=1)))
+
+
+class _ClipsByValue(Noting):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        clip_grad_value_(self.parameters(), 0.02)
+        clip_grad_value_([self.head.weight], 0.01, foreach=True)
+        self.note_norms()
+
+
+class _Operates(Noting):
+    """Gradient surgery of every kind."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        weights = [block.linear.weight for block in self.net.blocks]
+        mask = torch.arange(36.0).view(6, 6) % 2
+        weights[0].grad *= mask
+        weights[0].grad.add_(weights[1].grad, alpha=0.5).mul_(torch.tensor(0.5))
+        weights[1].grad.data.clamp_(-0.01, 0.02)
+        weights[2].grad[2:4] = 0.0
+        weights[2].grad[weights[2].grad > 0.1] = 0.1
+        with gathered(self.head):
+            self.head.weight.grad = self.head.weight.grad.clone() + self.head.weight.detach()
+        self.head.bias.grad = None
+        self.net.stem.bias.grad.zero_()
+        self.net.stem.weight.grad.copy_(mask)
+        others = [weight.grad for weight in weights]
+        torch._foreach_mul_(others, 0.5)
+        torch._foreach_add_(others, [weight.grad.clone() for weight in reversed(weights)])
+        self.note_norms()
+
+
+class _Drops(Noting):
+    """Drops the gradients of every other step, by one of three ways."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_step % 4 == 1:
+            self.zero_grad()
+        if self.global_step % 4 == 2:
+            for parameter in self.head.parameters():
+                parameter.grad = None
+        if self.global_step % 4 == 3:
+            self.net.zero_grad(set_to_none=False)
+        self.note_norms()
+
+
+class _Unused(Noting):
+    """A block has no gradient in every other step, and then none is seen."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net.stem(x)
+        for index, block in enumerate(self.net.blocks):
+            if index != 1 or self.global_step % 2:
+                x = block(x)
+        return self.head(x)
+
+    def on_after_backward(self) -> None:
+        self.notes.append([p.grad is None for p in self.parameters()])
+        self.notes.append(dict(lightning_grad_norm(self, 2)))
+
+
+CASES = [_NotesNorms, _Reads, _ClipsByNorm, _ClipsByValue, _Operates, _Drops]
+
+
+def _train(strategy: Any, case: type[Noting]) -> Run:
+    module = case()
+    run = fit(module, strategy, max_steps=5, max_epochs=-1)
+    run.notes = module.notes
+    return run
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_on_parameters_are_those_of_ddp(ranks: Pools, case: type[Noting]) -> None:
+    runs = ranks(2).run(under_all, _train, case)
+    assert len(runs[0]["ddp"].notes) >= 5
+    assert_like_ddp(runs)
+
+
+def test_unused_parameters_have_none(ranks: Pools) -> None:
+    runs = ranks(3).run(_train_with_unused)
+    assert_like_ddp(runs)
+
+
+def _train_with_unused() -> dict[Any, Run]:
+    ddp = "ddp_find_unused_parameters_true"
+    return {"ddp": _train(ddp, _Unused), **{stage: _train(stage, _Unused) for stage in STAGES}}
+
+
+class _Refused(Noting):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        grad = self.head.weight.grad
+        with pytest.raises(NotImplementedError, match="normal_ cannot change a gradient"):
+            grad.normal_()
+        with pytest.raises(NotImplementedError, match="zero_ of a view cannot change a gradient"):
+            grad[2:].zero_()
+        with pytest.raises(NotImplementedError, match="add_ of a view"):
+            grad.data.flatten()[3:][1:] += 1.0
+        before = grad.clone()
+        grad.mul_(1.0)
+        assert torch.equal(before, grad.clone())
+        assert "in pieces" in repr(grad)
+
+
+class _TakesNoMemory(Noting):
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            assert isinstance(parameter.grad, GradFace)
+            assert parameter.grad.shape == parameter.shape
+            assert parameter.grad.dtype == parameter.dtype
+            assert parameter.grad.stride() == parameter.grad.clone().stride()
+            with pytest.raises(RuntimeError, match="storage"):
+                parameter.grad.untyped_storage().data_ptr()
+
+
+def _check(strategy: int, case: type[Noting]) -> None:
+    fit(case(), strategy, max_steps=2)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("case", [_Refused, _TakesNoMemory])
+def test_faces_of_gradients(ranks: Pools, stage: int, case: type[Noting]) -> None:
+    ranks(2).run(_check, stage, case)
