@@ -64,7 +64,10 @@ class Buffer:
 
     def release(self) -> None:
         """Give the memory back; views stay, unreadable until the buffer is filled again."""
-        self.tensor.untyped_storage().resize_(0)
+        storage = self.tensor.untyped_storage()
+        # Memory that a numpy array was made of is the array's too, and stays.
+        if storage.resizable():
+            storage.resize_(0)
 
     def shard(self, rank: int, world_size: int) -> Tensor:
         """The part that belongs to ``rank``; a view, so it needs memory to be read."""

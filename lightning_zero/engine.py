@@ -405,27 +405,24 @@ class Engine:
         else:
             self._enter()
         unit.has_run = True
+        call = object()
+        unit.calling.append(call)
         self._need(unit, is_backward=is_recompute)
         if not torch.is_grad_enabled():
             return
         self._hook_grads(unit)
         inputs = _inputs((args, kwargs))
+        if not inputs:
+            return
+        unit.awaited.add(call)
         inner = [tensor for tensor in inputs if not tensor.is_leaf]
-        if inner:
-            unit.has_inner_inputs = True
-            register_multi_grad_hook(
-                inner, functools.partial(self._after_backward, unit), mode="all"
-            )
-        elif inputs:
-            # Leaves may be done before the unit's own graph is, and after its last gradient: the
-            # way to them leads through frozen weights.
-            unit.num_leaf_inputs += 1
-            register_multi_grad_hook(
-                inputs, functools.partial(self._after_leaf_inputs, unit), mode="all"
-            )
+        # A leaf may be done before the unit's own graph is, so by itself it does not tell enough.
+        end = self._after_backward if inner else self._after_leaf_inputs
+        register_multi_grad_hook(inner or inputs, functools.partial(end, unit, call), mode="all")
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-        wants_grad = torch.is_grad_enabled() and self._watch_outputs(unit, output)
+        call = unit.calling.pop()
+        wants_grad = torch.is_grad_enabled() and self._watch_outputs(unit, call, output)
         if _in_graph_task():
             return
         if any(unit.holds(tensor) for tensor in tensors_in(output)):
@@ -439,14 +436,14 @@ class Engine:
             unit.reshard()
         self._leave(output)
 
-    def _watch_outputs(self, unit: Unit, output: Any) -> bool:
+    def _watch_outputs(self, unit: Unit, call: object, output: Any) -> bool:
         """Make the first gradient of an output unshard the unit; whether there can be one."""
         outputs = [tensor for tensor in _with_grad(output) if tensor.grad_fn is not None]
         if not outputs:
             return False
         # A hook on a view is lost when the view is changed in place; one on its base stays.
         bases = [tensor._base for tensor in outputs if tensor._base is not None]
-        hook = functools.partial(self._before_backward, unit)
+        hook = functools.partial(self._before_backward, unit, call)
         register_multi_grad_hook([*outputs, *_with_grad(bases)], hook, mode="any")
         return True
 
@@ -488,26 +485,30 @@ class Engine:
         # and a plain `loss.backward()` in user code has nobody else to tell us.
         torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
-    def _before_backward(self, unit: Unit, _: Tensor) -> None:
+    def _before_backward(self, unit: Unit, call: object, _: Tensor) -> None:
         self._begin_backward()
+        unit.in_backward.add(call)
         self._need(unit, is_backward=True)
         if torch.is_grad_enabled():
             # create_graph: the graph of this backward saves the weights, and no event tells when
             # its own backward will want them.
             unit.is_pinned = True
 
-    def _after_backward(self, unit: Unit, _: Any) -> None:
-        unit.is_passed = True
+    def _after_backward(self, unit: Unit, call: object, _: Any) -> None:
+        unit.end_call(call)
         if self._reduces_now:
             self._turns.advance()
-        unit.reshard()
+        # A unit that is called with its own output begins one backward before it ends another.
+        if not unit.in_backward:
+            unit.reshard()
         if self._in_backward:
             self._prefetch()
 
-    def _after_leaf_inputs(self, unit: Unit, _: Any) -> None:
-        unit.num_leaf_inputs -= 1
-        if unit.is_complete and not unit.num_leaf_inputs:
-            self._after_backward(unit, None)
+    def _after_leaf_inputs(self, unit: Unit, call: object, _: Any) -> None:
+        unit.awaited.discard(call)
+        unit.in_backward.discard(call)
+        if unit.is_complete and not unit.awaited:
+            self._after_backward(unit, call, None)
 
     def _on_grad(self, unit: Unit, bundle: Bundle, index: int, _: Tensor) -> None:
         grad = bundle.pieces[index].claim_grad()
@@ -519,8 +520,7 @@ class Engine:
         if self._reduces_now:
             self._turns.advance()
         # A frozen weight may still be wanted for the gradient of something before it.
-        is_done = unit.is_trainable and not unit.has_inner_inputs and not unit.num_leaf_inputs
-        if unit is not self.root and is_done:
+        if unit is not self.root and unit.is_trainable and not unit.awaited:
             unit.reshard()
 
     def _finish_backward(self) -> None:
@@ -530,8 +530,7 @@ class Engine:
             self._turns.finish()
         self.comm.release_scratch()
         for unit in self.units:
-            unit.has_inner_inputs = False
-            unit.num_leaf_inputs = 0
+            unit.forget_calls()
         if self._depth == 0:
             self._close_step()
             return
@@ -605,7 +604,7 @@ class Engine:
             self._close_step()
         for unit in self.units:
             if id(unit) in stepped and unit.state is not State.RESTING:
-                unit.refresh()
+                unit.refresh(only_reduced=True)
         self.comm.ledger.end_step()
 
     # -- whole parameters ------------------------------------------------------------------------

@@ -343,9 +343,9 @@ class Unit:
         state: Where its whole weights are.
         is_pinned: Whether they stay whole to the end of the step.
         has_run: Whether this rank used the weights in this step.
-        has_inner_inputs: Whether an input's gradient will tell when its backward is done.
-        num_leaf_inputs: How many of its calls wait for the gradients of inputs that are leaves.
-        is_passed: Whether it has, so that no more gradients are expected.
+        calling: The calls of its forward that run now, the innermost last.
+        awaited: The calls whose inputs' gradients will tell when their backward has ended.
+        in_backward: The calls whose backward has begun and not ended.
         is_trainable: Whether every parameter wants a gradient in this backward pass.
         wants_grads: Whether any does.
     """
@@ -365,9 +365,10 @@ class Unit:
         self.state = State.WHOLE
         self.is_pinned = False
         self.has_run = False
-        self.has_inner_inputs = False
-        self.num_leaf_inputs = 0
-        self.is_passed = False
+        self.calling: list[object] = []
+        self.awaited: set[object] = set()
+        self.in_backward: set[object] = set()
+        self._has_ended = False
         self._is_idle = False
         self._lent: list[Buffer] = []
         self._owner = owner
@@ -390,9 +391,14 @@ class Unit:
         return any(bundle.plan.gives_weights_back for bundle in self.bundles)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the weights are all here."""
+        return self.state is State.WHOLE
+
+    @property
     def will_be_given_back(self) -> bool:
         """Whether the weights are whole and the end of the unit's backward will release them."""
-        is_told = self.has_inner_inputs or self.num_leaf_inputs > 0
+        is_told = bool(self.awaited)
         is_held = self.state is State.RESTING or self.is_pinned or not is_told
         return self.gives_weights_back and not is_held
 
@@ -412,11 +418,15 @@ class Unit:
         if self.state is State.RESTING:
             self._gather()
 
-    def refresh(self) -> None:
-        """Start to bring whole weights up to date with a master that was stepped."""
+    def refresh(self, *, only_reduced: bool = False) -> None:
+        """Start to bring whole weights up to date with masters that have changed.
+
+        Args:
+            only_reduced: Leave out bundles that never had a gradient, which no optimizer steps.
+        """
         self.wait()
         self.guard()
-        self._gather()
+        self._gather(only_reduced=only_reduced)
 
     def idle(self) -> None:
         """Keep whole weights for a later need, but notice whoever else uses them."""
@@ -437,9 +447,13 @@ class Unit:
             bundle.guard(self._owner)
 
     @torch.no_grad()
-    def _gather(self) -> None:
+    def _gather(self, *, only_reduced: bool = False) -> None:
         with record_function(f"zero.unshard {self._label}"):
-            self._works = [bundle.gather(self._label, tag) for tag, bundle in self.tags()]
+            self._works = [
+                bundle.gather(self._label, tag)
+                for tag, bundle in self.tags()
+                if not only_reduced or bundle.grad is not None
+            ]
             self.state = State.IN_FLIGHT
 
     def wait(self) -> None:
@@ -499,8 +513,8 @@ class Unit:
     def abandon(self) -> None:
         """Give up whatever is under way; weights and gradients in flight are dropped."""
         self.is_pinned = False
-        self.has_inner_inputs = False
-        self.num_leaf_inputs = 0
+        self.calling = []
+        self.forget_calls()
         try:
             self.wait_if_in_flight()
             self.finish_reduce()
@@ -525,13 +539,28 @@ class Unit:
 
     def expect(self) -> None:
         """Begin a backward pass: make room for gradients, and note how many are wanted."""
-        self.is_passed = False
         for bundle in self.bundles:
             bundle.hide_grads()
             bundle.arrived = [False] * len(bundle.parameters)
         wants = [p.requires_grad for bundle in self.bundles for p in bundle.parameters]
         self._num_missing = sum(wants)
         self.is_trainable, self.wants_grads = all(wants), any(wants)
+
+    def forget_calls(self) -> None:
+        """End a backward pass: nothing that came before it is waited for."""
+        self._has_ended = False
+        self.awaited, self.in_backward = set(), set()
+
+    def end_call(self, call: object) -> None:
+        """Note that the backward of a call has ended."""
+        self.awaited.discard(call)
+        self.in_backward.discard(call)
+        self._has_ended = True
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether the backward of every call has ended, so that no gradient is expected."""
+        return self._has_ended and not self.awaited
 
     def take_grad(self, bundle: Bundle, index: int, grad: Tensor) -> None:
         """Take in a gradient that autograd just finished."""

@@ -58,11 +58,11 @@ def _noted(events: list[str]) -> Iterator[None]:
     originals = {name: getattr(Unit, name) for name in verbs}
 
     def noting(name: str) -> Any:
-        def method(unit: Unit) -> Any:
+        def method(unit: Unit, **how: Any) -> Any:
             is_idle = name == "finish_reduce" and not unit._finishes
             if not is_idle:
                 events.append(f"{verbs[name]} {unit.label}")
-            return originals[name](unit)
+            return originals[name](unit, **how)
 
         return method
 
@@ -198,7 +198,8 @@ def _made_in_a_step(stage: int) -> tuple[int, int, int, int]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_buffers_are_reused_from_step_to_step(ranks: Pools, stage: int) -> None:
     for windows, buffers, faults, sent in ranks(2).run(_made_in_a_step, stage):
-        assert windows == 0
+        # Now and then a rank is ahead of its readers and needs a third window; it is kept.
+        assert windows <= 1
         # The views of a reduce buffer; its memory is a window that exists.
         assert buffers <= BLOCKS + 1
         page = resource.getpagesize()
