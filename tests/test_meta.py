@@ -1,4 +1,4 @@
-"""Models built on the meta device get their memory unit by unit; normal ones are cut unit by unit."""
+"""Models built on the meta device get memory and values when they are sharded."""
 
 import pytest
 import torch
