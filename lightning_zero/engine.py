@@ -416,9 +416,26 @@ class Engine:
             return
         unit.awaited.add(call)
         inner = [tensor for tensor in inputs if not tensor.is_leaf]
-        # A leaf may be done before the unit's own graph is, so by itself it does not tell enough.
-        end = self._after_backward if inner else self._after_leaf_inputs
-        register_multi_grad_hook(inner or inputs, functools.partial(end, unit, call), mode="all")
+        if inner:
+            end = functools.partial(self._after_backward, unit, call)
+            register_multi_grad_hook(inner, end, mode="all")
+        else:
+            self._watch_leaves(unit, call, inputs)
+
+    def _watch_leaves(self, unit: Unit, call: object, leaves: list[Tensor]) -> None:
+        """Reshard when all leaf inputs have their gradients, if the unit's own are complete too.
+
+        A leaf may be done before the graph behind it is, so by itself it does not tell enough.
+        Torch's hook for several tensors takes no leaves in `torch.autograd.grad`.
+        """
+        handles: list[RemovableHandle] = []
+
+        def note(_: Tensor) -> None:
+            handles.pop().remove()
+            if not handles:
+                self._after_leaf_inputs(unit, call)
+
+        handles += [leaf.register_hook(note) for leaf in leaves]
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         call = unit.calling.pop()
@@ -504,7 +521,7 @@ class Engine:
         if self._in_backward:
             self._prefetch()
 
-    def _after_leaf_inputs(self, unit: Unit, call: object, _: Any) -> None:
+    def _after_leaf_inputs(self, unit: Unit, call: object) -> None:
         unit.awaited.discard(call)
         unit.in_backward.discard(call)
         if unit.is_complete and not unit.awaited:

@@ -151,7 +151,7 @@ def _elements_sent(
     optimizer = adamw(model)
     engine.adopt(optimizer)
     for _ in range(3):
-        engine.comm.sent.clear()
+        before = Counter(engine.comm.sent)
         for micro in range(accumulate):
             loss = None
             with engine.no_sync() if micro < accumulate - 1 else engine.step() as _:
@@ -159,7 +159,8 @@ def _elements_sent(
                 loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    sent = dict(engine.comm.sent)
+    after = engine.comm.sent
+    sent = {key: after[key] - before[key] for key in after if key[0] != "full"}
     engine.close()
     return sent
 
