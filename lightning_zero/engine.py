@@ -428,14 +428,16 @@ class Engine:
         A leaf may be done before the graph behind it is, so by itself it does not tell enough.
         Torch's hook for several tensors takes no leaves in `torch.autograd.grad`.
         """
-        handles: list[RemovableHandle] = []
+        waiting: dict[int, RemovableHandle] = {}
 
-        def note(_: Tensor) -> None:
-            handles.pop().remove()
-            if not handles:
+        def note(number: int, _: Tensor) -> None:
+            waiting.pop(number).remove()
+            if not waiting:
                 self._after_leaf_inputs(unit, call)
 
-        handles += [leaf.register_hook(note) for leaf in leaves]
+        for number, leaf in enumerate(leaves):
+            hook = functools.partial(note, number)
+            waiting[number] = leaf.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         call = unit.calling.pop()
