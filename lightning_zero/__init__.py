@@ -15,9 +15,11 @@ from lightning_zero.memory import estimate
 from lightning_zero.monitor import MemoryMonitor
 from lightning_zero.precision import ZeROPrecision
 from lightning_zero.strategy import ZeROStrategy
+from lightning_zero.traffic import TrafficMonitor
 
 __all__ = [
     "MemoryMonitor",
+    "TrafficMonitor",
     "ZeROPrecision",
     "ZeROStrategy",
     "estimate",

@@ -34,8 +34,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,112 +43,18 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_zero import meta, optim, resting
+from lightning_zero import optim, resting
 from lightning_zero.comm import Comm
 from lightning_zero.piece import Piece
-from lightning_zero.plan import PLACEMENTS, RECIPES, Plan, Recipe
 from lightning_zero.schedule import Need, Schedule
+from lightning_zero.settings import Settings
+from lightning_zero.sharded import ShardedModule
 from lightning_zero.tensors import tensors_in
 from lightning_zero.turns import Turns
 from lightning_zero.unit import Bundle, State, Unit
-from lightning_zero.wrap import UnitPolicy, assign_parameters, find_units
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What a user chooses about the engine; ``ZeROStrategy`` says what each setting means."""
-
-    stage: int = 3
-    recipe: Recipe = RECIPES["32-true"]
-    units: UnitPolicy = "auto"
-    prefetch: int = 1
-    reshard_after_forward: bool = True
-    reduce_dtype: torch.dtype | None = None
-    accumulate: str | None = None
-    broadcast_buffers: bool = True
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-
-    def __post_init__(self) -> None:
-        if self.stage not in PLACEMENTS:
-            raise ValueError(f"Expected stage among 1, 2, 3, got {self.stage!r}.")
-        if not isinstance(self.prefetch, int) or self.prefetch < 0:
-            raise ValueError(f"Expected prefetch as a number of units >= 0, got {self.prefetch!r}.")
-        if self.accumulate not in (None, "reduce", "local"):
-            raise ValueError(f"Expected accumulate='reduce' or 'local', got {self.accumulate!r}.")
-        if self.reduce_dtype is not None and not self.reduce_dtype.is_floating_point:
-            raise ValueError(f"Expected reduce_dtype as a floating dtype, got {self.reduce_dtype}.")
-        if self.stage == 1 and self.accumulate == "reduce":
-            raise ValueError(
-                "stage=1 keeps whole gradients between microbatches, which accumulate='reduce'"
-                " contradicts. Use stage=2, or leave accumulate out."
-            )
-        if self.stage < 3 and not self.reshard_after_forward:
-            raise ValueError(
-                f"stage={self.stage} never gives weights back, so reshard_after_forward=False"
-                " has no meaning. Leave it out, or use stage=3."
-            )
-
-    def plan(self, dtype: torch.dtype, *, is_cast: bool = True) -> Plan:
-        """The plan for parameters of ``dtype``, which the precision may cast if ``is_cast``."""
-        return Plan.build(
-            self.stage,
-            dtype,
-            recipe=self.recipe if is_cast else RECIPES["32-true"],
-            device=self.device,
-            reduce_dtype=self.reduce_dtype,
-            accumulate=self.accumulate,
-        )
-
-
-class BundleDraft(NamedTuple):
-    """The parameters of a bundle, before it has memory, and their plan."""
-
-    named: list[tuple[str, Parameter]]
-    plan: Plan
-
-
-class UnitDraft(NamedTuple):
-    """A unit before it has memory; also of a module on ``meta``."""
-
-    name: str
-    module: nn.Module
-    bundles: list[BundleDraft]
-
-
-def draft_units(module: nn.Module, settings: Settings) -> list[UnitDraft]:
-    """How ``settings`` cut ``module`` into units and bundles; the root comes last."""
-    modules = find_units(module, settings.units)
-    assigned = assign_parameters(module, modules)
-    # The root comes last: a tied parameter is loaded when every module that uses it has its values.
-    root_parameters = assigned.pop("")
-    uncast = _uncast_parameters(module) if settings.recipe.weight else set()
-    for named in assigned.values():
-        # A second dtype would double the unit's collectives for a handful of elements.
-        root_parameters += [(name, p) for name, p in named if id(p) in uncast]
-        named[:] = [(name, p) for name, p in named if id(p) not in uncast]
-    drafts = [
-        UnitDraft(name, modules[name], _draft_bundles(named, settings, uncast))
-        for name, named in assigned.items()
-        if named
-    ]
-    return [*drafts, UnitDraft("", module, _draft_bundles(root_parameters, settings, uncast))]
-
-
-def _draft_bundles(
-    named: Iterable[tuple[str, Parameter]], settings: Settings, uncast: set[int]
-) -> list[BundleDraft]:
-    groups: dict[tuple[torch.dtype, bool, bool], list[tuple[str, Parameter]]] = {}
-    for name, parameter in named:
-        is_cast = id(parameter) not in uncast
-        key = (parameter.dtype, parameter.requires_grad, is_cast)
-        groups.setdefault(key, []).append((name, parameter))
-    return [
-        BundleDraft(members, settings.plan(dtype, is_cast=is_cast))
-        for (dtype, _, is_cast), members in groups.items()
-    ]
-
-
-class Engine:
+class Engine(ShardedModule):
     """A module whose parameters live in units, and the step that they go through together.
 
     Args:
@@ -163,14 +68,7 @@ class Engine:
     """
 
     def __init__(self, module: nn.Module, settings: Settings, comm: Comm | None = None) -> None:
-        self.module = module
-        self.settings = settings
-        self.comm = comm or Comm(settings.device)
-        self.units: list[Unit] = []
-        self._places: dict[int, tuple[str, Unit, Bundle, int]] = {}
-        self._build_units()
-        self.root = self.units[-1]
-        self._optimizers: list[tuple[Optimizer, set[int]]] = []
+        super().__init__(module, settings, comm or Comm(settings.device))
         self._handles: list[RemovableHandle] = []
         self._hooked: set[int] = set()
         self._schedules = {True: Schedule(), False: Schedule()}
@@ -189,24 +87,6 @@ class Engine:
         for unit in self.units:
             unit.reshard()
         _engines.add(self)
-
-    # -- building --------------------------------------------------------------------------------
-
-    def _build_units(self) -> None:
-        owners = _owners(self.module)
-        blank = meta.Blank(self.module, self.settings.device)
-        for draft in draft_units(self.module, self.settings):
-            blank.fill(owners[id(p)] for bundle in draft.bundles for _, p in bundle.named)
-            bundles = [Bundle(bundle.named, bundle.plan, self.comm) for bundle in draft.bundles]
-            unit = Unit(draft.name, draft.module, bundles, len(self.units), self)
-            self.units.append(unit)
-            for bundle in unit.bundles:
-                places = zip(bundle.layout.slots, bundle.parameters, strict=True)
-                for place, (slot, parameter) in enumerate(places):
-                    self._places[id(parameter)] = (slot.name, unit, bundle, place)
-            if draft.name:
-                unit.reshard()
-        blank.finish(functools.partial(self.gathered, modify=True))
 
     def _register_hooks(self) -> None:
         for unit in self.units[:-1]:
@@ -335,22 +215,6 @@ class Engine:
             unit.is_pinned = False
             unit.reshard()
 
-    @torch.no_grad()
-    def broadcast_buffers(self) -> None:
-        """Overwrite the module's buffers with rank 0's, one message per dtype, as DDP does."""
-        if self.comm.world_size == 1:
-            return
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in self.module.buffers():
-            by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        for buffers in by_dtype.values():
-            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            self.comm.broadcast(flat)
-            for buffer, part in zip(
-                buffers, torch.split(flat, [b.numel() for b in buffers]), strict=True
-            ):
-                buffer.copy_(part.view_as(buffer))
-
     def touch(self, parameter: Parameter) -> None:
         """Make a parameter readable outside its unit's forward, or say why it cannot be."""
         name, unit, _, _ = self._places[id(parameter)]
@@ -371,30 +235,6 @@ class Engine:
                 " context that gathers it on all ranks: `with lightning_zero.gathered(module):`"
             )
         unit.wait()
-
-    @torch.no_grad()
-    def write(self, parameter: Parameter, value: Tensor) -> None:
-        """Keep this rank's part of a new whole value of ``parameter`` that is not in memory now."""
-        piece = self.piece(parameter)
-        assert piece is not None
-        if value.shape != parameter.shape:
-            value = value.expand(parameter.shape)
-        piece.data.copy_(piece.part_of(value))
-
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """A context in which whole values copied to parameters go to the masters, as in loading."""
-        for unit in self.units:
-            unit.wait_if_in_flight()
-            unit.guard()
-        self.comm.fence()
-        try:
-            yield
-        finally:
-            self.comm.fence()
-            for unit in self.units:
-                if unit.state is State.WHOLE:
-                    unit.refresh()
 
     # -- forward ---------------------------------------------------------------------------------
 
@@ -566,7 +406,7 @@ class Engine:
             ValueError: It is not element-wise, or a parameter is in two of its groups.
         """
         optim.check_can_be_cut(optimizer)
-        self._optimizers.append((optimizer, set()))
+        self.optimizers.append(optimizer)
         self._point(optimizer)
         self._handles += [
             optimizer.register_step_pre_hook(self._before_step),
@@ -575,15 +415,6 @@ class Engine:
 
     def _point(self, optimizer: Optimizer) -> None:
         optim.point_at_pieces(optimizer, self.piece)
-
-    def owns(self, parameter: Parameter) -> bool:
-        """Whether the parameter lies in one of the engine's buffers."""
-        return id(parameter) in self._places
-
-    def piece(self, parameter: Parameter) -> Piece | None:
-        """This rank's piece of a parameter; ``None`` if the parameter is not the engine's."""
-        place = self._places.get(id(parameter))
-        return place[2].pieces[place[3]] if place else None
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -625,114 +456,6 @@ class Engine:
             if id(unit) in stepped and unit.state is not State.RESTING:
                 unit.refresh(only_reduced=True)
         self.comm.ledger.end_step()
-
-    # -- whole parameters ------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def gathered(
-        self, parameters: Iterable[Parameter] | None = None, *, modify: bool = False
-    ) -> Iterator[None]:
-        """Make parameters whole, in the master's precision, for reading or for editing.
-
-        Args:
-            parameters: Which; all if omitted. Whole units are gathered. Every rank names the same.
-            modify: Keep what rank 0 made of them, on all ranks.
-        """
-        units = self._units_of(parameters)
-        for unit in units:
-            unit.wait_if_in_flight()
-            unit.lend()
-        if modify:
-            self.comm.fence()
-        try:
-            yield
-        finally:
-            for unit in units:
-                unit.take_back(modify=modify)
-
-    def _units_of(self, parameters: Iterable[Parameter] | None) -> list[Unit]:
-        if parameters is None:
-            return self.units
-        wanted = {id(self._places[id(p)][1]) for p in parameters if id(p) in self._places}
-        return [unit for unit in self.units if id(unit) in wanted]
-
-    def full_parameters(self) -> Iterator[tuple[Parameter, Tensor]]:
-        """Every parameter with its whole value in the master's precision.
-
-        One bundle is in memory at a time. All ranks must go through it together. The tensor is a
-        view of memory that is freed when the next bundle comes.
-        """
-        for unit in self.units:
-            for bundle in unit.bundles:
-                yield from zip(bundle.parameters, bundle.full().views, strict=True)
-
-    def full_of(self, piece: Piece, part: Tensor) -> Tensor:
-        """The whole tensor of which every rank's ``part`` covers its ``piece``."""
-        _, _, bundle, index = self._places[id(piece.parameter)]
-        return bundle.full_of(index, part)
-
-    def full_grad(self, parameter: Parameter) -> Tensor | None:
-        """The whole reduced gradient of a parameter, ``None`` without one; a collective."""
-        piece = self.piece(parameter)
-        if piece is None:
-            raise ValueError(
-                "full_grad: the parameter belongs to no module that this engine shards."
-            )
-        has_grad = torch.tensor([piece.grad is not None], dtype=torch.uint8)
-        self.comm.agree(has_grad).wait()
-        if not has_grad.item():
-            return None
-        return self.full_of(
-            piece, piece.grad if piece.grad is not None else torch.zeros_like(piece)
-        )
-
-    @property
-    def pieces(self) -> list[Piece]:
-        """This rank's pieces of every parameter."""
-        return [piece for unit in self.units for bundle in unit.bundles for piece in bundle.pieces]
-
-    def describe(self) -> str:
-        """The units with their sizes, equal ones that follow each other in one line."""
-        runs: list[list[Unit]] = []
-        for unit in self.units:
-            if runs and unit is not self.root and runs[-1][0].numel == unit.numel:
-                runs[-1].append(unit)
-            else:
-                runs.append([unit])
-        lines = [
-            f"  {run[0].label}"
-            + (f" to {run[-1].label}: {len(run)} x" if len(run) > 1 else ":")
-            + f" {run[0].numel:,} parameters"
-            for run in runs
-        ]
-        header = f"ZeRO stage {self.settings.stage} over {self.comm.world_size} ranks, by unit:"
-        return "\n".join([header, *lines])
-
-    # -- memory ----------------------------------------------------------------------------------
-
-    def memory(self) -> dict[str, int]:
-        """Bytes that this rank holds now, by kind, each storage counted once.
-
-        ``gathered`` is whole weights of units that rest sharded; ``unreduced`` is gradients before
-        and during their reduction; ``states`` is the tensors of the adopted optimizers.
-        """
-        kinds = dict.fromkeys(
-            ("weights", "gathered", "gradients", "unreduced", "master", "states", "buffers"), 0
-        )
-        for unit in self.units:
-            for bundle in unit.bundles:
-                for kind, count in bundle.memory().items():
-                    kinds[kind] += count
-        kinds["unreduced"] += self.comm.scratch_bytes
-        kinds["states"] = sum(
-            value.nbytes
-            for optimizer, _ in self._optimizers
-            for state in optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        )
-        kinds["buffers"] = sum(buffer.nbytes for buffer in self.module.buffers())
-        return kinds
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -781,9 +504,6 @@ def engine_of(parameters: Iterable[Parameter]) -> Engine | None:
     return None
 
 
-_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-
-
 def _with_grad(value: Any) -> Iterator[Tensor]:
     return (tensor for tensor in tensors_in(value) if tensor.requires_grad)
 
@@ -802,25 +522,6 @@ def _inputs(value: Any) -> list[Tensor]:
 def _in_graph_task() -> bool:
     """Whether autograd runs a backward pass in this thread: then a forward is a recomputation."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _owners(module: nn.Module) -> dict[int, nn.Module]:
-    """The first module that holds each parameter, by the parameter's id."""
-    owners: dict[int, nn.Module] = {}
-    for owner in module.modules():
-        for parameter in owner._parameters.values():
-            if parameter is not None:
-                owners.setdefault(id(parameter), owner)
-    return owners
-
-
-def _uncast_parameters(module: nn.Module) -> set[int]:
-    """Parameters that stay as they are in mixed precision.
-
-    Torch's normalizations refuse weights of less precision than their input or their statistics.
-    """
-    norms = (m for m in module.modules() if isinstance(m, _NORMS))
-    return {id(p) for norm in norms for p in norm.parameters(recurse=False)}
 
 
 def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -45,10 +45,11 @@ from lightning_zero.checkpoint import (
 )
 from lightning_zero.comm import Comm
 from lightning_zero.config import Config
-from lightning_zero.engine import Engine, Settings
+from lightning_zero.engine import Engine
 from lightning_zero.ledger import Traffic
 from lightning_zero.piece import Piece
 from lightning_zero.precision import ZeROPrecision
+from lightning_zero.settings import Settings
 from lightning_zero.wrap import UnitPolicy
 
 if TYPE_CHECKING:

@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 
 from lightning_zero import clip
 from lightning_zero.comm import Comm
-from lightning_zero.engine import Engine, Settings
+from lightning_zero.engine import Engine
 from lightning_zero.plan import RECIPES
 from lightning_zero.scaler import LossScaler
+from lightning_zero.settings import Settings
 from tests.models import MODELS, Batch, Case
 from tests.parity import RECIPES as PRECISIONS
 from tests.parity import ROWS, Result, share

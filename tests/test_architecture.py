@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "lightning_zero"
 FLOORS = [
     ["layout", "plan", "deepspeed", "config", "scaler", "tensors", "ledger"],
     ["buffer", "window", "comm", "offload"],
-    ["resting", "piece", "gradient", "unit", "wrap", "meta"],
+    ["resting", "piece", "gradient", "unit", "wrap", "meta", "settings", "draft", "sharded"],
     ["schedule", "optim", "clip", "turns", "engine", "access", "activation"],
     ["checkpoint", "memory"],
     ["precision", "callbacks", "strategy", "mirror", "monitor", "traffic"],

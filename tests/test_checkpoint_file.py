@@ -22,7 +22,8 @@ from lightning_zero.checkpoint import (
 from lightning_zero.checkpoint.archive import ALIGNMENT, Archive, joined_checksum
 from lightning_zero.checkpoint.spread import Spread
 from lightning_zero.comm import Comm
-from lightning_zero.engine import Engine, Settings
+from lightning_zero.engine import Engine
+from lightning_zero.settings import Settings
 from tests.models import MODELS
 from tests.ranks import Pools
 

@@ -24,7 +24,8 @@ from lightning_zero.checkpoint import (
     module_state,
     optimizer_state,
 )
-from lightning_zero.engine import Engine, Settings
+from lightning_zero.engine import Engine
+from lightning_zero.settings import Settings
 from tests.ranks import Pools
 
 WIDTH, NUM_LAYERS, WORLD = 1024, 12, 4

@@ -22,8 +22,9 @@ from lightning_zero.checkpoint import (
     module_state,
     optimizer_state,
 )
-from lightning_zero.engine import Engine, Settings
+from lightning_zero.engine import Engine
 from lightning_zero.plan import RECIPES
+from lightning_zero.settings import Settings
 from tests.models import Block
 from tests.ranks import Pools
 

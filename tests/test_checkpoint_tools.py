@@ -15,7 +15,8 @@ from lightning_zero import load_weights
 from lightning_zero.checkpoint import convert, damage, describe
 from lightning_zero.checkpoint.safetensors import INDEX, read_safetensors
 from lightning_zero.cli import main
-from lightning_zero.engine import Engine, Settings
+from lightning_zero.engine import Engine
+from lightning_zero.settings import Settings
 from tests.launch import run_python
 from tests.models import MODELS, Tied
 from tests.ranks import Pools

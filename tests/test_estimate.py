@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from lightning_zero.activation import ActivationCheckpointing
 from lightning_zero.comm import Comm
-from lightning_zero.engine import Engine, Settings
+from lightning_zero.engine import Engine
 from lightning_zero.memory import LiveBytes, Subject, estimate, estimate_of
 from lightning_zero.plan import RECIPES
+from lightning_zero.settings import Settings
 from lightning_zero.unit import Unit
 from tests.models import MODELS, Case, next_token_loss, numbers, square_loss, tokens
 from tests.ranks import ROOT

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.engine import Engine, Settings
+from lightning_zero.engine import Engine
+from lightning_zero.settings import Settings
 from tests.models import MODELS
 from tests.sharded import shard
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.buffer import Buffer
-from lightning_zero.engine import Engine, Settings
+from lightning_zero.engine import Engine
 from lightning_zero.ledger import sum_of
+from lightning_zero.settings import Settings
 from lightning_zero.unit import Unit
 from lightning_zero.window import Window
 from tests.ranks import Pools

@@ -8,6 +8,7 @@ import lightning_zero
 
 NAMES = [
     "MemoryMonitor",
+    "TrafficMonitor",
     "ZeROPrecision",
     "ZeROStrategy",
     "estimate",

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from lightning_zero.comm import Comm
-from lightning_zero.engine import Engine, Settings
+from lightning_zero.engine import Engine
 from lightning_zero.ledger import Ledger, Sent, sum_of
+from lightning_zero.settings import Settings
 from lightning_zero.window import Address, Window
 from tests.models import MODELS
 from tests.parity import share

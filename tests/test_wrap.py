@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.engine import Engine, Settings
+from lightning_zero.engine import Engine
+from lightning_zero.settings import Settings
 from lightning_zero.wrap import MIN_NUMEL, assign_parameters, find_units
 
 WIDE = 256  # WIDE * WIDE is MIN_NUMEL

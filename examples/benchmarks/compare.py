@@ -37,9 +37,10 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_zero.engine import Engine, Settings
+from lightning_zero.engine import Engine
 from lightning_zero.ledger import sum_of
 from lightning_zero.plan import RECIPES
+from lightning_zero.settings import Settings
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_zero.engine import BundleDraft, Engine, Settings, UnitDraft, draft_units
+from lightning_zero.draft import BundleDraft, UnitDraft, draft_units
+from lightning_zero.engine import Engine
 from lightning_zero.memory.dry_run import Step, Stretch, dry_run, skeleton
 from lightning_zero.memory.terms import (
     KINDS,
@@ -25,6 +26,7 @@ from lightning_zero.memory.terms import (
 from lightning_zero.optim import StateBytes, check_can_be_cut, state_bytes
 from lightning_zero.piece import Piece
 from lightning_zero.plan import RECIPES
+from lightning_zero.settings import Settings
 from lightning_zero.wrap import UnitPolicy
 
 Optimizers = str | Callable[[list[Parameter]], Optimizer] | None

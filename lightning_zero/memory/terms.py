@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch.nn import Parameter
 
-from lightning_zero.engine import UnitDraft
+from lightning_zero.draft import UnitDraft
 from lightning_zero.layout import Layout
 from lightning_zero.memory.dry_run import Stretch
 from lightning_zero.optim import StateBytes

@@ -1,0 +1,236 @@
+"""A module whose parameters live in units: where each lies, its whole value, and its bytes.
+
+Everything here may be asked between steps; the life of a step is the engine's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_zero import meta
+from lightning_zero.comm import Comm
+from lightning_zero.draft import draft_units
+from lightning_zero.piece import Piece
+from lightning_zero.settings import Settings
+from lightning_zero.unit import Bundle, State, Unit
+
+
+class ShardedModule(ABC):
+    """The units of a module.
+
+    Attributes:
+        module: The model. Its parameters are views of flat buffers, or at rest.
+        settings: What the user chose.
+        comm: The ranks.
+        units: All units; the root last.
+        optimizers: Those that step the pieces.
+    """
+
+    def __init__(self, module: nn.Module, settings: Settings, comm: Comm) -> None:
+        self.module = module
+        self.settings = settings
+        self.comm = comm
+        self.units: list[Unit] = []
+        self.optimizers: list[Optimizer] = []
+        self._places: dict[int, tuple[str, Unit, Bundle, int]] = {}
+        self._build_units()
+
+    def _build_units(self) -> None:
+        owners = _owners(self.module)
+        blank = meta.Blank(self.module, self.settings.device)
+        for draft in draft_units(self.module, self.settings):
+            blank.fill(owners[id(p)] for bundle in draft.bundles for _, p in bundle.named)
+            bundles = [Bundle(bundle.named, bundle.plan, self.comm) for bundle in draft.bundles]
+            unit = Unit(draft.name, draft.module, bundles, len(self.units), self)
+            self.units.append(unit)
+            for bundle in unit.bundles:
+                places = zip(bundle.layout.slots, bundle.parameters, strict=True)
+                for place, (slot, parameter) in enumerate(places):
+                    self._places[id(parameter)] = (slot.name, unit, bundle, place)
+            if draft.name:
+                unit.reshard()
+        blank.finish(functools.partial(self.gathered, modify=True))
+
+    @property
+    def root(self) -> Unit:
+        """The unit of everything that no inner unit took."""
+        return self.units[-1]
+
+    def owns(self, parameter: Parameter) -> bool:
+        """Whether the parameter lies in one of the engine's buffers."""
+        return id(parameter) in self._places
+
+    def piece(self, parameter: Parameter) -> Piece | None:
+        """This rank's piece of a parameter; ``None`` if the parameter is not the engine's."""
+        place = self._places.get(id(parameter))
+        return place[2].pieces[place[3]] if place else None
+
+    @abstractmethod
+    def touch(self, parameter: Parameter) -> None:
+        """Make a parameter readable, or raise and say why it cannot be."""
+
+    @torch.no_grad()
+    def write(self, parameter: Parameter, value: Tensor) -> None:
+        """Keep this rank's part of a new whole value of ``parameter`` that is not in memory now."""
+        piece = self.piece(parameter)
+        assert piece is not None
+        if value.shape != parameter.shape:
+            value = value.expand(parameter.shape)
+        piece.data.copy_(piece.part_of(value))
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """A context in which whole values copied to parameters go to the masters, as in loading."""
+        for unit in self.units:
+            unit.wait_if_in_flight()
+            unit.guard()
+        self.comm.fence()
+        try:
+            yield
+        finally:
+            self.comm.fence()
+            for unit in self.units:
+                if unit.state is State.WHOLE:
+                    unit.refresh()
+
+    @torch.no_grad()
+    def broadcast_buffers(self) -> None:
+        """Overwrite the module's buffers with rank 0's, one message per dtype, as DDP does."""
+        if self.comm.world_size == 1:
+            return
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in self.module.buffers():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in by_dtype.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            self.comm.broadcast(flat)
+            for buffer, part in zip(
+                buffers, torch.split(flat, [b.numel() for b in buffers]), strict=True
+            ):
+                buffer.copy_(part.view_as(buffer))
+
+    # -- whole parameters ------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def gathered(
+        self, parameters: Iterable[Parameter] | None = None, *, modify: bool = False
+    ) -> Iterator[None]:
+        """Make parameters whole, in the master's precision, for reading or for editing.
+
+        Args:
+            parameters: Which; all if omitted. Whole units are gathered. Every rank names the same.
+            modify: Keep what rank 0 made of them, on all ranks.
+        """
+        units = self._units_of(parameters)
+        for unit in units:
+            unit.wait_if_in_flight()
+            unit.lend()
+        if modify:
+            self.comm.fence()
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.take_back(modify=modify)
+
+    def _units_of(self, parameters: Iterable[Parameter] | None) -> list[Unit]:
+        if parameters is None:
+            return self.units
+        wanted = {id(self._places[id(p)][1]) for p in parameters if id(p) in self._places}
+        return [unit for unit in self.units if id(unit) in wanted]
+
+    def full_parameters(self) -> Iterator[tuple[Parameter, Tensor]]:
+        """Every parameter with its whole value in the master's precision.
+
+        One bundle is in memory at a time. All ranks must go through it together. The tensor is a
+        view of memory that is freed when the next bundle comes.
+        """
+        for unit in self.units:
+            for bundle in unit.bundles:
+                yield from zip(bundle.parameters, bundle.full().views, strict=True)
+
+    def full_of(self, piece: Piece, part: Tensor) -> Tensor:
+        """The whole tensor of which every rank's ``part`` covers its ``piece``."""
+        _, _, bundle, index = self._places[id(piece.parameter)]
+        return bundle.full_of(index, part)
+
+    def full_grad(self, parameter: Parameter) -> Tensor | None:
+        """The whole reduced gradient of a parameter, ``None`` without one; a collective."""
+        piece = self.piece(parameter)
+        if piece is None:
+            raise ValueError(
+                "full_grad: the parameter belongs to no module that this engine shards."
+            )
+        has_grad = torch.tensor([piece.grad is not None], dtype=torch.uint8)
+        self.comm.agree(has_grad).wait()
+        if not has_grad.item():
+            return None
+        return self.full_of(
+            piece, piece.grad if piece.grad is not None else torch.zeros_like(piece)
+        )
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """This rank's pieces of every parameter."""
+        return [piece for unit in self.units for bundle in unit.bundles for piece in bundle.pieces]
+
+    def describe(self) -> str:
+        """The units with their sizes, equal ones that follow each other in one line."""
+        runs: list[list[Unit]] = []
+        for unit in self.units:
+            if runs and unit is not self.root and runs[-1][0].numel == unit.numel:
+                runs[-1].append(unit)
+            else:
+                runs.append([unit])
+        lines = [
+            f"  {run[0].label}"
+            + (f" to {run[-1].label}: {len(run)} x" if len(run) > 1 else ":")
+            + f" {run[0].numel:,} parameters"
+            for run in runs
+        ]
+        header = f"ZeRO stage {self.settings.stage} over {self.comm.world_size} ranks, by unit:"
+        return "\n".join([header, *lines])
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds now, by kind, each storage counted once.
+
+        ``gathered`` is whole weights of units that rest sharded; ``unreduced`` is gradients before
+        and during their reduction; ``states`` is the tensors of the adopted optimizers.
+        """
+        kinds = dict.fromkeys(
+            ("weights", "gathered", "gradients", "unreduced", "master", "states", "buffers"), 0
+        )
+        for unit in self.units:
+            for bundle in unit.bundles:
+                for kind, count in bundle.memory().items():
+                    kinds[kind] += count
+        kinds["unreduced"] += self.comm.scratch_bytes
+        kinds["states"] = sum(
+            value.nbytes
+            for optimizer in self.optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        )
+        kinds["buffers"] = sum(buffer.nbytes for buffer in self.module.buffers())
+        return kinds
+
+
+def _owners(module: nn.Module) -> dict[int, nn.Module]:
+    """The first module that holds each parameter, by the parameter's id."""
+    owners: dict[int, nn.Module] = {}
+    for owner in module.modules():
+        for parameter in owner._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), owner)
+    return owners
