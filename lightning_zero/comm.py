@@ -28,6 +28,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from math import inf, nan
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -141,6 +142,7 @@ class Comm:
         if window is not None:
             window.view(1, torch.int64).fill_(self.rank + 1)
         for rank, address in enumerate(self.gather_objects(window and window.address)):
+            sees_all = sees_all and address is not None
             try:
                 seen = Window.open(address, self.world_size).view(1, torch.int64) if sees_all else 0
                 sees_all = sees_all and int(seen) == rank + 1
@@ -295,9 +297,15 @@ class Comm:
 
     def release_windows(self) -> None:
         """Free the reduce buffers of past backwards; behind a fence, when all are read."""
-        self._free_windows = [w for w in self._free_windows if w.capacity == self._capacity]
         for window in self._free_windows:
             window.release()
+        # Those that a larger unit outgrew are not used again; peers need not map them either.
+        self._free_windows = [w for w in self._free_windows if w.capacity == self._capacity]
+        self._peer_windows = {
+            address: window
+            for address, window in self._peer_windows.items()
+            if address.capacity == self._capacity
+        }
 
     def release_scratch(self) -> None:
         """Free the receive buffers that a backward pass reused."""
@@ -326,9 +334,13 @@ class Comm:
             dist.all_reduce(tensor)
 
     def max(self, tensor: Tensor) -> None:
-        """Replace ``tensor`` by its maximum over the ranks."""
+        """Replace the floating ``tensor`` by its maximum over the ranks, NaN if one has NaN."""
         if self.world_size > 1:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+            # Gloo's maximum forgets a NaN that does not come first, so it travels as a number.
+            is_nan = tensor.isnan()
+            both = torch.stack([is_nan.to(tensor.dtype), tensor.masked_fill(is_nan, -inf)])
+            dist.all_reduce(both, dist.ReduceOp.MAX)
+            tensor.copy_(both[1].masked_fill(both[0] > 0, nan))
 
     def agree(self, flags: Tensor) -> Work:
         """Start to replace the host tensor ``flags`` by its maximum over the ranks."""

@@ -433,10 +433,12 @@ class Engine(ShardedModule):
             return result
 
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
-        return args[:1], {**rest, "closure": fenced}
+        return (args[0], *args[2:]), {**rest, "closure": fenced}
 
     def _begin_writing(self) -> None:
         """Wait until no rank reads this one's masters or reduce buffers any more."""
+        for unit in self.units:
+            unit.keep_edits()
         self.comm.fence()
         self.comm.release_windows()
 
@@ -452,9 +454,7 @@ class Engine(ShardedModule):
         self._keeps_graph = False
         if not self._depth:
             self._close_step()
-        for unit in self.units:
-            if id(unit) in stepped and unit.state is not State.RESTING:
-                unit.refresh(only_reduced=True)
+        self.refresh([unit for unit in self.units if id(unit) in stepped], only_stepped=True)
         self.comm.ledger.end_step()
 
     # -- the end ---------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ class ShardedModule(ABC):
         self.units: list[Unit] = []
         self.optimizers: list[Optimizer] = []
         self._places: dict[int, tuple[str, Unit, Bundle, int]] = {}
+        self._is_writing = False
         self._build_units()
 
     def _build_units(self) -> None:
@@ -79,27 +80,46 @@ class ShardedModule(ABC):
 
     @torch.no_grad()
     def write(self, parameter: Parameter, value: Tensor) -> None:
-        """Keep this rank's part of a new whole value of ``parameter`` that is not in memory now."""
-        piece = self.piece(parameter)
-        assert piece is not None
+        """Keep a new whole value of ``parameter``, which is not in memory now; on all ranks.
+
+        Outside :meth:`writing` every call waits for all ranks.
+        """
+        _, unit, bundle, index = self._places[id(parameter)]
+        piece = bundle.pieces[index]
         if value.shape != parameter.shape:
             value = value.expand(parameter.shape)
+        if self._is_writing:
+            piece.data.copy_(piece.part_of(value))
+            return
+        unit.wait_if_in_flight()
+        self.comm.fence()
         piece.data.copy_(piece.part_of(value))
+        self.comm.fence()
+        self.refresh([unit])
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
         """A context in which whole values copied to parameters go to the masters, as in loading."""
         for unit in self.units:
             unit.wait_if_in_flight()
+            unit.keep_edits()
             unit.guard()
         self.comm.fence()
+        self._is_writing = True
         try:
             yield
         finally:
+            self._is_writing = False
             self.comm.fence()
-            for unit in self.units:
-                if unit.state is State.WHOLE:
-                    unit.refresh()
+            self.refresh(self.units)
+
+    def refresh(self, units: Iterable[Unit], *, only_stepped: bool = False) -> None:
+        """Bring whole weights up to date with masters that have changed, on all ranks."""
+        for unit in units:
+            if unit.state is not State.RESTING:
+                unit.refresh(only_stepped=only_stepped)
+        # A replicated weight is what peers read: nobody may edit his own before all have read it.
+        self.comm.fence()
 
     @torch.no_grad()
     def broadcast_buffers(self) -> None:
@@ -129,17 +149,30 @@ class ShardedModule(ABC):
             parameters: Which; all if omitted. Whole units are gathered. Every rank names the same.
             modify: Keep what rank 0 made of them, on all ranks.
         """
-        units = self._units_of(parameters)
+        wanted = self._units_of(parameters)
+        units = [unit for unit in wanted if not unit.is_lent]
+        if modify and len(units) < len(wanted):
+            raise RuntimeError(
+                "gathered(modify=True) was entered within another `gathered` of the same weights."
+                " Give `modify=True` to the outer one."
+            )
         for unit in units:
             unit.wait_if_in_flight()
+            unit.keep_edits()
             unit.lend()
         if modify:
             self.comm.fence()
         try:
             yield
         finally:
+            if modify:
+                for unit in units:
+                    unit.store_lent()
+                self.comm.fence()
             for unit in units:
-                unit.take_back(modify=modify)
+                unit.take_back()
+            if modify:
+                self.refresh(units)
 
     def _units_of(self, parameters: Iterable[Parameter] | None) -> list[Unit]:
         if parameters is None:

@@ -70,6 +70,7 @@ class Bundle:
         self._in_flight: list[Tensor] = []
         self._grad_pieces: list[Tensor] = []
         self._partial_views: list[Tensor] = []
+        self._versions: list[int] = []
         self.filled = [False] * len(self.parameters)
         self.arrived = [False] * len(self.parameters)
         self.used = [False] * len(self.parameters)
@@ -159,10 +160,33 @@ class Bundle:
 
     @torch.no_grad()
     def store(self, whole: Buffer) -> None:
-        """Take this rank's part of ``whole`` as the new master."""
-        self.comm.fence()
+        """Take this rank's part of ``whole`` as the new master; between two fences."""
         self.master.copy_(whole.shard(self.comm.rank, self.comm.world_size))
-        self.comm.fence()
+
+    @property
+    def may_be_stepped(self) -> bool:
+        """Whether an optimizer may change the masters; the same on every rank."""
+        return self.trainable or any(parameter.requires_grad for parameter in self.parameters)
+
+    @property
+    def edited(self) -> list[int]:
+        """Whole parameters that were changed in place, of which the master is another storage."""
+        if self.plan.has_master or self.plan.gives_weights_back:
+            versions = zip(self.parameters, self._versions, strict=True)
+            return [i for i, (p, version) in enumerate(versions) if p._version != version]
+        return []
+
+    @torch.no_grad()
+    def keep_edits(self) -> None:
+        """Take this rank's part of what was changed in place over to the masters."""
+        for index in self.edited:
+            piece = self.pieces[index]
+            piece.data.copy_(piece.part_of(self.weight.views[index]))
+        self.note_versions()
+
+    def note_versions(self) -> None:
+        """Begin to watch for changes in place."""
+        self._versions = [parameter._version for parameter in self.parameters]
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -379,6 +403,7 @@ class Unit:
         self._label = name or "root"
         for bundle in self.bundles:
             bundle.show_whole()
+            bundle.note_versions()
 
     @property
     def numel(self) -> int:
@@ -418,15 +443,15 @@ class Unit:
         if self.state is State.RESTING:
             self._gather()
 
-    def refresh(self, *, only_reduced: bool = False) -> None:
+    def refresh(self, *, only_stepped: bool = False) -> None:
         """Start to bring whole weights up to date with masters that have changed.
 
         Args:
-            only_reduced: Leave out bundles that never had a gradient, which no optimizer steps.
+            only_stepped: Leave out bundles that no optimizer steps.
         """
         self.wait()
         self.guard()
-        self._gather(only_reduced=only_reduced)
+        self._gather(only_stepped=only_stepped)
 
     def idle(self) -> None:
         """Keep whole weights for a later need, but notice whoever else uses them."""
@@ -447,12 +472,12 @@ class Unit:
             bundle.guard(self._owner)
 
     @torch.no_grad()
-    def _gather(self, *, only_reduced: bool = False) -> None:
+    def _gather(self, *, only_stepped: bool = False) -> None:
         with record_function(f"zero.unshard {self._label}"):
             self._works = [
                 bundle.gather(self._label, tag)
                 for tag, bundle in self.tags()
-                if not only_reduced or bundle.grad is not None
+                if not only_stepped or bundle.may_be_stepped
             ]
             self.state = State.IN_FLIGHT
 
@@ -471,7 +496,18 @@ class Unit:
         self._works = []
         for bundle in self.bundles:
             bundle.show_whole()
+            bundle.note_versions()
         self.state = State.WHOLE
+
+    def keep_edits(self) -> None:
+        """Let the masters follow what users changed in place in whole weights, on all ranks."""
+        if self.state is not State.WHOLE or not any(bundle.edited for bundle in self.bundles):
+            return
+        comm = self.bundles[0].comm
+        comm.fence()
+        for bundle in self.bundles:
+            bundle.keep_edits()
+        comm.fence()
 
     def reshard(self) -> None:
         """Give whole weights back, if their home is sharded and nothing pins them."""
@@ -479,6 +515,7 @@ class Unit:
             return
         self._is_idle = False
         self.wait()
+        self.keep_edits()
         with record_function(f"zero.reshard {self._label}"):
             for bundle in self.bundles:
                 bundle.show_resting(self._owner)
@@ -490,25 +527,30 @@ class Unit:
         if self.state is State.IN_FLIGHT:
             self.wait()
 
+    @property
+    def is_lent(self) -> bool:
+        """Whether whole masters are shown now."""
+        return bool(self._lent)
+
     def lend(self) -> None:
         """Show whole parameters in the master's precision until :meth:`take_back`."""
         self._lent = [bundle.lend(is_whole=self.state is State.WHOLE) for bundle in self.bundles]
 
-    def take_back(self, *, modify: bool) -> None:
-        """End :meth:`lend`; with ``modify``, rank 0's values become everybody's."""
+    def store_lent(self) -> None:
+        """Take rank 0's lent values as everybody's masters; between two fences."""
         for bundle, lent in zip(self.bundles, self._lent, strict=True):
-            if modify:
-                bundle.comm.broadcast(lent.tensor)
-                bundle.store(lent)
+            bundle.comm.broadcast(lent.tensor)
+            bundle.store(lent)
+
+    def take_back(self) -> None:
+        """End :meth:`lend`."""
+        self._lent = []
+        for bundle in self.bundles:
             if self.state is State.RESTING:
                 bundle.show_resting(self._owner)
             else:
                 bundle.show_whole()
-        self._lent = []
-        if modify:
-            self.bundles[0].comm.fence()
-        if modify and self.state is State.WHOLE:
-            self.refresh()
+                bundle.note_versions()
 
     def abandon(self) -> None:
         """Give up whatever is under way; weights and gradients in flight are dropped."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_zero.buffer import lasting_tensors
 
+_NAME = "lightning_zero"
 _serials = count()
 
 
@@ -44,7 +45,7 @@ class Window:
 
     def __init__(self, address: Address, world_size: int, *, is_own: bool) -> None:
         path = f"/proc/{address.process}/fd/{address.file}"
-        if not os.path.exists(path):
+        if not _is_window(path):
             raise RuntimeError(f"No window at {path}: its owner is on another host, or has ended.")
         self.address = address
         self.num_published = 0
@@ -58,7 +59,7 @@ class Window:
     @classmethod
     def create(cls, capacity: int, world_size: int) -> Window:
         """A window of this process, of ``capacity`` bytes (a multiple of 8), zeros at first."""
-        file = os.memfd_create("lightning_zero")
+        file = os.memfd_create(_NAME)
         os.ftruncate(file, capacity + 8 * world_size)
         return cls(Address(os.getpid(), file, capacity, next(_serials)), world_size, is_own=True)
 
@@ -98,6 +99,14 @@ class Window:
         os.ftruncate(self.address.file, 0)
         os.ftruncate(self.address.file, self._size)
         self.num_published = self.touched_bytes = 0
+
+
+def _is_window(path: str) -> bool:
+    """Whether the file is a window; another host's process number may name anything here."""
+    try:
+        return os.readlink(path).startswith(f"/memfd:{_NAME}")
+    except OSError:
+        return False
 
 
 def are_supported() -> bool:
