@@ -25,7 +25,7 @@ def gathered(
 
     Args:
         module_or_params: A module, a parameter or several; whole units around them are gathered.
-        modify: Keep what rank 0 does to them, on all ranks. Without it changes are lost.
+        modify: Keep what rank 0 does to them, on all ranks. Without it they must not be changed.
     """
     parameters = _parameters(module_or_params)
     engine = engine_of(parameters)

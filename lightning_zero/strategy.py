@@ -70,31 +70,26 @@ class ZeROStrategy(DDPStrategy):
     Args:
         stage: 1, 2 or 3.
         units: What is gathered and released together: ``"auto"``, a set of module classes, or a
-        callable
-            that says of a module whether it is a unit.
+            callable that says of a module whether it is a unit.
         prefetch: How many units ahead weights are gathered; 0 gathers each when it is needed.
         reshard_after_forward: Give weights back after a unit's forward and gather them again for
-        its
-            backward. ``False`` keeps them in between: less traffic, more memory. Stage 3 only.
+            its backward. ``False`` keeps them in between: less traffic, more memory. Stage 3 only.
         reduce_dtype: The dtype in which gradients are summed over the ranks; by default fp32 under
             mixed precision, else the parameters' own.
         accumulate: With ``accumulate_grad_batches``: ``"reduce"`` keeps only gradient shards
-        between
-            microbatches, ``"local"`` sends nothing until the last one and holds whole gradients. By
-            default ``"local"`` at stage 1 and ``"reduce"`` at stages 2 and 3.
+            between microbatches, ``"local"`` sends nothing until the last one and holds whole
+            gradients. By default ``"local"`` at stage 1 and ``"reduce"`` at stages 2 and 3.
         activation_checkpointing: ``True`` to recompute every unit's activations in backward, or the
             module classes to do so for.
         broadcast_buffers: Overwrite buffers with rank 0's before each forward, as DDP does.
         restore_weights: Make the module whole and ordinary again after ``fit``. ``False`` for
-        models
-            that one host cannot hold.
+            models that one host cannot hold.
         async_checkpoint: Write checkpoints behind the training, from a copy of this rank's values
             in host memory.
         launcher: ``"subprocess"``, ``"spawn"``, ``"fork"`` or ``"notebook"``, as ``ddp``,
-        ``ddp_spawn``,
-            ``ddp_fork`` and ``ddp_notebook`` are launched.
-        config: A DeepSpeed configuration to take arguments from: a dictionary or a JSON file.
-            Each of its keys acts, warns or raises.
+            ``ddp_spawn``, ``ddp_fork`` and ``ddp_notebook`` are launched.
+        config: A DeepSpeed configuration to take arguments from: a dictionary or a JSON file. Each
+            of its keys acts, warns or raises.
         accelerator: As in ``ParallelStrategy``.
         parallel_devices: As in ``ParallelStrategy``.
         cluster_environment: As in ``ParallelStrategy``.

@@ -39,8 +39,7 @@ def find_units(root: nn.Module, policy: UnitPolicy = "auto") -> dict[str, nn.Mod
     Args:
         root: The model; itself always the root unit.
         policy: ``"auto"``, a set of module classes, or a callable that says of a module whether it
-        is
-            a unit.
+            is a unit.
 
     Raises:
         TypeError: The policy is none of these.
