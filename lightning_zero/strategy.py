@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -184,6 +185,14 @@ class ZeROStrategy(DDPStrategy):
         self._precision_plugin = None if precision_plugin is None else self._zero_precision
 
     # -- setup -----------------------------------------------------------------------------------
+
+    @override
+    def setup_distributed(self) -> None:
+        super().setup_distributed()
+        # Lightning leaves only NCCL's group at exit; gloo's threads, if alive then, now and then
+        # abort the process.
+        atexit.unregister(_leave_group)
+        atexit.register(_leave_group)
 
     @override
     @contextmanager
@@ -549,6 +558,11 @@ class ZeROStrategy(DDPStrategy):
                     stage=stage,
                     launcher=launcher,
                 )
+
+
+def _leave_group() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 _START_METHODS = {"subprocess": "popen", "spawn": "spawn", "fork": "fork", "notebook": "fork"}

@@ -129,8 +129,10 @@ def test_train_gpt(tmp_path: Path) -> None:
     assert 4 * (root + block) <= gathered <= 4 * (root + block + 64 * num_tensors)
     ours, ddp = bytes_of["states"]
     assert ddp == 8 * numel + 4 * num_tensors
-    # Adam counts the steps of each parameter that this rank has a piece of.
-    assert 4 * numel < ours <= 4 * numel + 4 * num_tensors
+    # Adam counts the steps of each parameter that this rank has a piece of; rank 0 may have fewer
+    # elements than padding leaves to rank 1.
+    slack = 4 * 64 * num_tensors
+    assert 4 * numel - slack < ours <= 4 * numel + 4 * num_tensors
     total, ddp_total = bytes_of["at any moment"]
     assert ddp_total == 16 * numel + 4 * num_tensors
     assert 2 * numel + gathered + ours <= total < ddp_total
