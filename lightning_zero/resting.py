@@ -175,11 +175,6 @@ def _resting_class(cls: type[Parameter]) -> type[Parameter]:
     return cast("type[Parameter]", type(f"Resting{cls.__name__}", (Resting, cls), {}))
 
 
-def is_guarded(parameter: Parameter) -> bool:
-    """Whether a use of ``parameter`` goes through its touch now."""
-    return isinstance(parameter, Resting)
-
-
 def guard(parameter: Parameter, owner: Owner) -> None:
     """Send every use of ``parameter`` to ``owner`` until :func:`unguard`."""
     if not isinstance(parameter, Resting):

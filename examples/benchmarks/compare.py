@@ -313,8 +313,6 @@ def _weighed(rank: int, name: str, job: Job, port: int, answer: Any) -> None:
         if engine is not None:
             answer["bytes"] = engine.memory()
             answer["sent"] = sum_of(engine.comm.ledger.last_step).elements
-            if job.device == "cpu":
-                answer["peak_mib"] += engine.comm.window_bytes / 2**20
 
 
 def _peak_on_cuda(run: Run) -> int:
