@@ -39,7 +39,7 @@ from torch import Tensor
 
 from lightning_zero.buffer import lasting_tensors
 from lightning_zero.ledger import Ledger
-from lightning_zero.meeting import Meetings, Subject, channel
+from lightning_zero.meeting import Meetings, Subject, channel, group_of_hosts
 from lightning_zero.watch import Meeting, Watch
 from lightning_zero.window import Address, Window, are_supported
 
@@ -146,13 +146,14 @@ class Comm:
             self._direct = on_gloo if direct is None else direct
             if not on_gloo:
                 # Small decisions travel between the hosts, so that they never stall the device.
-                self._control = dist.new_group(backend="gloo")
+                self._control = group_of_hosts()
             if not self._direct:
                 # One communicator each, or a prefetch would queue behind a reduction.
                 self._gather_group, self._reduce_group = dist.new_group(), dist.new_group()
             may_share = self._direct and device.type == "cpu" and self.world_size > 1
             if self.world_size > 1:
-                self.watch = self._start_watch()
+                if dist.get_backend() != "fake":
+                    self.watch = self._start_watch()
                 self.meetings = Meetings(self.rank, self.world_size, self.watch)
             if may_share and windows is not False:
                 self._has_windows = self._can_see_peers()
@@ -451,7 +452,7 @@ class Comm:
         """The same ranks on a channel of its own, for small talk in another thread."""
         other = copy.copy(self)
         if self.world_size > 1:
-            other._control = dist.new_group(backend="gloo")
+            other._control = group_of_hosts()
         other.watch = Watch()
         return other
 
