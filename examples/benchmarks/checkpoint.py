@@ -6,6 +6,7 @@
 The contenders, each for the same state (fp32 weights and two Adam averages, sharded as at stage 3):
 
 * ``file``: ours; every rank writes its parts of one file that ``torch.load`` reads.
+* ``directory``: ours with ``checkpoint="dcp"``; a directory that ``dcp`` below can read.
 * ``gather``: every tensor is gathered on rank 0, which calls ``torch.save``; every rank loads all.
 * ``dcp``: a torch.distributed.checkpoint directory, each rank its own shards.
 * ``torch.save``: one process that holds everything.
@@ -31,7 +32,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 
-from lightning_zero.checkpoint import Provenance, Saver, collected, load
+from lightning_zero.checkpoint import DirectorySave, Provenance, Saver, collected, load
 from lightning_zero.checkpoint.spread import Spread
 from lightning_zero.comm import Comm
 
@@ -67,6 +68,17 @@ def save_file(shards: Shards, path: str) -> None:
 
 def load_file(shards: Shards, path: str) -> None:
     shards.take(load(path, shards.comm))
+
+
+def save_directory(shards: Shards, path: str) -> None:
+    provenance = Provenance(3, shards.comm.world_size, "")
+    Saver(shards.comm).save(shards.spread(), path, provenance, kind=DirectorySave)
+
+
+def load_directory(shards: Shards, path: str) -> None:
+    weights = load(path, shards.comm)["state_dict"]
+    for n, part in enumerate(shards.parts):
+        part.copy_(weights[str(n)].as_strided(part.shape, (1,), shards.start))
 
 
 def save_gathered(shards: Shards, path: str) -> None:
@@ -105,6 +117,7 @@ def save_alone_to(state: dict[str, Any], path: str) -> None:
 
 CONTENDERS: dict[str, tuple[Callable[..., None], Callable[..., None], bool]] = {
     "file": (save_file, load_file, True),
+    "directory": (save_directory, load_directory, True),
     "gather": (save_gathered, load_gathered, True),
     "dcp": (save_dcp, load_dcp, True),
     "torch.save": (save_alone, load_gathered, False),
