@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_zero.checkpoint.deepspeed_folder import DeepSpeedFolder, is_deepspeed_folder
+from lightning_zero.checkpoint.deferred import Deferred
 from lightning_zero.checkpoint.mapped_file import mapped, provenance
 from lightning_zero.checkpoint.safetensors import read_safetensors
 
@@ -23,7 +25,11 @@ def add_inspect_command(commands: Any) -> None:
         description="Show names, shapes, dtypes and bytes of the tensors in a checkpoint, and who"
         " wrote it. Nothing is unpickled but tensors and plain values.",
     )
-    parser.add_argument("file", type=Path, help="a .ckpt, .pt or safetensors file or folder")
+    parser.add_argument(
+        "file",
+        type=Path,
+        help="a .ckpt or .pt file, a safetensors file or folder, or a folder by DeepSpeed",
+    )
     parser.add_argument(
         "--verify", action="store_true", help="read everything and compare the checksums"
     )
@@ -41,18 +47,23 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def describe(path: Path) -> Iterator[str]:
     """The lines that ``inspect`` prints."""
-    if path.is_dir() or path.suffix == ".safetensors":
-        value: Any = read_safetensors(path)
-        told = None
+    value: Any
+    told: Any = None
+    if is_deepspeed_folder(path):
+        value, told = _of_deepspeed(path)
+    elif path.is_dir() or path.suffix == ".safetensors":
+        value = read_safetensors(path)
     else:
         value = mapped(str(path))
         told = provenance(path) if zipfile.is_zipfile(path) else None
     rows = list(_tensors(value, ""))
-    storages = {row.untyped_storage().data_ptr(): row.nbytes for _, row in rows}
+    storages = {_storage(row): row.nbytes for _, row in rows}
     yield f"{path}: {len(rows)} tensors, {sum(storages.values()):,} bytes"
     if isinstance(value, dict) and "epoch" in value and "global_step" in value:
         yield f"epoch {value['epoch']}, step {value['global_step']}"
-    if told is not None and told.get("stage") == 0:
+    if isinstance(told, str):
+        yield told
+    elif told is not None and told.get("stage") == 0:
         yield "written by `lightning-zero convert`"
     elif told is not None:
         yield (
@@ -63,6 +74,26 @@ def describe(path: Path) -> Iterator[str]:
     for name, tensor in rows:
         dtype = str(tensor.dtype).removeprefix("torch.")
         yield f"  {name:<{width}}  {dtype:<9} {tensor.nbytes:>15,}  {tuple(tensor.shape)}"
+
+
+def _of_deepspeed(path: Path) -> tuple[Any, str]:
+    """A folder by DeepSpeed as a checkpoint, and who wrote it."""
+    folder = DeepSpeedFolder(path)
+    value = {**folder.own_state(), "state_dict": folder.weights()}
+    told = (
+        f"written by DeepSpeed {folder.version}, ZeRO stage {folder.stage}, on {folder.world_size}"
+        " ranks; shown as `lightning-zero convert` would write it"
+    )
+    try:
+        value["optimizer_states"] = [folder.optimizer_state()]
+    except NotImplementedError as error:
+        told += f", but for the optimizer: {error}"
+    return value, told
+
+
+def _storage(tensor: Tensor) -> Any:
+    """What tied tensors share."""
+    return tensor.key if isinstance(tensor, Deferred) else tensor.untyped_storage().data_ptr()
 
 
 def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -79,9 +110,14 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 def damage(path: Path) -> list[str]:
     """What the checksums of a file by us or by ``torch.save`` say against it, a line each.
 
+    Of a folder by DeepSpeed, what those of its files say.
+
     Raises:
         ValueError: The file has no checksums.
     """
+    if is_deepspeed_folder(path):
+        files = DeepSpeedFolder(path).files
+        return [f"{file.name}: {line}" for file in files for line in damage(file)]
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{str(path)!r} has no checksums: it is no archive of torch.save.")
     found = []
