@@ -9,7 +9,7 @@ Importing the package registers its strategies with Lightning::
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_zero import mirror
-from lightning_zero.access import full_grad, gathered, grad_norm
+from lightning_zero.access import full_grad, gathered, grad_norm, join
 from lightning_zero.checkpoint import load_weights
 from lightning_zero.memory import estimate
 from lightning_zero.monitor import MemoryMonitor
@@ -26,6 +26,7 @@ __all__ = [
     "full_grad",
     "gathered",
     "grad_norm",
+    "join",
     "load_weights",
 ]
 

@@ -7,7 +7,7 @@ shards each does what plain torch would.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,25 @@ def gathered(
         yield
         return
     with engine.gathered(parameters, modify=modify):
+        yield
+
+
+@contextmanager
+def join(module: nn.Module) -> Iterator[None]:
+    """A context in which ranks may run different parts of ``module``, a different number of times.
+
+    For forwards without gradients whose length depends on the data, such as ``generate``. All ranks
+    must enter it; a rank that has come to its end helps the others until all have, as in
+    ``torch.distributed.algorithms.Join``.
+
+    Args:
+        module: Any module with parameters that are sharded together with those that are run.
+
+    Raises:
+        RuntimeError: A backward pass begins within.
+    """
+    engine = engine_of(module.parameters())
+    with engine.join() if engine is not None else nullcontext():
         yield
 
 

@@ -24,7 +24,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -37,9 +39,12 @@ from torch import Tensor
 
 from lightning_zero.buffer import lasting_tensors
 from lightning_zero.ledger import Ledger
+from lightning_zero.meeting import Meetings, Subject, channel
+from lightning_zero.watch import Meeting, Watch
 from lightning_zero.window import Address, Window, are_supported
 
 _numbers = itertools.count()
+_stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 # torch 2.13 renamed the two and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -55,16 +60,31 @@ class Work(Protocol):
         """Return when its result may be used on the current stream."""
 
 
-class _Pending:
-    """Works on their way, and what to do when they have arrived."""
+class _Arrived:
+    """Nothing to wait for."""
 
-    def __init__(self, works: Sequence[Work], finish: Callable[[], None] | None = None) -> None:
+    def wait(self) -> None: ...
+
+
+class _Pending:
+    """Works on their way to a meeting, and what to do when they have arrived."""
+
+    def __init__(
+        self,
+        watch: Watch,
+        meeting: Meeting,
+        works: Sequence[Work],
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self._watch = watch
+        self._meeting = meeting
         self._works = works
         self._finish = finish
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        with self._watch.waiting(self._meeting):
+            for work in self._works:
+                work.wait()
         if self._finish is not None:
             self._finish()
 
@@ -97,6 +117,8 @@ class Comm:
         rank: This process's number in the group.
         world_size: Number of ranks.
         ledger: What this rank has sent.
+        meetings: Where the ranks take decisions together.
+        watch: Finds out when ranks wait for each other in different places.
     """
 
     def __init__(
@@ -105,6 +127,8 @@ class Comm:
         self.device = device
         self.ledger = Ledger()
         self.rank, self.world_size = 0, 1
+        self.watch = Watch()
+        self.meetings = Meetings(0, 1, self.watch)
         self._number = next(_numbers)
         self._control: Any = None
         self._gather_group: Any = None
@@ -127,8 +151,34 @@ class Comm:
                 # One communicator each, or a prefetch would queue behind a reduction.
                 self._gather_group, self._reduce_group = dist.new_group(), dist.new_group()
             may_share = self._direct and device.type == "cpu" and self.world_size > 1
+            if self.world_size > 1:
+                self.watch = self._start_watch()
+                self.meetings = Meetings(self.rank, self.world_size, self.watch)
             if may_share and windows is not False:
                 self._has_windows = self._can_see_peers()
+
+    def _start_watch(self) -> Watch:
+        peer = (self.rank + 1) % self.world_size
+        groups = [
+            dist.group.WORLD, self._control, self._gather_group, self._reduce_group, channel(),
+        ]  # fmt: skip
+        return Watch(
+            self.rank,
+            self.world_size,
+            store=_own_store(),
+            prefix=f"lightning_zero/watch/{self._number}",
+            give_up=functools.partial(_give_up, groups, peer),
+        )
+
+    @property
+    def gathers_together(self) -> bool:
+        """Whether a gather needs every rank to take part."""
+        return self.world_size > 1 and not self._has_windows
+
+    @property
+    def gathers_in_order(self) -> bool:
+        """Whether nothing but the order of gathers tells one unit's weights from another's."""
+        return self.world_size > 1 and not self._direct
 
     @property
     def sent(self) -> Counter[tuple[str, str]]:
@@ -162,17 +212,17 @@ class Comm:
             (window if rank == self.rank else Window.open(address, self.world_size))
             for rank, address in enumerate(self.gather_objects(window.address))
         ]
-        self.fence()
+        self.fence(Subject.SETUP)
         return Shared(window.view(numel, dtype), [peer.view(numel, dtype) for peer in everybodys])
 
-    def fence(self) -> None:
+    def fence(self, subject: Subject) -> None:
         """Wait until every rank is here, if ranks read each other's memory.
 
         Whoever changes a master stands between two fences: before the first all have read the old
         values, after the second all may read the new ones.
         """
         if self._has_windows:
-            dist.barrier()
+            self.meetings.call(subject).wait()
 
     # -- weights and gradients -------------------------------------------------------------------
 
@@ -187,17 +237,21 @@ class Comm:
             for part, source in zip(parts, shard.everybodys, strict=True):
                 if part.data_ptr() != source.data_ptr():
                     _copy(part, source)
-            return _Pending([])
+            return _Arrived()
         own = parts[self.rank]
         if own.data_ptr() != shard.own.data_ptr():
             _copy(own, shard.own)
+        meeting = self._begin(f"the weights of {unit}", "gather")
         if not self._direct:
-            return _all_gather(whole, own, group=self._gather_group, async_op=True)  # type: ignore[no-any-return]
+            # Here nothing but the order tells one unit from another.
+            self.meetings.note(meeting.place)
+            work = _all_gather(whole, own, group=self._gather_group, async_op=True)
+            return _Pending(self.watch, meeting, [work])
         if not whole.numel():
-            return _Pending([])
+            return _Arrived()
         receives = [dist.irecv(parts[peer], peer, tag=4 * tag) for peer in self._sources()]
         sends = [dist.isend(own, peer, tag=4 * tag) for peer in self._targets()]
-        return _Pending(_started(receives, sends))
+        return _Pending(self.watch, meeting, _started(receives, sends))
 
     def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
         """Memory for a unit's gradients before their reduction; its content is undefined."""
@@ -220,14 +274,15 @@ class Comm:
         ``partial`` (``[world_size * n]``) is given up; ``out`` may have another dtype.
         """
         self._note(unit, "reduce", partial.tensor)
+        meeting = self._begin(f"the gradients of {unit}", "reduce")
         if partial.window is not None:
-            return self._reduce_by_windows(partial, out, tag)
+            return self._reduce_by_windows(partial, out, tag, meeting)
         if not self._direct:
-            return self._reduce_by_backend(partial.tensor, out)
+            return self._reduce_by_backend(partial.tensor, out, meeting)
         parts = list(partial.tensor.view(self.world_size, -1))
         own = parts[self.rank]
         if not own.numel():
-            return _Pending([])
+            return _Arrived()
         inbox = {peer: self._borrow(own) for peer in self._sources()}
         receives = [dist.irecv(box, peer, tag=4 * tag + 1) for peer, box in inbox.items()]
         sends = [dist.isend(parts[peer], peer, tag=4 * tag + 1) for peer in self._targets()]
@@ -238,9 +293,11 @@ class Comm:
             for box in inbox.values():
                 self._give_back(box)
 
-        return _Pending(_started(receives, sends), add_up)
+        return _Pending(self.watch, meeting, _started(receives, sends), add_up)
 
-    def _reduce_by_windows(self, partial: ReduceBuffer, out: Tensor, tag: int) -> Work:
+    def _reduce_by_windows(
+        self, partial: ReduceBuffer, out: Tensor, tag: int, meeting: Meeting
+    ) -> Work:
         """Tell peers where the buffer is; when theirs are full, sum over them and say so."""
         own, numel, dtype = partial.window, partial.tensor.numel(), partial.tensor.dtype
         assert own is not None
@@ -262,23 +319,28 @@ class Comm:
                 window.readers[self.rank] = tokens[peer][-1]
             self._free_windows.append(own)
 
-        return _Pending(_started(receives, sends), add_up)
+        return _Pending(self.watch, meeting, _started(receives, sends), add_up)
 
     def _peer_window(self, address: Address) -> Window:
         if address not in self._peer_windows:
             self._peer_windows[address] = Window.open(address, self.world_size)
         return self._peer_windows[address]
 
+    def _begin(self, place: str, verb: str) -> Meeting:
+        # The backend's collectives have no names; point to point the unit's number is one.
+        return self.watch.begin(place, "" if self._direct else verb)
+
     def _note(self, unit: str, verb: str, whole: Tensor) -> None:
         numel = whole.numel() // self.world_size * (self.world_size - 1)
         self.ledger.note(unit, verb, numel, whole.element_size())
 
-    def _reduce_by_backend(self, buffer: Tensor, out: Tensor) -> Work:
+    def _reduce_by_backend(self, buffer: Tensor, out: Tensor, meeting: Meeting) -> Work:
         if out.dtype == buffer.dtype:
-            return _reduce_scatter(out, buffer, group=self._reduce_group, async_op=True)  # type: ignore[no-any-return]
+            work = _reduce_scatter(out, buffer, group=self._reduce_group, async_op=True)
+            return _Pending(self.watch, meeting, [work])
         landing = buffer.new_empty(out.shape)
         work = _reduce_scatter(landing, buffer, group=self._reduce_group, async_op=True)
-        return _Pending([work], lambda: _copy(out, landing))
+        return _Pending(self.watch, meeting, [work], lambda: _copy(out, landing))
 
     def _sources(self) -> list[int]:
         return [(self.rank - step) % self.world_size for step in range(1, self.world_size)]
@@ -326,12 +388,14 @@ class Comm:
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite ``tensor`` with rank 0's."""
         if self.world_size > 1:
-            dist.broadcast(tensor, 0)
+            with self.watch.at("a broadcast of rank 0's values"):
+                dist.broadcast(tensor, 0)
 
     def sum(self, tensor: Tensor) -> None:
         """Replace ``tensor`` by its sum over the ranks."""
         if self.world_size > 1:
-            dist.all_reduce(tensor)
+            with self.watch.at("a sum over the ranks"):
+                dist.all_reduce(tensor)
 
     def max(self, tensor: Tensor) -> None:
         """Replace the floating ``tensor`` by its maximum over the ranks, NaN if one has NaN."""
@@ -339,22 +403,17 @@ class Comm:
             # Gloo's maximum forgets a NaN that does not come first, so it travels as a number.
             is_nan = tensor.isnan()
             both = torch.stack([is_nan.to(tensor.dtype), tensor.masked_fill(is_nan, -inf)])
-            dist.all_reduce(both, dist.ReduceOp.MAX)
+            with self.watch.at("a maximum over the ranks"):
+                dist.all_reduce(both, dist.ReduceOp.MAX)
             tensor.copy_(both[1].masked_fill(both[0] > 0, nan))
-
-    def agree(self, flags: Tensor) -> Work:
-        """Start to replace the host tensor ``flags`` by its maximum over the ranks."""
-        if self.world_size == 1:
-            return _Pending([])
-        work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._control, async_op=True)
-        return _Pending([work])
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's ``value`` on every rank."""
         if self.world_size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, 0, group=self._control)
+        with self.watch.at("a broadcast of rank 0's values"):
+            dist.broadcast_object_list(box, 0, group=self._control)
         return box[0]
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -362,7 +421,8 @@ class Comm:
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._control)
+        with self.watch.at("an exchange of values"):
+            dist.all_gather_object(values, value, group=self._control)
         return values
 
     def collect(self, part: Tensor, sizes: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
@@ -392,6 +452,7 @@ class Comm:
         other = copy.copy(self)
         if self.world_size > 1:
             other._control = dist.new_group(backend="gloo")
+        other.watch = Watch()
         return other
 
     def is_whole(self, timeout: timedelta) -> bool:
@@ -401,8 +462,9 @@ class Comm:
         """
         if self.world_size == 1:
             return True
-        # Private, but torch has no public way to the store that it was started with.
-        store = dist.distributed_c10d._get_default_store()
+        if self.watch.verdict:
+            return False
+        store = _default_store()
         keys = [f"lightning_zero/{self._number}/{rank}" for rank in range(self.world_size)]
         try:
             store.set(keys[self.rank], "here")
@@ -412,6 +474,36 @@ class Comm:
                 store.delete_key(keys[self.rank])
             return False
         return True
+
+
+def _own_store() -> Any:
+    """A connection of its own to the store: one that a rank waits on answers nobody else."""
+    world = dist.group.WORLD
+    if world not in _stores:
+        store = _default_store()
+        _stores[world] = store.clone() if hasattr(store, "clone") else store
+    return _stores[world]
+
+
+def _default_store() -> Any:
+    # Private, but torch has no public way to the store that it was started with.
+    return dist.distributed_c10d._get_default_store()
+
+
+def _give_up(groups: Sequence[Any], peer: int) -> None:
+    """Make whatever waits in one of ``groups`` raise; they are of no use afterwards.
+
+    A message that nobody sends, waited for so shortly, makes gloo close all connections of its
+    group. (Its `abort` does nothing.)
+    """
+    for group in {id(group): group for group in groups if group is not None}.values():
+        with contextlib.suppress(RuntimeError):
+            if dist.get_backend(group) == "gloo":
+                nobody = dist.irecv(torch.empty(1), peer, group=group, tag=2**20)
+                assert nobody is not None
+                nobody.wait(timedelta(milliseconds=1))
+            else:
+                group.abort()
 
 
 def _started(*works: Sequence[Work | None]) -> list[Work]:

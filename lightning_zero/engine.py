@@ -45,6 +45,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_zero import optim, resting
 from lightning_zero.comm import Comm
+from lightning_zero.meeting import Called, Subject
 from lightning_zero.piece import Piece
 from lightning_zero.schedule import Need, Schedule
 from lightning_zero.settings import Settings
@@ -80,6 +81,10 @@ class Engine(ShardedModule):
         self._syncs = True
         self._broadcasts_next = True
         self._keeps_graph = False
+        self._is_joined = False
+        self._was_interrupted = False
+        self._rests = any(unit.gives_weights_back for unit in self.units)
+        self._comparison: Called | None = None
         self._turns = Turns(self.units, self.comm)
         self.is_closed = False
         self.is_restored = False
@@ -152,33 +157,77 @@ class Engine(ShardedModule):
         finally:
             self._syncs = before
 
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Forwards without gradients in which ranks may run different units, some none at all.
+
+        A rank that needs a resting unit asks the others, and all gather it together; a rank that
+        has come to the end of the context goes on to help until all have. Where ranks read each
+        other's memory nobody needs to ask.
+        """
+        if self._is_joined or not self._rests or not self.comm.gathers_together:
+            yield
+            return
+        for unit in self.units:
+            unit.wait_if_in_flight()
+        # What is seen here is this rank's own, and no guide to what all ranks need next.
+        before = self._schedules, self._schedule
+        self._schedules = {True: Schedule(), False: Schedule()}
+        self._schedule = self._schedules[torch.is_grad_enabled()]
+        self._is_joined = True
+        try:
+            yield
+            self._gather_joined(None)
+        finally:
+            self._is_joined = False
+            self._schedules, self._schedule = before
+
+    @torch.no_grad()
+    def _gather_joined(self, wanted: Unit | None) -> None:
+        """Gather what each rank wants, until all have come to the end or this one has its unit."""
+        while True:
+            index = -1 if wanted is None else wanted.index
+            asked = set(self.comm.gather_objects(index))
+            for unit in (self.units[index] for index in sorted(asked - {-1})):
+                was_resting = unit.state is State.RESTING
+                unit.gather_again()
+                if was_resting and unit is not wanted:
+                    unit.reshard()
+            if wanted is not None or asked == {-1}:
+                return
+
     @property
     def in_step(self) -> bool:
         """Whether all ranks run the same code now, so that a touch may gather."""
         return self._depth > 0 or self._awaits_backward
 
     def _enter_root(self, module: nn.Module, args: Any) -> None:
-        self._enter()
+        # What DDP does for a call of the module itself, it does not for one of a child in a hook.
+        self._enter(broadcasts=module is self.module)
 
     def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
         self._leave(output)
 
-    def _enter(self) -> None:
+    def _enter(self, *, broadcasts: bool = True) -> None:
         if self._in_backward and not _in_graph_task():
             # An exception ended the backward pass, and nobody told us.
             self.reset()
         self._depth += 1
         if self._depth > 1 or self._in_backward:
             return
+        self._was_interrupted = False
+        self._wait_for_comparison()
         self._close_step()
         for unit in self.units:
             unit.has_run = False
         self._schedule = self._schedules[torch.is_grad_enabled()]
         self._schedule.begin()
-        self.root.unshard()
+        self._unshard(self.root)
         self._prefetch()
         self.root.wait()
         self._hook_grads(self.root)
+        if not broadcasts or self._is_joined:
+            return
         if self.settings.broadcast_buffers and self._broadcasts_next:
             self.broadcast_buffers()
         self._broadcasts_next = self._syncs
@@ -190,12 +239,24 @@ class Engine(ShardedModule):
         watched = list(_with_grad(outputs)) if torch.is_grad_enabled() else []
         if not watched:
             self._close_step()
+            self._compare_forwards()
             return
         # A second backward over the same graph comes when the step is closed: gather again what has
         # no unit of its own to do so.
         held = [self.root, *(unit for unit in self.units if unit.is_pinned)]
         register_multi_grad_hook(watched, functools.partial(self._hold, held), mode="any")
         self._awaits_backward = True
+
+    def _compare_forwards(self) -> None:
+        """Where only their order tells weights apart, see that all ranks gathered the same."""
+        if self._rests and self.comm.gathers_in_order and not self._is_joined:
+            self._wait_for_comparison()
+            self._comparison = self.comm.meetings.call(Subject.FORWARD)
+
+    def _wait_for_comparison(self) -> None:
+        comparison, self._comparison = self._comparison, None
+        if comparison is not None:
+            comparison.wait()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _hold(self, units: Iterable[Unit], _: Tensor) -> None:
@@ -225,7 +286,7 @@ class Engine(ShardedModule):
                 " checkpoint, or train with restore_weights=True."
             )
         if self.in_step:
-            unit.unshard()
+            self._unshard(unit)
             # Whoever reads it may save it for a backward of which no event tells.
             unit.is_pinned = unit.has_run = True
         elif unit.state is State.RESTING:
@@ -309,7 +370,7 @@ class Engine(ShardedModule):
     def _need(self, unit: Unit, *, is_backward: bool) -> None:
         """Make a unit whole, and start on those that are needed after it."""
         self._schedule.record(Need(unit.index, is_backward))
-        unit.unshard()
+        self._unshard(unit)
         before, self._last_backward = self._last_backward, unit if is_backward else None
         if before is None or before is unit or not before.will_be_given_back:
             self._prefetch()
@@ -318,7 +379,14 @@ class Engine(ShardedModule):
         # more; it starts in a moment, when that one is given back.
         unit.wait()
 
+    def _unshard(self, unit: Unit) -> None:
+        if self._is_joined and unit.state is State.RESTING:
+            self._gather_joined(unit)
+        unit.unshard()
+
     def _prefetch(self) -> None:
+        if self._is_joined:
+            return
         for need in self._schedule.ahead(self.settings.prefetch):
             self.units[need.unit].unshard()
 
@@ -332,6 +400,11 @@ class Engine(ShardedModule):
     def _begin_backward(self) -> None:
         if self._in_backward:
             return
+        if self._is_joined:
+            raise RuntimeError(
+                "A backward pass began within `lightning_zero.join`, where ranks may run different"
+                " units; the gradients of all ranks need the same ones. Go backward outside of it."
+            )
         self._in_backward = True
         self._last_backward = None
         self._keeps_graph = torch.is_grad_enabled()
@@ -439,12 +512,12 @@ class Engine(ShardedModule):
         """Wait until no rank reads this one's masters or reduce buffers any more."""
         for unit in self.units:
             unit.keep_edits()
-        self.comm.fence()
+        self.comm.fence(Subject.STEP)
         self.comm.release_windows()
 
     def _after_step(self, optimizer: Optimizer) -> None:
         """Bring weights up to date with the masters that ``optimizer`` stepped."""
-        self.comm.fence()
+        self.comm.fence(Subject.STEPPED)
         stepped = {
             id(self._places[id(piece.parameter)][1])
             for group in optimizer.param_groups
@@ -456,13 +529,16 @@ class Engine(ShardedModule):
             self._close_step()
         self.refresh([unit for unit in self.units if id(unit) in stepped], only_stepped=True)
         self.comm.ledger.end_step()
+        self.comm.watch.step += 1
 
     # -- the end ---------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Forget a step that an exception ended; the next one starts clean."""
         self._depth = 0
-        self._in_backward = self._keeps_graph = False
+        self._in_backward = self._keeps_graph = self._is_joined = False
+        self._comparison = None
+        self._was_interrupted = True
         self._turns.abandon()
         for unit in self.units:
             unit.abandon()
@@ -473,17 +549,24 @@ class Engine(ShardedModule):
         """Take the hooks away and, with ``restore``, make the module an ordinary one again.
 
         Restoring gathers unit by unit and needs host memory for the whole model on every rank.
-        Without it the parameters stay at rest.
+        Without it the parameters stay at rest. All ranks close together, unless an exception has
+        just ended a step.
         """
+        if not self._was_interrupted:
+            self.comm.meetings.call(Subject.CLOSE).wait()
         for unit in self.units:
             unit.wait_if_in_flight()
+        self._wait_for_comparison()
         self._close_step()
         for handle in self._handles:
             handle.remove()
         self._handles = []
         self.is_closed = True
-        if not restore:
-            return
+        if restore:
+            self._restore()
+        self.comm.watch.leave()
+
+    def _restore(self) -> None:
         self.is_restored = True
         for parameter, whole in self.full_parameters():
             resting.unguard(parameter)

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_zero import meta
 from lightning_zero.comm import Comm
 from lightning_zero.draft import draft_units
+from lightning_zero.meeting import Subject
 from lightning_zero.piece import Piece
 from lightning_zero.settings import Settings
 from lightning_zero.unit import Bundle, State, Unit
@@ -92,9 +93,9 @@ class ShardedModule(ABC):
             piece.data.copy_(piece.part_of(value))
             return
         unit.wait_if_in_flight()
-        self.comm.fence()
+        self.comm.fence(Subject.EDIT)
         piece.data.copy_(piece.part_of(value))
-        self.comm.fence()
+        self.comm.fence(Subject.EDIT)
         self.refresh([unit])
 
     @contextlib.contextmanager
@@ -104,13 +105,13 @@ class ShardedModule(ABC):
             unit.wait_if_in_flight()
             unit.keep_edits()
             unit.guard()
-        self.comm.fence()
+        self.comm.fence(Subject.EDIT)
         self._is_writing = True
         try:
             yield
         finally:
             self._is_writing = False
-            self.comm.fence()
+            self.comm.fence(Subject.EDIT)
             self.refresh(self.units)
 
     def refresh(self, units: Iterable[Unit], *, only_stepped: bool = False) -> None:
@@ -119,7 +120,7 @@ class ShardedModule(ABC):
             if unit.state is not State.RESTING:
                 unit.refresh(only_stepped=only_stepped)
         # A replicated weight is what peers read: nobody may edit his own before all have read it.
-        self.comm.fence()
+        self.comm.fence(Subject.REFRESH)
 
     @torch.no_grad()
     def broadcast_buffers(self) -> None:
@@ -161,14 +162,14 @@ class ShardedModule(ABC):
             unit.keep_edits()
             unit.lend()
         if modify:
-            self.comm.fence()
+            self.comm.fence(Subject.EDIT)
         try:
             yield
         finally:
             if modify:
                 for unit in units:
                     unit.store_lent()
-                self.comm.fence()
+                self.comm.fence(Subject.EDIT)
             for unit in units:
                 unit.take_back()
             if modify:
@@ -203,7 +204,7 @@ class ShardedModule(ABC):
                 "full_grad: the parameter belongs to no module that this engine shards."
             )
         has_grad = torch.tensor([piece.grad is not None], dtype=torch.uint8)
-        self.comm.agree(has_grad).wait()
+        self.comm.meetings.call(Subject.GRADIENT, has_grad).wait()
         if not has_grad.item():
             return None
         return self.full_of(

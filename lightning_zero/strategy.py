@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
@@ -50,6 +50,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.ledger import Traffic
 from lightning_zero.piece import Piece
 from lightning_zero.precision import ZeROPrecision
+from lightning_zero.same_length import SameLength
 from lightning_zero.settings import Settings
 from lightning_zero.wrap import UnitPolicy
 
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 _PEERS_TIMEOUT = timedelta(seconds=5)
 
 
@@ -339,6 +341,35 @@ class ZeROStrategy(DDPStrategy):
         assert self.engine is not None
         with self.engine.no_sync():
             yield
+
+    # -- what all ranks must come to -------------------------------------------------------------
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return SameLength.of(dataloader, self._comm, lambda: self._module.trainer.training)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        with self._meeting("a barrier"):
+            super().barrier(*args, **kwargs)
+
+    @override
+    def broadcast(self, obj: _T, src: int = 0) -> _T:
+        with self._meeting("a broadcast"):
+            return super().broadcast(obj, src)
+
+    @override
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._meeting("a reduction of values"):
+            return super().reduce(tensor, *args, **kwargs)
+
+    @override
+    def all_gather(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self._meeting("an all-gather of values"):
+            return super().all_gather(tensor, *args, **kwargs)
+
+    def _meeting(self, place: str) -> AbstractContextManager[Any]:
+        return nullcontext() if self._comm is None else self._comm.watch.at(place)
 
     # -- checkpoints -----------------------------------------------------------------------------
 

@@ -15,11 +15,13 @@ for each other for ever. So each backward pass has its **turns**, the same on ev
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 
 import torch
 
 from lightning_zero.comm import Comm, Work
+from lightning_zero.meeting import Subject
 from lightning_zero.unit import Unit
 
 
@@ -34,6 +36,8 @@ class Turns:
     def __init__(self, units: list[Unit], comm: Comm) -> None:
         self._units = units
         self._comm = comm
+        num_parameters = sum(len(bundle.parameters) for unit in units for bundle in unit.bundles)
+        comm.meetings.reserve(len(units) + num_parameters)
         self._order: list[Unit] | None = None
         self._left: list[Unit] | None = None
         self._under_way: Unit | None = None
@@ -55,7 +59,7 @@ class Turns:
         self._left = None
         self._flags = torch.tensor([unit.has_run for unit in self._units], dtype=torch.uint8)
         self._flags[-1] = 1
-        self._work = self._comm.agree(self._flags)
+        self._work = self._comm.meetings.call(Subject.BEGIN, self._flags)
 
     def advance(self) -> None:
         """Start the reductions whose turn has come."""
@@ -94,7 +98,7 @@ class Turns:
         bundles = [bundle for unit in self._units for bundle in unit.bundles]
         held = [flag for bundle in bundles for flag in bundle.has_grads]
         agreed = torch.tensor([*late, *held], dtype=torch.uint8)
-        self._comm.agree(agreed).wait()
+        self._comm.meetings.call(Subject.END, agreed).wait()
         is_late, is_held = agreed[: len(late)].tolist(), iter(agreed[len(late) :].tolist())
         for unit in self._units:
             if is_late[unit.index]:
@@ -108,5 +112,7 @@ class Turns:
     def abandon(self) -> None:
         """Forget a backward pass that an exception ended."""
         if self._work is not None:
-            self._turns_left()
-        self._under_way = self._left = None
+            # The others may be gone, or have come to another meeting: that ended the pass.
+            with contextlib.suppress(RuntimeError):
+                self._work.wait()
+        self._under_way = self._left = self._work = None

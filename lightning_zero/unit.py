@@ -31,6 +31,7 @@ from lightning_zero.buffer import Buffer, lasting_tensors
 from lightning_zero.comm import Comm, ReduceBuffer, Shared, Work
 from lightning_zero.gradient import GradFace
 from lightning_zero.layout import Layout
+from lightning_zero.meeting import Subject
 from lightning_zero.piece import Piece
 from lightning_zero.plan import Plan
 
@@ -106,7 +107,7 @@ class Bundle:
             shard = source.shard(self.comm.rank, self.comm.world_size)
             if shard.data_ptr() != self.master.data_ptr():
                 self.master.copy_(shard)
-            self.comm.fence()
+            self.comm.fence(Subject.SETUP)
 
     def gather(self, unit: str, tag: int) -> Work:
         """Start to make the weights whole from every rank's master."""
@@ -499,15 +500,24 @@ class Unit:
             bundle.note_versions()
         self.state = State.WHOLE
 
+    def gather_again(self) -> None:
+        """Gather for ranks that ask for it, whether the weights are whole here or not."""
+        was_idle = self._is_idle
+        self.keep_edits()
+        self._gather()
+        self.wait()
+        if was_idle:
+            self.guard()
+
     def keep_edits(self) -> None:
         """Let the masters follow what users changed in place in whole weights, on all ranks."""
         if self.state is not State.WHOLE or not any(bundle.edited for bundle in self.bundles):
             return
         comm = self.bundles[0].comm
-        comm.fence()
+        comm.fence(Subject.EDIT)
         for bundle in self.bundles:
             bundle.keep_edits()
-        comm.fence()
+        comm.fence(Subject.EDIT)
 
     def reshard(self) -> None:
         """Give whole weights back, if their home is sharded and nothing pins them."""

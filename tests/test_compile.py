@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
@@ -53,6 +54,27 @@ def _train(strategy: Any, way: str) -> Run:
 @pytest.mark.parametrize("way", WAYS)
 def test_compiled_modules_train_as_under_ddp(ranks: Pools, way: str) -> None:
     assert_like_ddp(ranks(2).run(under_all, _train, way, timeout=150), ulps=64)
+
+
+def _with_inductor() -> list[Run]:
+    runs = []
+    for strategy in ("ddp", 3):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        module = Silent(lr=0.1, optimizer=torch.optim.SGD)
+        for block in module.net.blocks:
+            block.compile(backend="inductor")
+        runs.append(fit(module, strategy))
+        assert not torch._dynamo.utils.counters["graph_break"]
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "one for all blocks"
+    return runs
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor on CPU needs a C++ compiler")
+def test_inductor(ranks: Pools) -> None:
+    """The kernels that are generated for CPU, over the hooks of stage 3."""
+    runs = ranks(2).run(_with_inductor, timeout=300)
+    assert_like_ddp([{"ddp": theirs, 3: ours} for theirs, ours in runs], ulps=64)
 
 
 def _recompiles(stage: int) -> int:

@@ -345,8 +345,9 @@ def test_peak_of_all_live_tensors(
             activation_checkpointing=checkpointing,
         )  # fmt: skip
         alive = ranks(world).run(live_peak, name, rows, precision, checkpointing)[0]
-        # Beside what the engine counts live the placeholders, one element for each bundle.
-        assert alive.held <= alive.alive <= alive.held + 64
+        # Beside what the engine counts live the placeholders, one element for each bundle, and now
+        # and then a byte for each parameter: flags that the backend's thread has just sent.
+        assert alive.held <= alive.alive <= alive.held + 1024
         assert predicted.peak.total == pytest.approx(alive.peak, rel=tolerance)
         assert alive.peak <= alive.bound + 1.1 * predicted.most["activations"]
 

@@ -15,6 +15,7 @@ NAMES = [
     "full_grad",
     "gathered",
     "grad_norm",
+    "join",
     "load_weights",
 ]
 

@@ -12,6 +12,7 @@ import torch
 from lightning_zero.comm import Comm
 from lightning_zero.engine import Engine
 from lightning_zero.ledger import Ledger, Sent, sum_of
+from lightning_zero.meeting import Subject
 from lightning_zero.settings import Settings
 from lightning_zero.window import Address, Window
 from tests.models import MODELS
@@ -77,11 +78,11 @@ def _reduce_without_reader() -> tuple[int, int, int]:
     for work in works:
         work.wait()
     assert [out[0].item() for out in outs] == [1.0, 3.0, 5.0]
-    comm.fence()
+    comm.fence(Subject.STEP)
     held = comm.scratch_bytes
     again = comm.reduce_buffer(128, torch.float32)
     comm.reduce(again, torch.empty(64), unit="again", tag=9).wait()
-    comm.fence()
+    comm.fence(Subject.STEP)
     comm.release_windows()
     return different, held, comm.scratch_bytes
 

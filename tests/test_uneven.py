@@ -1,0 +1,310 @@
+"""Ranks that do different work: either all take part, or an error names who is where.
+
+Nothing here waits for the process group's time limit, which is half an hour.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_zero import join
+from lightning_zero.comm import Comm
+from lightning_zero.engine import Engine
+from lightning_zero.watch import Whereabouts, _is_proven, _is_still
+from tests.models import Blocks
+from tests.projects import WIDTH, Regression, make_trainer, rows
+from tests.ranks import Pools, RankError
+from tests.sharded import CPU, adamw, shard
+
+WAYS: dict[str, dict[str, bool]] = {
+    "windows": {},
+    "point to point": {"windows": False},
+    "backend": {"direct": False},
+}
+SECONDS = 40.0
+"""Far less than the group's time limit, far more than finding out takes on a busy machine."""
+
+
+def engine_over(way: str, stage: int = 3, num_blocks: int = 3) -> Engine:
+    torch.manual_seed(0)
+    return shard(Blocks(num_blocks), stage=stage, comm=Comm(CPU, **WAYS[way]))
+
+
+def x_of(rank: int) -> Tensor:
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(rank))
+
+
+# -- without gradients: all take part -------------------------------------------------------------
+
+
+def lengths(way: str, stage: int) -> None:
+    """Each rank calls the model, or a part of it, as often as it likes."""
+    rank = dist.get_rank()
+    engine = engine_over(way, stage)
+    model, plain = engine.module, Blocks(3)
+    assert isinstance(model, Blocks)
+    with engine.gathered():
+        plain.load_state_dict({n: p.detach().clone() for n, p in model.named_parameters()})
+    optimizer = adamw(model)
+    engine.adopt(optimizer)
+    for turn in range(2):
+        with torch.no_grad(), join(model):
+            x = expected = x_of(rank)
+            for _ in range(3 * rank + turn):
+                x, expected = model(x), plain(expected)
+                torch.testing.assert_close(x, expected)
+            if rank == 1:
+                # Straight to one unit, and a weight that is only read.
+                torch.testing.assert_close(model.blocks[2](x), plain.blocks[2](expected))
+        with torch.no_grad():
+            assert torch.equal(model(x_of(7)), plain(x_of(7)))
+    # The step after it is an ordinary one.
+    reference = adamw(plain)
+    model(x_of(9)).sum().backward()
+    plain(x_of(9)).sum().backward()
+    optimizer.step()
+    reference.step()
+    with engine.gathered():
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+    engine.close()
+
+
+def all_lengths(way: str) -> None:
+    for stage in (1, 3):
+        lengths(way, stage)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_join_lets_ranks_run_different_parts(ranks: Pools, way: str) -> None:
+    ranks(2).run(all_lengths, way, timeout=90)
+
+
+def generate_on_three() -> None:
+    lengths("point to point", 3)
+
+
+def test_join_on_three_ranks(ranks: Pools) -> None:
+    ranks(3).run(generate_on_three, timeout=90)
+
+
+def backward_within() -> None:
+    engine = engine_over("point to point")
+    with (
+        pytest.raises(RuntimeError, match=r"backward pass began within `lightning_zero.join`"),
+        join(engine.module),
+    ):
+        engine.module(x_of(0)).sum().backward()
+    engine.reset()
+    engine.close()
+
+
+def test_join_has_no_backward(ranks: Pools) -> None:
+    ranks(2).run(backward_within)
+
+
+def test_join_of_a_plain_module() -> None:
+    model = Blocks(1)
+    with join(model):
+        model(x_of(0)).sum().backward()
+    assert model.stem.weight.grad is not None
+
+
+# -- with gradients: an error that says who is where ----------------------------------------------
+
+
+def skips(way: str, what: str) -> list[str]:
+    """Rank 1 leaves something out in the third step; every rank returns its error."""
+    rank = dist.get_rank()
+    engine = engine_over(way)
+    optimizer = adamw(engine.module)
+    engine.adopt(optimizer)
+    start = time.monotonic()
+    try:
+        for step in range(4):
+            leaves_out = what if (rank, step) == (1, 2) else ""
+            optimizer.zero_grad()
+            x = x_of(step)
+            if leaves_out != "step":
+                if leaves_out == "unit":
+                    with_all = engine.module.blocks
+                    engine.module.blocks = nn.ModuleList(list(with_all)[:1] + list(with_all)[2:])
+                loss = engine.module(x).sum()
+                if leaves_out != "backward":
+                    loss.backward()
+            optimizer.step()
+    except RuntimeError as error:
+        return [str(error), str(time.monotonic() - start)]
+    return []
+
+
+def raises_on_all(way: str, what: str) -> None:
+    """As `skips`; where connections are given up, so is the pool."""
+    found = skips(way, what)
+    raise AssertionError(f"after {found[1]} seconds: {found[0]}" if found else "no error")
+
+
+def test_a_backward_that_one_rank_leaves_out(ranks: Pools) -> None:
+    """Found out in a meeting, at once."""
+    for message, seconds in ranks(2).run(skips, "windows", "backward", timeout=SECONDS):
+        assert float(seconds) < SECONDS
+        assert re.search(r"rank 0 .*step 2 for the begin of a backward pass .*test_uneven", message)
+        assert re.search(r"rank 1 .*step 2 for an optimizer's step .*test_uneven", message)
+
+
+def test_a_unit_that_one_rank_leaves_out_in_windows(ranks: Pools) -> None:
+    """Weights are read without the others, and its gradient is zero: right without a word."""
+    assert ranks(2).run(skips, "windows", "unit", timeout=SECONDS) == [[], []]
+
+
+@pytest.mark.parametrize("way", ["point to point", "backend"])
+def test_a_unit_that_one_rank_leaves_out_is_found_by_the_watch(ranks: Pools, way: str) -> None:
+    """Rank 0 waits for weights that rank 1 never sends."""
+    with pytest.raises(RankError) as error:
+        ranks(2).run(raises_on_all, way, "unit", timeout=SECONDS)
+    found = str(error.value)
+    assert found.count("The ranks have parted") >= 2
+    assert re.search(r"rank 0 waits in step 2 for the weights of blocks.\d", found)
+    assert re.search(r"rank 1 waits in step 2 for", found)
+
+
+# -- under the Trainer ----------------------------------------------------------------------------
+
+
+class Some(IterableDataset[tuple[Tensor, Tensor]]):
+    """Rank 0 has `first` rows, each other rank three more than the one before it."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for row in range(self.first + 3 * dist.get_rank()):
+            generator = torch.Generator().manual_seed(10 * row + dist.get_rank())
+            yield tuple(torch.randn(2, WIDTH, generator=generator))  # type: ignore[misc]
+
+
+class Counting(Regression):
+    """Counts its steps, and generates by the data's length in validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"train": 0, "val": 0}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.counts["train"] += 1
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.counts["val"] += 1
+        super().validation_step(batch, batch_idx)
+
+
+def iterable(stage: int) -> tuple[dict[str, int], int, list[str]]:
+    module = Counting()
+    trainer = make_trainer(stage, max_epochs=2, num_sanity_val_steps=0)
+    loaders = DataLoader(Some(5), batch_size=1), DataLoader(Some(2), batch_size=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, *loaders)
+    said = [str(warning.message) for warning in caught if "ended before" in str(warning.message)]
+    return module.counts, trainer.global_step, said
+
+
+def all_iterables() -> list[Any]:
+    return [iterable(stage) for stage in (1, 2, 3)]
+
+
+def test_iterable_data_of_different_lengths(ranks: Pools) -> None:
+    """Training ends with the shortest; validation, which needs nobody, sees everything."""
+    first, second = ranks(2).run(all_iterables, timeout=120)
+    for (counts, steps, said), (other, other_steps, _) in zip(first, second, strict=True):
+        assert steps == other_steps == counts["train"] == other["train"] == 2 * 5
+        assert (counts["val"], other["val"]) == (2 * 2, 2 * 5)
+        assert said
+        assert "The training data of ranks [0] ended before" in said[0]
+
+
+class Shuffled(DataLoader[Any]):
+    """A loader of a user's own, with a length that only its rank knows."""
+
+    def __len__(self) -> int:
+        return 2 + 2 * dist.get_rank()
+
+    def __iter__(self) -> Iterator[Any]:
+        return (tuple(torch.randn(2, 1, WIDTH)) for _ in range(len(self)))  # type: ignore[misc]
+
+
+def sized_apart() -> None:
+    trainer = make_trainer(3, use_distributed_sampler=False, max_epochs=2)
+    trainer.fit(Counting(), Shuffled(Some(1)))
+
+
+def test_loaders_of_different_known_lengths(ranks: Pools) -> None:
+    """Rank 0 is in its second epoch, or through, while rank 1 goes on with the first."""
+    with pytest.raises(RankError, match="The ranks have parted"):
+        ranks(2).run(sized_apart, timeout=SECONDS)
+
+
+class NoneOnOne(Regression):
+    """Returns no loss on one rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if (self.global_rank, batch_idx) == (1, 1) else loss
+
+
+def none_on_one() -> None:
+    make_trainer(3).fit(NoneOnOne(), rows())
+
+
+def test_no_loss_on_one_rank(ranks: Pools) -> None:
+    with pytest.raises(RankError, match="The ranks have parted"):
+        ranks(2).run(none_on_one, timeout=SECONDS)
+
+
+# -- the proof ------------------------------------------------------------------------------------
+
+
+def here(place: str, number: int, *, wait: int = 1, look: int = 1, **begun: int) -> Whereabouts:
+    return Whereabouts(place, place, number, 0, "", wait, look, begun)
+
+
+@pytest.mark.parametrize(
+    ("everyone", "is_proven"),
+    [
+        # Each waits for what the other has not begun.
+        ([here("a", 1, a=1), here("b", 1, b=1)], True),
+        # The first is only slow: the second has sent its part.
+        ([here("a", 1, a=1), here("b", 1, a=1, b=1)], False),
+        # The same name, but not the same time.
+        ([here("a", 2, a=2), here("b", 1, a=1, b=1)], True),
+        # A rank that has left comes to nothing more.
+        ([here("a", 1, a=1), here("", 0)], True),
+        ([here("a", 1, a=1), here("", 0, a=1)], False),
+        # Ours waits in vain for one that waits in a collective that is not ours.
+        ([here("a", 1, a=1), here("torch.distributed.all_reduce", 0)], True),
+        # What is not ours alone is not ours to judge.
+        ([here("torch.distributed.barrier", 0), here("torch.distributed.all_reduce", 0)], False),
+        # Two wait for each other, a third for what is under way.
+        ([here("a", 1, a=1, c=1), here("b", 1, b=1, c=1), here("c", 1, c=1)], False),
+    ],
+)
+def test_when_it_is_proven(everyone: list[Whereabouts], is_proven: bool) -> None:
+    assert _is_proven(dict(enumerate(everyone))) is is_proven
+
+
+def test_two_looks_later() -> None:
+    before = here("a", 1, wait=5, look=3)
+    assert not _is_still(before, here("a", 1, wait=5, look=4))
+    assert _is_still(before, here("a", 1, wait=5, look=5))
+    assert not _is_still(before, here("a", 1, wait=6, look=9))
