@@ -13,16 +13,20 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lightning_zero.checkpoint.mapped_file import mapped
+from lightning_zero.checkpoint.directory import is_directory
+from lightning_zero.checkpoint.directory_save import DirectorySave
+from lightning_zero.checkpoint.mapped_file import content, mapped, opened
 from lightning_zero.checkpoint.safetensors import read_safetensors, write_safetensors
 from lightning_zero.checkpoint.save import Provenance, Save
 from lightning_zero.checkpoint.spread import Spread
+from lightning_zero.checkpoint.stored import Stored, in_memory
 from lightning_zero.checkpoint.weights import read_weights
 from lightning_zero.comm import Comm
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 _PLAIN = (".ckpt", ".pt", ".pth", ".bin")
+_DIRECTORY = ".dcp"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -31,8 +35,9 @@ def add_convert_command(commands: Any) -> None:
     parser = commands.add_parser(
         "convert",
         help="turn a checkpoint into another kind of file",
-        description="Convert between checkpoint files (.ckpt, .pt) and safetensors. The kind of"
-        " DST follows from its name: .ckpt, .pt, .safetensors, or a folder of safetensors files.",
+        description="Convert between checkpoint files (.ckpt, .pt), directories of"
+        " torch.distributed.checkpoint and safetensors. The kind of DST follows from its name:"
+        " .ckpt, .pt, .dcp (a directory), .safetensors, or a folder of safetensors files.",
     )
     parser.add_argument("source", type=Path, metavar="SRC")
     parser.add_argument("target", type=Path, metavar="DST")
@@ -73,8 +78,10 @@ def convert(
     """Write what ``source`` holds to ``target``, whose name tells its kind.
 
     Args:
-        source: A ``.ckpt`` or ``.pt`` file, a safetensors file, or a folder of those.
-        target: ``.ckpt`` or ``.pt``, ``.safetensors``, or a folder for safetensors files.
+        source: A ``.ckpt`` or ``.pt`` file, a directory of torch.distributed.checkpoint, a
+            safetensors file, or a folder of those.
+        target: ``.ckpt`` or ``.pt``, ``.dcp`` for a directory of torch.distributed.checkpoint,
+            ``.safetensors``, or a folder for safetensors files.
         weights_only: Leave out everything but the weights, as safetensors files always do.
         dtype: Cast floating-point weights to it. Optimizer states are never cast.
         max_shard_bytes: The most that one file of a folder holds.
@@ -91,14 +98,14 @@ def convert(
     }
     total = sum(kind.itemsize * prod(shape) for kind, shape in shapes.values())
     with tqdm(total=total, unit="B", unit_scale=True, disable=not shows_progress) as bar:
-        if target.suffix in _PLAIN:
-            rest = None if weights_only or source.suffix not in _PLAIN else mapped(str(source))
+        if target.suffix in (*_PLAIN, _DIRECTORY):
+            rest = None if weights_only else _rest(source)
             _write_plain(target, weights, shapes, rest, bar.update)
         else:
 
             def read(name: str) -> Tensor:
                 bar.update(shapes[name][0].itemsize * prod(shapes[name][1]))
-                return weights[name].to(shapes[name][0])
+                return in_memory(weights[name]).to(shapes[name][0])
 
             is_file = target.suffix == ".safetensors"
             write_safetensors(target, shapes, read, max_bytes=None if is_file else max_shard_bytes)
@@ -121,30 +128,34 @@ def _write_plain(
     checkpoint = {**rest, "state_dict": spreads} if is_of_trainer else {"state_dict": spreads}
     comm = Comm(torch.device("cpu"))
     provenance = Provenance(stage=0, world_size=1, precision="")
-    Save(checkpoint, str(target), comm, provenance, on_written).run()
+    kind = DirectorySave if target.suffix == _DIRECTORY else Save
+    kind(_streamed(checkpoint), str(target), comm, provenance, on_written).run()
+
+
+def _rest(source: Path) -> Any:
+    """What the source holds besides weights, if it may be more than weights."""
+    if is_directory(source):
+        return content(opened(source))
+    return mapped(str(source)) if source.suffix in _PLAIN else None
+
+
+def _streamed(value: Any) -> Any:
+    """A copy of nested containers whose stored tensors are read one by one, when written."""
+    if isinstance(value, Stored):
+        return Spread.of_whole(value)
+    if type(value) is dict:
+        return {key: _streamed(item) for key, item in value.items()}
+    return [_streamed(item) for item in value] if type(value) is list else value
 
 
 def _whole(value: Tensor, dtype: torch.dtype) -> Spread:
     """A whole tensor that is cast when it is written; ties have one key, so they stay tied."""
-    dense = value if _is_dense(value) else value.contiguous()
-    key = f"{dense.data_ptr()} {tuple(dense.shape)} {dense.stride()} {dense.dtype}"
-    if not dense.numel():
-        return Spread.of(
-            f"{key} {id(value)}", dense.reshape(-1), 0, dense.shape, dense.stride(), dtype
-        )
-    flat = dense.as_strided((dense.numel(),), (1,), dense.storage_offset())
-    return Spread.of(key, flat, 0, dense.shape, dense.stride(), dtype)
-
-
-def _is_dense(value: Tensor) -> bool:
-    """Whether the elements fill their memory in some order of the dimensions."""
-    expected = torch.empty_like(value, device="meta", memory_format=torch.preserve_format)
-    return expected.stride() == value.stride()
+    return Spread.of_whole(value, dtype)
 
 
 def _verify(target: Path, shapes: Shapes) -> None:
     """Raise unless ``target`` holds tensors of these shapes and dtypes, and no others."""
-    kind = read_weights if target.suffix in _PLAIN else read_safetensors
+    kind = read_weights if target.suffix in (*_PLAIN, _DIRECTORY) else read_safetensors
     found = {
         name: (value.dtype, tuple(value.shape))
         for name, value in kind(target).items()

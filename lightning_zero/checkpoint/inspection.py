@@ -11,8 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_zero.checkpoint.mapped_file import mapped, provenance
+from lightning_zero.checkpoint.chunk import Chunk, damage_of
+from lightning_zero.checkpoint.directory import REST, Directory, StoredObject, is_directory
+from lightning_zero.checkpoint.mapped_file import mapped, opened, provenance, rest_of
 from lightning_zero.checkpoint.safetensors import read_safetensors
+from lightning_zero.checkpoint.stored import Stored
 
 
 def add_inspect_command(commands: Any) -> None:
@@ -23,7 +26,11 @@ def add_inspect_command(commands: Any) -> None:
         description="Show names, shapes, dtypes and bytes of the tensors in a checkpoint, and who"
         " wrote it. Nothing is unpickled but tensors and plain values.",
     )
-    parser.add_argument("file", type=Path, help="a .ckpt, .pt or safetensors file or folder")
+    parser.add_argument(
+        "file",
+        type=Path,
+        help="a .ckpt, .pt or safetensors file or folder, or a torch.distributed.checkpoint",
+    )
     parser.add_argument(
         "--verify", action="store_true", help="read everything and compare the checksums"
     )
@@ -41,14 +48,21 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def describe(path: Path) -> Iterator[str]:
     """The lines that ``inspect`` prints."""
-    if path.is_dir() or path.suffix == ".safetensors":
-        value: Any = read_safetensors(path)
+    value: Any
+    if is_directory(path):
+        directory = opened(path)
+        value = {"/".join(map(str, where)): found for where, found in directory.entries.items()}
+        beside = rest_of(directory)
+        value.update(beside if isinstance(beside, dict) else {})
+        told = directory.provenance
+    elif path.is_dir() or path.suffix == ".safetensors":
+        value = read_safetensors(path)
         told = None
     else:
         value = mapped(str(path))
         told = provenance(path) if zipfile.is_zipfile(path) else None
     rows = list(_tensors(value, ""))
-    storages = {row.untyped_storage().data_ptr(): row.nbytes for _, row in rows}
+    storages = {_identity(row): row.nbytes for _, row in rows}
     yield f"{path}: {len(rows)} tensors, {sum(storages.values()):,} bytes"
     if isinstance(value, dict) and "epoch" in value and "global_step" in value:
         yield f"epoch {value['epoch']}, step {value['global_step']}"
@@ -65,6 +79,12 @@ def describe(path: Path) -> Iterator[str]:
         yield f"  {name:<{width}}  {dtype:<9} {tensor.nbytes:>15,}  {tuple(tensor.shape)}"
 
 
+def _identity(tensor: Tensor) -> int:
+    """What tied tensors have in common."""
+    is_stored = isinstance(tensor, Stored)
+    return id(tensor) if is_stored else tensor.untyped_storage().data_ptr()
+
+
 def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
@@ -77,11 +97,13 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def damage(path: Path) -> list[str]:
-    """What the checksums of a file by us or by ``torch.save`` say against it, a line each.
+    """What the checksums of a file by us or by torch say against it, a line each.
 
     Raises:
         ValueError: The file has no checksums.
     """
+    if is_directory(path):
+        return _damage_of_directory(opened(path))
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{str(path)!r} has no checksums: it is no archive of torch.save.")
     found = []
@@ -94,3 +116,14 @@ def damage(path: Path) -> list[str]:
             except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
                 found.append(f"{info.filename} is damaged: {error}")
     return found
+
+
+def _damage_of_directory(directory: Directory) -> list[str]:
+    places: list[Chunk | StoredObject] = [*directory.chunks, *directory.objects]
+    found = [
+        f"{place.file.name} is damaged at byte {place.offset}: {reason}"
+        for place in places
+        if (reason := damage_of(place.file, place.offset, place.nbytes)) is not None
+    ]
+    rest = directory.path / REST
+    return found + (damage(rest) if rest.is_file() else [])
