@@ -475,12 +475,14 @@ class ZeROStrategy(DDPStrategy):
         self._loaded_path = str(checkpoint_path)
         safe = True if weights_only is None else weights_only
         checkpoint = load(self._loaded_path, self._saver.comm, weights_only=safe)
-        if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-            raise ValueError(
-                f"{self._loaded_path!r} is not a checkpoint of a Trainer: it has no 'state_dict'."
-                " Load bare weights with lightning_zero.load_weights(module, path)."
-            )
-        return checkpoint
+        held = checkpoint if isinstance(checkpoint, dict) else {}
+        for key in ("state_dict", "pytorch-lightning_version"):
+            if key not in held:
+                raise ValueError(
+                    f"{self._loaded_path!r} is not a checkpoint of a Trainer: it has no {key!r}."
+                    " Load bare weights with lightning_zero.load_weights(module, path)."
+                )
+        return held
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

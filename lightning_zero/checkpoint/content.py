@@ -179,9 +179,10 @@ def _optimizer_state(directory: Directory, root: str, weights_only: bool) -> dic
             f"{str(directory.path)!r} has no param groups for {root!r}, so nobody can tell which"
             " parameters its states belong to; load the weights alone"
         )
-    ids: dict[Any, int] = {}
+    # A path has numbers as strings, so plain programs' integer ids come as such.
+    ids: dict[str, int] = {}
     for group in groups:
-        group["params"] = [ids.setdefault(name, len(ids)) for name in group["params"]]
+        group["params"] = [ids.setdefault(str(name), len(ids)) for name in group["params"]]
     by_name = state.get("state", {})
     return {
         **state,
