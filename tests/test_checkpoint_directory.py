@@ -495,6 +495,9 @@ def fail_to_save(folder: str) -> list[str]:
     listed = some(comm, 2.0)
     listed["more"] = [listed["state_dict"]["whole"]]
     found.append(told(save, listed, path, PROVENANCE))
+    named = some(comm, 2.0)
+    named["model"] = {"whole": named["state_dict"]["whole"]}
+    found.append(told(save, named, path, PROVENANCE))
     found.append(told(save, some(comm, 2.0), f"{folder}/mine", PROVENANCE))
     found.append(told(save, some(comm, 2.0), "/proc/name", PROVENANCE))
     return found
@@ -505,7 +508,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(ranks: Pools, tmp_path: Path
     (tmp_path / "mine" / "notes.txt").touch()
     first, second = ranks(2).run(fail_to_save, str(tmp_path))
     assert first == second
-    limit, background, differs, strange, listed, mine, proc = first
+    limit, background, differs, strange, listed, named, mine, proc = first
     for text in (limit, background):
         assert text.startswith("OSError: Saving")
         assert "name' failed: on rank 1: [Errno 27] File too large" in text
@@ -513,6 +516,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(ranks: Pools, tmp_path: Path
     assert "on rank 0: " in strange
     assert "lambda" in strange
     assert "sharded tensors under 'more', in a list" in listed
+    assert "two things in the checkpoint would have the name 'model.whole'" in named
     assert "mine' is a folder with other things than a checkpoint" in mine
     assert "on rank 0: [Errno" in proc
     assert sorted(os.listdir(tmp_path)) == ["mine", "name"]

@@ -14,6 +14,7 @@ Lightning's ``consolidate_checkpoint``. Both names are of the same bytes.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_zero.checkpoint.directory import Directory, Path_, StoredObject
+from lightning_zero.checkpoint.directory import Directory, Keys, StoredObject
 from lightning_zero.checkpoint.spread import Spread
 from lightning_zero.tensors import tensors_in
 
@@ -44,7 +45,7 @@ class Content:
         rest: What goes beside them.
     """
 
-    entries: dict[Path_, Any]
+    entries: dict[Keys, Any]
     rest: Any
 
     @classmethod
@@ -58,7 +59,7 @@ class Content:
         Raises:
             ValueError: A spread tensor is where a directory has no place for it.
         """
-        entries: dict[Path_, Any] = {}
+        entries: dict[Keys, Any] = {}
         rest = {}
         for key, value in checkpoint.items():
             if key == WEIGHTS[0]:
@@ -68,7 +69,7 @@ class Content:
                     names = parameters[number] if number < len(parameters) else ()
                     entries.update(_optimizer_entries(state, f"optimizer_{number}", names))
             else:
-                spreads: dict[Path_, Any] = {}
+                spreads: dict[Keys, Any] = {}
                 rest[key] = _without_spreads(value, (key,), spreads)
                 entries.update(spreads)
                 if (key,) in spreads:
@@ -76,7 +77,7 @@ class Content:
         return cls(entries, rest)
 
 
-def _leaves(value: Any, path: Path_) -> Iterator[tuple[Path_, Any]]:
+def _leaves(value: Any, path: Keys) -> Iterator[tuple[Keys, Any]]:
     """What nested dictionaries hold; only such as can be put together again the same."""
     if _is_table(value) and value:
         for key, item in value.items():
@@ -91,7 +92,7 @@ def _is_table(value: Any) -> bool:
 
 def _optimizer_entries(
     state: Mapping[str, Any], root: str, names: Sequence[str]
-) -> Iterator[tuple[Path_, Any]]:
+) -> Iterator[tuple[Keys, Any]]:
     ids = [key for group in state["param_groups"] for key in group["params"]]
     known = [name for group in state["param_groups"] for name in group.get("param_names", ())]
     given = known if len(known) == len(ids) else names if len(names) == len(ids) else ids
@@ -107,24 +108,24 @@ def _optimizer_entries(
             yield from _leaves(value, (root, key))
 
 
-def _without_spreads(value: Any, path: Path_, spreads: dict[Path_, Any]) -> Any:
+def _without_spreads(value: Any, path: Keys, spreads: dict[Keys, Any]) -> Any:
     """A copy of nested dictionaries without their spread tensors, which ``spreads`` gets."""
     if isinstance(value, Spread):
         spreads[path] = value
         return None
-    if not _is_table(value):
-        if any(isinstance(tensor, Spread) for tensor in tensors_in(value, within_objects=False)):
-            raise ValueError(
-                f"the checkpoint has sharded tensors under {'/'.join(map(str, path))!r}, in a"
-                f" {type(value).__name__}, but checkpoint='dcp' has places for them only in tables"
-                " by string. Use checkpoint='file'"
-            )
+    if not any(isinstance(tensor, Spread) for tensor in tensors_in(value, within_objects=False)):
         return value
-    twin = type(value)() if type(value) is not dict else {}
+    if not _is_table(value):
+        raise ValueError(
+            f"the checkpoint has sharded tensors under {'/'.join(map(str, path))!r}, in a"
+            f" {type(value).__name__}, but checkpoint='dcp' has places for them only in tables by"
+            " string. Use checkpoint='file'"
+        )
+    twin = copy.copy(value)
     for key, item in value.items():
-        kept = _without_spreads(item, (*path, key), spreads)
-        if (*path, key) not in spreads:
-            twin[key] = kept
+        twin[key] = _without_spreads(item, (*path, key), spreads)
+        if (*path, key) in spreads:
+            del twin[key]
     return twin
 
 
@@ -191,7 +192,7 @@ def _optimizer_state(directory: Directory, root: str, weights_only: bool) -> dic
     }
 
 
-def _nested(directory: Directory, root: Path_, weights_only: bool) -> dict[str, Any]:
+def _nested(directory: Directory, root: Keys, weights_only: bool) -> dict[str, Any]:
     """What is under ``root``, as dictionaries and lists."""
     nested: dict[str, Any] = {}
     for path, value in _items(directory):
@@ -200,7 +201,7 @@ def _nested(directory: Directory, root: Path_, weights_only: bool) -> dict[str, 
     return nested
 
 
-def _put(container: Any, path: Path_, value: Any) -> None:
+def _put(container: Any, path: Keys, value: Any) -> None:
     for step, following in itertools.pairwise(path):
         container = _child(container, step, [] if isinstance(following, int) else {})
     if isinstance(container, list):
@@ -218,7 +219,7 @@ def _child(container: Any, step: Any, empty: Any) -> Any:
     return container[step]
 
 
-def _items(directory: Directory) -> Iterator[tuple[Path_, Any]]:
+def _items(directory: Directory) -> Iterator[tuple[Keys, Any]]:
     return iter(directory.entries.items())
 
 

@@ -34,7 +34,7 @@ from lightning_zero.checkpoint.stored import Stored
 REST = "meta.pt"
 """What is no tensor, under the name that Lightning's strategies give it."""
 
-Path_ = tuple[str | int, ...]
+Keys = tuple[str | int, ...]
 """Where in nested dictionaries and lists something stands."""
 
 
@@ -67,7 +67,7 @@ class Directory:
     """
 
     path: Path
-    entries: dict[Path_, Stored | StoredObject]
+    entries: dict[Keys, Stored | StoredObject]
 
     @classmethod
     def open(cls, path: Path) -> Directory:
@@ -116,11 +116,11 @@ class Directory:
             )
 
 
-def _entries(path: Path, table: Any) -> Iterator[tuple[Path_, Stored | StoredObject]]:
+def _entries(path: Path, table: Any) -> Iterator[tuple[Keys, Stored | StoredObject]]:
     if not isinstance(table, metadata.Metadata) or not isinstance(table.storage_data, Mapping):
         raise ValueError("its table is of another kind, as some writers of other storages have it")
     sizes = {name: _size(path, name) for name in {i.relative_path for i in _places(table)}}
-    paths: Mapping[str, Path_] = table.planner_data or {}
+    paths: Mapping[str, Keys] = table.planner_data or {}
     tied: dict[Any, Stored] = {}
     for name, stored in table.state_dict_metadata.items():
         where = tuple(paths.get(name, (name,)))

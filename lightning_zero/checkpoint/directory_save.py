@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import io
 import os
 import pickle
@@ -36,12 +37,13 @@ from lightning_zero.checkpoint.agreement import Outcome
 from lightning_zero.checkpoint.archive import Archive
 from lightning_zero.checkpoint.boxes import Box, boxes, dense_stride, inverse, memory_order
 from lightning_zero.checkpoint.content import WEIGHTS, Content
-from lightning_zero.checkpoint.directory import REST, Path_
+from lightning_zero.checkpoint.directory import REST, Keys
 from lightning_zero.checkpoint.save import (
     PROVENANCE,
     SUFFIX,
     TABLE,
     Provenance,
+    check_target,
     chunks,
     put_in_place,
     remove_all,
@@ -49,7 +51,7 @@ from lightning_zero.checkpoint.save import (
     target_of,
     write_at,
 )
-from lightning_zero.checkpoint.skeleton import Skeleton
+from lightning_zero.checkpoint.skeleton import Skeleton, bytes_of
 from lightning_zero.checkpoint.spread import Spread
 from lightning_zero.comm import Comm
 
@@ -100,7 +102,7 @@ class DirectorySave:
         self.comm = comm
         self.provenance = provenance
         self._on_written = on_written
-        self._entries: dict[Path_, _Tensor | bytes] = {}
+        self._entries: dict[Keys, _Tensor | bytes] = {}
         self._parts: dict[str, Spread] = {}
         self._rest = b""
         outcome = Outcome()
@@ -112,7 +114,7 @@ class DirectorySave:
                 self._rest = _pickled(content.rest)
         self._agree(outcome)
 
-    def _take(self, path: Path_, value: Any) -> None:
+    def _take(self, path: Keys, value: Any) -> None:
         """Take in one thing; of what is not spread only rank 0's counts."""
         if isinstance(value, Tensor):
             if not isinstance(value, Spread):
@@ -154,7 +156,7 @@ class DirectorySave:
                     )
             self._agree(outcome)
             shares: list[_Share] = []
-            objects: dict[Path_, _Share] = {}
+            objects: dict[Keys, _Share] = {}
             with outcome.attempt():
                 shares, objects = self._write(name, keys)
             self._agree(outcome)
@@ -189,9 +191,9 @@ class DirectorySave:
 
     # -- this rank's file --------------------------------------------------------------------------
 
-    def _write(self, folder: Path, keys: Sequence[str]) -> tuple[list[_Share], dict[Path_, _Share]]:
+    def _write(self, folder: Path, keys: Sequence[str]) -> tuple[list[_Share], dict[Keys, _Share]]:
         shares: list[_Share] = []
-        objects: dict[Path_, _Share] = {}
+        objects: dict[Keys, _Share] = {}
         position = 0
         name = f"__{self.comm.rank}_0.distcp"
         with _created(folder / name) as descriptor:
@@ -205,7 +207,8 @@ class DirectorySave:
                 if not spread.numel() and self.comm.rank:
                     continue
                 for box, part in boxes_of(spread):
-                    nbytes = write_archive(descriptor, position, part, self._on_written)
+                    write = functools.partial(_write_from, descriptor, position)
+                    nbytes = write_archive(Skeleton.of(part), write, self._on_written)
                     shares.append(_Share(spread.key, box, name, position, nbytes))
                     position += nbytes
             os.fsync(descriptor)
@@ -214,7 +217,7 @@ class DirectorySave:
     # -- what rank 0 adds --------------------------------------------------------------------------
 
     def _write_table(
-        self, folder: Path, shares: Sequence[Sequence[_Share]], objects: Mapping[Path_, _Share]
+        self, folder: Path, shares: Sequence[Sequence[_Share]], objects: Mapping[Keys, _Share]
     ) -> None:
         by_key: dict[str, list[_Share]] = {}
         for share in (share for of_rank in shares for share in of_rank):
@@ -222,6 +225,8 @@ class DirectorySave:
         table = metadata.Metadata({}, {}, {}, metadata.StorageMeta())
         for path, entry in self._entries.items():
             for name in _names(path):
+                if name in table.planner_data:
+                    raise ValueError(f"two things in the checkpoint would have the name {name!r}")
                 table.planner_data[name] = _told(path)
                 if isinstance(entry, _Tensor):
                     _note_tensor(table, name, entry, by_key.get(entry.key, []))
@@ -233,13 +238,13 @@ class DirectorySave:
         _write_file(folder / TABLE, pickle.dumps(table))
 
 
-def _names(path: Path_) -> list[str]:
+def _names(path: Keys) -> list[str]:
     """The names under which programs look for what is at ``path``."""
     paths = [path, (WEIGHTS[1], *path[1:])] if path[0] == WEIGHTS[0] else [path]
     return [".".join(map(str, each)) for each in paths]
 
 
-def _told(path: Path_) -> Path_:
+def _told(path: Keys) -> Keys:
     """The path for those who read everything: one, so that they read every weight once."""
     return (WEIGHTS[1], *path[1:]) if path[0] == WEIGHTS[0] else path
 
@@ -270,12 +275,6 @@ def _is_of_one_rank(key: str) -> bool:
     return key.startswith(Spread.WHOLE)
 
 
-def _pickled(value: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
-
-
 # -- boxes -----------------------------------------------------------------------------------------
 
 
@@ -296,26 +295,45 @@ def boxes_of(spread: Spread) -> Iterator[tuple[Box, Spread]]:
 
 
 def write_archive(
-    descriptor: int, offset: int, value: Spread, on_written: Callable[[int], object]
+    skeleton: Skeleton,
+    write: Callable[[int, bytes | memoryview], None],
+    on_written: Callable[[int], object] = lambda nbytes: None,
 ) -> int:
-    """Write a whole tensor at ``offset`` of a file, as ``torch.save`` would; returns the bytes."""
-    skeleton = Skeleton.of(value)
+    """Write what ``torch.save`` would write, by places in it; returns the bytes."""
     contents: list[Tensor | bytes] = [skeleton.pickled, sys.byteorder.encode(), b"3\n"]
-    contents.append(value.part_bytes)
-    names = ("data.pkl", "byteorder", "version", "data/0")
+    names = ["data.pkl", "byteorder", "version"]
+    for number, stored in enumerate(skeleton.storages):
+        names.append(f"data/{number}")
+        contents.append(stored.part_bytes if isinstance(stored, Spread) else bytes_of(stored))
     archive = Archive.build((n, len(c)) for n, c in zip(names, contents, strict=True))
     checksums = []
     for record, content in zip(archive.records, contents, strict=True):
         checksum = 0
         for first, chunk in chunks(content):
             checksum = zlib.crc32(chunk, checksum)
-            write_at(descriptor, offset + record.offset + first, chunk)
+            write(record.offset + first, chunk)
         checksums.append(checksum)
-    on_written(len(contents[-1]))
+    on_written(sum(len(content) for content in contents[3:]))
     for index in range(len(names) + 1):
-        start, seam = archive.seam(index, checksums)
-        write_at(descriptor, offset + start, seam)
+        write(*archive.seam(index, checksums))
     return archive.nbytes
+
+
+def _pickled(value: Any) -> bytes:
+    """An object as ``torch.save`` would write it, for readers on any device."""
+    skeleton, file = Skeleton.of(value), io.BytesIO()
+    for key in skeleton.spreads():
+        raise ValueError(
+            f"the sharded {key!r} is inside of an object, where checkpoint='dcp' has no place for"
+            " it. Use checkpoint='file'"
+        )
+
+    def write(place: int, content: bytes | memoryview) -> None:
+        file.seek(place)
+        file.write(content)
+
+    write_archive(skeleton, write)
+    return file.getvalue()
 
 
 # -- the folder ------------------------------------------------------------------------------------
@@ -335,6 +353,7 @@ class _Folder:
                 " writes to any other place too"
             )
         self.target = target
+        check_target(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(target.parent)
         self.path, self._descriptor = self._create()
@@ -369,6 +388,10 @@ def _created(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _write_from(descriptor: int, start: int, place: int, content: bytes | memoryview) -> None:
+    write_at(descriptor, start + place, content)
 
 
 def _write_file(path: Path, content: bytes) -> None:

@@ -347,6 +347,7 @@ class Temporary:
 
     def __init__(self, target: Path) -> None:
         self.target = target
+        check_target(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(target.parent)
         self.path, self.descriptor = self._create()
@@ -404,18 +405,20 @@ def remove_all(path: Path) -> None:
         os.unlink(path)
 
 
-def put_in_place(temporary: Path, target: Path) -> None:
-    """Give a file or folder its final name; what had the name before goes.
-
-    Raises:
-        IsADirectoryError: The name is that of a folder that is no checkpoint.
-    """
+def check_target(target: Path) -> None:
+    """Raise an ``IsADirectoryError`` if the name is that of a folder that is no checkpoint."""
     is_folder = target.is_dir() and not target.is_symlink()
     if is_folder and any(target.iterdir()) and not (target / TABLE).is_file():
         raise IsADirectoryError(
             f"{str(target)!r} is a folder with other things than a checkpoint; save under another"
             " name"
         )
+
+
+def put_in_place(temporary: Path, target: Path) -> None:
+    """Give a file or folder its final name; what had the name before goes."""
+    check_target(target)
+    is_folder = target.is_dir() and not target.is_symlink()
     if not is_folder and not temporary.is_dir():
         os.replace(temporary, target)
     elif not os.path.lexists(target):
