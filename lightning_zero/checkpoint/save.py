@@ -23,6 +23,7 @@ import functools
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -59,6 +60,8 @@ SUFFIX = ".saving"
 """How the names of unfinished files and folders end."""
 
 _ASIDE = ".aside"
+
+_TEMPORARY = re.compile(rf"\.(?P<name>.+)\.[0-9a-f]{{8}}(?P<suffix>{SUFFIX}|{_ASIDE})")
 
 
 @dataclass(frozen=True)
@@ -384,9 +387,13 @@ class Temporary:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove temporary files and folders whose writers are dead: nobody holds their locks."""
-    for path in folder.glob(f".*{_ASIDE}"):
-        _bring_back(path)
-    for path in folder.glob(f".*{SUFFIX}"):
+    for path in folder.iterdir():
+        match = _TEMPORARY.fullmatch(path.name)
+        if match is None:
+            continue
+        if match["suffix"] == _ASIDE:
+            _bring_back(path, folder / match["name"])
+            continue
         with contextlib.suppress(OSError):
             mode = os.O_RDONLY if path.is_dir() else os.O_RDWR
             descriptor = os.open(path, mode | os.O_CLOEXEC)
@@ -441,9 +448,8 @@ def _exchange(temporary: Path, target: Path) -> None:
     os.rename(aside, temporary)
 
 
-def _bring_back(aside: Path) -> None:
+def _bring_back(aside: Path, target: Path) -> None:
     """Undo half an exchange, in the middle of which a process died."""
-    target = aside.parent / aside.name[1:].removesuffix(_ASIDE).rpartition(".")[0]
     with contextlib.suppress(OSError):
         if os.path.lexists(target):
             remove_all(aside)
