@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,7 +34,9 @@ from typing_extensions import override
 from lightning_zero.activation import ActivationCheckpointing
 from lightning_zero.callbacks import WholeWeights
 from lightning_zero.checkpoint import (
+    DirectorySave,
     Provenance,
+    Save,
     Saver,
     check_optimizer_states,
     collected,
@@ -87,6 +90,8 @@ class ZeROStrategy(DDPStrategy):
         broadcast_buffers: Overwrite buffers with rank 0's before each forward, as DDP does.
         restore_weights: Make the module whole and ordinary again after ``fit``. ``False`` for
             models that one host cannot hold.
+        checkpoint: What checkpoints are: ``"file"``, one plain ``.ckpt``, or ``"dcp"``, a directory
+            of torch.distributed.checkpoint. Both are read whatever is said here.
         async_checkpoint: Write checkpoints behind the training, from a copy of this rank's values
             in host memory.
         launcher: ``"subprocess"``, ``"spawn"``, ``"fork"`` or ``"notebook"``, as ``ddp``,
@@ -117,6 +122,7 @@ class ZeROStrategy(DDPStrategy):
         activation_checkpointing: bool | Iterable[type[nn.Module]] = False,
         broadcast_buffers: bool = True,
         restore_weights: bool = True,
+        checkpoint: Literal["file", "dcp"] = "file",
         async_checkpoint: bool = False,
         launcher: Literal["subprocess", "spawn", "fork", "notebook"] = "subprocess",
         config: str | Path | dict[str, Any] | None = None,
@@ -132,6 +138,8 @@ class ZeROStrategy(DDPStrategy):
             raise ValueError(
                 f"Expected launcher among {', '.join(_START_METHODS)}, got {launcher!r}."
             )
+        if checkpoint not in ("file", "dcp"):
+            raise ValueError(f"Expected checkpoint among 'file', 'dcp', got {checkpoint!r}.")
         if not restore_weights and launcher != "subprocess":
             raise ValueError(
                 f"launcher={launcher!r} brings the trained weights back to this process, which"
@@ -159,6 +167,7 @@ class ZeROStrategy(DDPStrategy):
         )
         self.activation_checkpointing = activation_checkpointing
         self.restore_weights = restore_weights
+        self.checkpoint = checkpoint
         self.async_checkpoint = async_checkpoint
         self.engine: Engine | None = None
         self._recompute: ActivationCheckpointing | None = None
@@ -392,16 +401,41 @@ class ZeROStrategy(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
         saver = self._saver
+        if self.checkpoint == "dcp" and (storage_options is not None or not self._writes_files):
+            what = type(self.checkpoint_io).__name__ if storage_options is None else "options"
+            raise ValueError(
+                f"checkpoint='dcp' writes directories itself, which the {what} given for storage"
+                " contradicts. Take one of them out."
+            )
         if storage_options is None and self._writes_files:
             is_async = self.async_checkpoint or isinstance(self.checkpoint_io, AsyncCheckpointIO)
             # After fit there is nothing to go on with, and nobody who would wait for the thread.
             is_running = self.engine is not None and not self.engine.is_closed
             saver.save(
-                checkpoint, str(filepath), self._provenance, in_background=is_async and is_running
+                checkpoint,
+                str(filepath),
+                self._provenance,
+                in_background=is_async and is_running,
+                kind=self._checkpoint_kind,
             )
             return
         # A writer of the user's own takes whole tensors.
         super().save_checkpoint(collected(checkpoint, saver.comm), filepath, storage_options)
+
+    @property
+    def _checkpoint_kind(self) -> Callable[..., Any]:
+        """What makes the job of a save."""
+        if self.checkpoint == "file":
+            return Save
+        names = self._parameter_names
+        parameters = [
+            [
+                names.get(id(_whole(parameter)), f"outside of the module {number}")
+                for number, parameter in enumerate(_parameters(optimizer))
+            ]
+            for optimizer in self.optimizers
+        ]
+        return functools.partial(DirectorySave, parameters=parameters)
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
@@ -441,12 +475,14 @@ class ZeROStrategy(DDPStrategy):
         self._loaded_path = str(checkpoint_path)
         safe = True if weights_only is None else weights_only
         checkpoint = load(self._loaded_path, self._saver.comm, weights_only=safe)
-        if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-            raise ValueError(
-                f"{self._loaded_path!r} is not a checkpoint of a Trainer: it has no 'state_dict'."
-                " Load bare weights with lightning_zero.load_weights(module, path)."
-            )
-        return checkpoint
+        held = checkpoint if isinstance(checkpoint, dict) else {}
+        for key in ("state_dict", "pytorch-lightning_version"):
+            if key not in held:
+                raise ValueError(
+                    f"{self._loaded_path!r} is not a checkpoint of a Trainer: it has no {key!r}."
+                    " Load bare weights with lightning_zero.load_weights(module, path)."
+                )
+        return held
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -495,16 +531,19 @@ class ZeROStrategy(DDPStrategy):
 
     def _check_optimizer_states(self, checkpoint: Mapping[str, Any]) -> None:
         optimizers = [_unwrapped(optimizer) for optimizer in self.optimizers]
-        names = {id(p): name for name, p in self._module.named_parameters()}
+        names = self._parameter_names
 
         def name_of(parameter: Any) -> str:
-            whole = parameter.parameter if isinstance(parameter, Piece) else parameter
-            return names.get(id(whole), "a parameter outside of the module")
+            return names.get(id(_whole(parameter)), "a parameter outside of the module")
 
         try:
             check_optimizer_states(optimizers, checkpoint["optimizer_states"], name_of)
         except ValueError as error:
             raise ValueError(f"{self._loaded_path!r} cannot be resumed from. {error}") from error
+
+    @property
+    def _parameter_names(self) -> dict[int, str]:
+        return {id(p): name for name, p in self._module.named_parameters()}
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -613,6 +652,15 @@ def _as_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
 
 def _callbacks(trainer: pl.Trainer) -> list[Any]:
     return trainer.callbacks  # type: ignore[attr-defined, no-any-return]
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Any]:
+    for group in _unwrapped(optimizer).param_groups:
+        yield from group["params"]
+
+
+def _whole(parameter: Any) -> Any:
+    return parameter.parameter if isinstance(parameter, Piece) else parameter
 
 
 def _unwrapped(optimizer: Optimizer) -> Optimizer:

@@ -297,6 +297,17 @@ def test_nothing_is_put_together_before_it_is_written(
     assert "exp_avg of embedding.weight" in read
 
 
+def test_through_a_directory(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    Writer(3, 2, CLIENT).write(tmp_path / "a", model, optimizer)
+    convert(tmp_path / "a", tmp_path / "a.dcp")
+    convert(tmp_path / "a.dcp", tmp_path / "b.ckpt")
+    found = torch.load(tmp_path / "b.ckpt", weights_only=True)
+    assert_equal(found["state_dict"], dict(model.state_dict()))
+    assert_equal(found["optimizer_states"], [optimizer.state_dict()])
+    assert found["loops"] == CLIENT["loops"]
+
+
 def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer = trained()
     tag = Writer(3, 2, CLIENT).write(tmp_path / "a", model, optimizer)

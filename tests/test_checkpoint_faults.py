@@ -209,8 +209,9 @@ def test_a_killed_rank_leaves_the_last_file_whole(tmp_path: Path, kills: int) ->
 def test_leftovers_go_and_files_in_work_stay(tmp_path: Path) -> None:
     (tmp_path / ".file.ckpt.0123abcd.saving").write_bytes(b"of a dead process")
     (tmp_path / ".mine").write_bytes(b"of the user")
+    (tmp_path / ".mine.saving").write_bytes(b"of another program")
     save_in(str(tmp_path / "file.ckpt"), 1.0)
-    assert sorted(os.listdir(tmp_path)) == [".mine", "file.ckpt"]
+    assert sorted(os.listdir(tmp_path)) == [".mine", ".mine.saving", "file.ckpt"]
 
 
 # -- bad files -------------------------------------------------------------------------------------

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from lightning_zero import load_weights
 from lightning_zero.checkpoint import (
+    DirectorySave,
     Provenance,
+    Save,
     Saver,
     load,
     load_module_state,
@@ -75,7 +77,7 @@ def limited_to(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
-def save_under_limit(path: str) -> float:
+def save_under_limit(path: str, kind: type[Any]) -> float:
     module, optimizer, engine = sharded()
     module(torch.ones(1, WIDTH)).sum().backward()
     optimizer.step()
@@ -85,17 +87,16 @@ def save_under_limit(path: str) -> float:
             "state_dict": module_state(module, engine),
             "optimizer_states": [optimizer_state(optimizer, engine, "optimizer 0")],
         }
-        Saver(engine.comm).save(checkpoint, path, Provenance(3, WORLD, "32-true"))
+        Saver(engine.comm).save(checkpoint, path, Provenance(3, WORLD, "32-true"), kind=kind)
     total = sum(piece.double().sum().item() for piece in engine.pieces)
     engine.close(restore=False)
     return total
 
 
-def load_under_limit(path: str) -> list[float]:
+def load_under_limit(path: str, mapped_bytes: int) -> list[float]:
     module, optimizer, engine = sharded()
     own_states = 2 * WEIGHT_BYTES // WORLD
-    # The mapped file counts as data though it takes no memory.
-    with limited_to(FILE_BYTES + own_states + BUFFER_BYTES):
+    with limited_to(mapped_bytes + own_states + BUFFER_BYTES):
         checkpoint: Any = load(path, engine.comm)
         load_module_state(module, engine, checkpoint["state_dict"])
         load_optimizer_state(optimizer, checkpoint["optimizer_states"][0])
@@ -104,18 +105,23 @@ def load_under_limit(path: str) -> list[float]:
     with torch.no_grad():
         for piece in engine.pieces:
             piece.zero_()
-    with limited_to(FILE_BYTES + BUFFER_BYTES):
+    with limited_to(mapped_bytes + BUFFER_BYTES):
         load_weights(module, path)
     totals.append(sum(piece.double().sum().item() for piece in engine.pieces))
     engine.close(restore=False)
     return totals
 
 
-def test_saving_and_loading_take_one_buffer(ranks: Pools, tmp_path: Path) -> None:
+# A mapped file counts as data though it takes no memory; a directory is not mapped.
+@pytest.mark.parametrize(("kind", "mapped_bytes"), [(Save, FILE_BYTES), (DirectorySave, 0)])
+def test_saving_and_loading_take_one_buffer(
+    ranks: Pools, tmp_path: Path, kind: type[Any], mapped_bytes: int
+) -> None:
     path = tmp_path / "file.ckpt"
-    saved = ranks(WORLD).run(save_under_limit, str(path))
-    assert FILE_BYTES < path.stat().st_size < FILE_BYTES + 2**20
-    loaded = ranks(WORLD).run(load_under_limit, str(path))
+    saved = ranks(WORLD).run(save_under_limit, str(path), kind)
+    nbytes = sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path]))
+    assert FILE_BYTES < nbytes < FILE_BYTES + 2**20
+    loaded = ranks(WORLD).run(load_under_limit, str(path), mapped_bytes)
     for total, found in zip(saved, loaded, strict=True):
         assert found == [pytest.approx(total), pytest.approx(total)]
         assert total != 0

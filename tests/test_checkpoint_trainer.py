@@ -124,7 +124,9 @@ def model() -> Model:
 def strategy_of(name: str) -> Any:
     if name in ("ddp", "auto"):
         return name
-    return ZeROStrategy(stage=int(name[-1]), async_checkpoint=name.startswith("async"))
+    kind: Any = "dcp" if "dcp" in name else "file"
+    is_async = name.startswith("async")
+    return ZeROStrategy(int(name[-1]), checkpoint=kind, async_checkpoint=is_async)
 
 
 class Stop(Callback):
@@ -258,11 +260,16 @@ def test_resume_in_mid_epoch_goes_on_as_if_never_stopped(
                 torch.testing.assert_close(value, expected["weights"][key], rtol=1e-4, atol=1e-6)
 
 
-def resume_by_word(folder: str) -> list[float]:
+def resume_by_word(folder: str, kind: Any) -> list[float]:
     module, results = model(), []
     keep = ModelCheckpoint(folder, monitor="val", save_last="link", every_n_epochs=1)
     trainer = make_trainer(
-        world(), ZeROStrategy(3), folder, max_steps=-1, max_epochs=2, callbacks=keep
+        world(),
+        ZeROStrategy(3, checkpoint=kind),
+        folder,
+        max_steps=-1,
+        max_epochs=2,
+        callbacks=keep,
     )
     trainer.fit(module, Rows(), Rows())
     assert os.path.islink(f"{folder}/last.ckpt")
@@ -275,8 +282,9 @@ def resume_by_word(folder: str) -> list[float]:
     return results
 
 
-def test_best_and_last(ranks: Pools, tmp_path: Path) -> None:
-    best, last, now = ranks(2).run(resume_by_word, str(tmp_path))[0]
+@pytest.mark.parametrize("kind", ["file", "dcp"])
+def test_best_and_last(ranks: Pools, tmp_path: Path, kind: str) -> None:
+    best, last, now = ranks(2).run(resume_by_word, str(tmp_path), kind)[0]
     assert best == pytest.approx(now, rel=1e-5)
     assert last == pytest.approx(now, rel=1e-5)
 

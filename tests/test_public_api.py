@@ -48,6 +48,7 @@ def test_arguments_are_frozen() -> None:
         "activation_checkpointing",
         "broadcast_buffers",
         "restore_weights",
+        "checkpoint",
         "async_checkpoint",
         "launcher",
         "config",

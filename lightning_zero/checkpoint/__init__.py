@@ -1,9 +1,10 @@
 """Saving and loading: sharded state as the plain file that DDP would have written."""
 
 from lightning_zero.checkpoint.conversion import add_convert_command, convert
+from lightning_zero.checkpoint.directory_save import DirectorySave
 from lightning_zero.checkpoint.inspection import add_inspect_command, damage, describe
 from lightning_zero.checkpoint.mapped_file import load
-from lightning_zero.checkpoint.save import Provenance
+from lightning_zero.checkpoint.save import Provenance, Save
 from lightning_zero.checkpoint.saver import Saver, collected
 from lightning_zero.checkpoint.state import (
     check_optimizer_states,
@@ -16,7 +17,9 @@ from lightning_zero.checkpoint.state import (
 from lightning_zero.checkpoint.weights import load_weights
 
 __all__ = [
+    "DirectorySave",
     "Provenance",
+    "Save",
     "Saver",
     "add_convert_command",
     "add_inspect_command",

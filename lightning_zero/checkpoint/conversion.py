@@ -19,16 +19,20 @@ from tqdm import tqdm
 
 from lightning_zero.checkpoint.deepspeed_folder import DeepSpeedFolder, is_deepspeed_folder
 from lightning_zero.checkpoint.deferred import Deferred
-from lightning_zero.checkpoint.mapped_file import mapped
+from lightning_zero.checkpoint.directory import is_directory
+from lightning_zero.checkpoint.directory_save import DirectorySave
+from lightning_zero.checkpoint.mapped_file import content, mapped, opened
 from lightning_zero.checkpoint.safetensors import read_safetensors, write_safetensors
 from lightning_zero.checkpoint.save import Provenance, Save
 from lightning_zero.checkpoint.spread import Spread
+from lightning_zero.checkpoint.stored import Stored, in_memory
 from lightning_zero.checkpoint.weights import read_weights
 from lightning_zero.comm import Comm
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 _PLAIN = (".ckpt", ".pt", ".pth", ".bin")
+_DIRECTORY = ".dcp"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -37,9 +41,10 @@ def add_convert_command(commands: Any) -> None:
     parser = commands.add_parser(
         "convert",
         help="turn a checkpoint into another kind of file",
-        description="Convert between checkpoint files (.ckpt, .pt) and safetensors, and from"
-        " folders by DeepSpeed's ZeRO. The kind of DST follows from its name: .ckpt, .pt,"
-        " .safetensors, or a folder of safetensors files.",
+        description="Convert between checkpoint files (.ckpt, .pt), directories of"
+        " torch.distributed.checkpoint and safetensors, and from folders by DeepSpeed's ZeRO. The"
+        " kind of DST follows from its name: .ckpt, .pt, .dcp (a directory), .safetensors, or a"
+        " folder of safetensors files.",
     )
     parser.add_argument("source", type=Path, metavar="SRC")
     parser.add_argument("target", type=Path, metavar="DST")
@@ -94,9 +99,10 @@ def convert(
     """Write what ``source`` holds to ``target``, whose name tells its kind.
 
     Args:
-        source: A ``.ckpt`` or ``.pt`` file, a safetensors file, a folder of those, or a folder
-            that DeepSpeed's ZeRO wrote.
-        target: ``.ckpt`` or ``.pt``, ``.safetensors``, or a folder for safetensors files.
+        source: A ``.ckpt`` or ``.pt`` file, a directory of torch.distributed.checkpoint, a
+            safetensors file, a folder of those, or a folder that DeepSpeed's ZeRO wrote.
+        target: ``.ckpt`` or ``.pt``, ``.dcp`` for a directory of torch.distributed.checkpoint,
+            ``.safetensors``, or a folder for safetensors files.
         weights_only: Leave out everything but the weights, as safetensors files always do.
         dtype: Cast floating-point weights to it. Optimizer states are never cast.
         max_shard_bytes: The most that one file of a folder holds.
@@ -112,18 +118,17 @@ def convert(
         ValueError: The source is damaged or holds no weights, or the result is not right.
     """
     _check_alone()
-    is_plain = target.suffix in _PLAIN and not weights_only
+    holds_more = target.suffix in (*_PLAIN, _DIRECTORY) and not weights_only
     rest: Any = None
     weights: Mapping[str, Any]
     if is_deepspeed_folder(source):
         rest = DeepSpeedFolder(source, trust=trust).checkpoint(
-            weights_only=not is_plain, frozen_in_optimizer=frozen_in_optimizer
+            weights_only=not holds_more, frozen_in_optimizer=frozen_in_optimizer
         )
         weights = rest["state_dict"]
     else:
         weights = read_weights(source, weights_only=not trust)
-        if is_plain and source.suffix in _PLAIN:
-            rest = mapped(str(source), weights_only=not trust)
+        rest = _rest(source, weights_only=not trust) if holds_more else None
     shapes: Shapes = {
         name: (_target_dtype(value.dtype, dtype), tuple(value.shape))
         for name, value in weights.items()
@@ -131,7 +136,7 @@ def convert(
     }
     total = sum(kind.itemsize * prod(shape) for kind, shape in shapes.values())
     with tqdm(total=total, unit="B", unit_scale=True, disable=not shows_progress) as bar:
-        if target.suffix in _PLAIN:
+        if target.suffix in (*_PLAIN, _DIRECTORY):
             _write_plain(target, weights, shapes, rest, bar.update)
         else:
 
@@ -170,37 +175,41 @@ def _write_plain(
     checkpoint = {**rest, "state_dict": spreads} if is_of_trainer else {"state_dict": spreads}
     comm = Comm(torch.device("cpu"))
     provenance = Provenance(stage=0, world_size=1, precision="")
-    Save(checkpoint, str(target), comm, provenance, on_written).run()
+    kind = DirectorySave if target.suffix == _DIRECTORY else Save
+    kind(_streamed(checkpoint), str(target), comm, provenance, on_written).run()
+
+
+def _rest(source: Path, *, weights_only: bool) -> Any:
+    """What the source holds besides weights, if it may be more than weights."""
+    if is_directory(source):
+        return content(opened(source), weights_only=weights_only)
+    return mapped(str(source), weights_only=weights_only) if source.suffix in _PLAIN else None
+
+
+def _streamed(value: Any) -> Any:
+    """A copy of nested containers whose stored tensors are read one by one, when written."""
+    if isinstance(value, Stored):
+        return Spread.of_whole(value)
+    if type(value) is dict:
+        return {key: _streamed(item) for key, item in value.items()}
+    return [_streamed(item) for item in value] if type(value) is list else value
 
 
 def _whole(value: Tensor, dtype: torch.dtype) -> Spread:
     """A whole tensor that is cast when it is written; ties have one key, so they stay tied."""
     if isinstance(value, Deferred):
         return value.cast(dtype)
-    dense = value if _is_dense(value) else value.contiguous()
-    key = f"{dense.data_ptr()} {tuple(dense.shape)} {dense.stride()} {dense.dtype}"
-    if not dense.numel():
-        return Spread.of(
-            f"{key} {id(value)}", dense.reshape(-1), 0, dense.shape, dense.stride(), dtype
-        )
-    flat = dense.as_strided((dense.numel(),), (1,), dense.storage_offset())
-    return Spread.of(key, flat, 0, dense.shape, dense.stride(), dtype)
+    return Spread.of_whole(value, dtype)
 
 
 def _values(value: Tensor) -> Tensor:
-    """A tensor with its values, which a deferred one reads now."""
-    return value.part.view(value.shape) if isinstance(value, Deferred) else value
-
-
-def _is_dense(value: Tensor) -> bool:
-    """Whether the elements fill their memory in some order of the dimensions."""
-    expected = torch.empty_like(value, device="meta", memory_format=torch.preserve_format)
-    return expected.stride() == value.stride()
+    """A tensor with its values, which are read now if they were not yet."""
+    return value.part.view(value.shape) if isinstance(value, Deferred) else in_memory(value)
 
 
 def _verify(target: Path, shapes: Shapes, *, weights_only: bool) -> None:
     """Raise unless ``target`` holds tensors of these shapes and dtypes, and no others."""
-    if target.suffix in _PLAIN:
+    if target.suffix in (*_PLAIN, _DIRECTORY):
         written = read_weights(target, weights_only=weights_only)
     else:
         written = read_safetensors(target)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import zipfile
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from lightning_zero.checkpoint.chunk import Chunk, damage_of
 from lightning_zero.checkpoint.deepspeed_folder import DeepSpeedFolder, is_deepspeed_folder
 from lightning_zero.checkpoint.deferred import Deferred
-from lightning_zero.checkpoint.mapped_file import mapped, provenance
+from lightning_zero.checkpoint.directory import REST, Directory, StoredObject, is_directory
+from lightning_zero.checkpoint.mapped_file import mapped, opened, provenance, rest_of
 from lightning_zero.checkpoint.safetensors import read_safetensors
+from lightning_zero.checkpoint.stored import Stored
 
 
 def add_inspect_command(commands: Any) -> None:
@@ -28,7 +30,8 @@ def add_inspect_command(commands: Any) -> None:
     parser.add_argument(
         "file",
         type=Path,
-        help="a .ckpt or .pt file, a safetensors file or folder, or a folder by DeepSpeed",
+        help="a .ckpt or .pt file, a safetensors file or folder, a torch.distributed.checkpoint, or"
+        " a folder by DeepSpeed",
     )
     parser.add_argument(
         "--verify", action="store_true", help="read everything and compare the checksums"
@@ -51,13 +54,19 @@ def describe(path: Path) -> Iterator[str]:
     told: Any = None
     if is_deepspeed_folder(path):
         value, told = _of_deepspeed(path)
+    elif is_directory(path):
+        directory = opened(path)
+        value = {"/".join(map(str, where)): found for where, found in directory.entries.items()}
+        beside = rest_of(directory)
+        value.update(beside if isinstance(beside, dict) else {})
+        told = directory.provenance
     elif path.is_dir() or path.suffix == ".safetensors":
         value = read_safetensors(path)
     else:
         value = mapped(str(path))
         told = provenance(path) if zipfile.is_zipfile(path) else None
     rows = list(_tensors(value, ""))
-    storages = {_storage(row): row.nbytes for _, row in rows}
+    storages = {_identity(row): row.nbytes for _, row in rows}
     yield f"{path}: {len(rows)} tensors, {sum(storages.values()):,} bytes"
     if isinstance(value, dict) and "epoch" in value and "global_step" in value:
         yield f"epoch {value['epoch']}, step {value['global_step']}"
@@ -91,9 +100,11 @@ def _of_deepspeed(path: Path) -> tuple[Any, str]:
     return value, told
 
 
-def _storage(tensor: Tensor) -> Any:
-    """What tied tensors share."""
-    return tensor.key if isinstance(tensor, Deferred) else tensor.untyped_storage().data_ptr()
+def _identity(tensor: Tensor) -> Any:
+    """What tied tensors have in common."""
+    if isinstance(tensor, Deferred):
+        return tensor.key
+    return id(tensor) if isinstance(tensor, Stored) else tensor.untyped_storage().data_ptr()
 
 
 def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -108,7 +119,7 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def damage(path: Path) -> list[str]:
-    """What the checksums of a file by us or by ``torch.save`` say against it, a line each.
+    """What the checksums of a file by us or by torch say against it, a line each.
 
     Of a folder by DeepSpeed, what those of its files say.
 
@@ -118,6 +129,8 @@ def damage(path: Path) -> list[str]:
     if is_deepspeed_folder(path):
         files = DeepSpeedFolder(path).files
         return [f"{file.name}: {line}" for file in files for line in damage(file)]
+    if is_directory(path):
+        return _damage_of_directory(opened(path))
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{str(path)!r} has no checksums: it is no archive of torch.save.")
     found = []
@@ -127,6 +140,17 @@ def damage(path: Path) -> list[str]:
                 with archive.open(info) as record:
                     while record.read(2**20):
                         pass
-            except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+            except Exception as error:  # a damaged archive can fail in any way
                 found.append(f"{info.filename} is damaged: {error}")
     return found
+
+
+def _damage_of_directory(directory: Directory) -> list[str]:
+    places: list[Chunk | StoredObject] = [*directory.chunks, *directory.objects]
+    found = [
+        f"{place.file.name} is damaged at byte {place.offset}: {reason}"
+        for place in places
+        if (reason := damage_of(place.file, place.offset, place.nbytes)) is not None
+    ]
+    rest = directory.path / REST
+    return found + (damage(rest) if rest.is_file() else [])

@@ -19,7 +19,9 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_zero.checkpoint.agreement import Outcome
-from lightning_zero.checkpoint.save import FORMAT, PROVENANCE
+from lightning_zero.checkpoint.content import checkpoint_of
+from lightning_zero.checkpoint.directory import REST, Directory, is_directory
+from lightning_zero.checkpoint.save import FORMAT, PROVENANCE, TABLE
 from lightning_zero.comm import Comm
 
 _COPY_BYTES = 8 * 2**20
@@ -39,9 +41,43 @@ def load(path: str, comm: Comm, *, weights_only: bool = True) -> Any:
     """
     outcome, value = Outcome(), None
     with outcome.attempt():
-        value = mapped(path, weights_only=weights_only)
+        folder = local_directory(path)
+        if folder is None:
+            value = mapped(path, weights_only=weights_only)
+        else:
+            directory = opened(folder)
+            # There may be very many, so the ranks share the work.
+            for chunk in directory.chunks[comm.rank :: comm.world_size]:
+                chunk.check()
+            value = content(directory, weights_only=weights_only)
     outcome.agree(comm, f"Loading {path!r}")
     return value
+
+
+def local_directory(path: str) -> Path | None:
+    """``path`` as that of a directory of torch.distributed.checkpoint, if it is one."""
+    file_system, local = fsspec.core.url_to_fs(path)
+    if isinstance(file_system, LocalFileSystem):
+        return Path(local) if is_directory(Path(local)) else None
+    if file_system.exists(f"{local}/{TABLE}"):
+        raise ValueError(f"{path!r} is a directory; copy it to a disk to read it")
+    return None
+
+
+def opened(folder: Path) -> Directory:
+    """A directory, of which nothing but the table is read."""
+    directory = Directory.open(folder)
+    directory.check_version()
+    return directory
+
+
+def content(directory: Directory, *, weights_only: bool = True) -> dict[str, Any]:
+    """A Trainer's checkpoint from a directory; its tensors are read when they are asked for."""
+    beside = rest_of(directory, weights_only=weights_only)
+    try:
+        return checkpoint_of(directory, beside, weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise ValueError(_refusal(directory.path, error)) from error
 
 
 def mapped(path: str, *, weights_only: bool = True) -> Any:
@@ -60,6 +96,12 @@ def mapped(path: str, *, weights_only: bool = True) -> Any:
                 copy.write(chunk)
         copy.flush()
         return _mapped(Path(copy.name), weights_only=weights_only)
+
+
+def rest_of(directory: Directory, *, weights_only: bool = True) -> Any:
+    """What a directory holds beside its tensors; an empty table if no Trainer wrote it."""
+    rest = directory.path / REST
+    return _mapped(rest, weights_only=weights_only) if rest.is_file() else {}
 
 
 def provenance(path: Path) -> dict[str, Any] | None:

@@ -17,12 +17,15 @@ tensor travels through rank 0, one message at a time, into the very same file.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import functools
 import json
 import logging
 import os
+import re
 import secrets
+import shutil
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -37,14 +40,12 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.agreement import Outcome
 from lightning_zero.checkpoint.archive import Archive, Record, joined_checksum
+from lightning_zero.checkpoint.chunk import BUFFER_BYTES
 from lightning_zero.checkpoint.skeleton import Skeleton, bytes_of, size_of
 from lightning_zero.checkpoint.spread import Spread
 from lightning_zero.comm import Comm
 
 log = logging.getLogger(__name__)
-
-BUFFER_BYTES = 8 * 2**20
-"""The most that a rank copies at a time on the way to a file."""
 
 FORMAT = 1
 """Number of the file format, to tell files of later versions by."""
@@ -52,7 +53,15 @@ FORMAT = 1
 PROVENANCE = "lightning_zero.json"
 """The record that tells who wrote a file."""
 
-_SUFFIX = ".saving"
+TABLE = ".metadata"
+"""The file that makes a folder a directory of torch.distributed.checkpoint."""
+
+SUFFIX = ".saving"
+"""How the names of unfinished files and folders end."""
+
+_ASIDE = ".aside"
+
+_TEMPORARY = re.compile(rf"\.(?P<name>.+)\.[0-9a-f]{{8}}(?P<suffix>{SUFFIX}|{_ASIDE})")
 
 
 @dataclass(frozen=True)
@@ -119,7 +128,7 @@ class Save:
             Exception: On all ranks, if any rank failed; an earlier file of the name is unchanged.
         """
         plan = self._plan()
-        target = _target(self.path)
+        target = target_of(self.path)
         if isinstance(target, Path) and self._write_together(plan, target):
             return
         if self.comm.rank == 0:
@@ -194,9 +203,9 @@ class Save:
         try:
             for index, record, start, part in self._parts(plan):
                 checksum = 0
-                for first, chunk in _chunks(part):
+                for first, chunk in chunks(part):
                     checksum = zlib.crc32(chunk, checksum)
-                    _write_at(descriptor, record.offset + start + first, chunk)
+                    write_at(descriptor, record.offset + start + first, chunk)
                     self._on_written(len(chunk))
                 shares.append(_Share(index, start, len(part), checksum))
             os.fsync(descriptor)
@@ -238,11 +247,11 @@ class Save:
 
     def _record(self, index: int, plan: _Plan, sizes: dict[int, Any]) -> Iterator[memoryview]:
         if index not in plan.keys:
-            yield from (chunk for _, chunk in _chunks(plan.contents.get(index)))
+            yield from (chunk for _, chunk in chunks(plan.contents.get(index)))
             return
         part = self.skeleton.spreads()[plan.keys[index]].part_bytes
         for _, message in self.comm.collect(part, sizes[index]):
-            yield from (chunk for _, chunk in _chunks(message))
+            yield from (chunk for _, chunk in chunks(message))
 
 
 @dataclass(frozen=True)
@@ -294,7 +303,7 @@ def _write_seams(archive: Archive, checksums: Sequence[int], temporary: Temporar
     """Write what lies between the records, and sync."""
     for index in range(len(checksums) + 1):
         start, seam = archive.seam(index, checksums)
-        _write_at(temporary.descriptor, start, seam)
+        write_at(temporary.descriptor, start, seam)
     os.fsync(temporary.descriptor)
 
 
@@ -315,7 +324,7 @@ def _checksums(archive: Archive, shares: Sequence[Sequence[_Share]]) -> list[int
     return checksums
 
 
-def _chunks(content: Tensor | bytes | None) -> Iterator[tuple[int, memoryview]]:
+def chunks(content: Tensor | bytes | None) -> Iterator[tuple[int, memoryview]]:
     """The bytes of ``content`` in host memory, a buffer's worth at a time, with their places."""
     if content is None or len(content) == 0:
         return
@@ -326,7 +335,8 @@ def _chunks(content: Tensor | bytes | None) -> Iterator[tuple[int, memoryview]]:
         yield number * BUFFER_BYTES, chunk.to("cpu").numpy().data
 
 
-def _write_at(descriptor: int, offset: int, content: bytes | memoryview) -> None:
+def write_at(descriptor: int, offset: int, content: bytes | memoryview) -> None:
+    """Write all of ``content`` at a place of a file."""
     view = memoryview(content)
     while view:
         written = os.pwrite(descriptor, view, offset)
@@ -341,6 +351,7 @@ class Temporary:
 
     def __init__(self, target: Path) -> None:
         self.target = target
+        check_target(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(target.parent)
         self.path, self.descriptor = self._create()
@@ -348,7 +359,7 @@ class Temporary:
     def _create(self) -> tuple[Path, int]:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         while True:
-            path = self.target.parent / f".{self.target.name}.{secrets.token_hex(4)}{_SUFFIX}"
+            path = self.target.parent / f".{self.target.name}.{secrets.token_hex(4)}{SUFFIX}"
             descriptor = os.open(path, flags, 0o666)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -366,8 +377,7 @@ class Temporary:
 
     def keep(self) -> None:
         """Give the file its final name; its content is synced already."""
-        os.replace(self.path, self.target)
-        _sync_folder(self.target.parent)
+        put_in_place(self.path, self.target)
 
     def close(self) -> None:
         """Let go of the file, and remove it unless it was kept."""
@@ -377,15 +387,75 @@ class Temporary:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove temporary files whose writers are dead: nobody holds their locks."""
-    for path in folder.glob(f".*{_SUFFIX}"):
+    """Remove temporary files and folders whose writers are dead: nobody holds their locks."""
+    for path in folder.iterdir():
+        match = _TEMPORARY.fullmatch(path.name)
+        if match is None:
+            continue
+        if match["suffix"] == _ASIDE:
+            _bring_back(path, folder / match["name"])
+            continue
         with contextlib.suppress(OSError):
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            mode = os.O_RDONLY if path.is_dir() else os.O_RDWR
+            descriptor = os.open(path, mode | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(path)
+                remove_all(path)
             finally:
                 os.close(descriptor)
+
+
+def remove_all(path: Path) -> None:
+    """Remove a file, a link, or a folder with what is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)
+
+
+def check_target(target: Path) -> None:
+    """Raise an ``IsADirectoryError`` if the name is that of a folder that is no checkpoint."""
+    is_folder = target.is_dir() and not target.is_symlink()
+    if is_folder and any(target.iterdir()) and not (target / TABLE).is_file():
+        raise IsADirectoryError(
+            f"{str(target)!r} is a folder with other things than a checkpoint; save under another"
+            " name"
+        )
+
+
+def put_in_place(temporary: Path, target: Path) -> None:
+    """Give a file or folder its final name; what had the name before goes."""
+    check_target(target)
+    is_folder = target.is_dir() and not target.is_symlink()
+    if not is_folder and not temporary.is_dir():
+        os.replace(temporary, target)
+    elif not os.path.lexists(target):
+        os.rename(temporary, target)
+    else:
+        _exchange(temporary, target)
+        remove_all(temporary)
+    _sync_folder(target.parent)
+
+
+def _exchange(temporary: Path, target: Path) -> None:
+    """Swap two names at once; where the system cannot, one after the other."""
+    swap = getattr(ctypes.CDLL(None), "renameat2", None)
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if swap and not swap(here, os.fsencode(temporary), here, os.fsencode(target), exchange):
+        return
+    aside = temporary.with_suffix(_ASIDE)
+    os.rename(target, aside)
+    os.rename(temporary, target)
+    os.rename(aside, temporary)
+
+
+def _bring_back(aside: Path, target: Path) -> None:
+    """Undo half an exchange, in the middle of which a process died."""
+    with contextlib.suppress(OSError):
+        if os.path.lexists(target):
+            remove_all(aside)
+        else:
+            os.rename(aside, target)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -412,7 +482,7 @@ class _FileSink(_Sink):
         self._position = 0
 
     def write(self, content: bytes | memoryview) -> None:
-        _write_at(self._temporary.descriptor, self._position, content)
+        write_at(self._temporary.descriptor, self._position, content)
         self._position += len(content)
 
     def commit(self, *, is_good: bool) -> None:
@@ -435,7 +505,7 @@ class _RemoteSink(_Sink):
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[_Sink]:
-    target = _target(path)
+    target = target_of(path)
     if isinstance(target, Path):
         temporary = Temporary(target)
         try:
@@ -453,7 +523,7 @@ def _opened(path: str) -> Iterator[_Sink]:
             file_system.transaction.files.clear()
 
 
-def _target(path: str) -> Path | str:
+def target_of(path: str) -> Path | str:
     """A local path where there is one, else the URL."""
     file_system, local = fsspec.core.url_to_fs(path)
     return Path(local) if isinstance(file_system, LocalFileSystem) else path

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -13,6 +14,16 @@ from lightning_zero.checkpoint.save import Provenance, Save, remove
 from lightning_zero.checkpoint.skeleton import Skeleton, bytes_of
 from lightning_zero.checkpoint.spread import Spread
 from lightning_zero.comm import Comm
+
+
+class Job(Protocol):
+    """One save of one checkpoint."""
+
+    def detach(self, comm: Comm) -> None:
+        """Copy what is needed, so that :meth:`run` may run in another thread."""
+
+    def run(self) -> None:
+        """Write it."""
 
 
 class Saver:
@@ -34,12 +45,21 @@ class Saver:
         self._removals: list[Future[None]] = []
 
     def save(
-        self, checkpoint: Any, path: str, provenance: Provenance, *, in_background: bool = False
+        self,
+        checkpoint: Any,
+        path: str,
+        provenance: Provenance,
+        *,
+        in_background: bool = False,
+        kind: Callable[..., Job] = Save,
     ) -> None:
-        """Write ``checkpoint`` to ``path``; in the background, return when it is copied."""
+        """Write ``checkpoint`` to ``path``; in the background, return when it is copied.
+
+        ``kind`` makes the job, of the checkpoint, path, ranks and provenance: a file by default.
+        """
         self.wait()
         path = self.comm.broadcast_object(path)
-        save = Save(checkpoint, path, self.comm, provenance)
+        save = kind(checkpoint, path, self.comm, provenance)
         if not in_background:
             save.run()
             return

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.buffer import lasting_tensors
+from lightning_zero.checkpoint.stored import METADATA, Stored
 
 _CPU = torch.device("cpu")
 
@@ -26,6 +27,9 @@ class Spread(Tensor):
             cast to the dtype of the whole when they are written.
         start: The first of them, counted in the memory order of the whole tensor.
     """
+
+    WHOLE = "whole tensor at"
+    """How the keys of tensors begin that one rank has whole; others are named after something."""
 
     key: str
     part: Tensor
@@ -49,6 +53,23 @@ class Spread(Tensor):
         spread.key, spread.part, spread.start = key, part.detach(), start
         return spread
 
+    @staticmethod
+    def of_whole(value: Tensor, dtype: torch.dtype | None = None) -> Spread:
+        """A tensor that this rank has whole; ties have one key, so they stay tied."""
+        if isinstance(value, Stored):
+            key = f"{Spread.WHOLE} {id(value)}"
+            return Spread.of(key, value, 0, value.shape, value.stride(), dtype)
+        dense = value.detach()
+        dense = dense if _is_dense(dense) else dense.contiguous()
+        key = (
+            f"{Spread.WHOLE} {dense.data_ptr()} {tuple(dense.shape)} {dense.stride()} {dense.dtype}"
+        )
+        if not dense.numel():
+            flat, key = dense.reshape(-1), f"{key} {id(value)}"
+        else:
+            flat = dense.as_strided((dense.numel(),), (1,), dense.storage_offset())
+        return Spread.of(key, flat, 0, dense.shape, dense.stride(), dtype)
+
     @classmethod
     def __torch_function__(
         cls,
@@ -60,7 +81,7 @@ class Spread(Tensor):
         """Let metadata through; everything else needs values that are not here."""
         if func in _SAME:
             return args[0]
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         spread = next((arg for arg in args if isinstance(arg, Spread)), None)
@@ -95,7 +116,10 @@ class Spread(Tensor):
     @property
     def part_bytes(self) -> Tensor:
         """This rank's values as they are written: bytes ``[n]``."""
-        return self.part.to(self.dtype).view(torch.uint8)
+        part = self.part
+        if isinstance(part, Stored):
+            part = part.part(0, part.numel())
+        return part.to(self.dtype).view(torch.uint8)
 
     @property
     def whole_nbytes(self) -> int:
@@ -108,16 +132,10 @@ class Spread(Tensor):
         return self.start * self.dtype.itemsize
 
 
+def _is_dense(value: Tensor) -> bool:
+    """Whether the elements fill their memory in some order of the dimensions."""
+    expected = torch.empty_like(value, device="meta", memory_format=torch.preserve_format)
+    return expected.stride() == value.stride()
+
+
 _SAME = {Tensor.detach, Tensor.cpu, Tensor.contiguous}
-_METADATA: set[Any] = {
-    *(Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size),
-    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.__hash__, Tensor.__len__, torch.numel),
-    *(torch.is_floating_point, torch.is_complex, torch.is_tensor),
-    *(
-        getattr(Tensor, name).__get__
-        for name in (
-            *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad"),
-            *("is_meta", "is_cpu", "is_cuda", "is_sparse", "is_quantized", "nbytes", "itemsize"),
-        )
-    ),
-}

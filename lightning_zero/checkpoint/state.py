@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.checkpoint.spread import Spread
+from lightning_zero.checkpoint.stored import Stored
 from lightning_zero.engine import Engine
 from lightning_zero.optim import cut_state
 from lightning_zero.piece import Piece
@@ -110,9 +111,27 @@ def load_module_state(
     Raises:
         RuntimeError: Names or shapes do not fit; all of them are told, and nothing has changed.
     """
+    if engine is not None:
+        state = _laid_out(module, engine, state)
     rehearse(module, state, strict=strict)
     with contextlib.nullcontext() if engine is None else engine.writing():
         return module.load_state_dict(state, strict=strict)
+
+
+def _laid_out(module: nn.Module, engine: Engine, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``state`` with stored tensors in their parameters' memory order, to be read in part."""
+    laid_out = dict(state)
+    for name, value in module.state_dict(keep_vars=True).items():
+        piece = engine.piece(value) if isinstance(value, nn.Parameter) else None
+        stored = laid_out.get(name)
+        if piece is not None and isinstance(stored, Stored):
+            laid_out[name] = _like(stored, piece)
+    return laid_out
+
+
+def _like(value: Any, piece: Piece) -> Any:
+    fits = isinstance(value, Stored) and value.shape == torch.Size(piece.slot.shape)
+    return value.laid_out(piece.slot.stride) if fits else value
 
 
 def rehearse(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -189,7 +208,9 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
     pieces = _parameters(optimizer)
     ids = [key for group in state["param_groups"] for key in group["params"]]
     cut = {
-        key: cut_state(entries, piece) if isinstance(piece, Piece) else entries
+        key: cut_state({k: _like(v, piece) for k, v in entries.items()}, piece)
+        if isinstance(piece, Piece)
+        else entries
         for key, piece in zip(ids, pieces, strict=True)
         if (entries := state["state"].get(key)) is not None
         and not (isinstance(piece, Piece) and piece.numel() == 0)

@@ -10,7 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.agreement import Outcome
-from lightning_zero.checkpoint.mapped_file import mapped
+from lightning_zero.checkpoint.content import weights_of
+from lightning_zero.checkpoint.directory import is_directory
+from lightning_zero.checkpoint.mapped_file import mapped, opened
 from lightning_zero.checkpoint.safetensors import read_safetensors
 from lightning_zero.checkpoint.state import load_module_state
 from lightning_zero.engine import engine_of
@@ -26,7 +28,8 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
     Args:
         module: The module, or a part of one, whose ``state_dict`` names the file uses.
         path: A ``.ckpt`` or ``.pt`` file (its ``"state_dict"``, or the file itself), a safetensors
-            file, or a folder of safetensors files with an index, as Hugging Face has them.
+            file, a folder of safetensors files with an index, as Hugging Face has them, or a
+            directory of torch.distributed.checkpoint.
         strict: Whether missing and unexpected names are errors.
 
     Returns:
@@ -63,6 +66,8 @@ def read_weights(
 ) -> Mapping[str, Tensor]:
     """The weights in a file or folder, by name, mapped; see :func:`mapped` for ``weights_only``."""
     place = Path(path)
+    if is_directory(place):
+        return weights_of(opened(place), weights_only=weights_only)
     if place.suffix == ".safetensors" or place.is_dir():
         if not place.exists():
             raise FileNotFoundError(f"there is no file {str(place)!r}")
