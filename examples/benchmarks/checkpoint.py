@@ -208,7 +208,8 @@ def main() -> None:
     for _ in range(options.rounds):
         for name in options.only:
             rounds[name].append(measure(name, options.world, options.megabytes, options.folder))
-    print(f"{options.megabytes} MB over {options.world} ranks, median of {options.rounds}")
+    over = f"{options.megabytes} MB over {options.world} ranks"
+    print(f"{over}, median of {options.rounds} rounds, worst rank")
     print(f"{'':<12}{'save s':>9}{'save MB':>9}{'load s':>9}{'load MB':>9}")
     for name, numbers in rounds.items():
         medians = [statistics.median(column) for column in zip(*numbers, strict=True)]

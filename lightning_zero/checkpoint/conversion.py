@@ -1,4 +1,7 @@
-"""``lightning-zero convert``: between plain checkpoint files and safetensors, tensor by tensor."""
+"""``lightning-zero convert``: between checkpoint files and safetensors, and from DeepSpeed.
+
+Everything is done tensor by tensor.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from lightning_zero.checkpoint.deepspeed_folder import DeepSpeedFolder, is_deepspeed_folder
+from lightning_zero.checkpoint.deferred import Deferred
 from lightning_zero.checkpoint.directory import is_directory
 from lightning_zero.checkpoint.directory_save import DirectorySave
 from lightning_zero.checkpoint.mapped_file import content, mapped, opened
@@ -36,8 +42,9 @@ def add_convert_command(commands: Any) -> None:
         "convert",
         help="turn a checkpoint into another kind of file",
         description="Convert between checkpoint files (.ckpt, .pt), directories of"
-        " torch.distributed.checkpoint and safetensors. The kind of DST follows from its name:"
-        " .ckpt, .pt, .dcp (a directory), .safetensors, or a folder of safetensors files.",
+        " torch.distributed.checkpoint and safetensors, and from folders by DeepSpeed's ZeRO. The"
+        " kind of DST follows from its name: .ckpt, .pt, .dcp (a directory), .safetensors, or a"
+        " folder of safetensors files.",
     )
     parser.add_argument("source", type=Path, metavar="SRC")
     parser.add_argument("target", type=Path, metavar="DST")
@@ -51,6 +58,16 @@ def add_convert_command(commands: Any) -> None:
         default=parse_bytes("5GB"),
         help="the most that one file of a safetensors folder holds (default: 5GB)",
     )
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="also unpickle objects of other classes in SRC, which can run code of its writer",
+    )
+    parser.add_argument(
+        "--frozen-in-optimizer",
+        action="store_true",
+        help="from DeepSpeed: the optimizer was given frozen parameters, too",
+    )
     parser.set_defaults(run=_run)
 
 
@@ -62,6 +79,8 @@ def _run(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         max_shard_bytes=arguments.max_shard_size,
         shows_progress=True,
+        trust=arguments.trust,
+        frozen_in_optimizer=arguments.frozen_in_optimizer,
     )
     return 0
 
@@ -74,23 +93,42 @@ def convert(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
     shows_progress: bool = False,
+    trust: bool = False,
+    frozen_in_optimizer: bool = False,
 ) -> None:
     """Write what ``source`` holds to ``target``, whose name tells its kind.
 
     Args:
         source: A ``.ckpt`` or ``.pt`` file, a directory of torch.distributed.checkpoint, a
-            safetensors file, or a folder of those.
+            safetensors file, a folder of those, or a folder that DeepSpeed's ZeRO wrote.
         target: ``.ckpt`` or ``.pt``, ``.dcp`` for a directory of torch.distributed.checkpoint,
             ``.safetensors``, or a folder for safetensors files.
         weights_only: Leave out everything but the weights, as safetensors files always do.
         dtype: Cast floating-point weights to it. Optimizer states are never cast.
         max_shard_bytes: The most that one file of a folder holds.
         shows_progress: Whether to draw a bar.
+        trust: Also unpickle objects that are neither tensors nor plain values; they can run code.
+        frozen_in_optimizer: From DeepSpeed, which does not tell: the optimizer was given frozen
+            parameters, too, as ``Adam(self.parameters())`` is. It has one param group then.
 
     Raises:
+        FileNotFoundError: The source, or a rank's file of it, is missing.
+        NotImplementedError: DeepSpeed's optimizer states cannot be given to single parameters.
+        RuntimeError: This process is one of several ranks.
         ValueError: The source is damaged or holds no weights, or the result is not right.
     """
-    weights = read_weights(source)
+    _check_alone()
+    holds_more = target.suffix in (*_PLAIN, _DIRECTORY) and not weights_only
+    rest: Any = None
+    weights: Mapping[str, Any]
+    if is_deepspeed_folder(source):
+        rest = DeepSpeedFolder(source, trust=trust).checkpoint(
+            weights_only=not holds_more, frozen_in_optimizer=frozen_in_optimizer
+        )
+        weights = rest["state_dict"]
+    else:
+        weights = read_weights(source, weights_only=not trust)
+        rest = _rest(source, weights_only=not trust) if holds_more else None
     shapes: Shapes = {
         name: (_target_dtype(value.dtype, dtype), tuple(value.shape))
         for name, value in weights.items()
@@ -99,17 +137,26 @@ def convert(
     total = sum(kind.itemsize * prod(shape) for kind, shape in shapes.values())
     with tqdm(total=total, unit="B", unit_scale=True, disable=not shows_progress) as bar:
         if target.suffix in (*_PLAIN, _DIRECTORY):
-            rest = None if weights_only else _rest(source)
             _write_plain(target, weights, shapes, rest, bar.update)
         else:
 
             def read(name: str) -> Tensor:
                 bar.update(shapes[name][0].itemsize * prod(shapes[name][1]))
-                return in_memory(weights[name]).to(shapes[name][0])
+                return _values(weights[name]).to(shapes[name][0])
 
             is_file = target.suffix == ".safetensors"
             write_safetensors(target, shapes, read, max_bytes=None if is_file else max_shard_bytes)
-    _verify(target, shapes)
+    _verify(target, shapes, weights_only=not trust)
+
+
+def _check_alone() -> None:
+    """Raise if writing a file would wait for other ranks."""
+    num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if num_ranks > 1:
+        raise RuntimeError(
+            f"convert works alone, but this process is one of {num_ranks} ranks. Call it before the"
+            " Trainer runs, or run the command `lightning-zero convert`."
+        )
 
 
 def _write_plain(
@@ -132,11 +179,11 @@ def _write_plain(
     kind(_streamed(checkpoint), str(target), comm, provenance, on_written).run()
 
 
-def _rest(source: Path) -> Any:
+def _rest(source: Path, *, weights_only: bool) -> Any:
     """What the source holds besides weights, if it may be more than weights."""
     if is_directory(source):
-        return content(opened(source))
-    return mapped(str(source)) if source.suffix in _PLAIN else None
+        return content(opened(source), weights_only=weights_only)
+    return mapped(str(source), weights_only=weights_only) if source.suffix in _PLAIN else None
 
 
 def _streamed(value: Any) -> Any:
@@ -150,15 +197,25 @@ def _streamed(value: Any) -> Any:
 
 def _whole(value: Tensor, dtype: torch.dtype) -> Spread:
     """A whole tensor that is cast when it is written; ties have one key, so they stay tied."""
+    if isinstance(value, Deferred):
+        return value.cast(dtype)
     return Spread.of_whole(value, dtype)
 
 
-def _verify(target: Path, shapes: Shapes) -> None:
+def _values(value: Tensor) -> Tensor:
+    """A tensor with its values, which are read now if they were not yet."""
+    return value.part.view(value.shape) if isinstance(value, Deferred) else in_memory(value)
+
+
+def _verify(target: Path, shapes: Shapes, *, weights_only: bool) -> None:
     """Raise unless ``target`` holds tensors of these shapes and dtypes, and no others."""
-    kind = read_weights if target.suffix in (*_PLAIN, _DIRECTORY) else read_safetensors
+    if target.suffix in (*_PLAIN, _DIRECTORY):
+        written = read_weights(target, weights_only=weights_only)
+    else:
+        written = read_safetensors(target)
     found = {
         name: (value.dtype, tuple(value.shape))
-        for name, value in kind(target).items()
+        for name, value in written.items()
         if isinstance(value, Tensor)
     }
     for name in {**shapes, **found}:

@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_zero.checkpoint.chunk import Chunk, damage_of
+from lightning_zero.checkpoint.deepspeed_folder import DeepSpeedFolder, is_deepspeed_folder
+from lightning_zero.checkpoint.deferred import Deferred
 from lightning_zero.checkpoint.directory import REST, Directory, StoredObject, is_directory
 from lightning_zero.checkpoint.mapped_file import mapped, opened, provenance, rest_of
 from lightning_zero.checkpoint.safetensors import read_safetensors
@@ -28,7 +30,8 @@ def add_inspect_command(commands: Any) -> None:
     parser.add_argument(
         "file",
         type=Path,
-        help="a .ckpt, .pt or safetensors file or folder, or a torch.distributed.checkpoint",
+        help="a .ckpt or .pt file, a safetensors file or folder, a torch.distributed.checkpoint, or"
+        " a folder by DeepSpeed",
     )
     parser.add_argument(
         "--verify", action="store_true", help="read everything and compare the checksums"
@@ -48,7 +51,10 @@ def _run(arguments: argparse.Namespace) -> int:
 def describe(path: Path) -> Iterator[str]:
     """The lines that ``inspect`` prints."""
     value: Any
-    if is_directory(path):
+    told: Any = None
+    if is_deepspeed_folder(path):
+        value, told = _of_deepspeed(path)
+    elif is_directory(path):
         directory = opened(path)
         value = {"/".join(map(str, where)): found for where, found in directory.entries.items()}
         beside = rest_of(directory)
@@ -56,7 +62,6 @@ def describe(path: Path) -> Iterator[str]:
         told = directory.provenance
     elif path.is_dir() or path.suffix == ".safetensors":
         value = read_safetensors(path)
-        told = None
     else:
         value = mapped(str(path))
         told = provenance(path) if zipfile.is_zipfile(path) else None
@@ -65,7 +70,9 @@ def describe(path: Path) -> Iterator[str]:
     yield f"{path}: {len(rows)} tensors, {sum(storages.values()):,} bytes"
     if isinstance(value, dict) and "epoch" in value and "global_step" in value:
         yield f"epoch {value['epoch']}, step {value['global_step']}"
-    if told is not None and told.get("stage") == 0:
+    if isinstance(told, str):
+        yield told
+    elif told is not None and told.get("stage") == 0:
         yield "written by `lightning-zero convert`"
     elif told is not None:
         yield (
@@ -78,10 +85,26 @@ def describe(path: Path) -> Iterator[str]:
         yield f"  {name:<{width}}  {dtype:<9} {tensor.nbytes:>15,}  {tuple(tensor.shape)}"
 
 
-def _identity(tensor: Tensor) -> int:
+def _of_deepspeed(path: Path) -> tuple[Any, str]:
+    """A folder by DeepSpeed as a checkpoint, and who wrote it."""
+    folder = DeepSpeedFolder(path)
+    value = {**folder.own_state(), "state_dict": folder.weights()}
+    told = (
+        f"written by DeepSpeed {folder.version}, ZeRO stage {folder.stage}, on {folder.world_size}"
+        " ranks; shown as `lightning-zero convert` would write it"
+    )
+    try:
+        value["optimizer_states"] = [folder.optimizer_state()]
+    except NotImplementedError as error:
+        told += f", but for the optimizer: {error}"
+    return value, told
+
+
+def _identity(tensor: Tensor) -> Any:
     """What tied tensors have in common."""
-    is_stored = isinstance(tensor, Stored)
-    return id(tensor) if is_stored else tensor.untyped_storage().data_ptr()
+    if isinstance(tensor, Deferred):
+        return tensor.key
+    return id(tensor) if isinstance(tensor, Stored) else tensor.untyped_storage().data_ptr()
 
 
 def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -98,9 +121,14 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 def damage(path: Path) -> list[str]:
     """What the checksums of a file by us or by torch say against it, a line each.
 
+    Of a folder by DeepSpeed, what those of its files say.
+
     Raises:
         ValueError: The file has no checksums.
     """
+    if is_deepspeed_folder(path):
+        files = DeepSpeedFolder(path).files
+        return [f"{file.name}: {line}" for file in files for line in damage(file)]
     if is_directory(path):
         return _damage_of_directory(opened(path))
     if not zipfile.is_zipfile(path):

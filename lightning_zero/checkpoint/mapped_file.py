@@ -115,6 +115,11 @@ def provenance(path: Path) -> dict[str, Any] | None:
 
 
 def _mapped(path: Path, *, weights_only: bool) -> Any:
+    if path.is_dir():
+        raise ValueError(
+            f"{str(path)!r} is a folder; expected a file. If DeepSpeed wrote it, convert it first:"
+            " `lightning-zero convert FOLDER FILE.ckpt`"
+        )
     try:
         # Files of torch before 1.6 are no archives and cannot be mapped.
         is_archive = zipfile.is_zipfile(path)
@@ -157,7 +162,7 @@ def _refusal(path: Path, error: Exception) -> str:
         what = kind.split(" was not")[0].strip() if kind else "objects of other classes"
         return (
             f"{str(path)!r} holds more than tensors and plain values: {what}. If you trust whoever"
-            " wrote it, pass weights_only=False; or allow the class with"
-            " torch.serialization.add_safe_globals"
+            " wrote it, pass weights_only=False (--trust to `lightning-zero convert`); or allow the"
+            " class with torch.serialization.add_safe_globals"
         )
     return f"{str(path)!r} cannot be read as a checkpoint; it is damaged: {reason.splitlines()[0]}"

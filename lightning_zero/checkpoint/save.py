@@ -158,8 +158,9 @@ class Save:
         spreads = self.skeleton.spreads()
         for index, key in plan.keys.items():
             spread = spreads[key]
-            if spread.part.numel():
-                yield index, plan.archive.records[index], spread.start_byte, spread.part_bytes
+            part = spread.part_bytes
+            if len(part):
+                yield index, plan.archive.records[index], spread.start_byte, part
         for index, content in plan.contents.items():
             yield index, plan.archive.records[index], 0, content
 

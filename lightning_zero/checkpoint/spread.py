@@ -116,7 +116,9 @@ class Spread(Tensor):
     @property
     def part_bytes(self) -> Tensor:
         """This rank's values as they are written: bytes ``[n]``."""
-        part = self.part.part(0, self.part.numel()) if isinstance(self.part, Stored) else self.part
+        part = self.part
+        if isinstance(part, Stored):
+            part = part.part(0, part.numel())
         return part.to(self.dtype).view(torch.uint8)
 
     @property

@@ -61,16 +61,18 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
         raise RuntimeError(f"{os.fspath(path)!r} does not fit. {error}") from error
 
 
-def read_weights(path: str | os.PathLike[str]) -> Mapping[str, Tensor]:
-    """The weights in a file or folder, by name, mapped."""
+def read_weights(
+    path: str | os.PathLike[str], *, weights_only: bool = True
+) -> Mapping[str, Tensor]:
+    """The weights in a file or folder, by name, mapped; see :func:`mapped` for ``weights_only``."""
     place = Path(path)
     if is_directory(place):
-        return weights_of(opened(place))
+        return weights_of(opened(place), weights_only=weights_only)
     if place.suffix == ".safetensors" or place.is_dir():
         if not place.exists():
             raise FileNotFoundError(f"there is no file {str(place)!r}")
         return read_safetensors(place)
-    found = mapped(os.fspath(path))
+    found = mapped(os.fspath(path), weights_only=weights_only)
     weights = found.get("state_dict", found) if isinstance(found, dict) else None
     if not isinstance(weights, dict) or not any(isinstance(v, Tensor) for v in weights.values()):
         raise ValueError(
