@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,9 @@ def main():
         module = Regression()
         trainer = make_trainer(name, **launch)
         trainer.fit(module, rows(16, batch_size=2), rows(8, batch_size=2, seed=1))
-        rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))
         weights = sum(p.detach().double().abs().sum() for p in module.parameters())
         loss = trainer.callback_metrics["val_loss"]
-        print(f"rank {rank} {trainer.world_size} {weights:.6f} {loss:.6f}")
+        print(f"rank {trainer.global_rank} {trainer.world_size} {weights:.6f} {loss:.6f}")
 
 if __name__ == "__main__":
     main()
@@ -75,30 +75,78 @@ def test_spawn_and_fork_bring_weights_and_metrics_back(digest: str) -> None:
     assert lines == [f"rank 0 {digest}"] * 2
 
 
-FAIL = """
-import sys
-import torch.distributed as dist
+DIE = """
+import os, signal, sys
+from pathlib import Path
+from lightning.pytorch.callbacks import ModelCheckpoint
 from tests.projects import Regression, make_trainer, rows
-import os
 
-class Gloomy(Regression):
+folder, life = Path(sys.argv[1]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+class Mortal(Regression):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        if batch_idx == 1 and self.global_rank == int(sys.argv[1]):
-            raise ArithmeticError(f"rank {self.global_rank} gave up")
+        if (life, self.global_step, self.global_rank) == (0, 1, 1):
+            raise ArithmeticError("rank 1 gave up")
+        if (life, self.global_step, self.global_rank) == (1, 3, 0):
+            os.kill(os.getpid(), signal.SIGKILL)
         return loss
 
-make_trainer(3, devices=int(os.environ["NPROC"])).fit(Gloomy(), rows())
+last = ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=2)
+trainer = make_trainer("zero3", devices=2, enable_checkpointing=True, callbacks=[last])
+module = Mortal()
+found = [path for path in [folder / "last.ckpt"] if path.exists()]
+trainer.fit(module, rows(), rows(8, seed=1), ckpt_path=found[0] if found else None)
+weights = sum(p.detach().double().abs().sum() for p in module.parameters())
+loss = trainer.callback_metrics["val_loss"]
+print(f"life {life} with {len(found)} checkpoint and {len(module.losses)} steps")
+print(f"rank {trainer.global_rank} {trainer.world_size} {weights:.6f} {loss:.6f}")
 """
 
 
 @pytest.mark.slow
-def test_exception_on_one_rank_ends_all() -> None:
-    """Rank 1 gives up while rank 0 waits for its gradients."""
-    finished = run_script(FAIL, 1, launcher="torchrun", check=False, timeout=90)
-    assert finished.code != 0
+def test_torchrun_starts_again_when_a_rank_has_died(digest: str, tmp_path: Path) -> None:
+    """Rank 1 raises while rank 0 waits for its gradients; in the next life rank 0 is killed."""
+    finished = run_script(DIE, tmp_path, launcher="torchrun", restarts=2, timeout=170)
+    assert _lines(finished.stdout) == [f"rank 0 {digest}", f"rank 1 {digest}"]
+    assert finished.stdout.count("life 2 with 1 checkpoint and 2 steps") == 2
     assert "ArithmeticError: rank 1 gave up" in finished.output
     assert "Other ranks did not survive the exception" in finished.output
+    assert "exitcode: -9" in finished.output
+
+
+QUEUE = """
+import os, signal, sys
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from tests.projects import Regression, make_trainer, rows
+
+class Interrupted(Regression):
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+for module in (Interrupted(), Regression()):
+    trainer = make_trainer("zero3", devices=2, default_root_dir=sys.argv[1])
+    assert type(trainer.strategy.cluster_environment) is SLURMEnvironment
+    trainer.fit(module, rows(), rows(8, seed=1))
+    weights = sum(p.detach().double().abs().sum() for p in module.parameters())
+    loss = trainer.callback_metrics["val_loss"]
+    print(f"rank {trainer.global_rank} {trainer.world_size} {weights:.6f} {loss:.6f}")
+    print(f"{len(module.losses)} steps")
+"""
+
+
+def test_slurm_starts_the_ranks_and_queues_them_again(digest: str, tmp_path: Path) -> None:
+    """At the signal to make room a checkpoint is written, from which the next job goes on."""
+    command = tmp_path / "scontrol"
+    command.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    command.chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    finished = run_script(QUEUE, tmp_path, launcher="srun", env=path)
+    assert _lines(finished.stdout) == [f"rank 0 {digest}"] * 2 + [f"rank 1 {digest}"] * 2
+    steps = [line for line in finished.stdout.splitlines() if line.endswith("steps")]
+    assert steps == ["4 steps", "2 steps"] * 2
+    assert (tmp_path / "asked").read_text() == "requeue 4242\n"
 
 
 # ------------------------------------------------------------------------------- the command line
