@@ -167,6 +167,12 @@ def run_python(
     return finished
 
 
+def say(line: str) -> None:
+    """Print a line of a script in one go: `print` lets lines of several processes mix."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def free_port() -> int:
     """A port that nobody listens on right now."""
     with socket.socket() as probe:

@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "lightning_zero"
 
 FLOORS = [
     ["layout", "plan", "deepspeed", "config", "scaler", "tensors", "ledger"],
-    ["buffer", "window", "watch", "meeting", "comm", "offload"],
+    ["store", "buffer", "window", "watch", "meeting", "comm", "offload"],
     ["resting", "piece", "gradient", "unit", "wrap", "meta", "settings", "draft", "sharded"],
     ["schedule", "optim", "clip", "turns", "engine", "access", "activation"],
     ["checkpoint", "memory"],

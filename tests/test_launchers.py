@@ -22,17 +22,19 @@ import os, sys
 import torch
 import lightning_zero
 from lightning.pytorch import Trainer
+from tests.launch import say
 from tests.projects import Regression, make_trainer, rows
 
 def main():
     launch = dict(devices=int(os.environ["NPROC"]), num_nodes=int(os.environ.get("NODES", 1)))
+    launch["max_epochs"] = 2
     for name in sys.argv[1:]:
         module = Regression()
         trainer = make_trainer(name, **launch)
         trainer.fit(module, rows(16, batch_size=2), rows(8, batch_size=2, seed=1))
         weights = sum(p.detach().double().abs().sum() for p in module.parameters())
         loss = trainer.callback_metrics["val_loss"]
-        print(f"rank {trainer.global_rank} {trainer.world_size} {weights:.6f} {loss:.6f}")
+        say(f"rank {trainer.global_rank} {trainer.world_size} {weights:.6f} {loss:.6f}")
 
 if __name__ == "__main__":
     main()
@@ -50,7 +52,7 @@ def digest(ranks: Pools) -> str:
 def _digest() -> str:
     from tests.projects import fit
 
-    run = fit(Regression(), "zero3", data=(rows(), rows(8, seed=1)))
+    run = fit(Regression(), "zero3", max_epochs=2, data=(rows(), rows(8, seed=1)))
     weights = sum(p.double().abs().sum() for p in run.params.values())
     return f"2 {weights:.6f} {run.metrics['val_loss']:.6f}"
 
@@ -76,9 +78,10 @@ def test_spawn_and_fork_bring_weights_and_metrics_back(digest: str) -> None:
 
 
 DIE = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
 from lightning.pytorch.callbacks import ModelCheckpoint
+from tests.launch import say
 from tests.projects import Regression, make_trainer, rows
 
 folder, life = Path(sys.argv[1]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -88,19 +91,22 @@ class Mortal(Regression):
         loss = super().training_step(batch, batch_idx)
         if (life, self.global_step, self.global_rank) == (0, 1, 1):
             raise ArithmeticError("rank 1 gave up")
-        if (life, self.global_step, self.global_rank) == (1, 3, 0):
+        if (life, self.global_step, self.global_rank) == (1, 5, 0):
             os.kill(os.getpid(), signal.SIGKILL)
         return loss
 
-last = ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=2)
-trainer = make_trainer("zero3", devices=2, enable_checkpointing=True, callbacks=[last])
+last = ModelCheckpoint(folder, save_last=True)
+saving = dict(enable_checkpointing=True, callbacks=[last])
+trainer = make_trainer("zero3", devices=2, max_epochs=2, **saving)
 module = Mortal()
+if life and trainer.global_rank == 1:
+    time.sleep(1.0)  # so that rank 0 looks for it while its former life's address is there
 found = [path for path in [folder / "last.ckpt"] if path.exists()]
 trainer.fit(module, rows(), rows(8, seed=1), ckpt_path=found[0] if found else None)
 weights = sum(p.detach().double().abs().sum() for p in module.parameters())
 loss = trainer.callback_metrics["val_loss"]
-print(f"life {life} with {len(found)} checkpoint and {len(module.losses)} steps")
-print(f"rank {trainer.global_rank} {trainer.world_size} {weights:.6f} {loss:.6f}")
+say(f"life {life} with {len(found)} checkpoint and {len(module.losses)} steps")
+say(f"rank {trainer.global_rank} {trainer.world_size} {weights:.6f} {loss:.6f}")
 """
 
 
@@ -109,7 +115,7 @@ def test_torchrun_starts_again_when_a_rank_has_died(digest: str, tmp_path: Path)
     """Rank 1 raises while rank 0 waits for its gradients; in the next life rank 0 is killed."""
     finished = run_script(DIE, tmp_path, launcher="torchrun", restarts=2, timeout=170)
     assert _lines(finished.stdout) == [f"rank 0 {digest}", f"rank 1 {digest}"]
-    assert finished.stdout.count("life 2 with 1 checkpoint and 2 steps") == 2
+    assert finished.stdout.count("life 2 with 1 checkpoint and 4 steps") == 2
     assert "ArithmeticError: rank 1 gave up" in finished.output
     assert "Other ranks did not survive the exception" in finished.output
     assert "exitcode: -9" in finished.output
@@ -118,21 +124,22 @@ def test_torchrun_starts_again_when_a_rank_has_died(digest: str, tmp_path: Path)
 QUEUE = """
 import os, signal, sys
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from tests.launch import say
 from tests.projects import Regression, make_trainer, rows
 
 class Interrupted(Regression):
     def on_train_batch_start(self, batch, batch_idx):
-        if batch_idx == 2:
+        if (self.current_epoch, batch_idx) == (1, 0):
             os.kill(os.getpid(), signal.SIGUSR1)
 
 for module in (Interrupted(), Regression()):
-    trainer = make_trainer("zero3", devices=2, default_root_dir=sys.argv[1])
+    trainer = make_trainer("zero3", devices=2, max_epochs=2, default_root_dir=sys.argv[1])
     assert type(trainer.strategy.cluster_environment) is SLURMEnvironment
     trainer.fit(module, rows(), rows(8, seed=1))
     weights = sum(p.detach().double().abs().sum() for p in module.parameters())
     loss = trainer.callback_metrics["val_loss"]
-    print(f"rank {trainer.global_rank} {trainer.world_size} {weights:.6f} {loss:.6f}")
-    print(f"{len(module.losses)} steps")
+    say(f"rank {trainer.global_rank} {trainer.world_size} {weights:.6f} {loss:.6f}")
+    say(f"{len(module.losses)} steps")
 """
 
 
@@ -145,7 +152,7 @@ def test_slurm_starts_the_ranks_and_queues_them_again(digest: str, tmp_path: Pat
     finished = run_script(QUEUE, tmp_path, launcher="srun", env=path)
     assert _lines(finished.stdout) == [f"rank 0 {digest}"] * 2 + [f"rank 1 {digest}"] * 2
     steps = [line for line in finished.stdout.splitlines() if line.endswith("steps")]
-    assert steps == ["4 steps", "2 steps"] * 2
+    assert steps == ["8 steps", "4 steps"] * 2
     assert (tmp_path / "asked").read_text() == "requeue 4242\n"
 
 
