@@ -91,14 +91,14 @@ def run_script(
             commands = [[*run, f"--node-rank={node}", *words] for node in range(nodes)]
             own = [{}] * nodes
         elif launcher == "srun":
-            commands, own = [words] * nproc, [_slurm(task, nproc) for task in range(nproc)]
+            commands, own = [words] * nproc, [slurm_variables(task, nproc) for task in range(nproc)]
         started = {"NPROC": str(1 if launcher == "plain" else nproc), "MASTER_PORT": str(port)}
         everybodys = {**started, **(env or {})}
         envs = [{**everybodys, **variables} for variables in own]
         return run_python(*commands, timeout=timeout, check=check, env=envs, cwd=cwd)
 
 
-def _slurm(task: int, num_tasks: int) -> dict[str, str]:
+def slurm_variables(task: int, num_tasks: int) -> dict[str, str]:
     """What `srun` tells a task of a job on one node."""
     variables = {
         "JOB_ID": "4242",

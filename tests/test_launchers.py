@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_zero import ZeROStrategy
-from tests.launch import run_script
-from tests.projects import Regression, rows
+from tests.launch import run_script, slurm_variables
+from tests.projects import STAGES, Regression, Run, assert_like_ddp, fit, make_trainer, rows
 from tests.ranks import Pools
 
 # One process of it is the same run under every launcher, so all print the same digest.
@@ -28,6 +28,8 @@ from tests.projects import Regression, make_trainer, rows
 def main():
     launch = dict(devices=int(os.environ["NPROC"]), num_nodes=int(os.environ.get("NODES", 1)))
     launch["max_epochs"] = 2
+    # DDP's sampler shuffles, also for one device; plain Lightning has none.
+    launch["use_distributed_sampler"] = launch["devices"] * launch["num_nodes"] > 1
     for name in sys.argv[1:]:
         module = Regression()
         trainer = make_trainer(name, **launch)
@@ -50,8 +52,6 @@ def digest(ranks: Pools) -> str:
 
 
 def _digest() -> str:
-    from tests.projects import fit
-
     run = fit(Regression(), "zero3", max_epochs=2, data=(rows(), rows(8, seed=1)))
     weights = sum(p.double().abs().sum() for p in run.params.values())
     return f"2 {weights:.6f} {run.metrics['val_loss']:.6f}"
@@ -75,6 +75,47 @@ def test_two_nodes_of_torchrun(digest: str) -> None:
 def test_spawn_and_fork_bring_weights_and_metrics_back(digest: str) -> None:
     lines = _lines(run_script(FIT, "zero3_fork", "zero1_spawn").stdout)
     assert lines == [f"rank 0 {digest}"] * 2
+
+
+ALONE = [
+    *(f"zero{stage}_{start}" for stage in STAGES for start in ("fork", "notebook")),
+    "zero3_spawn",
+    *(f"zero{stage}" for stage in STAGES),
+]
+
+
+@pytest.mark.slow
+def test_one_device_is_plain_lightning_under_every_launcher() -> None:
+    """One after another in one script, which also trains without a strategy before and after."""
+    lines = _lines(run_script(FIT, "auto", *ALONE, "auto", launcher="plain").stdout)
+    assert len(lines) == len(ALONE) + 2
+    assert len(set(lines)) == 1
+    assert lines[0].startswith("rank 0 1 ")
+
+
+def _alone(cluster: str, variables: dict[str, str]) -> dict[str | int, Run]:
+    os.environ.update(variables)
+    runs: dict[str | int, Run] = {}
+    for name, strategy in (("ddp", "auto"), *zip(STAGES, STAGES, strict=True)):
+        module, trainer = Regression(), make_trainer(strategy, use_distributed_sampler=False)
+        if name != "ddp":
+            assert type(trainer.strategy.cluster_environment).__name__ == cluster
+        trainer.fit(module, rows(), rows(8, seed=1))
+        runs[name] = Run.of(module, trainer)
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("cluster", "variables"),
+    [
+        ("TorchElasticEnvironment", {"TORCHELASTIC_RUN_ID": "1", "LOCAL_RANK": "0"}),
+        ("SLURMEnvironment", slurm_variables(0, 1)),
+    ],
+)
+def test_one_device_of_a_cluster_is_plain_lightning(
+    ranks: Pools, cluster: str, variables: dict[str, str]
+) -> None:
+    assert_like_ddp(ranks(1).run(_alone, cluster, variables))
 
 
 DIE = """
