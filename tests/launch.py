@@ -92,7 +92,8 @@ def run_script(
             own = [{}] * nodes
         elif launcher == "srun":
             commands, own = [words] * nproc, [slurm_variables(task, nproc) for task in range(nproc)]
-        started = {"NPROC": str(1 if launcher == "plain" else nproc), "MASTER_PORT": str(port)}
+            own = [{**variables, "MASTER_PORT": str(port)} for variables in own]
+        started = {"NPROC": str(1 if launcher == "plain" else nproc)}
         everybodys = {**started, **(env or {})}
         envs = [{**everybodys, **variables} for variables in own]
         return run_python(*commands, timeout=timeout, check=check, env=envs, cwd=cwd)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,27 @@ from lightning.pytorch import Trainer
 from tests.launch import say
 from tests.projects import Regression, make_trainer, rows
 
+class Gloomy(Regression):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == 1:
+            raise ArithmeticError("rank 1 gave up")
+        return super().training_step(batch, batch_idx)
+
+def fail(**launch):
+    try:
+        make_trainer("zero3_fork", **launch).fit(Gloomy(), rows())
+    except Exception as error:
+        say(str(error).strip().rpartition("ArithmeticError: ")[2])
+
 def main():
     launch = dict(devices=int(os.environ["NPROC"]), num_nodes=int(os.environ.get("NODES", 1)))
     launch["max_epochs"] = 2
     # DDP's sampler shuffles, also for one device; plain Lightning has none.
     launch["use_distributed_sampler"] = launch["devices"] * launch["num_nodes"] > 1
     for name in sys.argv[1:]:
+        if name == "fail_fork":
+            fail(**launch)
+            continue
         module = Regression()
         trainer = make_trainer(name, **launch)
         trainer.fit(module, rows(16, batch_size=2), rows(8, batch_size=2, seed=1))
@@ -61,9 +77,10 @@ def _lines(stdout: str) -> list[str]:
     return sorted(line for line in stdout.splitlines() if line.startswith("rank "))
 
 
-def test_lightning_starts_the_other_process(digest: str) -> None:
-    lines = _lines(run_script(FIT, "zero3").stdout)
-    assert lines == [f"rank 0 {digest}", f"rank 1 {digest}"]
+def test_lightning_starts_the_other_process_of_two_jobs_at_once(digest: str) -> None:
+    with ThreadPoolExecutor(2) as jobs:
+        for finished in jobs.map(lambda name: run_script(FIT, name), ("zero3", "zero1")):
+            assert _lines(finished.stdout) == [f"rank 0 {digest}", f"rank 1 {digest}"]
 
 
 def test_two_nodes_of_torchrun(digest: str) -> None:
@@ -73,8 +90,8 @@ def test_two_nodes_of_torchrun(digest: str) -> None:
 
 @pytest.mark.slow
 def test_spawn_and_fork_bring_weights_and_metrics_back(digest: str) -> None:
-    lines = _lines(run_script(FIT, "zero3_fork", "zero1_spawn").stdout)
-    assert lines == [f"rank 0 {digest}"] * 2
+    lines = _lines(run_script(FIT, "fail_fork", "zero3_fork", "zero1_spawn").stdout)
+    assert lines == [f"rank 0 {digest}", f"rank 0 {digest}", "rank 1 gave up"]  # sorted
 
 
 ALONE = [
