@@ -79,7 +79,9 @@ def _lines(stdout: str) -> list[str]:
 
 def test_lightning_starts_the_other_process_of_two_jobs_at_once(digest: str) -> None:
     with ThreadPoolExecutor(2) as jobs:
-        for finished in jobs.map(lambda name: run_script(FIT, name), ("zero3", "zero1")):
+        for finished in jobs.map(
+            lambda name: run_script(FIT, name, timeout=170), ("zero3", "zero1")
+        ):
             assert _lines(finished.stdout) == [f"rank 0 {digest}", f"rank 1 {digest}"]
 
 
@@ -90,7 +92,7 @@ def test_two_nodes_of_torchrun(digest: str) -> None:
 
 @pytest.mark.slow
 def test_spawn_and_fork_bring_weights_and_metrics_back(digest: str) -> None:
-    lines = _lines(run_script(FIT, "fail_fork", "zero3_fork", "zero1_spawn").stdout)
+    lines = _lines(run_script(FIT, "fail_fork", "zero3_fork", "zero1_spawn", timeout=170).stdout)
     assert lines == [f"rank 0 {digest}", f"rank 0 {digest}", "rank 1 gave up"]  # sorted
 
 
@@ -104,7 +106,7 @@ ALONE = [
 @pytest.mark.slow
 def test_one_device_is_plain_lightning_under_every_launcher() -> None:
     """One after another in one script, which also trains without a strategy before and after."""
-    lines = _lines(run_script(FIT, "auto", *ALONE, "auto", launcher="plain").stdout)
+    lines = _lines(run_script(FIT, "auto", *ALONE, "auto", launcher="plain", timeout=170).stdout)
     assert len(lines) == len(ALONE) + 2
     assert len(set(lines)) == 1
     assert lines[0].startswith("rank 0 1 ")
@@ -207,7 +209,7 @@ def test_slurm_starts_the_ranks_and_queues_them_again(digest: str, tmp_path: Pat
     command.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
     command.chmod(0o755)
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    finished = run_script(QUEUE, tmp_path, launcher="srun", env=path)
+    finished = run_script(QUEUE, tmp_path, launcher="srun", env=path, timeout=170)
     assert _lines(finished.stdout) == [f"rank 0 {digest}"] * 2 + [f"rank 1 {digest}"] * 2
     steps = [line for line in finished.stdout.splitlines() if line.endswith("steps")]
     assert steps == ["8 steps", "4 steps"] * 2

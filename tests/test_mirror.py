@@ -163,7 +163,7 @@ if __name__ == "__main__":
 def test_other_launchers_under_the_mirror(ranks: Pools) -> None:
     expected = ranks(2).run(train, "ddp", timeout=120)[0]
     words = [f"{value.double().abs().sum():.6f}" for value in expected.values()]
-    lines = run_script(SPAWN).stdout.splitlines()
+    lines = run_script(SPAWN, timeout=170).stdout.splitlines()
     for strategy in ("zero3_spawn", "zero2_fork"):
         assert " ".join([strategy, *words]) in lines
 
