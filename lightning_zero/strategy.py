@@ -6,6 +6,7 @@ import atexit
 import dataclasses
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
@@ -55,6 +57,7 @@ from lightning_zero.piece import Piece
 from lightning_zero.precision import ZeROPrecision
 from lightning_zero.same_length import SameLength
 from lightning_zero.settings import Settings
+from lightning_zero.store import store_of_life
 from lightning_zero.wrap import UnitPolicy
 
 if TYPE_CHECKING:
@@ -199,11 +202,35 @@ class ZeROStrategy(DDPStrategy):
 
     @override
     def setup_distributed(self) -> None:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            self._join_group_of_life()
         super().setup_distributed()
         # Lightning leaves only NCCL's group at exit; gloo's threads, if alive then, now and then
         # abort the process.
         atexit.unregister(_leave_group)
         atexit.register(_leave_group)
+
+    def _join_group_of_life(self) -> None:
+        """Make the group before Lightning does, in a store without the ranks' former lives."""
+        if torch.distributed.is_initialized() or not isinstance(
+            self.cluster_environment, TorchElasticEnvironment
+        ):
+            return
+        self.set_world_ranks()
+        timeout = self._timeout or default_pg_timeout
+        host, port = self.cluster_environment.main_address, self.cluster_environment.main_port
+        agents = torch.distributed.TCPStore(
+            host, port, self.world_size, timeout=timeout, wait_for_workers=False
+        )
+        on_cpu = self.root_device.type == "cpu"
+        torch.distributed.init_process_group(
+            self._get_process_group_backend(),
+            store=store_of_life(agents, self.global_rank, self.world_size, timeout),
+            rank=self.global_rank,
+            world_size=self.world_size,
+            timeout=timeout,
+            device_id=None if on_cpu else self.root_device,
+        )
 
     @override
     @contextmanager

@@ -47,7 +47,8 @@ def run_script(
     *args: object,
     nproc: int = 2,
     nodes: int = 1,
-    launcher: Literal["plain", "lightning", "torchrun"] = "lightning",
+    restarts: int = 0,
+    launcher: Literal["plain", "lightning", "torchrun", "srun"] = "lightning",
     timeout: float = 120.0,
     check: bool = True,
     env: Mapping[str, str] | None = None,
@@ -61,7 +62,9 @@ def run_script(
         nproc: Processes per node, started by torchrun, or by Lightning inside the script: the
             script finds the number in the variable NPROC. A plain script is told 1.
         nodes: Nodes imitated on this machine, each by its own torchrun.
-        launcher: "torchrun", or who starts the other processes: "lightning" or nobody ("plain").
+        restarts: How often torchrun starts all processes again when one of them has failed.
+        launcher: "torchrun"; "srun", imitated by SLURM's variables; or who starts the other
+            processes: "lightning" or nobody ("plain").
         timeout: Seconds after which every process is killed.
         check: Whether an exit code other than 0 is an error.
         env: Variables to add.
@@ -70,36 +73,60 @@ def run_script(
     Raises:
         ScriptError: when time is up, with the stack of every process, or as `check` says.
     """
-    if launcher != "torchrun" and nodes != 1:
-        raise ValueError(f"nodes={nodes} needs launcher='torchrun', not {launcher!r}")
+    if launcher != "torchrun" and (nodes, restarts) != (1, 0):
+        raise ValueError(f"{nodes=}, {restarts=} need launcher='torchrun', not {launcher!r}")
     with tempfile.TemporaryDirectory(prefix="script-") as folder:
         path = Path(folder) / "script.py" if "\n" in str(script) else ROOT / script
         if "\n" in str(script):
             path.write_text(str(script))
         port = free_port()
         words = [str(path), *map(str, args)]
-        commands = [words]
+        commands: list[list[str]] = [words]
+        own: list[dict[str, str]] = [{}]
         if launcher == "torchrun":
-            options = [f"--nproc-per-node={nproc}", f"--nnodes={nodes}", "--max-restarts=0"]
-            options += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+            place = ["--master-addr=127.0.0.1", f"--master-port={port}", f"--nnodes={nodes}"]
+            options = [f"--nproc-per-node={nproc}", f"--max-restarts={restarts}"]
+            options += ["--standalone"] if nodes == 1 else place
             run = ["-m", "torch.distributed.run", *options]
             commands = [[*run, f"--node-rank={node}", *words] for node in range(nodes)]
-        started = {"NPROC": str(1 if launcher == "plain" else nproc), "MASTER_PORT": str(port)}
-        return run_python(
-            *commands, timeout=timeout, check=check, env={**started, **(env or {})}, cwd=cwd
-        )
+            own = [{}] * nodes
+        elif launcher == "srun":
+            commands, own = [words] * nproc, [slurm_variables(task, nproc) for task in range(nproc)]
+            own = [{**variables, "MASTER_PORT": str(port)} for variables in own]
+        started = {"NPROC": str(1 if launcher == "plain" else nproc)}
+        everybodys = {**started, **(env or {})}
+        envs = [{**everybodys, **variables} for variables in own]
+        return run_python(*commands, timeout=timeout, check=check, env=envs, cwd=cwd)
+
+
+def slurm_variables(task: int, num_tasks: int) -> dict[str, str]:
+    """What `srun` tells a task of a job on one node."""
+    variables = {
+        "JOB_ID": "4242",
+        "JOB_NAME": "train",
+        "NNODES": "1",
+        "NODEID": "0",
+        "NODELIST": "localhost",
+        "STEP_NODELIST": "localhost",
+        "NTASKS": str(num_tasks),
+        "NTASKS_PER_NODE": str(num_tasks),
+        "PROCID": str(task),
+        "LOCALID": str(task),
+    }
+    return {f"SLURM_{name}": value for name, value in variables.items()}
 
 
 def run_python(
     *commands: Sequence[str],
     timeout: float = 120.0,
     check: bool = True,
-    env: Mapping[str, str] | None = None,
+    env: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None,
     cwd: Path = ROOT,
 ) -> Finished:
     """Run `python <command>` for each command, all at the same time, to the last one's end.
 
     With several commands the code is the first that is not 0, and outputs follow one another.
+    `env` has variables to add, for all commands or for each.
     """
     mark = uuid.uuid4().hex
     environment = {
@@ -109,18 +136,18 @@ def run_python(
         "PYTHONFAULTHANDLER": "1",
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": loopback(),
-        **(env or {}),
         MARK: mark,
     }
+    own = env if isinstance(env, Sequence) else [env or {}] * len(commands)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="output-")))
         processes = []
         stack.callback(_kill, mark, processes)
-        for number, command in enumerate(commands):
+        for number, (command, variables) in enumerate(zip(commands, own, strict=True)):
             process = subprocess.Popen(
                 [sys.executable, *command],
                 cwd=cwd,
-                env=environment,
+                env={**environment, **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=stack.enter_context((folder / f"{number}.out").open("wb")),
                 stderr=stack.enter_context((folder / f"{number}.err").open("wb")),
@@ -139,6 +166,12 @@ def run_python(
     if check and finished.code:
         raise ScriptError(f"`python {words}` ended with code {finished.code}\n{finished.output}")
     return finished
+
+
+def say(line: str) -> None:
+    """Print a line of a script in one go: `print` lets lines of several processes mix."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def free_port() -> int:

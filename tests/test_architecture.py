@@ -10,11 +10,11 @@ PACKAGE = Path(__file__).resolve().parents[1] / "lightning_zero"
 
 FLOORS = [
     ["layout", "plan", "deepspeed", "config", "scaler", "tensors", "ledger"],
-    ["buffer", "window", "watch", "meeting", "comm", "offload"],
+    ["store", "buffer", "window", "watch", "meeting", "comm", "offload"],
     ["resting", "piece", "gradient", "unit", "wrap", "meta", "settings", "draft", "sharded"],
     ["schedule", "optim", "clip", "turns", "engine", "access", "activation"],
     ["checkpoint", "memory"],
-    ["precision", "callbacks", "same_length", "strategy", "mirror", "monitor", "traffic"],
+    ["precision", "callbacks", "same_length", "strategy", "monitor", "traffic", "mirror"],
     ["cli", "__main__", "__init__"],
 ]
 """Every room, floor by floor from the ground. A room may import what stands before it."""

@@ -14,7 +14,9 @@ from tests.launch import run_script
 from tests.ranks import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLES = sorted(
+    path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb")
+)
 NUMBER = r"[\d,]+"
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,8 @@ import torch
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_zero import ZeROStrategy
-from tests.launch import run_script
-from tests.projects import Regression, rows
+from tests.launch import run_script, slurm_variables
+from tests.projects import STAGES, Regression, Run, assert_like_ddp, fit, make_trainer, rows
 from tests.ranks import Pools
 
 # One process of it is the same run under every launcher, so all print the same digest.
@@ -21,18 +23,36 @@ import os, sys
 import torch
 import lightning_zero
 from lightning.pytorch import Trainer
+from tests.launch import say
 from tests.projects import Regression, make_trainer, rows
+
+class Gloomy(Regression):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == 1:
+            raise ArithmeticError("rank 1 gave up")
+        return super().training_step(batch, batch_idx)
+
+def fail(**launch):
+    try:
+        make_trainer("zero3_fork", **launch).fit(Gloomy(), rows())
+    except Exception as error:
+        say(str(error).strip().rpartition("ArithmeticError: ")[2])
 
 def main():
     launch = dict(devices=int(os.environ["NPROC"]), num_nodes=int(os.environ.get("NODES", 1)))
+    launch["max_epochs"] = 2
+    # DDP's sampler shuffles, also for one device; plain Lightning has none.
+    launch["use_distributed_sampler"] = launch["devices"] * launch["num_nodes"] > 1
     for name in sys.argv[1:]:
+        if name == "fail_fork":
+            fail(**launch)
+            continue
         module = Regression()
         trainer = make_trainer(name, **launch)
         trainer.fit(module, rows(16, batch_size=2), rows(8, batch_size=2, seed=1))
-        rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))
         weights = sum(p.detach().double().abs().sum() for p in module.parameters())
         loss = trainer.callback_metrics["val_loss"]
-        print(f"rank {rank} {trainer.world_size} {weights:.6f} {loss:.6f}")
+        say(f"rank {trainer.global_rank} {trainer.world_size} {weights:.6f} {loss:.6f}")
 
 if __name__ == "__main__":
     main()
@@ -48,9 +68,7 @@ def digest(ranks: Pools) -> str:
 
 
 def _digest() -> str:
-    from tests.projects import fit
-
-    run = fit(Regression(), "zero3", data=(rows(), rows(8, seed=1)))
+    run = fit(Regression(), "zero3", max_epochs=2, data=(rows(), rows(8, seed=1)))
     weights = sum(p.double().abs().sum() for p in run.params.values())
     return f"2 {weights:.6f} {run.metrics['val_loss']:.6f}"
 
@@ -59,9 +77,12 @@ def _lines(stdout: str) -> list[str]:
     return sorted(line for line in stdout.splitlines() if line.startswith("rank "))
 
 
-def test_lightning_starts_the_other_process(digest: str) -> None:
-    lines = _lines(run_script(FIT, "zero3").stdout)
-    assert lines == [f"rank 0 {digest}", f"rank 1 {digest}"]
+def test_lightning_starts_the_other_process_of_two_jobs_at_once(digest: str) -> None:
+    with ThreadPoolExecutor(2) as jobs:
+        for finished in jobs.map(
+            lambda name: run_script(FIT, name, timeout=170), ("zero3", "zero1")
+        ):
+            assert _lines(finished.stdout) == [f"rank 0 {digest}", f"rank 1 {digest}"]
 
 
 def test_two_nodes_of_torchrun(digest: str) -> None:
@@ -71,34 +92,128 @@ def test_two_nodes_of_torchrun(digest: str) -> None:
 
 @pytest.mark.slow
 def test_spawn_and_fork_bring_weights_and_metrics_back(digest: str) -> None:
-    lines = _lines(run_script(FIT, "zero3_fork", "zero1_spawn").stdout)
-    assert lines == [f"rank 0 {digest}"] * 2
+    lines = _lines(run_script(FIT, "fail_fork", "zero3_fork", "zero1_spawn", timeout=170).stdout)
+    assert lines == [f"rank 0 {digest}", f"rank 0 {digest}", "rank 1 gave up"]  # sorted
 
 
-FAIL = """
-import sys
-import torch.distributed as dist
+ALONE = [
+    *(f"zero{stage}_{start}" for stage in STAGES for start in ("fork", "notebook")),
+    "zero3_spawn",
+    *(f"zero{stage}" for stage in STAGES),
+]
+
+
+@pytest.mark.slow
+def test_one_device_is_plain_lightning_under_every_launcher() -> None:
+    """One after another in one script, which also trains without a strategy before and after."""
+    lines = _lines(run_script(FIT, "auto", *ALONE, "auto", launcher="plain", timeout=170).stdout)
+    assert len(lines) == len(ALONE) + 2
+    assert len(set(lines)) == 1
+    assert lines[0].startswith("rank 0 1 ")
+
+
+def _alone(cluster: str, variables: dict[str, str]) -> dict[str | int, Run]:
+    os.environ.update(variables)
+    runs: dict[str | int, Run] = {}
+    for name, strategy in (("ddp", "auto"), *zip(STAGES, STAGES, strict=True)):
+        module, trainer = Regression(), make_trainer(strategy, use_distributed_sampler=False)
+        if name != "ddp":
+            assert type(trainer.strategy.cluster_environment).__name__ == cluster
+        trainer.fit(module, rows(), rows(8, seed=1))
+        runs[name] = Run.of(module, trainer)
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("cluster", "variables"),
+    [
+        ("TorchElasticEnvironment", {"TORCHELASTIC_RUN_ID": "1", "LOCAL_RANK": "0"}),
+        ("SLURMEnvironment", slurm_variables(0, 1)),
+    ],
+)
+def test_one_device_of_a_cluster_is_plain_lightning(
+    ranks: Pools, cluster: str, variables: dict[str, str]
+) -> None:
+    assert_like_ddp(ranks(1).run(_alone, cluster, variables))
+
+
+DIE = """
+import os, signal, sys, time
+from pathlib import Path
+from lightning.pytorch.callbacks import ModelCheckpoint
+from tests.launch import say
 from tests.projects import Regression, make_trainer, rows
-import os
 
-class Gloomy(Regression):
+folder, life = Path(sys.argv[1]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+class Mortal(Regression):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        if batch_idx == 1 and self.global_rank == int(sys.argv[1]):
-            raise ArithmeticError(f"rank {self.global_rank} gave up")
+        if (life, self.global_step, self.global_rank) == (0, 1, 1):
+            raise ArithmeticError("rank 1 gave up")
+        if (life, self.global_step, self.global_rank) == (1, 5, 0):
+            os.kill(os.getpid(), signal.SIGKILL)
         return loss
 
-make_trainer(3, devices=int(os.environ["NPROC"])).fit(Gloomy(), rows())
+last = ModelCheckpoint(folder, save_last=True)
+saving = dict(enable_checkpointing=True, callbacks=[last])
+trainer = make_trainer("zero3", devices=2, max_epochs=2, **saving)
+module = Mortal()
+if life and trainer.global_rank == 1:
+    time.sleep(1.0)  # so that rank 0 looks for it while its former life's address is there
+found = [path for path in [folder / "last.ckpt"] if path.exists()]
+trainer.fit(module, rows(), rows(8, seed=1), ckpt_path=found[0] if found else None)
+weights = sum(p.detach().double().abs().sum() for p in module.parameters())
+loss = trainer.callback_metrics["val_loss"]
+say(f"life {life} with {len(found)} checkpoint and {len(module.losses)} steps")
+say(f"rank {trainer.global_rank} {trainer.world_size} {weights:.6f} {loss:.6f}")
 """
 
 
 @pytest.mark.slow
-def test_exception_on_one_rank_ends_all() -> None:
-    """Rank 1 gives up while rank 0 waits for its gradients."""
-    finished = run_script(FAIL, 1, launcher="torchrun", check=False, timeout=90)
-    assert finished.code != 0
+def test_torchrun_starts_again_when_a_rank_has_died(digest: str, tmp_path: Path) -> None:
+    """Rank 1 raises while rank 0 waits for its gradients; in the next life rank 0 is killed."""
+    finished = run_script(DIE, tmp_path, launcher="torchrun", restarts=2, timeout=170)
+    assert _lines(finished.stdout) == [f"rank 0 {digest}", f"rank 1 {digest}"]
+    assert finished.stdout.count("life 2 with 1 checkpoint and 4 steps") == 2
     assert "ArithmeticError: rank 1 gave up" in finished.output
     assert "Other ranks did not survive the exception" in finished.output
+    assert "exitcode: -9" in finished.output
+
+
+QUEUE = """
+import os, signal, sys
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from tests.launch import say
+from tests.projects import Regression, make_trainer, rows
+
+class Interrupted(Regression):
+    def on_train_batch_start(self, batch, batch_idx):
+        if (self.current_epoch, batch_idx) == (1, 0):
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+for module in (Interrupted(), Regression()):
+    trainer = make_trainer("zero3", devices=2, max_epochs=2, default_root_dir=sys.argv[1])
+    assert type(trainer.strategy.cluster_environment) is SLURMEnvironment
+    trainer.fit(module, rows(), rows(8, seed=1))
+    weights = sum(p.detach().double().abs().sum() for p in module.parameters())
+    loss = trainer.callback_metrics["val_loss"]
+    say(f"rank {trainer.global_rank} {trainer.world_size} {weights:.6f} {loss:.6f}")
+    say(f"{len(module.losses)} steps")
+"""
+
+
+def test_slurm_starts_the_ranks_and_queues_them_again(digest: str, tmp_path: Path) -> None:
+    """At the signal to make room a checkpoint is written, from which the next job goes on."""
+    command = tmp_path / "scontrol"
+    command.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    command.chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    finished = run_script(QUEUE, tmp_path, launcher="srun", env=path, timeout=170)
+    assert _lines(finished.stdout) == [f"rank 0 {digest}"] * 2 + [f"rank 1 {digest}"] * 2
+    steps = [line for line in finished.stdout.splitlines() if line.endswith("steps")]
+    assert steps == ["8 steps", "4 steps"] * 2
+    assert (tmp_path / "asked").read_text() == "requeue 4242\n"
 
 
 # ------------------------------------------------------------------------------- the command line

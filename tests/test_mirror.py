@@ -3,43 +3,52 @@
 from __future__ import annotations
 
 import ast
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.launch import run_python
+import lightning_zero
+from tests.launch import run_python, run_script
 from tests.ranks import ROOT, Pools
 
 NAMES = "from pytorch_lightning.strategies import StrategyRegistry as R; print('zero3' in R)"
-LOADED = "import sys; print('pytorch_lightning' in sys.modules, end=' ')"
+LOADED = "import sys; print('pytorch_lightning' in sys.modules)"
+TRAINER = """
+import lightning_zero, pytorch_lightning as pl
+strategy = lightning_zero.mirror.ZeROStrategy(2)
+t = pl.Trainer(strategy=strategy, accelerator="cpu", logger=False, precision="bf16-mixed")
+print(isinstance(strategy, pl.strategies.DDPStrategy))
+print(isinstance(strategy, lightning_zero.ZeROStrategy))
+print(t.strategy.settings.stage, type(t.precision_plugin).__module__)
+print(pl.__spec__.loader is pl.__loader__)
+"""
 
 
 @pytest.mark.parametrize(
     ("code", "printed"),
     [
-        (f"import lightning_zero; {LOADED}; {NAMES}", "False True"),
-        (f"import pytorch_lightning, lightning_zero; {LOADED}; {NAMES}", "True True"),
         (
-            "import lightning_zero, pytorch_lightning as pl;"
-            "t = pl.Trainer(strategy=lightning_zero.mirror.ZeROStrategy(2), accelerator='cpu',"
-            " logger=False, precision='bf16-mixed');"
-            "print(isinstance(t.strategy, pl.strategies.DDPStrategy),"
-            " isinstance(t.strategy, lightning_zero.ZeROStrategy), t.strategy.settings.stage,"
-            " type(t.precision_plugin).__module__, pl.__spec__.loader is pl.__loader__)",
-            "True False 2 lightning_zero.mirror.precision True",
+            f"import lightning_zero\n{LOADED}\n{NAMES}\n{TRAINER}",
+            ["False", "True", "True", "False", "2 lightning_zero.mirror.precision", "True"],
+        ),
+        (
+            f"import pytorch_lightning, lightning_zero\n{LOADED}\n{NAMES}",
+            ["True", "True"],
         ),
     ],
+    ids=["later", "before"],
 )
-def test_names_are_there_when_the_mirror_is(code: str, printed: str) -> None:
-    assert run_python(["-c", code]).stdout.splitlines()[-1] == printed
+def test_names_are_there_when_the_mirror_is(code: str, printed: list[str]) -> None:
+    assert run_python(["-c", code]).stdout.splitlines() == printed
 
 
 def train(strategy: str, **options: Any) -> dict[str, torch.Tensor]:
     import pytorch_lightning as pl
     from pytorch_lightning.demos.boring_classes import BoringModel
-
-    import lightning_zero  # noqa: F401  (registers the strategies)
 
     torch.manual_seed(0)
     module = BoringModel()
@@ -74,10 +83,106 @@ def test_every_stage_is_ddp_under_the_mirror(ranks: Pools, options: dict[str, An
         torch.testing.assert_close(params, ddp, rtol=1e-6, atol=1e-7)
 
 
-def test_every_room_that_the_strategy_stands_on_has_a_twin() -> None:
-    """Rooms that know Lightning, from the strategy downwards."""
+CONFIG = """
+trainer:
+  accelerator: cpu
+  devices: 2
+  max_epochs: 2
+  limit_train_batches: 4
+  limit_val_batches: 0
+  enable_progress_bar: false
+  enable_model_summary: false
+  log_every_n_steps: 1
+  logger: {{class_path: pytorch_lightning.loggers.CSVLogger, init_args: {{save_dir: {folder}}}}}
+  callbacks:
+  - {{class_path: lightning_zero.mirror.MemoryMonitor, init_args: {{predict: false}}}}
+  - {{class_path: lightning_zero.mirror.TrafficMonitor, init_args: {{every_n_steps: 1}}}}
+  - class_path: pytorch_lightning.callbacks.ModelCheckpoint
+    init_args: {{dirpath: {folder}, filename: "{{epoch}}", save_top_k: -1}}
+  strategy: {strategy}
+"""
+
+BY_PATH = "{class_path: lightning_zero.mirror.ZeROStrategy, init_args: {stage: 2}}"
+
+
+def run_command_line(folder: str, strategy: str, *words: str) -> Any:
+    """LightningCLI of the mirror, as a project's script would start it."""
+    from pytorch_lightning.cli import LightningCLI
+    from pytorch_lightning.demos.boring_classes import BoringModel
+
+    config = Path(folder) / f"{dist.get_rank()}.yaml"
+    config.write_text(CONFIG.format(folder=folder, strategy=strategy))
+    sys.argv = ["main"]  # LightningCLI warns of arguments that it was given twice
+    torch.manual_seed(0)
+    args = ["fit", "--config", str(config), *words]
+    return LightningCLI(BoringModel, args=args, save_config_callback=None)
+
+
+def resume_from_command_line(folder: str, strategy: str, stage: int) -> set[str]:
+    """Train, resume half-way under the same strategy and under DDP; returns what was logged."""
+    cli = run_command_line(folder, strategy)
+    assert isinstance(cli.trainer.strategy, lightning_zero.mirror.ZeROStrategy)
+    assert cli.trainer.strategy.settings.stage == stage
+    assert cli.trainer.global_step == 8
+    expected = dict(cli.model.named_parameters())
+    for other in (strategy, "ddp"):
+        half_way = f"--ckpt_path={folder}/epoch=0.ckpt"
+        if other == "ddp":
+            resumed = run_command_line(folder, other, half_way, "--trainer.callbacks=null")
+        else:
+            resumed = run_command_line(folder, other, half_way)
+        assert resumed.trainer.global_step == 8
+        torch.testing.assert_close(
+            dict(resumed.model.named_parameters()), expected, rtol=1e-6, atol=1e-7
+        )
+    metrics = Path(cli.trainer.loggers[0].log_dir) / "metrics.csv"
+    return set(metrics.read_text().splitlines()[0].split(",")) if dist.get_rank() == 0 else set()
+
+
+@pytest.mark.parametrize(("strategy", "stage"), [("zero3", 3), (BY_PATH, 2)], ids=["name", "path"])
+def test_command_line_monitors_and_checkpoints_of_the_mirror(
+    ranks: Pools, tmp_path: Path, strategy: str, stage: int
+) -> None:
+    names = ranks(2).run(resume_from_command_line, str(tmp_path), strategy, stage, timeout=120)[0]
+    assert {"memory/step/weights", "memory/backward/gradients"} <= names
+    assert {"traffic/gather_bytes", "traffic/reduce_elements"} <= names
+
+
+SPAWN = """
+import lightning_zero
+from tests.test_mirror import train
+
+if __name__ == "__main__":
+    for strategy in ("zero3_spawn", "zero2_fork"):
+        weights = train(strategy)
+        print(strategy, *(f"{value.double().abs().sum():.6f}" for value in weights.values()))
+"""
+
+
+@pytest.mark.slow
+def test_other_launchers_under_the_mirror(ranks: Pools) -> None:
+    expected = ranks(2).run(train, "ddp", timeout=120)[0]
+    words = [f"{value.double().abs().sum():.6f}" for value in expected.values()]
+    lines = run_script(SPAWN, timeout=170).stdout.splitlines()
+    for strategy in ("zero3_spawn", "zero2_fork"):
+        assert " ".join([strategy, *words]) in lines
+
+
+def test_callbacks_of_the_other_package_are_not_ours() -> None:
+    """The reason for the twins: a Trainer knows its own package's callbacks only."""
+    from pytorch_lightning import Callback
+
+    assert issubclass(lightning_zero.mirror.MemoryMonitor, Callback)
+    assert issubclass(lightning_zero.mirror.TrafficMonitor, Callback)
+    assert not issubclass(lightning_zero.MemoryMonitor, Callback)
+    with pytest.raises(AttributeError, match="no attribute 'Monitor'"):
+        lightning_zero.mirror.Monitor  # noqa: B018
+
+
+def test_every_room_that_knows_lightning_has_a_twin() -> None:
+    """Those at the public face, and what they stand on."""
     package = ROOT / "lightning_zero"
-    rooms, found = ["strategy"], set()
+    rooms, found = ["strategy", "monitor", "traffic"], set()
     while rooms:
         room = rooms.pop()
         path = package / f"{room}.py"

@@ -1,0 +1,75 @@
+"""The store through which ranks find each other, without what a former life left in it.
+
+torchrun starts all ranks again when one has died. Its agent keeps one store for all these **lives**
+(pytorch issue 135712), so a rank may read the address that another had in its former life, and call
+a process that is gone: the group is never made, under any strategy. The ranks therefore agree on a
+name for their life first, and use keys that begin with it. Counting lives would not do, as the
+agents of several nodes count each for themselves.
+
+Any key may be left over from a former life, except those with a random name of this one:
+
+1. Every rank asks under its number, and gives a random name.
+2. Rank 0 answers under that name with the random name of the life. It may be answering the dead.
+3. The rank confirms under the name of the life. Rank 0 answers until all have.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store
+
+_SECONDS_BETWEEN_LOOKS = 0.01
+
+
+def store_of_life(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
+    """A part of ``store`` that is empty when all ``world_size`` ranks have come.
+
+    Raises:
+        RuntimeError: Ranks did not come within ``timeout``.
+    """
+    life = _ask(store, rank, timeout) if rank else _answer(store, world_size, timeout)
+    return PrefixStore(f"lightning_zero/life/{life}", store)
+
+
+def _ask(store: Store, rank: int, timeout: timedelta) -> str:
+    name = uuid.uuid4().hex
+    store.set(_asked(rank), name)
+    store.wait([_answered(name)], timeout)
+    life = store.get(_answered(name)).decode()
+    store.set(_confirmed(life, rank), "")
+    return life
+
+
+def _answer(store: Store, world_size: int, timeout: timedelta) -> str:
+    life = uuid.uuid4().hex
+    deadline = time.monotonic() + timeout.total_seconds()
+    missing = list(range(1, world_size))
+    while True:
+        for rank in missing:
+            if store.check([_asked(rank)]):
+                store.set(_answered(store.get(_asked(rank)).decode()), life)
+        missing = [rank for rank in missing if not store.check([_confirmed(life, rank)])]
+        if not missing:
+            return life
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"Expected {world_size} ranks within {timeout}, but {len(missing)} did not come:"
+                f" {', '.join(map(str, missing))}. See what became of them, or raise the"
+                " strategy's `timeout`."
+            )
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+def _asked(rank: int) -> str:
+    return f"lightning_zero/asked/{rank}"
+
+
+def _answered(name: str) -> str:
+    return f"lightning_zero/answered/{name}"
+
+
+def _confirmed(life: str, rank: int) -> str:
+    return f"lightning_zero/confirmed/{life}/{rank}"
