@@ -34,7 +34,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_zero.activation import ActivationCheckpointing
-from lightning_zero.callbacks import WholeWeights
+from lightning_zero.callbacks import AdaptedCallbacks
 from lightning_zero.checkpoint import (
     DirectorySave,
     Provenance,
@@ -174,7 +174,7 @@ class ZeROStrategy(DDPStrategy):
         self.async_checkpoint = async_checkpoint
         self.engine: Engine | None = None
         self._recompute: ActivationCheckpointing | None = None
-        self._whole_weights: WholeWeights | None = None
+        self._adapted: AdaptedCallbacks | None = None
         self._has_failed = False
         self._comm: Comm | None = None
         self._current_saver: Saver | None = None
@@ -246,6 +246,10 @@ class ZeROStrategy(DDPStrategy):
         self._comm = Comm(self.root_device)
         self._current_saver = Saver(self._comm)
         self._awaits_setup = True
+        trainer = self._module._trainer
+        if trainer is not None:
+            is_fitting = trainer.state.fn == TrainerFn.FITTING
+            self._adapted = AdaptedCallbacks(_callbacks(trainer), is_fitting=is_fitting)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -254,15 +258,17 @@ class ZeROStrategy(DDPStrategy):
         module = self._module
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         self._obey_config(trainer, is_fitting=is_fitting)
+        if self._adapted is not None:
+            self._adapted.prepare(module)
         if is_fitting and self._layer_sync:
             self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
         self.model_to_device()
         self._shard(module, is_fitting=is_fitting)
+        assert self.engine is not None
+        if self._adapted is not None:
+            self._adapted.attach(self.engine)
         if is_fitting:
-            assert self.engine is not None
-            callbacks = trainer.callbacks  # type: ignore[attr-defined]
-            self._whole_weights = WholeWeights(callbacks, self.engine)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self._load_pending(trainer)
@@ -536,6 +542,8 @@ class ZeROStrategy(DDPStrategy):
             if not any(isinstance(callback, BaseFinetuning) for callback in _callbacks(trainer)):
                 self._check_optimizer_states(checkpoint)
         self._load_weights(checkpoint, strict)
+        if self._adapted is not None:
+            self._adapted.load()
 
     def _load_weights(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         is_open = self.engine is not None and not self.engine.is_closed
@@ -599,16 +607,19 @@ class ZeROStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._whole_weights is not None:
-            self._whole_weights.remove()
-            self._whole_weights = None
         if self._current_saver is not None:
             self._current_saver.close()
         if self._recompute is not None:
             self._recompute.remove()
             self._recompute = None
         if self.engine is not None and not self.engine.is_closed:
-            self.engine.close(restore=self._may_restore(self.engine))
+            restores = self._may_restore(self.engine)
+            if restores and self._adapted is not None:
+                self._adapted.gather()
+            self.engine.close(restore=restores)
+        if self._adapted is not None:
+            self._adapted.remove()
+            self._adapted = None
         is_whole = self.engine is None or self.engine.is_restored
         _optimizers_to_device(self.optimizers, torch.device("cpu"))
         module = self.lightning_module

@@ -14,7 +14,7 @@ FLOORS = [
     ["resting", "piece", "gradient", "unit", "wrap", "meta", "settings", "draft", "sharded"],
     ["schedule", "optim", "clip", "turns", "engine", "access", "activation"],
     ["checkpoint", "memory"],
-    ["precision", "callbacks", "same_length", "strategy", "monitor", "traffic", "mirror"],
+    ["precision", "average", "callbacks", "same_length", "strategy", "monitor", "traffic", "mirror"],
     ["cli", "__main__", "__init__"],
 ]
 """Every room, floor by floor from the ground. A room may import what stands before it."""

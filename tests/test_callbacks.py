@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     DeviceStatsMonitor,
     EarlyStopping,
-    EMAWeightAveraging,
     LambdaCallback,
     LearningRateFinder,
     LearningRateMonitor,
@@ -20,17 +19,13 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     ModelSummary,
     RichProgressBar,
-    StochasticWeightAveraging,
     Timer,
-    WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
 
 from tests.projects import (
     STAGES,
-    WIDTH,
     Regression,
     Run,
     assert_like_ddp,
@@ -67,40 +62,6 @@ def _fit(strategy: Any, module: Regression, *callbacks: Any, **options: Any) -> 
     )
     run.notes = getattr(module, "notes", None)
     return run
-
-
-# ------------------------------------------------------------------------------- averages
-
-
-def _average(strategy: Any, name: str) -> Run:
-    callback = {
-        "ema": lambda: EMAWeightAveraging(decay=0.5),
-        "mean": WeightAveraging,
-        "swa": lambda: StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=2),
-    }[name]()
-    module = Scheduled()
-    if name == "swa":
-        module.net.blocks[1].norm = nn.BatchNorm1d(WIDTH)
-    return _fit(strategy, module, callback, data=(rows(32, batch_size=8), rows(8, seed=1)))
-
-
-@pytest.mark.parametrize("name", ["ema", "mean", "swa"])
-def test_averaged_weights(ranks: Pools, name: str) -> None:
-    runs = ranks(2).run(under_all, _average, name)
-    assert_like_ddp(runs, ulps=128)
-
-
-def _average_in_mixed_precision(strategy: Any) -> Run:
-    return _fit(strategy, Scheduled(), EMAWeightAveraging(decay=0.9), precision="bf16-mixed")
-
-
-def test_averages_are_of_masters(ranks: Pools) -> None:
-    """Averaging bf16 weights would be off by as much as a whole rounding of bf16."""
-    runs = ranks(2).run(under_all, _average_in_mixed_precision)
-    for rank in runs:
-        for stage in STAGES:
-            for key, value in rank["ddp"].params.items():
-                torch.testing.assert_close(rank[stage].params[key], value, rtol=2e-4, atol=2e-4)
 
 
 # ------------------------------------------------------------------------------- finetuning
