@@ -4,22 +4,26 @@ They come unmodified, so for the time of a fit their methods are wrapped. Averag
 its callbacks average, swap and save this rank's pieces (``average.py``), unless a subclass or its
 function asks for whole weights. Other hooks run with the whole weights in the master's precision,
 and what they do to them stays; a finetuning callback that looks for its parameters in an optimizer
-finds them instead of their pieces.
+finds them instead of their pieces. A search for the largest batch comes to one size on all ranks,
+because memory that is exhausted on one is exhausted on all (``trial.py``).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
+    BatchSizeFinder,
     Callback,
     ModelPruning,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.utilities.memory import is_oom_error
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
@@ -27,6 +31,7 @@ from lightning_zero import average
 from lightning_zero.average import Average
 from lightning_zero.engine import Engine
 from lightning_zero.piece import Piece
+from lightning_zero.trial import Trials
 
 try:
     from lightning.pytorch.callbacks import WeightAveraging
@@ -95,6 +100,8 @@ class AdaptedCallbacks:
             for cls, name in _LOADING.items():
                 if isinstance(callback, cls):
                     self._wrap(callback, name, self._load_later)
+            if isinstance(callback, BatchSizeFinder):
+                self._wrap(callback, "setup", _alone)
         for callback in self._in_pieces:
             self._wrap(callback, "setup", lambda inner, *args, **kwargs: None)
 
@@ -115,6 +122,8 @@ class AdaptedCallbacks:
                     self._wrap(callback, name, _gathered, engine, modify)
             if isinstance(callback, BaseFinetuning):
                 self._wrap(callback, "_apply_mapping_to_param_groups", _with_parameters)
+            if isinstance(callback, BatchSizeFinder):
+                self._wrap(callback, "scale_batch_size", _in_trials, engine)
 
     def _average_pieces(self, callback: Any, engine: Engine) -> None:
         averaged = self._averages[id(callback)]
@@ -187,6 +196,49 @@ def _with_parameters(
         for group in groups
     ]
     return inner(whole, mapping)
+
+
+# -- batch sizes -----------------------------------------------------------------------------------
+
+
+class _Alone:
+    """A Trainer that says it has one rank to a callback that asks for no other reason than this."""
+
+    _accelerator_connector = SimpleNamespace(is_distributed=False)
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+
+def _alone(setup: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    return setup(_Alone(trainer), *args, **kwargs)
+
+
+def _in_trials(search: Callable[..., Any], engine: Engine, trainer: Any, module: Any) -> Any:
+    trials = trainer.strategy.trials = Trials(engine, is_oom_error)
+    loop = trainer._active_loop
+    loop.run = functools.partial(_undone, functools.partial(trials.run, loop.run), trainer)
+    try:
+        return search(trainer, module)
+    finally:
+        del loop.run
+        trainer.strategy.trials = None
+
+
+def _undone(run: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """A run that, if it fails in its validation, does not leave the Trainer validating."""
+    stage = trainer.state.stage
+    modes = [(module, module.training) for module in trainer.lightning_module.modules()]
+    try:
+        return run(*args, **kwargs)
+    except Exception:
+        trainer.state.stage = stage
+        for module, is_training in modes:
+            module.training = is_training
+        raise
 
 
 # -- averages in pieces ----------------------------------------------------------------------------

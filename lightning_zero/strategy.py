@@ -58,6 +58,7 @@ from lightning_zero.precision import ZeROPrecision
 from lightning_zero.same_length import SameLength
 from lightning_zero.settings import Settings
 from lightning_zero.store import store_of_life
+from lightning_zero.trial import Trials
 from lightning_zero.wrap import UnitPolicy
 
 if TYPE_CHECKING:
@@ -177,6 +178,7 @@ class ZeROStrategy(DDPStrategy):
         self._adapted: AdaptedCallbacks | None = None
         self._has_failed = False
         self._comm: Comm | None = None
+        self.trials: Trials | None = None
         self._current_saver: Saver | None = None
         self._awaits_setup = False
         self._pending: tuple[Mapping[str, Any], bool] | None = None
@@ -411,6 +413,8 @@ class ZeROStrategy(DDPStrategy):
             return super().all_gather(tensor, *args, **kwargs)
 
     def _meeting(self, place: str) -> AbstractContextManager[Any]:
+        if self.trials is not None:
+            self.trials.ask()
         return nullcontext() if self._comm is None else self._comm.watch.at(place)
 
     # -- checkpoints -----------------------------------------------------------------------------
@@ -505,7 +509,7 @@ class ZeROStrategy(DDPStrategy):
         self._saver.wait()
         if not self._writes_files:
             return super().load_checkpoint(checkpoint_path, weights_only)
-        self._loaded_path = str(checkpoint_path)
+        self._loaded_path = self._saver.path_of(str(checkpoint_path))
         safe = True if weights_only is None else weights_only
         checkpoint = load(self._loaded_path, self._saver.comm, weights_only=safe)
         held = checkpoint if isinstance(checkpoint, dict) else {}
