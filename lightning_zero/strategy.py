@@ -28,6 +28,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -53,6 +54,7 @@ from lightning_zero.comm import Comm
 from lightning_zero.config import Config
 from lightning_zero.engine import Engine
 from lightning_zero.ledger import Traffic
+from lightning_zero.optimizer_block import SchedulerBlock
 from lightning_zero.piece import Piece
 from lightning_zero.precision import ZeROPrecision
 from lightning_zero.same_length import SameLength
@@ -345,10 +347,34 @@ class ZeROStrategy(DDPStrategy):
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)
+        if self.config.optimizer is None:
+            super().setup_optimizers(trainer)
+        else:
+            if self._module.configure_optimizers() is not None:
+                raise ValueError(
+                    "The DeepSpeed configuration has an optimizer block, and configure_optimizers"
+                    " returns an optimizer too. Return None from it, or take the block out."
+                )
+            self.optimizers = [self.config.optimizer.build(self._module.parameters())]
+            self.lr_scheduler_configs = []
+        if self.config.scheduler is not None:
+            self._build_scheduler(trainer, self.config.scheduler)
         assert self.engine is not None
         for optimizer in self.optimizers:
             self.engine.adopt(optimizer)
+
+    def _build_scheduler(self, trainer: pl.Trainer, block: SchedulerBlock) -> None:
+        if len(self.optimizers) != 1 or self.lr_scheduler_configs:
+            raise ValueError(
+                "The DeepSpeed configuration has a scheduler block, which is for one optimizer"
+                " without a scheduler, but configure_optimizers returns"
+                f" {len(self.optimizers)} optimizers and {len(self.lr_scheduler_configs)}"
+                " schedulers. Return no scheduler from it, or take the block out."
+            )
+        scheduler = block.build(
+            _unwrapped(self.optimizers[0]), lambda: trainer.estimated_stepping_batches
+        )
+        self.lr_scheduler_configs = [LRSchedulerConfig(scheduler, interval="step")]
 
     # -- steps -----------------------------------------------------------------------------------
 

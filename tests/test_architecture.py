@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "lightning_zero"
 
 FLOORS = [
-    ["layout", "plan", "deepspeed", "config", "scaler", "tensors", "ledger"],
+    ["layout", "plan", "deepspeed", "optimizer_block", "config", "scaler", "tensors", "ledger"],
     ["store", "buffer", "window", "watch", "meeting", "comm", "offload"],
     ["resting", "piece", "gradient", "unit", "wrap", "meta", "settings", "draft", "sharded"],
     ["schedule", "optim", "clip", "turns", "engine", "trial", "access", "activation"],
