@@ -89,9 +89,9 @@ class Average:
                 child._buffers[name] = values.detach().to(device, copy=buffer.is_meta)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of this rank's parts of the averages."""
-        return sum(parameter.nbytes for parameter in self.copy.parameters())
+    def is_filled(self) -> bool:
+        """Whether there is an average yet."""
+        return bool(self._handles)
 
     # -- in a checkpoint -------------------------------------------------------------------------
 
@@ -140,10 +140,12 @@ class Average:
 
     def whole(self) -> list[Tensor]:
         """Every parameter's whole average in host memory; all ranks call it together."""
-        return [
-            self._engine.full_of(self._pieces[id(own)], own.data).to("cpu", copy=True)
-            for own in self.copy.parameters()
-        ]
+        parts = {id(self._pieces[id(own)]): own.data for own in self.copy.parameters()}
+        wholes = {
+            id(parameter): value.to("cpu", copy=True)
+            for parameter, value in self._engine.full_from(lambda piece: parts[id(piece)])
+        }
+        return [wholes[id(self._pieces[id(own)].parameter)] for own in self.copy.parameters()]
 
     def restore(self, whole: Sequence[Tensor]) -> None:
         """Make the copy an ordinary module on the host that holds ``whole``."""

@@ -154,7 +154,9 @@ class AdaptedCallbacks:
 
     def gather(self) -> None:
         """Make averages whole in host memory; all ranks call it together."""
-        self._wholes = {key: averaged.whole() for key, averaged in self._averages.items()}
+        self._wholes = {
+            key: averaged.whole() for key, averaged in self._averages.items() if averaged.is_filled
+        }
 
     def remove(self) -> None:
         """Give the callbacks their own hooks back, and their averages if they were gathered."""

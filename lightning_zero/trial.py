@@ -8,7 +8,8 @@ ask each other before every message, on a channel of its own, whether all still 
     rank 1   ask  gather  ask  gather                 ask: raises as if it were its own
 
 Every message that one rank has sent all have sent, so nothing is left over, and the next trial may
-begin. What user code sends by ``torch.distributed`` itself is not asked for.
+begin. What user code sends by ``torch.distributed`` itself is not asked for: if another rank waits
+there, the watch ends the run.
 """
 
 from __future__ import annotations
@@ -59,9 +60,14 @@ class Trials:
                 self.ask()
                 return result
         except Exception as error:
-            if self._verdict == _GOES_ON:
-                self._agree(_OUT_OF_MEMORY if self._is_out_of_memory(error) else _FAILED)
+            mine = self._verdict
+            if mine == _GOES_ON:
+                mine = _OUT_OF_MEMORY if self._is_out_of_memory(error) else _FAILED
+                self._agree(mine)
             self._engine.reset()
+            if self._verdict != mine:
+                # Memory ended here, but something else went wrong elsewhere.
+                raise self._word() from error
             raise
 
     @contextmanager
@@ -88,11 +94,15 @@ class Trials:
             return
         if self._verdict == _GOES_ON:
             self._agree(_GOES_ON)
+        if self._verdict != _GOES_ON:
+            raise self._word()
+
+    def _word(self) -> RuntimeError:
         if self._verdict == _OUT_OF_MEMORY:
             # Lightning's tuner knows memory errors by these words.
-            raise RuntimeError("Another rank ran out of memory: CUDA out of memory.")
-        if self._verdict == _FAILED:
-            raise RuntimeError("Another rank failed in this trial; its own error says why.")
+            return RuntimeError("Another rank ran out of memory: CUDA out of memory.")
+        return RuntimeError("Another rank failed in this trial; its own error says why.")
 
     def _agree(self, mine: int) -> None:
-        self._verdict = max(self._channel.gather_objects(mine))
+        with self._engine.comm.watch.at("a word on whether all ranks go on with a trial"):
+            self._verdict = max(self._channel.gather_objects(mine))

@@ -30,6 +30,7 @@ class Hungry(Regression):
     def __init__(self, place: str, rank: int = 0, *, at: int = FOUND, error: str = OOM) -> None:
         super().__init__(lr=0.05, optimizer=torch.optim.Adam)
         self.place, self.rank, self.at, self.error = place, rank, at, error
+        self.other_error = ""
         self.batch_size = 2
         self.sizes: list[int] = []
 
@@ -43,8 +44,11 @@ class Hungry(Regression):
         return rows(128, batch_size=self.batch_size)
 
     def eat(self, place: str) -> None:
-        if place == self.place and dist.get_rank() == self.rank and self.sizes[-1] > self.at:
-            raise RuntimeError(self.error)
+        if place == self.place and self.sizes[-1] > self.at:
+            if dist.get_rank() == self.rank:
+                raise RuntimeError(self.error)
+            if self.other_error:
+                raise RuntimeError(self.other_error)
 
     def loss(self, batch: Any) -> Tensor:
         self.sizes.append(len(batch[0]))
@@ -127,12 +131,17 @@ def _search_elsewhere(folder: str) -> dict[str, Any]:
     make_trainer(2, num_sanity_val_steps=0, **options).fit(late)
     with pytest.raises(RuntimeError) as slipped:
         _train(3, Hungry("backward", 1, error="a slip"), folder, BatchSizeFinder())
+    both = Hungry("forward", 1)
+    both.other_error = "a slip"
+    with pytest.raises(RuntimeError) as slipped_too:
+        _train(3, both, folder, BatchSizeFinder())
     with pytest.raises(ValueError, match="not supported with distributed"):
         Tuner(make_trainer(3)).scale_batch_size(Hungry("nowhere"))
     return {
         "tested": tested.batch_size,
         "late": (late.batch_size, late.was_training),
         "slipped": str(slipped.value),
+        "slipped too": str(slipped_too.value),
     }
 
 
@@ -141,5 +150,7 @@ def test_tests_validations_and_other_errors(ranks: Pools, tmp_path: Path) -> Non
     for rank in (one, two):
         assert rank["tested"] == FOUND
         assert rank["late"] == (16, True)
-    assert one["slipped"] == "Another rank failed in this trial; its own error says why."
-    assert two["slipped"] == "a slip"
+    elsewhere = "Another rank failed in this trial; its own error says why."
+    assert (one["slipped"], two["slipped"]) == (elsewhere, "a slip")
+    # Memory that ends on the second while the first slips is no reason to go on searching.
+    assert (one["slipped too"], two["slipped too"]) == ("a slip", elsewhere)
