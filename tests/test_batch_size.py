@@ -43,6 +43,11 @@ class Hungry(Regression):
     def test_dataloader(self) -> Any:
         return rows(128, batch_size=self.batch_size)
 
+    predict_dataloader = test_dataloader
+
+    def predict_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+
     def eat(self, place: str) -> None:
         if place == self.place and self.sizes[-1] > self.at:
             if dist.get_rank() == self.rank:
@@ -125,8 +130,12 @@ def test_memory_that_ends_on_one_rank_ends_for_all(ranks: Pools, tmp_path: Path)
 @quick_collections()
 def _search_elsewhere(folder: str) -> dict[str, Any]:
     options = {"callbacks": [BatchSizeFinder(init_val=4)], "default_root_dir": folder}
-    tested, late = Hungry("forward", 1), Hungry("validation", 1, at=16)
-    make_trainer(3, **options).test(tested, verbose=False)
+    found = {}
+    for method in ("validate", "test", "predict"):
+        module = Hungry("forward", 1)
+        getattr(make_trainer(3, **options), method)(module)
+        found[method] = module.batch_size
+    late = Hungry("validation", 1, at=16)
     # Only from 32 rows on is a trial's epoch so short that it ends with a validation.
     make_trainer(2, num_sanity_val_steps=0, **options).fit(late)
     with pytest.raises(RuntimeError) as slipped:
@@ -138,7 +147,7 @@ def _search_elsewhere(folder: str) -> dict[str, Any]:
     with pytest.raises(ValueError, match="not supported with distributed"):
         Tuner(make_trainer(3)).scale_batch_size(Hungry("nowhere"))
     return {
-        "tested": tested.batch_size,
+        "found": found,
         "late": (late.batch_size, late.was_training),
         "slipped": str(slipped.value),
         "slipped too": str(slipped_too.value),
@@ -148,7 +157,7 @@ def _search_elsewhere(folder: str) -> dict[str, Any]:
 def test_tests_validations_and_other_errors(ranks: Pools, tmp_path: Path) -> None:
     one, two = ranks(2).run(_search_elsewhere, str(tmp_path), timeout=240)
     for rank in (one, two):
-        assert rank["tested"] == FOUND
+        assert rank["found"] == dict.fromkeys(("validate", "test", "predict"), FOUND)
         assert rank["late"] == (16, True)
     elsewhere = "Another rank failed in this trial; its own error says why."
     assert (one["slipped"], two["slipped"]) == (elsewhere, "a slip")
