@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,8 +83,6 @@ def _train(strategy: Any, module: Hungry, folder: str, *callbacks: Any) -> Run:
 def _search(folder: str, stage: int, place: str, rank: int, mode: str) -> Run:
     module = Hungry(place, rank)
     finder = BatchSizeFinder(mode, init_val=4, max_trials=6, margin=0.0)
-    # Each rank draws a name of its own for the file that brings the weights back.
-    random.seed(dist.get_rank())
     run = _train(stage, module, folder, finder)
     run.notes = [module.batch_size, finder.optimal_batch_size, max(module.sizes)]
     return run
@@ -124,6 +121,7 @@ def test_memory_that_ends_on_one_rank_ends_for_all(ranks: Pools, tmp_path: Path)
         for case, run in zip(CASES, found, strict=True):
             run.losses = run.losses[-len(expected.losses) :]
             assert_like_ddp([{"ddp": expected, case[0]: run}], ulps=256)
+    # The file that brought the first weights back, for which each rank drew a name of its own.
     assert list(tmp_path.iterdir()) == []
 
 
