@@ -25,6 +25,7 @@ from tests.projects import (
     Run,
     assert_like_ddp,
     fit,
+    make_strategy,
     make_trainer,
     rows,
     under_all,
@@ -165,6 +166,8 @@ def test_averages_are_of_masters(ranks: Pools) -> None:
 
 
 def _part(strategy: Any, name: str, folder: str, until: int, resumed: str | None) -> Run:
+    if strategy == "directory":
+        strategy = make_strategy(3, checkpoint="dcp")
     module, callback = Averaged(), make_average(name)
     save = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
     trainer = make_trainer(
@@ -177,9 +180,9 @@ def _part(strategy: Any, name: str, folder: str, until: int, resumed: str | None
 def _resume_everywhere(folder: str, name: str) -> dict[Any, Run]:
     """Run to the end under DDP and every stage; then go on from the files of each under another."""
     runs: dict[Any, Run] = {}
-    for strategy in ("ddp", *STAGES):
+    for strategy in ("ddp", *STAGES, "directory"):
         runs[strategy] = _part(strategy, name, f"{folder}/{strategy}", EPOCHS, None)
-    for first, second in (("ddp", 3), (3, "ddp"), (3, 2), (1, 3), (2, 1)):
+    for first, second in (("ddp", 3), (3, "ddp"), (3, 2), (1, 3), ("directory", 1)):
         path = f"{folder}/{first}/epoch=1.ckpt"
         run = _part(second, name, f"{folder}/{first}-{second}", EPOCHS, path)
         # What was seen before the break is in the first run's lists.
