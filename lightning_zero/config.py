@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lightning_zero.deepspeed import KEYS, OFFLOAD, Fate, Kind
+from lightning_zero.optimizer_block import OptimizerBlock, SchedulerBlock
 
 _ALIASES = {"bfloat16": "bf16"}
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -31,6 +32,8 @@ class Config:
         arguments: Arguments of the strategy.
         trainer: ``gradient_clip_val``, ``accumulate_grad_batches``, as the Trainer calls them.
         scaler: Attributes of the loss scaler.
+        optimizer: The optimizer to build, if it is not the module's.
+        scheduler: The scheduler to build, if it is not the module's.
         enabled: Whether ``bf16`` and ``fp16`` are asked for; absent if nothing is said.
         warnings: One sentence for each key that is replaced or that contradicts what is always so.
     """
@@ -38,6 +41,8 @@ class Config:
     arguments: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
     scaler: dict[str, float] = field(default_factory=dict)
+    optimizer: OptimizerBlock | None = None
+    scheduler: SchedulerBlock | None = None
     enabled: dict[str, bool] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
@@ -111,6 +116,14 @@ class Config:
         if value:
             self.scaler.update(scale=float(value), growth_factor=1.0, backoff_factor=1.0)
 
+    def _take_optimizer(self, value: Any) -> None:
+        if value:
+            self.optimizer = OptimizerBlock.read(value)
+
+    def _take_scheduler(self, value: Any) -> None:
+        if value:
+            self.scheduler = SchedulerBlock.read(value)
+
     # -- the strategy and the Trainer ------------------------------------------------------------
 
     def argument(self, name: str, given: Any) -> Any:
@@ -157,6 +170,8 @@ _ACTIONS: dict[str, Callable[[Config, Any], Any]] = {
     "zero_optimization.stage": Config._take_stage,
     "zero_optimization.stage3_prefetch_bucket_size": Config._take_prefetch,
     "communication_data_type": Config._take_dtype,
+    "optimizer": Config._take_optimizer,
+    "scheduler": Config._take_scheduler,
     "bf16.enabled": lambda config, value: config.enabled.update(bf16=value),
     "fp16.enabled": lambda config, value: config.enabled.update(fp16=value),
     "fp16.loss_scale": Config._take_loss_scale,

@@ -65,7 +65,6 @@ _DATA = "the DataLoader's `batch_size` decides"
 _PARALLEL = "only data parallelism exists here; take the key out"
 OFFLOAD = "weights and optimizer states rest on the accelerator; set the device to `none`"
 _NO_QUANTIZED = "nothing is quantized on its way; take the key out"
-_OPTIMIZER = "return the optimizer from `configure_optimizers`, and take the key out"
 
 KEYS: dict[str, Key] = {
     "zero_optimization.stage": _acts(Kind.NUMBER, "`stage`; 0 is `strategy='ddp'`"),
@@ -201,10 +200,10 @@ KEYS: dict[str, Key] = {
     ),
     "sparse_gradients": _replaced(Kind.SWITCH, "sparse gradients are made dense"),
     "disable_allgather": _replaced(Kind.SWITCH, "weights are gathered in one message"),
-    "optimizer": _refused(Kind.BLOCK, _OPTIMIZER),
-    "scheduler": _refused(
-        Kind.BLOCK, "return the scheduler from `configure_optimizers`, and take the key out"
+    "optimizer": _acts(
+        Kind.BLOCK, "torch's optimizer of that type; `configure_optimizers` returns `None`"
     ),
+    "scheduler": _acts(Kind.BLOCK, "a scheduler of the one optimizer, stepped at every step"),
     "activation_checkpointing": _replaced(
         Kind.BLOCK, "`activation_checkpointing` takes `True` or module classes"
     ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -190,6 +190,16 @@ class ShardedModule(ABC):
         for unit in self.units:
             for bundle in unit.bundles:
                 yield from zip(bundle.parameters, bundle.full().views, strict=True)
+
+    def full_from(self, part_of: Callable[[Piece], Tensor]) -> Iterator[tuple[Parameter, Tensor]]:
+        """Every parameter with the whole tensor of which ``part_of(piece)`` is each rank's part.
+
+        As :meth:`full_parameters`; the parts of a bundle have one dtype.
+        """
+        for unit in self.units:
+            for bundle in unit.bundles:
+                whole = bundle.full_from(dict(enumerate(map(part_of, bundle.pieces))))
+                yield from zip(bundle.parameters, whole.views, strict=True)
 
     def full_of(self, piece: Piece, part: Tensor) -> Tensor:
         """The whole tensor of which every rank's ``part`` covers its ``piece``."""

@@ -28,13 +28,14 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_zero.activation import ActivationCheckpointing
-from lightning_zero.callbacks import WholeWeights
+from lightning_zero.callbacks import AdaptedCallbacks
 from lightning_zero.checkpoint import (
     DirectorySave,
     Provenance,
@@ -53,11 +54,13 @@ from lightning_zero.comm import Comm
 from lightning_zero.config import Config
 from lightning_zero.engine import Engine
 from lightning_zero.ledger import Traffic
+from lightning_zero.optimizer_block import SchedulerBlock
 from lightning_zero.piece import Piece
 from lightning_zero.precision import ZeROPrecision
 from lightning_zero.same_length import SameLength
 from lightning_zero.settings import Settings
 from lightning_zero.store import store_of_life
+from lightning_zero.trial import Trials
 from lightning_zero.wrap import UnitPolicy
 
 if TYPE_CHECKING:
@@ -174,9 +177,10 @@ class ZeROStrategy(DDPStrategy):
         self.async_checkpoint = async_checkpoint
         self.engine: Engine | None = None
         self._recompute: ActivationCheckpointing | None = None
-        self._whole_weights: WholeWeights | None = None
+        self._adapted: AdaptedCallbacks | None = None
         self._has_failed = False
         self._comm: Comm | None = None
+        self.trials: Trials | None = None
         self._current_saver: Saver | None = None
         self._awaits_setup = False
         self._pending: tuple[Mapping[str, Any], bool] | None = None
@@ -246,6 +250,10 @@ class ZeROStrategy(DDPStrategy):
         self._comm = Comm(self.root_device)
         self._current_saver = Saver(self._comm)
         self._awaits_setup = True
+        trainer = self._module._trainer
+        if trainer is not None:
+            is_fitting = trainer.state.fn == TrainerFn.FITTING
+            self._adapted = AdaptedCallbacks(_callbacks(trainer), is_fitting=is_fitting)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -254,15 +262,17 @@ class ZeROStrategy(DDPStrategy):
         module = self._module
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         self._obey_config(trainer, is_fitting=is_fitting)
+        if self._adapted is not None:
+            self._adapted.prepare(module)
         if is_fitting and self._layer_sync:
             self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
         self.model_to_device()
         self._shard(module, is_fitting=is_fitting)
+        assert self.engine is not None
+        if self._adapted is not None:
+            self._adapted.attach(self.engine)
         if is_fitting:
-            assert self.engine is not None
-            callbacks = trainer.callbacks  # type: ignore[attr-defined]
-            self._whole_weights = WholeWeights(callbacks, self.engine)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self._load_pending(trainer)
@@ -337,10 +347,34 @@ class ZeROStrategy(DDPStrategy):
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)
+        if self.config.optimizer is None:
+            super().setup_optimizers(trainer)
+        else:
+            if self._module.configure_optimizers() is not None:
+                raise ValueError(
+                    "The DeepSpeed configuration has an optimizer block, and configure_optimizers"
+                    " returns an optimizer too. Return None from it, or take the block out."
+                )
+            self.optimizers = [self.config.optimizer.build(self._module.parameters())]
+            self.lr_scheduler_configs = []
+        if self.config.scheduler is not None:
+            self._build_scheduler(trainer, self.config.scheduler)
         assert self.engine is not None
         for optimizer in self.optimizers:
             self.engine.adopt(optimizer)
+
+    def _build_scheduler(self, trainer: pl.Trainer, block: SchedulerBlock) -> None:
+        if len(self.optimizers) != 1 or self.lr_scheduler_configs:
+            raise ValueError(
+                "The DeepSpeed configuration has a scheduler block, which is for one optimizer"
+                " without a scheduler, but configure_optimizers returns"
+                f" {len(self.optimizers)} optimizers and {len(self.lr_scheduler_configs)}"
+                " schedulers. Return no scheduler from it, or take the block out."
+            )
+        scheduler = block.build(
+            _unwrapped(self.optimizers[0]), lambda: trainer.estimated_stepping_batches
+        )
+        self.lr_scheduler_configs = [LRSchedulerConfig(scheduler, interval="step")]
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -405,6 +439,8 @@ class ZeROStrategy(DDPStrategy):
             return super().all_gather(tensor, *args, **kwargs)
 
     def _meeting(self, place: str) -> AbstractContextManager[Any]:
+        if self.trials is not None:
+            self.trials.ask()
         return nullcontext() if self._comm is None else self._comm.watch.at(place)
 
     # -- checkpoints -----------------------------------------------------------------------------
@@ -499,7 +535,7 @@ class ZeROStrategy(DDPStrategy):
         self._saver.wait()
         if not self._writes_files:
             return super().load_checkpoint(checkpoint_path, weights_only)
-        self._loaded_path = str(checkpoint_path)
+        self._loaded_path = self._saver.path_of(str(checkpoint_path))
         safe = True if weights_only is None else weights_only
         checkpoint = load(self._loaded_path, self._saver.comm, weights_only=safe)
         held = checkpoint if isinstance(checkpoint, dict) else {}
@@ -536,6 +572,8 @@ class ZeROStrategy(DDPStrategy):
             if not any(isinstance(callback, BaseFinetuning) for callback in _callbacks(trainer)):
                 self._check_optimizer_states(checkpoint)
         self._load_weights(checkpoint, strict)
+        if self._adapted is not None:
+            self._adapted.load()
 
     def _load_weights(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         is_open = self.engine is not None and not self.engine.is_closed
@@ -599,16 +637,19 @@ class ZeROStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._whole_weights is not None:
-            self._whole_weights.remove()
-            self._whole_weights = None
         if self._current_saver is not None:
             self._current_saver.close()
         if self._recompute is not None:
             self._recompute.remove()
             self._recompute = None
         if self.engine is not None and not self.engine.is_closed:
-            self.engine.close(restore=self._may_restore(self.engine))
+            restores = self._may_restore(self.engine)
+            if restores and self._adapted is not None:
+                self._adapted.gather()
+            self.engine.close(restore=restores)
+        if self._adapted is not None:
+            self._adapted.remove()
+            self._adapted = None
         is_whole = self.engine is None or self.engine.is_restored
         _optimizers_to_device(self.optimizers, torch.device("cpu"))
         module = self.lightning_module

@@ -18,7 +18,7 @@ The life of a stage-3 unit in one microbatch::
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 
 import torch
@@ -141,15 +141,19 @@ class Bundle:
 
     def full_of(self, index: int, part: Tensor) -> Tensor:
         """The whole of parameter ``index`` of which every rank's ``part`` covers its piece."""
+        return self.full_from({index: part}).views[index].clone()
+
+    def full_from(self, parts: Mapping[int, Tensor]) -> Buffer:
+        """A new buffer of which every rank's ``parts``, by index, cover its pieces; one dtype."""
+        dtype = next(iter(parts.values())).dtype
         with lasting_tensors():
-            whole = Buffer(self.layout, part.dtype, self.master.device)
-            shard = torch.zeros(
-                self.layout.shard_numel, dtype=part.dtype, device=self.master.device
-            )
-            first = self.pieces[index].storage_offset() - self.master.storage_offset()
-            shard[first : first + part.numel()] = part
+            whole = Buffer(self.layout, dtype, self.master.device)
+            shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=self.master.device)
+            for index, part in parts.items():
+                first = self.pieces[index].storage_offset() - self.master.storage_offset()
+                shard[first : first + part.numel()] = part
             self.comm.gather(whole.tensor, Shared(shard), unit="full", tag=0).wait()
-            return whole.views[index].clone()
+            return whole
 
     def lend(self, *, is_whole: bool) -> Buffer:
         """Point the parameters at whole masters; returns what holds them."""

@@ -9,12 +9,21 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "lightning_zero"
 
 FLOORS = [
-    ["layout", "plan", "deepspeed", "config", "scaler", "tensors", "ledger"],
+    ["layout", "plan", "deepspeed", "optimizer_block", "config", "scaler", "tensors", "ledger"],
     ["store", "buffer", "window", "watch", "meeting", "comm", "offload"],
     ["resting", "piece", "gradient", "unit", "wrap", "meta", "settings", "draft", "sharded"],
-    ["schedule", "optim", "clip", "turns", "engine", "access", "activation"],
+    ["schedule", "optim", "clip", "turns", "engine", "trial", "access", "activation"],
     ["checkpoint", "memory"],
-    ["precision", "callbacks", "same_length", "strategy", "monitor", "traffic", "mirror"],
+    [
+        "precision",
+        "average",
+        "callbacks",
+        "same_length",
+        "strategy",
+        "monitor",
+        "traffic",
+        "mirror",
+    ],
     ["cli", "__main__", "__init__"],
 ]
 """Every room, floor by floor from the ground. A room may import what stands before it."""

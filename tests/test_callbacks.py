@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
-    BatchSizeFinder,
     DeviceStatsMonitor,
     EarlyStopping,
-    EMAWeightAveraging,
     LambdaCallback,
     LearningRateFinder,
     LearningRateMonitor,
@@ -20,17 +19,13 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     ModelSummary,
     RichProgressBar,
-    StochasticWeightAveraging,
     Timer,
-    WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
+from lightning.pytorch.tuner import Tuner
 
 from tests.projects import (
     STAGES,
-    WIDTH,
     Regression,
     Run,
     assert_like_ddp,
@@ -40,6 +35,8 @@ from tests.projects import (
     under_all,
 )
 from tests.ranks import Pools
+
+HAS_PSUTIL = find_spec("psutil") is not None
 
 
 class Scheduled(Regression):
@@ -67,40 +64,6 @@ def _fit(strategy: Any, module: Regression, *callbacks: Any, **options: Any) -> 
     )
     run.notes = getattr(module, "notes", None)
     return run
-
-
-# ------------------------------------------------------------------------------- averages
-
-
-def _average(strategy: Any, name: str) -> Run:
-    callback = {
-        "ema": lambda: EMAWeightAveraging(decay=0.5),
-        "mean": WeightAveraging,
-        "swa": lambda: StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=2),
-    }[name]()
-    module = Scheduled()
-    if name == "swa":
-        module.net.blocks[1].norm = nn.BatchNorm1d(WIDTH)
-    return _fit(strategy, module, callback, data=(rows(32, batch_size=8), rows(8, seed=1)))
-
-
-@pytest.mark.parametrize("name", ["ema", "mean", "swa"])
-def test_averaged_weights(ranks: Pools, name: str) -> None:
-    runs = ranks(2).run(under_all, _average, name)
-    assert_like_ddp(runs, ulps=128)
-
-
-def _average_in_mixed_precision(strategy: Any) -> Run:
-    return _fit(strategy, Scheduled(), EMAWeightAveraging(decay=0.9), precision="bf16-mixed")
-
-
-def test_averages_are_of_masters(ranks: Pools) -> None:
-    """Averaging bf16 weights would be off by as much as a whole rounding of bf16."""
-    runs = ranks(2).run(under_all, _average_in_mixed_precision)
-    for rank in runs:
-        for stage in STAGES:
-            for key, value in rank["ddp"].params.items():
-                torch.testing.assert_close(rank[stage].params[key], value, rtol=2e-4, atol=2e-4)
 
 
 # ------------------------------------------------------------------------------- finetuning
@@ -157,7 +120,7 @@ def _watch(strategy: Any, folder: str) -> Run:
         ModelCheckpoint(path, "{epoch}", monitor="val_loss", save_top_k=2, save_last=True),
         EarlyStopping("val_loss", min_delta=10.0, patience=1),
         LearningRateMonitor(log_momentum=True),
-        DeviceStatsMonitor(cpu_stats=False),
+        DeviceStatsMonitor(cpu_stats=HAS_PSUTIL),
         Timer(duration={"hours": 1}),
         LambdaCallback(on_before_zero_grad=lambda *_: module.notes.append("zero_grad")),
     ]
@@ -181,6 +144,27 @@ def _watch(strategy: Any, folder: str) -> Run:
 def test_callbacks_that_watch(ranks: Pools, tmp_path: Path) -> None:
     runs = ranks(2).run(under_all, _watch, str(tmp_path))
     assert runs[0]["ddp"].notes[1] == 2
+    assert any("DeviceStats" in key for key in runs[0][3].notes[-1]) == HAS_PSUTIL
+    assert_like_ddp(runs, ulps=64)
+
+
+def _run_out_of_time(strategy: Any) -> Run:
+    module = Scheduled()
+
+    class FastClock(Timer):
+        """On rank 0 the hour is over after three steps."""
+
+        def time_elapsed(self, *args: Any) -> float:
+            return 3600.0 if module.global_rank == 0 and len(module.losses) == 3 else 0.0
+
+    run = _fit(strategy, module, FastClock(duration={"hours": 1}))
+    run.notes = len(run.losses)
+    return run
+
+
+def test_one_clock_ends_the_run_on_all_ranks(ranks: Pools) -> None:
+    runs = ranks(2).run(under_all, _run_out_of_time)
+    assert [run["ddp"].notes for run in runs] == [3, 3]
     assert_like_ddp(runs, ulps=64)
 
 
@@ -214,7 +198,10 @@ def _find_rate(strategy: Any, folder: str) -> Run:
     module = Scheduled()
     finder = LearningRateFinder(num_training_steps=10, early_stop_threshold=None)
     run = _fit(strategy, module, finder, default_root_dir=folder, max_epochs=2)
-    run.notes = [finder.optimal_lr.results, module.lr]
+    tuned = Scheduled()
+    tuner = Tuner(make_trainer(strategy, max_epochs=2, default_root_dir=folder))
+    found = tuner.lr_find(tuned, rows(), num_training=10, early_stop_threshold=None)
+    run.notes = [finder.optimal_lr.results, module.lr, found.results, tuned.lr]
     return run
 
 
@@ -224,14 +211,11 @@ def test_learning_rate_finder(ranks: Pools, tmp_path: Path) -> None:
     assert_like_ddp(runs, ulps=256)
 
 
-def _refused(stage: int) -> None:
-    trainer = make_trainer(stage, callbacks=[BatchSizeFinder()])
-    with pytest.raises(MisconfigurationException, match="not supported with distributed"):
-        trainer.fit(Regression(), rows())
+def _prune(stage: int) -> None:
     with pytest.raises(NotImplementedError, match="ModelPruning replaces parameters during"):
         fit(Regression(), stage, callbacks=[ModelPruning("l1_unstructured", amount=0.5)])
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_what_is_refused(ranks: Pools, stage: int) -> None:
-    ranks(2).run(_refused, stage)
+def test_pruning_is_refused(ranks: Pools) -> None:
+    for stage in STAGES:
+        ranks(2).run(_prune, stage)

@@ -16,6 +16,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBorin
 from lightning_zero import ZeROPrecision, ZeROStrategy
 from lightning_zero.config import Config
 from lightning_zero.deepspeed import KEYS, OFFLOAD, Fate, Kind, table
+from lightning_zero.optimizer_block import OptimizerBlock, SchedulerBlock
 from tests.ranks import ROOT, Pools
 
 ON = {Kind.SWITCH: True, Kind.NUMBER: 7, Kind.TEXT: "fp16", Kind.BLOCK: {"device": "cpu", "x": 1}}
@@ -89,6 +90,14 @@ ACTING = {
     ),
     "fp16.initial_scale_power": (4, {"scaler": {"scale": 16.0}}),
     "fp16.loss_scale_window": (100, {"scaler": {"growth_interval": 100}}),
+    "optimizer": (
+        {"type": "SGD", "params": {"lr": 0.1, "momentum": "auto"}},
+        {"optimizer": OptimizerBlock(torch.optim.SGD, {"lr": 0.1})},
+    ),
+    "scheduler": (
+        {"type": "StepLR", "params": {"step_size": 2}},
+        {"scheduler": SchedulerBlock("StepLR", {"step_size": 2})},
+    ),
     "gradient_clipping": (0.5, {"trainer": {"gradient_clip_val": 0.5}}),
     "gradient_accumulation_steps": (4, {"trainer": {"accumulate_grad_batches": 4}}),
 }

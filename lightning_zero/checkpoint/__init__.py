@@ -6,6 +6,7 @@ from lightning_zero.checkpoint.inspection import add_inspect_command, damage, de
 from lightning_zero.checkpoint.mapped_file import load
 from lightning_zero.checkpoint.save import Provenance, Save
 from lightning_zero.checkpoint.saver import Saver, collected
+from lightning_zero.checkpoint.spread import Spread
 from lightning_zero.checkpoint.state import (
     check_optimizer_states,
     load_module_state,
@@ -21,6 +22,7 @@ __all__ = [
     "Provenance",
     "Save",
     "Saver",
+    "Spread",
     "add_convert_command",
     "add_inspect_command",
     "check_optimizer_states",

@@ -43,6 +43,7 @@ class Saver:
         self._executor: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
         self._removals: list[Future[None]] = []
+        self._agreed: dict[str, str] = {}
 
     def save(
         self,
@@ -58,7 +59,7 @@ class Saver:
         ``kind`` makes the job, of the checkpoint, path, ranks and provenance: a file by default.
         """
         self.wait()
-        path = self.comm.broadcast_object(path)
+        path = self._agree(path)
         save = kind(checkpoint, path, self.comm, provenance)
         if not in_background:
             save.run()
@@ -67,6 +68,16 @@ class Saver:
         self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         save.detach(self._apart)
         self._running = self._executor.submit(save.run)
+
+    def _agree(self, path: str) -> str:
+        agreed: str = self.comm.broadcast_object(path)
+        if agreed != path:
+            self._agreed[path] = agreed
+        return agreed
+
+    def path_of(self, path: str) -> str:
+        """Where the file is that this rank saved as ``path``: rank 0 may have chosen."""
+        return self._agreed.get(path, path)
 
     def remove(self, path: str) -> None:
         """Remove a checkpoint, when the saves before have ended well."""
