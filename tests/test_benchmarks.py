@@ -1,4 +1,4 @@
-"""The benchmark of steps runs with fake ranks, on a model that is too small to say anything about speed."""
+"""The benchmark of steps runs with fake ranks; its model says nothing about speed."""
 
 from __future__ import annotations
 
