@@ -45,6 +45,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_zero import optim, resting
 from lightning_zero.comm import Comm
+from lightning_zero.hook import Hook
 from lightning_zero.meeting import Called, Subject
 from lightning_zero.piece import Piece
 from lightning_zero.schedule import Need, Schedule
@@ -96,15 +97,11 @@ class Engine(ShardedModule):
     def _register_hooks(self) -> None:
         for unit in self.units[:-1]:
             module = unit.module
+            before = Hook(module, functools.partial(self._before_forward, unit))
+            after = Hook(module, functools.partial(self._after_forward, unit))
             self._handles += [
-                module.register_forward_pre_hook(
-                    _uncompiled(functools.partial(self._before_forward, unit)),
-                    prepend=True,
-                    with_kwargs=True,
-                ),
-                module.register_forward_hook(
-                    _uncompiled(functools.partial(self._after_forward, unit)), always_call=True
-                ),
+                module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+                module.register_forward_hook(after, always_call=True),
             ]
         # The children too: a validation hook calls `self.net(x)`, and the root holds some of its
         # weights.
@@ -112,8 +109,8 @@ class Engine(ShardedModule):
             if any(module is unit.module for unit in self.units[:-1]):
                 continue
             self._handles += [
-                module.register_forward_pre_hook(_uncompiled(self._enter_root), prepend=True),
-                module.register_forward_hook(_uncompiled(self._leave_root), always_call=True),
+                module.register_forward_pre_hook(Hook(module, self._enter_root), prepend=True),
+                module.register_forward_hook(Hook(module, self._leave_root), always_call=True),
             ]
         for unit in self.units:
             self._hook_grads(unit)
@@ -510,8 +507,7 @@ class Engine(ShardedModule):
 
     def _begin_writing(self) -> None:
         """Wait until no rank reads this one's masters or reduce buffers any more."""
-        for unit in self.units:
-            unit.keep_edits()
+        self.keep_edits()
         self.comm.fence(Subject.STEP)
         self.comm.release_windows()
 
@@ -557,6 +553,8 @@ class Engine(ShardedModule):
         for unit in self.units:
             unit.wait_if_in_flight()
         self._wait_for_comparison()
+        if restore:
+            self.keep_edits()
         self._close_step()
         for handle in self._handles:
             handle.remove()
@@ -605,7 +603,3 @@ def _inputs(value: Any) -> list[Tensor]:
 def _in_graph_task() -> bool:
     """Whether autograd runs a backward pass in this thread: then a forward is a recomputation."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compiler.disable(hook)  # type: ignore[no-untyped-call, no-any-return]

@@ -1,9 +1,13 @@
-"""Parameters that may not be read right now, and what happens to whoever reads one.
+"""Parameters that are no tensors of their own, and what happens to whoever uses one.
 
 At rest a parameter's data is a stride-0 placeholder of the full shape. Reading it would be silent
 nonsense (and reading a freed storage a segmentation fault), so while a parameter rests its class is
 a subclass whose ``__torch_function__`` lets metadata through and hands everything else to the
 parameter's owner, which makes it readable or raises.
+
+While a parameter is a view of a flat buffer, its class is a subclass that notices one thing only:
+its ``data``. What is done to that is hidden from the version counter by which changes in place are
+noticed, and another tensor put in its place would be trained by nobody.
 
 Swapping ``__class__`` is what torch does for ``UninitializedParameter``; it stays in this room. The
 alternative, a second ``Parameter`` object in ``module._parameters``, loses the identity that
@@ -12,9 +16,10 @@ optimizers, ties, EMA dictionaries and hooks rely on.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any, Protocol, cast
 
 import torch
@@ -32,7 +37,14 @@ class Owner(Protocol):
     def write(self, parameter: Parameter, value: Tensor) -> None:
         """Keep ``value``, of the parameter's shape, as the parameter's new value."""
 
+    def expose(self, parameter: Parameter) -> None:
+        """Notice that a readable ``parameter`` may be changed behind its version counter."""
 
+    def replace(self, parameter: Parameter, data: Tensor) -> None:
+        """Keep ``data`` as the new value of a readable ``parameter``, or raise."""
+
+
+_DATA: Any = Tensor.data
 _owners: MutableMapping[Parameter, Owner] = WeakIdKeyDictionary()
 
 _READABLE_ATTRIBUTES = [
@@ -119,6 +131,7 @@ def _metadata() -> frozenset[Any]:
 
 
 _METADATA = _metadata()
+_GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
 
 
 class Resting:
@@ -143,6 +156,10 @@ class Resting:
             parameter = cast(Parameter, args[0])
             _owners[parameter].write(parameter, args[1])
             return parameter
+        if func in (_GET_DATA, _SET_DATA):
+            parameter = cast(Parameter, args[0])
+            _owners[parameter].touch(parameter)
+            return _data_of(parameter) if func == _GET_DATA else _replace(parameter, args[1])
         if func not in _METADATA:
             _touch_all((args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
@@ -158,6 +175,54 @@ class Resting:
         return f"Parameter at rest of shape {tuple(parameter.shape)}, {parameter.dtype}"
 
 
+class Whole:
+    """Mixin of the class that a parameter has while it is a view of a flat buffer.
+
+    No ``__torch_function__``: operations on whole weights cost what they cost on any parameter.
+    """
+
+    @property
+    def data(self) -> Tensor:
+        """The parameter without its graph."""
+        return _data_of(cast(Parameter, self))
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _replace(cast(Parameter, self), value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
+        with _ordinary(cast(Parameter, self)) as parameter:
+            return copy.deepcopy(parameter, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with _ordinary(cast(Parameter, self)) as parameter:
+            return parameter.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self) -> str:
+        with _ordinary(cast(Parameter, self)) as parameter:
+            return repr(parameter)
+
+
+@contextlib.contextmanager
+def _ordinary(parameter: Parameter) -> Iterator[Parameter]:
+    """A context in which a parameter is of its own class."""
+    owner = _owners[parameter]
+    unguard(parameter)
+    try:
+        yield parameter
+    finally:
+        watch(parameter, owner)
+
+
+def _data_of(parameter: Parameter) -> Tensor:
+    _owners[parameter].expose(parameter)
+    return _DATA.__get__(parameter)  # type: ignore[no-any-return]
+
+
+def _replace(parameter: Parameter, data: Tensor) -> None:
+    _owners[parameter].replace(parameter, data)
+
+
 def _touch_all(value: Any) -> None:
     if isinstance(value, Resting):
         parameter = cast(Parameter, value)
@@ -171,21 +236,38 @@ def _touch_all(value: Any) -> None:
 
 
 @functools.cache
-def _resting_class(cls: type[Parameter]) -> type[Parameter]:
-    return cast("type[Parameter]", type(f"Resting{cls.__name__}", (Resting, cls), {}))
+def _class(mixin: type, cls: type[Parameter]) -> type[Parameter]:
+    name = f"Resting{cls.__name__}" if mixin is Resting else cls.__name__
+    return cast("type[Parameter]", type(name, (mixin, cls), {}))
+
+
+def _become(parameter: Parameter, mixin: type, owner: Owner) -> None:
+    if not isinstance(parameter, mixin):
+        unguard(parameter)
+        _owners[parameter] = owner
+        parameter.__class__ = _class(mixin, type(parameter))
 
 
 def guard(parameter: Parameter, owner: Owner) -> None:
     """Send every use of ``parameter`` to ``owner`` until :func:`unguard`."""
-    if not isinstance(parameter, Resting):
-        _owners[parameter] = owner
-        parameter.__class__ = _resting_class(type(parameter))
+    _become(parameter, Resting, owner)
+
+
+def watch(parameter: Parameter, owner: Owner) -> None:
+    """Tell ``owner`` of every use of the ``data`` of ``parameter`` until :func:`unguard`."""
+    _become(parameter, Whole, owner)
 
 
 def unguard(parameter: Parameter) -> None:
     """Make ``parameter`` an object of its own class again."""
-    if isinstance(parameter, Resting):
+    if isinstance(parameter, (Resting, Whole)):
         parameter.__class__ = type(parameter).__mro__[2]
+
+
+def point(parameter: Parameter, data: Tensor) -> None:
+    """Make ``data`` the parameter's own without asking its owner."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _DATA.__set__(parameter, data)
 
 
 def placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:

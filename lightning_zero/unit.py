@@ -71,7 +71,10 @@ class Bundle:
         self._in_flight: list[Tensor] = []
         self._grad_pieces: list[Tensor] = []
         self._partial_views: list[Tensor] = []
+        self._shown = self.weight
+        self._is_lent = False
         self._versions: list[int] = []
+        self._exposed: dict[int, Tensor] = {}
         self.filled = [False] * len(self.parameters)
         self.arrived = [False] * len(self.parameters)
         self.used = [False] * len(self.parameters)
@@ -114,14 +117,21 @@ class Bundle:
         self.weight.allocate()
         return self.comm.gather(self.weight.tensor, self.shared, unit=unit, tag=tag)
 
-    def show_whole(self) -> None:
+    def show_whole(self, owner: resting.Owner) -> None:
         """Point the parameters at the weights."""
-        for parameter, view in zip(self.parameters, self.weight.views, strict=True):
+        self._show(self.weight, owner)
+
+    def _show(self, whole: Buffer, owner: resting.Owner, *, is_lent: bool = False) -> None:
+        self._shown, self._is_lent = whole, is_lent
+        for parameter, view in zip(self.parameters, whole.views, strict=True):
             resting.unguard(parameter)
             parameter.data = view
+            resting.watch(parameter, owner)
 
     def show_resting(self, owner: resting.Owner) -> None:
         """Point the parameters at placeholders that send every use to ``owner``."""
+        self._shown, self._is_lent = self.weight, False
+        self._exposed = {}
         for parameter, stand_in in zip(self.parameters, self._placeholders, strict=True):
             resting.unguard(parameter)
             parameter.data = stand_in
@@ -151,12 +161,11 @@ class Bundle:
             self.comm.gather(whole.tensor, Shared(shard), unit="full", tag=0).wait()
             return whole.views[index].clone()
 
-    def lend(self, *, is_whole: bool) -> Buffer:
+    def lend(self, owner: resting.Owner, *, is_whole: bool) -> Buffer:
         """Point the parameters at whole masters; returns what holds them."""
         lent = self.weight if is_whole and not self.plan.has_master else self.full()
-        for parameter, view in zip(self.parameters, lent.views, strict=True):
-            resting.unguard(parameter)
-            parameter.data = view
+        self._show(lent, owner, is_lent=True)
+        self.note_versions()
         return lent
 
     @torch.no_grad()
@@ -170,24 +179,87 @@ class Bundle:
         return self.trainable or any(parameter.requires_grad for parameter in self.parameters)
 
     @property
+    def changed(self) -> list[int]:
+        """Whole parameters that are not what they were when :meth:`note_versions` was called."""
+        return [
+            index
+            for index, parameter in enumerate(self.parameters)
+            if parameter._version != self._versions[index]
+            or self._has_moved(index)
+            or self._differs(index)
+        ]
+
+    @property
     def edited(self) -> list[int]:
-        """Whole parameters that were changed in place, of which the master is another storage."""
-        if self.plan.has_master or self.plan.gives_weights_back:
-            versions = zip(self.parameters, self._versions, strict=True)
-            return [i for i, (p, version) in enumerate(versions) if p._version != version]
-        return []
+        """Whole parameters whose changes are not in the masters."""
+        if self._has_copies:
+            return self.changed
+        return [index for index in range(len(self.parameters)) if self._has_moved(index)]
+
+    @property
+    def _has_copies(self) -> bool:
+        """Whether whole weights lie in another storage than the masters."""
+        return self.plan.has_master or self.plan.gives_weights_back
+
+    def _has_moved(self, index: int) -> bool:
+        """Whether something put a parameter into a storage of its own, as cuDNN's RNNs do."""
+        with torch._C.DisableTorchFunctionSubclass():
+            now = self.parameters[index].data_ptr()
+        return now != self._shown.views[index].data_ptr()
+
+    def _differs(self, index: int) -> bool:
+        before = self._exposed.get(index)
+        return before is not None and not torch.equal(before, self._bytes(index))
+
+    def _bytes(self, index: int) -> Tensor:
+        slot = self.layout.slots[index]
+        flat = self._shown.tensor.detach()[slot.offset : slot.offset + slot.numel]
+        return flat.view(torch.uint8)
+
+    def expose(self, index: int) -> None:
+        """Keep what parameter ``index`` is now, since no version will tell of its changes."""
+        if index not in self._exposed and (self._has_copies or self._is_lent):
+            with lasting_tensors():
+                self._exposed[index] = self._bytes(index).clone()
+
+    def replace(self, index: int, data: Tensor) -> None:
+        """Copy the tensor that the user put in the place of parameter ``index``'s own."""
+        parameter, slot = self.parameters[index], self.layout.slots[index]
+        if (data.shape, data.dtype, data.device) != (
+            parameter.shape,
+            parameter.dtype,
+            parameter.device,
+        ):
+            raise RuntimeError(
+                f"Parameter {slot.name!r} is a view of a flat buffer until training ends:"
+                f" {_describe(parameter)} cannot be replaced by {_describe(data)}. Convert or move"
+                " the module before the Trainer takes it or after it has ended, choose the"
+                " precision by Trainer(precision=...), or convert a copy.deepcopy of it made in"
+                " `with lightning_zero.gathered(module):`"
+            )
+        if data.data_ptr() != parameter.data_ptr() or data.stride() != parameter.stride():
+            with lasting_tensors():
+                parameter.copy_(data)
 
     @torch.no_grad()
     def keep_edits(self) -> None:
-        """Take this rank's part of what was changed in place over to the masters."""
+        """Take this rank's part of what was changed over to the masters."""
         for index in self.edited:
+            parameter, view = self.parameters[index], self.weight.views[index]
+            if self._has_moved(index):
+                view.copy_(parameter)
+                resting.point(parameter, view)
             piece = self.pieces[index]
-            piece.data.copy_(piece.part_of(self.weight.views[index]))
+            part = piece.part_of(view)
+            # What did not change keeps the digits that only the master has.
+            same = piece.to(part.dtype) == part
+            piece.data.copy_(torch.where(same, piece.detach(), part.to(piece.dtype)))
         self.note_versions()
 
     def note_versions(self) -> None:
         """Begin to watch for changes in place."""
         self._versions = [parameter._version for parameter in self.parameters]
+        self._exposed = {}
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -334,6 +406,7 @@ class Bundle:
             self.master, self.shared = master, Shared(master)
             self.weight = Buffer(self.layout, self.weight.tensor.dtype, self.master.device)
             self.weight.release()
+            self._shown, self._exposed = self.weight, {}
 
     def memory(self) -> dict[str, int]:
         """Bytes held now, by kind; see ``Engine.memory``."""
@@ -403,7 +476,7 @@ class Unit:
         self.is_trainable = self.wants_grads = False
         self._label = name or "root"
         for bundle in self.bundles:
-            bundle.show_whole()
+            bundle.show_whole(owner)
             bundle.note_versions()
 
     @property
@@ -488,7 +561,7 @@ class Unit:
             if self._is_idle:
                 self._is_idle = False
                 for bundle in self.bundles:
-                    bundle.show_whole()
+                    bundle.show_whole(self._owner)
             return
         assert self.state is State.IN_FLIGHT, f"{self._label} is waited for but was not unsharded"
         with record_function(f"zero.wait {self._label}"):
@@ -496,7 +569,7 @@ class Unit:
                 work.wait()
         self._works = []
         for bundle in self.bundles:
-            bundle.show_whole()
+            bundle.show_whole(self._owner)
             bundle.note_versions()
         self.state = State.WHOLE
 
@@ -510,7 +583,7 @@ class Unit:
             self.guard()
 
     def keep_edits(self) -> None:
-        """Let the masters follow what users changed in place in whole weights, on all ranks."""
+        """Let the masters follow what users changed in whole weights, on all ranks."""
         if self.state is not State.WHOLE or not any(bundle.edited for bundle in self.bundles):
             return
         comm = self.bundles[0].comm
@@ -518,6 +591,11 @@ class Unit:
         for bundle in self.bundles:
             bundle.keep_edits()
         comm.fence(Subject.EDIT)
+
+    @property
+    def changed(self) -> list[str]:
+        """The names of whole or lent parameters that were changed since they were shown."""
+        return [bundle.layout.slots[i].name for bundle in self.bundles for i in bundle.changed]
 
     def reshard(self) -> None:
         """Give whole weights back, if their home is sharded and nothing pins them."""
@@ -544,7 +622,9 @@ class Unit:
 
     def lend(self) -> None:
         """Show whole parameters in the master's precision until :meth:`take_back`."""
-        self._lent = [bundle.lend(is_whole=self.state is State.WHOLE) for bundle in self.bundles]
+        self._lent = [
+            bundle.lend(self._owner, is_whole=self.state is State.WHOLE) for bundle in self.bundles
+        ]
 
     def store_lent(self) -> None:
         """Take rank 0's lent values as everybody's masters; between two fences."""
@@ -559,7 +639,7 @@ class Unit:
             if self.state is State.RESTING:
                 bundle.show_resting(self._owner)
             else:
-                bundle.show_whole()
+                bundle.show_whole(self._owner)
                 bundle.note_versions()
 
     def abandon(self) -> None:
@@ -640,6 +720,10 @@ class Unit:
             finishes, self._finishes = self._finishes, []
             for finish in finishes:
                 finish()
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
 
 
 def _dense_stride(parameter: Tensor) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ FLOORS = [
     ["layout", "plan", "deepspeed", "config", "scaler", "tensors", "ledger"],
     ["store", "buffer", "window", "watch", "meeting", "comm", "offload"],
     ["resting", "piece", "gradient", "unit", "wrap", "meta", "settings", "draft", "sharded"],
-    ["schedule", "optim", "clip", "turns", "engine", "access", "activation"],
+    ["schedule", "optim", "clip", "turns", "hook", "engine", "access", "activation"],
     ["checkpoint", "memory"],
     ["precision", "callbacks", "same_length", "strategy", "monitor", "traffic", "mirror"],
     ["cli", "__main__", "__init__"],
