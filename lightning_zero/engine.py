@@ -276,6 +276,11 @@ class Engine(ShardedModule):
     def touch(self, parameter: Parameter) -> None:
         """Make a parameter readable outside its unit's forward, or say why it cannot be."""
         name, unit, _, _ = self._places[id(parameter)]
+        if self.is_restored:
+            raise RuntimeError(
+                f"A view of parameter {name!r} was kept beyond the training step in which it was"
+                " taken; the memory was given back. Clone what is to last: `p.detach().clone()`"
+            )
         if self.is_closed:
             raise RuntimeError(
                 f"Parameter {name!r} was left sharded when its training ended, because of"

@@ -19,11 +19,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -42,6 +43,9 @@ class Owner(Protocol):
 
     def replace(self, parameter: Parameter, data: Tensor) -> None:
         """Keep ``data`` as the new value of a readable ``parameter``, or raise."""
+
+    def gives_back(self, parameter: Parameter) -> bool:
+        """Whether the memory of a readable ``parameter`` will be given back while views live."""
 
 
 _DATA: Any = Tensor.data
@@ -132,6 +136,8 @@ def _metadata() -> frozenset[Any]:
 
 _METADATA = _metadata()
 _GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
+_HIDING = {_GET_DATA, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
+"""What gives a tensor's memory to something whose changes raise no version."""
 
 
 class Resting:
@@ -156,14 +162,17 @@ class Resting:
             parameter = cast(Parameter, args[0])
             _owners[parameter].write(parameter, args[1])
             return parameter
-        if func in (_GET_DATA, _SET_DATA):
+        if func == _SET_DATA:
             parameter = cast(Parameter, args[0])
             _owners[parameter].touch(parameter)
-            return _data_of(parameter) if func == _GET_DATA else _replace(parameter, args[1])
-        if func not in _METADATA:
-            _touch_all((args, kwargs))
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            return _replace(parameter, args[1])
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        touched = list(_resting_in((args, kwargs)))
+        for parameter in touched:
+            _owners[parameter].touch(parameter)
+        return _use(touched, func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         parameter = cast(Parameter, self)
@@ -184,11 +193,15 @@ class Whole:
     @property
     def data(self) -> Tensor:
         """The parameter without its graph."""
-        return _data_of(cast(Parameter, self))
+        return _view(cast(Parameter, self), _GET_DATA)
 
     @data.setter
     def data(self, value: Tensor) -> None:
         _replace(cast(Parameter, self), value)
+
+    def detach(self) -> Tensor:
+        """The parameter without its graph."""
+        return _view(cast(Parameter, self), Tensor.detach)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         with _ordinary(cast(Parameter, self)) as parameter:
@@ -214,25 +227,125 @@ def _ordinary(parameter: Parameter) -> Iterator[Parameter]:
         watch(parameter, owner)
 
 
-def _data_of(parameter: Parameter) -> Tensor:
-    _owners[parameter].expose(parameter)
-    return _DATA.__get__(parameter)  # type: ignore[no-any-return]
+def _view(parameter: Parameter, func: Callable[..., Tensor]) -> Tensor:
+    """What ``func`` makes of a readable parameter, for the caller of our caller."""
+    asking = sys._getframe(2).f_globals.get("__name__") or "torch."
+    if asking.startswith("torch.") and asking != nn.Module.__module__:
+        # Torch's compiler calls this while compiled code runs, wants a plain tensor and lets go of
+        # it. Of torch's own code only `state_dict` gives views away.
+        return func(parameter)
+    return _use([parameter], func, (parameter,), {})  # type: ignore[no-any-return]
+
+
+def _use(
+    parameters: list[Parameter],
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call ``func`` on readable ``parameters``, or on views of them."""
+    for parameter in parameters if func in _HIDING else ():
+        _owners[parameter].expose(parameter)
+    with torch._C.DisableTorchFunctionSubclass():
+        return _lasting(func(*args, **kwargs), parameters)
 
 
 def _replace(parameter: Parameter, data: Tensor) -> None:
     _owners[parameter].replace(parameter, data)
 
 
-def _touch_all(value: Any) -> None:
-    if isinstance(value, Resting):
-        parameter = cast(Parameter, value)
-        _owners[parameter].touch(parameter)
+class View(Tensor):
+    """A view of a parameter; whoever reads it when the parameter rests touches the parameter.
+
+    A plain view would point at memory that was given back.
+
+    Attributes:
+        parameter: The parameter that it is a view of.
+    """
+
+    parameter: Parameter
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Make the parameters of all views readable first; views of views are views as well."""
+        kwargs = kwargs or {}
+        views = [] if func in _METADATA else list(_found(View, (args, kwargs)))
+        for view in views:
+            view.touch()
+        return _use([view.parameter for view in views], func, args, kwargs)
+
+    def touch(self) -> None:
+        """Make the parameter readable, or raise."""
+        with torch._C.DisableTorchFunctionSubclass():
+            is_gone = self.untyped_storage().nbytes() == 0
+        if is_gone or isinstance(self.parameter, Resting):
+            _owners[self.parameter].touch(self.parameter)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self._ordinary(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._ordinary().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self._ordinary())
+
+    def _ordinary(self) -> Tensor:
+        self.touch()
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+
+def _lasting(result: Any, parameters: list[Parameter]) -> Any:
+    """``result``, in which views of ``parameters`` that will rest know of it."""
+    if torch.compiler.is_compiling():
+        return result
+    storages = {
+        _storage(parameter): parameter
+        for parameter in parameters
+        if _owners[parameter].gives_back(parameter)
+    }
+    return _lasting_views(result, storages) if storages else result
+
+
+def _lasting_views(value: Any, storages: dict[int, Parameter]) -> Any:
+    if type(value) in (list, tuple):
+        return type(value)(_lasting_views(one, storages) for one in value)
+    if not isinstance(value, Tensor) or isinstance(value, (Parameter, View)):
+        return value
+    parameter = storages.get(_storage(value))
+    if parameter is None:
+        return value
+    view = value.as_subclass(View)
+    view.parameter = parameter
+    return view
+
+
+def _storage(tensor: Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return int(tensor.untyped_storage()._cdata)
+
+
+def _resting_in(value: Any) -> Iterator[Parameter]:
+    """The parameters to touch before ``value`` is used."""
+    for found in _found((Resting, View), value):
+        yield found.parameter if isinstance(found, View) else found
+
+
+def _found(cls: Any, value: Any) -> Iterator[Any]:
+    if isinstance(value, cls):
+        yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            _touch_all(item)
+            yield from _found(cls, item)
     elif isinstance(value, dict):
-        for item in value.values():
-            _touch_all(item)
+        yield from _found(cls, list(value.values()))
 
 
 @functools.cache

@@ -84,6 +84,10 @@ class ShardedModule(ABC):
         _, _, bundle, index = self._places[id(parameter)]
         bundle.expose(index)
 
+    def gives_back(self, parameter: Parameter) -> bool:
+        """Whether views of a readable parameter will lose their memory."""
+        return self._places[id(parameter)][2].gives_back
+
     def replace(self, parameter: Parameter, data: Tensor) -> None:
         """Keep what was assigned to the ``data`` of a readable parameter.
 

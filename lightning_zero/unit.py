@@ -222,13 +222,20 @@ class Bundle:
             with lasting_tensors():
                 self._exposed[index] = self._bytes(index).clone()
 
+    @property
+    def gives_back(self) -> bool:
+        """Whether the memory that the parameters view now is released while views may live."""
+        return self.plan.gives_weights_back and self._shown is self.weight
+
     def replace(self, index: int, data: Tensor) -> None:
-        """Copy the tensor that the user put in the place of parameter ``index``'s own."""
+        """Copy the tensor that the user put in the place of parameter ``index``'s own.
+
+        Values in the master's dtype are cast: the user may know of no other.
+        """
         parameter, slot = self.parameters[index], self.layout.slots[index]
-        if (data.shape, data.dtype, data.device) != (
-            parameter.shape,
-            parameter.dtype,
-            parameter.device,
+        dtypes = (parameter.dtype, self.plan.master.dtype)
+        if (data.shape, data.device) != (parameter.shape, parameter.device) or (
+            data.dtype not in dtypes
         ):
             raise RuntimeError(
                 f"Parameter {slot.name!r} is a view of a flat buffer until training ends:"
@@ -237,9 +244,11 @@ class Bundle:
                 " precision by Trainer(precision=...), or convert a copy.deepcopy of it made in"
                 " `with lightning_zero.gathered(module):`"
             )
-        if data.data_ptr() != parameter.data_ptr() or data.stride() != parameter.stride():
-            with lasting_tensors():
-                parameter.copy_(data)
+        with lasting_tensors():
+            value = data.to(parameter.dtype)
+            # One rank alone may put back what was there, as `module.float()` does.
+            if not torch.equal(parameter, value):
+                parameter.copy_(value)
 
     @torch.no_grad()
     def keep_edits(self) -> None:
