@@ -560,6 +560,8 @@ class Engine(ShardedModule):
         self._wait_for_comparison()
         if restore:
             self.keep_edits()
+            # Some weights are masters too: nobody reads them before their owner has edited them.
+            self.comm.fence()
         self._close_step()
         for handle in self._handles:
             handle.remove()
