@@ -412,7 +412,7 @@ class Engine(ShardedModule):
         self._keeps_graph = torch.is_grad_enabled()
         with torch._C.DisableTorchFunctionSubclass():
             for unit in self.units:
-                unit.expect()
+                unit.expect(is_local=not self._reduces_now)
         if self._reduces_now:
             self._turns.begin(self._schedules[True].units_in_forward())
         # Private, as in DDP and FSDP2: torch has no public event for the end of a backward pass,
@@ -462,6 +462,9 @@ class Engine(ShardedModule):
         self._in_backward = False
         if self._reduces_now:
             self._turns.finish()
+        else:
+            for unit in self.units:
+                unit.show_local_grads()
         self.comm.release_scratch()
         for unit in self.units:
             unit.forget_calls()
@@ -498,17 +501,31 @@ class Engine(ShardedModule):
         self._point(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
+            self._check_is_reduced(optimizer)
             self._begin_writing()
             return args, kwargs
 
         def fenced() -> Any:
             result = closure()
             self._point(optimizer)
+            self._check_is_reduced(optimizer)
             self._begin_writing()
             return result
 
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
         return (args[0], *args[2:]), {**rest, "closure": fenced}
+
+    def _check_is_reduced(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for piece in group["params"]:
+                local = piece.local if isinstance(piece, Piece) else None
+                if local is not None and piece.grad is local:
+                    name = self._places[id(piece.parameter)][0]
+                    raise RuntimeError(
+                        f"The gradient of parameter {name!r} is this rank's own: its last backward"
+                        " pass was told not to send gradients. Let the last one before"
+                        f" {type(optimizer).__name__}.step() send them (`sync_grad=True`)."
+                    )
 
     def _begin_writing(self) -> None:
         """Wait until no rank reads this one's masters or reduce buffers any more."""

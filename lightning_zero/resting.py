@@ -166,13 +166,7 @@ class Resting:
             parameter = cast(Parameter, args[0])
             _owners[parameter].touch(parameter)
             return _replace(parameter, args[1])
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        touched = list(_resting_in((args, kwargs)))
-        for parameter in touched:
-            _owners[parameter].touch(parameter)
-        return _use(touched, func, args, kwargs)
+        return _touch_and_use(func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         parameter = cast(Parameter, self)
@@ -237,6 +231,18 @@ def _view(parameter: Parameter, func: Callable[..., Tensor]) -> Tensor:
     return _use([parameter], func, (parameter,), {})  # type: ignore[no-any-return]
 
 
+def _touch_and_use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ``func``, of whose arguments some may rest."""
+    guarded = [] if func in _METADATA else list(_guarded_in((args, kwargs)))
+    for one in guarded:
+        if isinstance(one, View):
+            one.touch()
+        else:
+            _owners[one].touch(one)
+    parameters = [one.parameter if isinstance(one, View) else one for one in guarded]
+    return _use(parameters, func, args, kwargs)
+
+
 def _use(
     parameters: list[Parameter],
     func: Callable[..., Any],
@@ -274,11 +280,7 @@ class View(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Make the parameters of all views readable first; views of views are views as well."""
-        kwargs = kwargs or {}
-        views = [] if func in _METADATA else list(_found(View, (args, kwargs)))
-        for view in views:
-            view.touch()
-        return _use([view.parameter for view in views], func, args, kwargs)
+        return _touch_and_use(func, args, kwargs or {})
 
     def touch(self) -> None:
         """Make the parameter readable, or raise."""
@@ -332,20 +334,17 @@ def _storage(tensor: Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
 
 
-def _resting_in(value: Any) -> Iterator[Parameter]:
-    """The parameters to touch before ``value`` is used."""
-    for found in _found((Resting, View), value):
-        yield found.parameter if isinstance(found, View) else found
-
-
-def _found(cls: Any, value: Any) -> Iterator[Any]:
-    if isinstance(value, cls):
+def _guarded_in(value: Any) -> Iterator[Parameter | View]:
+    """What must be touched before ``value`` is used."""
+    if isinstance(value, Resting):
+        yield cast(Parameter, value)
+    elif isinstance(value, View):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _found(cls, item)
+            yield from _guarded_in(item)
     elif isinstance(value, dict):
-        yield from _found(cls, list(value.values()))
+        yield from _guarded_in(list(value.values()))
 
 
 @functools.cache

@@ -243,12 +243,12 @@ class ShardedModule(ABC):
             raise ValueError(
                 "full_grad: the parameter belongs to no module that this engine shards."
             )
-        has_grad = torch.tensor([piece.grad is not None], dtype=torch.uint8)
+        has_grad = torch.tensor([piece.reduced is not None], dtype=torch.uint8)
         self.comm.meetings.call(Subject.GRADIENT, has_grad).wait()
         if not has_grad.item():
             return None
         return self.full_of(
-            piece, piece.grad if piece.grad is not None else torch.zeros_like(piece)
+            piece, piece.reduced if piece.reduced is not None else torch.zeros_like(piece)
         )
 
     @property

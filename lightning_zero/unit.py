@@ -29,7 +29,7 @@ from torch.profiler import record_function
 from lightning_zero import resting
 from lightning_zero.buffer import Buffer, lasting_tensors
 from lightning_zero.comm import Comm, ReduceBuffer, Shared, Work
-from lightning_zero.gradient import GradFace
+from lightning_zero.gradient import GradFace, LocalGrad
 from lightning_zero.layout import Layout
 from lightning_zero.meeting import Subject
 from lightning_zero.piece import Piece
@@ -71,6 +71,7 @@ class Bundle:
         self._in_flight: list[Tensor] = []
         self._grad_pieces: list[Tensor] = []
         self._partial_views: list[Tensor] = []
+        self._is_unscaled = False
         self._shown = self.weight
         self._is_lent = False
         self._versions: list[int] = []
@@ -308,10 +309,10 @@ class Bundle:
 
         The average is taken there, as DDP does, when that costs nothing: in the pass that copies. A
         pass that casts cannot multiply as well, so then the reduced shard is scaled, which is N
-        times smaller.
+        times smaller; as it is where a rank's own gradient is shown before the reduction.
         """
         casts = self.plan.grad.dtype != self.plan.weight.dtype
-        return 1.0 if casts else 1 / self.comm.world_size
+        return 1.0 if casts or self._is_unscaled else 1 / self.comm.world_size
 
     def _allocate_partial(self) -> None:
         dtype, device = self.plan.grad.dtype, self.plan.grad.device
@@ -338,16 +339,18 @@ class Bundle:
         target = torch.empty_like(shard) if adds else shard
         self._in_flight = [partial.tensor, target] if adds else [partial.tensor]
         work = self.comm.reduce(partial, target, unit=unit, tag=tag)
-        return functools.partial(self._finish_reduce, work, target)
+        late_scale = 1 / self.comm.world_size if self._early_scale == 1.0 else 1.0
+        self._is_unscaled = False
+        return functools.partial(self._finish_reduce, work, target, late_scale)
 
     @torch.no_grad()
-    def _finish_reduce(self, work: Work, target: Tensor) -> None:
+    def _finish_reduce(self, work: Work, target: Tensor, late_scale: float) -> None:
         """Wait for a reduction; what it reads and writes had to live until then."""
         work.wait()
         self._in_flight = []
         shard = self._grad_shard()
-        if self._early_scale == 1.0 and self.comm.world_size > 1:
-            target.mul_(1 / self.comm.world_size)
+        if late_scale != 1.0:
+            target.mul_(late_scale)
         if target is not shard:
             if not self.is_settled:
                 self._settle_grads()
@@ -357,7 +360,7 @@ class Bundle:
     @property
     def holds_grads(self) -> bool:
         """Whether reduced gradients of earlier backward passes are kept."""
-        return any(piece.grad is not None for piece in self.pieces)
+        return any(piece.reduced is not None for piece in self.pieces)
 
     def _grad_shard(self) -> Tensor:
         if self.grad is None:
@@ -372,16 +375,16 @@ class Bundle:
     def _settle_grads(self) -> None:
         """Make the shard hold what the pieces hold: the user may have dropped or replaced some."""
         for piece, view in zip(self.pieces, self._grad_pieces, strict=True):
-            if piece.grad is None:
+            if piece.reduced is None:
                 view.zero_()
-            elif piece.grad is not view:
-                view.copy_(piece.grad)
+            elif piece.reduced is not view:
+                view.copy_(piece.reduced)
 
     @property
     def has_grads(self) -> list[bool]:
         """For each parameter, whether it got a gradient or its piece keeps an earlier one."""
         return [
-            is_used or piece.grad is not None
+            is_used or piece.reduced is not None
             for is_used, piece in zip(self.used, self.pieces, strict=True)
         ]
 
@@ -395,15 +398,33 @@ class Bundle:
                 self.pieces, self._grad_pieces, has_grads, strict=True
             ):
                 if piece.numel() and has_grad:
-                    piece.grad = view
+                    piece.reduced = view
         for piece, has_grad in zip(self.pieces, has_grads, strict=True):
             if has_grad:
                 piece.show_grad()
 
+    def expect(self, *, is_local: bool) -> None:
+        """Begin a backward pass; with ``is_local`` one whose gradients stay on this rank."""
+        self.hide_grads()
+        self._is_unscaled |= is_local
+        self.arrived = [False] * len(self.parameters)
+
     def hide_grads(self) -> None:
-        """Make room for autograd's gradients on the parameters."""
-        for piece in self.pieces:
+        """Make room for autograd's gradients on the parameters; forget those that were dropped."""
+        for index, piece in enumerate(self.pieces):
             piece.hide_grad()
+            if piece.is_dropped:
+                piece.is_dropped = False
+                self.filled[index] = self.used[index] = False
+
+    def show_local_grads(self) -> None:
+        """End a backward pass whose gradients stay on this rank: show them, as DDP does."""
+        for index, piece in enumerate(self.pieces):
+            if self.filled[index]:
+                held = self._partial_views[index]
+                piece.show_local(LocalGrad(piece, self.parameters[index], held))
+            elif piece.was_shown:
+                piece.show_grad()
 
     def retire(self) -> None:
         """Keep no more than this rank's pieces; nobody reads the weights any more."""
@@ -435,7 +456,10 @@ class Bundle:
     def drop_grads(self) -> None:
         """Forget what arrived or was reduced and is not shown to the optimizer yet."""
         self.partial, self._partial_views, self._in_flight = None, [], []
-        self.is_settled = False
+        self.is_settled = self._is_unscaled = False
+        for piece in self.pieces:
+            if piece.local is not None:
+                piece.hide_grad()
         for flags in (self.filled, self.arrived, self.used):
             flags[:] = [False] * len(flags)
 
@@ -678,14 +702,18 @@ class Unit:
         """Whether a gradient arrived that is not reduced yet."""
         return any(any(bundle.filled) for bundle in self.bundles)
 
-    def expect(self) -> None:
+    def expect(self, *, is_local: bool) -> None:
         """Begin a backward pass: make room for gradients, and note how many are wanted."""
         for bundle in self.bundles:
-            bundle.hide_grads()
-            bundle.arrived = [False] * len(bundle.parameters)
+            bundle.expect(is_local=is_local)
         wants = [p.requires_grad for bundle in self.bundles for p in bundle.parameters]
         self._num_missing = sum(wants)
         self.is_trainable, self.wants_grads = all(wants), any(wants)
+
+    def show_local_grads(self) -> None:
+        """Show the gradients of a backward pass that are not sent."""
+        for bundle in self.bundles:
+            bundle.show_local_grads()
 
     def forget_calls(self) -> None:
         """End a backward pass: nothing that came before it is waited for."""
