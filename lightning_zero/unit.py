@@ -7,7 +7,7 @@ module's bundles and the state they are in::
     state       weight buffer            parameters
     RESTING     released (stage 3)       placeholders that send a read to the engine
     IN_FLIGHT   allocated, being filled  the same; at stages 1 and 2 also between a step and its use
-    WHOLE       filled                   views of the buffer, ordinary parameters
+    WHOLE       filled                   views of the buffer that notice uses of their `data`
 
 The life of a stage-3 unit in one microbatch::
 
@@ -182,35 +182,42 @@ class Bundle:
     @property
     def changed(self) -> list[int]:
         """Whole parameters that are not what they were when :meth:`note_versions` was called."""
+        moved = self._moved
         return [
             index
             for index, parameter in enumerate(self.parameters)
             if parameter._version != self._versions[index]
-            or self._has_moved(index)
-            or self._differs(index)
+            or index in moved
+            or (index in self._exposed and self._differs(index))
         ]
 
     @property
     def edited(self) -> list[int]:
         """Whole parameters whose changes are not in the masters."""
-        if self._has_copies:
-            return self.changed
-        return [index for index in range(len(self.parameters)) if self._has_moved(index)]
+        return self.changed if self._has_copies else self._moved
 
     @property
     def _has_copies(self) -> bool:
         """Whether whole weights lie in another storage than the masters."""
         return self.plan.has_master or self.plan.gives_weights_back
 
-    def _has_moved(self, index: int) -> bool:
-        """Whether something put a parameter into a storage of its own, as cuDNN's RNNs do."""
+    @property
+    def _moved(self) -> list[int]:
+        """Parameters that something put into storages of their own, as cuDNN's RNNs do."""
+        pairs = zip(self.parameters, self._shown.views, strict=True)
         with torch._C.DisableTorchFunctionSubclass():
-            now = self.parameters[index].data_ptr()
-        return now != self._shown.views[index].data_ptr()
+            return [i for i, (p, view) in enumerate(pairs) if p.data_ptr() != view.data_ptr()]
+
+    @torch.no_grad()
+    def bring_back(self) -> None:
+        """Copy parameters that have moved to where they belong."""
+        for index in self._moved:
+            view = self._shown.views[index]
+            view.copy_(self.parameters[index])
+            resting.point(self.parameters[index], view)
 
     def _differs(self, index: int) -> bool:
-        before = self._exposed.get(index)
-        return before is not None and not torch.equal(before, self._bytes(index))
+        return not torch.equal(self._exposed[index], self._bytes(index))
 
     def _bytes(self, index: int) -> Tensor:
         slot = self.layout.slots[index]
@@ -254,13 +261,11 @@ class Bundle:
     @torch.no_grad()
     def keep_edits(self) -> None:
         """Take this rank's part of what was changed over to the masters."""
-        for index in self.edited:
-            parameter, view = self.parameters[index], self.weight.views[index]
-            if self._has_moved(index):
-                view.copy_(parameter)
-                resting.point(parameter, view)
+        edited = self.edited
+        self.bring_back()
+        for index in edited:
             piece = self.pieces[index]
-            part = piece.part_of(view)
+            part = piece.part_of(self.weight.views[index])
             # What did not change keeps the digits that only the master has.
             same = piece.to(part.dtype) == part
             piece.data.copy_(torch.where(same, piece.detach(), part.to(piece.dtype)))
@@ -662,6 +667,7 @@ class Unit:
     def store_lent(self) -> None:
         """Take rank 0's lent values as everybody's masters; between two fences."""
         for bundle, lent in zip(self.bundles, self._lent, strict=True):
+            bundle.bring_back()
             bundle.comm.broadcast(lent.tensor)
             bundle.store(lent)
 

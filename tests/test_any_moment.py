@@ -369,7 +369,7 @@ def _edit_gathered(stage: int, edit: Callable[[nn.Module], None]) -> Values:
     return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 
 
-@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("edit", [*EDITS, _restorage])
 def test_edits_of_gathered_data_last(ranks: Pools, edit: Callable[[nn.Module], None]) -> None:
     torch.manual_seed(0)
     expected = Blocks(2, WIDTH)
