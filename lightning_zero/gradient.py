@@ -122,6 +122,12 @@ class GradFace(Tensor):
         """The whole gradient as nested lists; every rank calls it."""
         return self.whole().tolist()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.whole().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.whole().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Gradient in pieces over the ranks, of shape {tuple(self.shape)}, {self.dtype}"
 
@@ -193,6 +199,12 @@ class LocalGrad(Tensor):
     def tolist(self) -> Any:
         """The gradient as nested lists."""
         return self.whole().tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.whole().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.whole().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Gradient of this rank alone, of shape {tuple(self.shape)}, {self.dtype}"

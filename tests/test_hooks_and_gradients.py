@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -55,6 +57,8 @@ class _Reads(Noting):
             first.cpu().clone().tolist(),
             first.data.numpy().tolist(),
             first.tolist(),
+            copy.deepcopy(first).tolist(),
+            pickle.loads(pickle.dumps(first)).tolist(),
             first[1].sum().item(),
             (last.detach() * last).sum().item(),
             torch.histc(first.float(), bins=5).tolist(),
