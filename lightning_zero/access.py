@@ -26,6 +26,9 @@ def gathered(
     Args:
         module_or_params: A module, a parameter or several; whole units around them are gathered.
         modify: Keep what rank 0 does to them, on all ranks. Without it they must not be changed.
+
+    Raises:
+        RuntimeError: They were changed without ``modify``; on all ranks, if on any.
     """
     parameters = _parameters(module_or_params)
     engine = engine_of(parameters)

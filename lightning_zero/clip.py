@@ -18,7 +18,7 @@ from lightning_zero.piece import Piece
 
 def grads_of(pieces: Sequence[Piece]) -> list[Tensor]:
     """The reduced gradients that this rank holds of ``pieces``."""
-    return [piece.grad for piece in pieces if piece.grad is not None]
+    return [piece.reduced for piece in pieces if piece.reduced is not None]
 
 
 @torch.no_grad()

@@ -45,6 +45,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_zero import optim, resting
 from lightning_zero.comm import Comm
+from lightning_zero.hook import Hook
 from lightning_zero.meeting import Called, Subject
 from lightning_zero.piece import Piece
 from lightning_zero.schedule import Need, Schedule
@@ -96,15 +97,11 @@ class Engine(ShardedModule):
     def _register_hooks(self) -> None:
         for unit in self.units[:-1]:
             module = unit.module
+            before = Hook(module, functools.partial(self._before_forward, unit))
+            after = Hook(module, functools.partial(self._after_forward, unit))
             self._handles += [
-                module.register_forward_pre_hook(
-                    _uncompiled(functools.partial(self._before_forward, unit)),
-                    prepend=True,
-                    with_kwargs=True,
-                ),
-                module.register_forward_hook(
-                    _uncompiled(functools.partial(self._after_forward, unit)), always_call=True
-                ),
+                module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+                module.register_forward_hook(after, always_call=True),
             ]
         # The children too: a validation hook calls `self.net(x)`, and the root holds some of its
         # weights.
@@ -112,8 +109,8 @@ class Engine(ShardedModule):
             if any(module is unit.module for unit in self.units[:-1]):
                 continue
             self._handles += [
-                module.register_forward_pre_hook(_uncompiled(self._enter_root), prepend=True),
-                module.register_forward_hook(_uncompiled(self._leave_root), always_call=True),
+                module.register_forward_pre_hook(Hook(module, self._enter_root), prepend=True),
+                module.register_forward_hook(Hook(module, self._leave_root), always_call=True),
             ]
         for unit in self.units:
             self._hook_grads(unit)
@@ -279,6 +276,11 @@ class Engine(ShardedModule):
     def touch(self, parameter: Parameter) -> None:
         """Make a parameter readable outside its unit's forward, or say why it cannot be."""
         name, unit, _, _ = self._places[id(parameter)]
+        if self.is_restored:
+            raise RuntimeError(
+                f"A view of parameter {name!r} was kept beyond the training step in which it was"
+                " taken; the memory was given back. Clone what is to last: `p.detach().clone()`"
+            )
         if self.is_closed:
             raise RuntimeError(
                 f"Parameter {name!r} was left sharded when its training ended, because of"
@@ -410,7 +412,7 @@ class Engine(ShardedModule):
         self._keeps_graph = torch.is_grad_enabled()
         with torch._C.DisableTorchFunctionSubclass():
             for unit in self.units:
-                unit.expect()
+                unit.expect(is_local=not self._reduces_now)
         if self._reduces_now:
             self._turns.begin(self._schedules[True].units_in_forward())
         # Private, as in DDP and FSDP2: torch has no public event for the end of a backward pass,
@@ -460,6 +462,9 @@ class Engine(ShardedModule):
         self._in_backward = False
         if self._reduces_now:
             self._turns.finish()
+        else:
+            for unit in self.units:
+                unit.show_local_grads()
         self.comm.release_scratch()
         for unit in self.units:
             unit.forget_calls()
@@ -496,22 +501,35 @@ class Engine(ShardedModule):
         self._point(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
+            self._check_is_reduced(optimizer)
             self._begin_writing()
             return args, kwargs
 
         def fenced() -> Any:
             result = closure()
             self._point(optimizer)
+            self._check_is_reduced(optimizer)
             self._begin_writing()
             return result
 
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
         return (args[0], *args[2:]), {**rest, "closure": fenced}
 
+    def _check_is_reduced(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for piece in group["params"]:
+                local = piece.local if isinstance(piece, Piece) else None
+                if local is not None and piece.grad is local:
+                    name = self._places[id(piece.parameter)][0]
+                    raise RuntimeError(
+                        f"The gradient of parameter {name!r} is this rank's own: its last backward"
+                        " pass was told not to send gradients. Let the last one before"
+                        f" {type(optimizer).__name__}.step() send them (`sync_grad=True`)."
+                    )
+
     def _begin_writing(self) -> None:
         """Wait until no rank reads this one's masters or reduce buffers any more."""
-        for unit in self.units:
-            unit.keep_edits()
+        self.keep_edits()
         self.comm.fence(Subject.STEP)
         self.comm.release_windows()
 
@@ -557,6 +575,8 @@ class Engine(ShardedModule):
         for unit in self.units:
             unit.wait_if_in_flight()
         self._wait_for_comparison()
+        if restore and not self._was_interrupted:
+            self.keep_edits()
         self._close_step()
         for handle in self._handles:
             handle.remove()
@@ -605,7 +625,3 @@ def _inputs(value: Any) -> list[Tensor]:
 def _in_graph_task() -> bool:
     """Whether autograd runs a backward pass in this thread: then a forward is a recomputation."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compiler.disable(hook)  # type: ignore[no-untyped-call, no-any-return]

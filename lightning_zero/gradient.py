@@ -10,6 +10,9 @@ memory that stands for it on the module, so that code written for whole gradient
 All but the changes talk to the other ranks, so every rank must do the same. A face always shows
 what the piece holds now; after ``optimizer.zero_grad()`` that is zeros. Under mixed precision the
 face has the parameter's dtype, and what is computed from it the more precise one of the piece.
+
+Between microbatches whose gradients are not sent, every rank has a whole gradient of its own, and a
+:class:`LocalGrad` stands for that one.
 """
 
 from __future__ import annotations
@@ -92,13 +95,13 @@ class GradFace(Tensor):
     @property
     def part(self) -> Tensor:
         """What this rank holds of the gradient; zeros if the optimizer dropped it."""
-        grad = self.piece.grad
+        grad = self.piece.reduced
         return grad if grad is not None else torch.zeros_like(self.piece.detach())
 
     def part_to_change(self) -> Tensor:
         """:attr:`part`, held by the piece, so that changes last."""
-        if self.piece.grad is None and self.piece.numel():
-            self.piece.grad = self.part
+        if self.piece.reduced is None and self.piece.numel():
+            self.piece.reduced = self.part
         return self.part
 
     def _take_in(self, grad: Tensor) -> Tensor:
@@ -119,8 +122,92 @@ class GradFace(Tensor):
         """The whole gradient as nested lists; every rank calls it."""
         return self.whole().tolist()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.whole().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.whole().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Gradient in pieces over the ranks, of shape {tuple(self.shape)}, {self.dtype}"
+
+
+class LocalGrad(Tensor):
+    """Stands for the gradient that this rank summed up by itself since the last reduction.
+
+    Reading and changing it talks to no other rank, unless averaged gradients of before were kept:
+    then the first use gathers them.
+
+    Attributes:
+        piece: This rank's piece of the parameter.
+        held: The whole gradient, in the buffer from which it will be reduced.
+        averaged: The face of an averaged gradient of before, to which :attr:`held` adds.
+    """
+
+    piece: Piece
+    held: Tensor
+    averaged: GradFace | None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, piece: Piece, like: Tensor, held: Tensor) -> LocalGrad:
+        """Show ``held`` with the dtype of ``like``, which a parameter wants of its gradient."""
+        local: LocalGrad = Tensor._make_wrapper_subclass(
+            cls, held.shape, strides=held.stride(), dtype=like.dtype, device=like.device
+        )
+        local.piece, local.held = piece, held
+        face = piece.face
+        local.averaged = face if piece.was_shown and isinstance(face, GradFace) else None
+        return local
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Work on the gradient that is held."""
+        kwargs = kwargs or {}
+        if func in _ALIASES:
+            return LocalGrad(args[0].piece, args[0], args[0].held)
+        if func.overloadpacket.__name__ in ("add", "add_") and _is_autograd_adding(args):
+            args[0].piece.arrival = args[1]
+            return args[0]
+        target = args[0] if func._schema.is_mutable else None
+        args, kwargs = tree_map_only(LocalGrad, LocalGrad.whole, (args, kwargs))
+        result = func(*args, **kwargs)
+        return target if isinstance(target, LocalGrad) else result
+
+    def whole(self) -> Tensor:
+        """The gradient as DDP shows it within ``no_sync``; changes of it last."""
+        if self.averaged is not None and self.piece.was_shown:
+            # Averaging it once more, with what every rank adds, leaves it what it is.
+            self.held.add_(self.averaged.whole())
+            self.piece.reduced, self.piece.was_shown = None, False
+        return self.held
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.whole()[index] = value.whole() if isinstance(value, LocalGrad) else value
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The gradient as an array."""
+        return self.whole().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """The gradient as nested lists."""
+        return self.whole().tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.whole().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.whole().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Gradient of this rank alone, of shape {tuple(self.shape)}, {self.dtype}"
 
 
 class _View(Tensor):
@@ -195,8 +282,9 @@ def _is_of_all(args: Sequence[Any]) -> bool:
 
 
 def _is_autograd_adding(args: Sequence[Any]) -> bool:
+    stand_ins = (GradFace, LocalGrad)
     is_in_backward = torch._C._current_graph_task_id() != -1
-    return is_in_backward and isinstance(args[0], GradFace) and not isinstance(args[1], GradFace)
+    return is_in_backward and isinstance(args[0], stand_ins) and not isinstance(args[1], stand_ins)
 
 
 def _holds_face(value: Any) -> bool:

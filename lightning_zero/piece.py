@@ -28,8 +28,12 @@ class Piece(Parameter):
         start: First element of the piece, counted in the parameter's memory order.
         stop: One past its last element.
         face: What stands for the whole gradient on the parameter.
-        shown: What the engine left as the parameter's gradient: the face or ``None``.
-        arrival: What autograd added to the face.
+        local: What stands for the parameter's gradient while it is this rank's own, between
+            microbatches whose gradients are not sent.
+        shown: What the engine left as the parameter's gradient: one of the two or ``None``.
+        was_shown: Whether there was an averaged gradient when the last backward pass began.
+        is_dropped: Whether the user dropped the local gradient.
+        arrival: What autograd added to what is shown.
     """
 
     parameter: Parameter
@@ -37,7 +41,10 @@ class Piece(Parameter):
     start: int
     stop: int
     face: Tensor
+    local: Tensor | None
     shown: Tensor | None
+    was_shown: bool
+    is_dropped: bool
     arrival: Tensor | None
 
     @classmethod
@@ -47,7 +54,8 @@ class Piece(Parameter):
             piece = cls(data, requires_grad=False)
         piece.parameter, piece.slot = parameter, slot
         piece.start, piece.stop = start, start + data.numel()
-        piece.shown = piece.arrival = None
+        piece.local = piece.shown = piece.arrival = None
+        piece.was_shown = piece.is_dropped = False
         return piece
 
     def part_of(self, whole: Tensor) -> Tensor:
@@ -82,23 +90,41 @@ class Piece(Parameter):
 
     @property
     def grad(self) -> Tensor | None:
+        """What an optimizer sees, and drops: :attr:`reduced`, or the whole :attr:`local`."""
+        self._follow()
+        return self.local if self.local is not None else _GRAD.__get__(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if self.local is not None:
+            self._drop_local()
+        _GRAD.__set__(self, value)
+
+    @property
+    def reduced(self) -> Tensor | None:
         """This rank's part of the averaged gradient."""
         self._follow()
         return _GRAD.__get__(self)  # type: ignore[no-any-return]
 
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
+    @reduced.setter
+    def reduced(self, value: Tensor | None) -> None:
         _GRAD.__set__(self, value)
 
     def show_grad(self) -> None:
         """Let the face be the parameter's gradient."""
         self.parameter.grad = self.shown = self.face
 
+    def show_local(self, local: Tensor) -> None:
+        """Let this rank's own gradient be the parameter's."""
+        self.parameter.grad = self.shown = self.local = local
+
     def hide_grad(self) -> None:
         """Make room for autograd's own gradient on the parameter."""
         self._follow()
+        self.was_shown = self.shown is self.face or (self.local is not None and self.was_shown)
         if self.shown is not None:
             self.parameter.grad = self.shown = None
+        self.local = None
 
     def claim_grad(self) -> Tensor | None:
         """Take the gradient that autograd just finished off the parameter."""
@@ -108,9 +134,15 @@ class Piece(Parameter):
             return grad
         grad, self.parameter.grad = self.parameter.grad, None
         if self.shown is not None:
-            # Autograd did not add to the face, so the user had dropped it.
-            self.shown = self.grad = None
+            # Autograd did not add to what was shown, so the user had dropped it.
+            self.grad = self.shown = None
         return grad
+
+    def _drop_local(self) -> None:
+        if self.parameter.grad is self.shown:
+            self.parameter.grad = None
+        self.local = self.shown = None
+        self.was_shown, self.is_dropped = False, True
 
     def _follow(self) -> None:
         """Do as the user, who dropped the parameter's gradient or put another in its place."""
@@ -118,7 +150,11 @@ class Piece(Parameter):
         if theirs is self.shown:
             return
         if theirs is None:
-            self.shown = self.grad = None
+            self.grad = self.shown = None
+            return
+        if self.local is not None:
+            self.parameter.grad, self.reduced, self.was_shown = self.local, None, False
+            self.local.copy_(theirs.detach())
             return
         self.show_grad()
         if self.numel():

@@ -1,9 +1,13 @@
-"""Parameters that may not be read right now, and what happens to whoever reads one.
+"""Parameters that are no tensors of their own, and what happens to whoever uses one.
 
 At rest a parameter's data is a stride-0 placeholder of the full shape. Reading it would be silent
 nonsense (and reading a freed storage a segmentation fault), so while a parameter rests its class is
 a subclass whose ``__torch_function__`` lets metadata through and hands everything else to the
 parameter's owner, which makes it readable or raises.
+
+While a parameter is a view of a flat buffer, its class is a subclass that notices one thing only:
+its ``data``. What is done to that is hidden from the version counter by which changes in place are
+noticed, and another tensor put in its place would be trained by nobody.
 
 Swapping ``__class__`` is what torch does for ``UninitializedParameter``; it stays in this room. The
 alternative, a second ``Parameter`` object in ``module._parameters``, loses the identity that
@@ -12,13 +16,15 @@ optimizers, ties, EMA dictionaries and hooks rely on.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterable, MutableMapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -32,7 +38,17 @@ class Owner(Protocol):
     def write(self, parameter: Parameter, value: Tensor) -> None:
         """Keep ``value``, of the parameter's shape, as the parameter's new value."""
 
+    def expose(self, parameter: Parameter) -> None:
+        """Notice that a readable ``parameter`` may be changed behind its version counter."""
 
+    def replace(self, parameter: Parameter, data: Tensor) -> None:
+        """Keep ``data`` as the new value of a readable ``parameter``, or raise."""
+
+    def gives_back(self, parameter: Parameter) -> bool:
+        """Whether the memory of a readable ``parameter`` will be given back while views live."""
+
+
+_DATA: Any = Tensor.data
 _owners: MutableMapping[Parameter, Owner] = WeakIdKeyDictionary()
 
 _READABLE_ATTRIBUTES = [
@@ -119,6 +135,9 @@ def _metadata() -> frozenset[Any]:
 
 
 _METADATA = _metadata()
+_GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
+_HIDING = {_GET_DATA, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
+"""What gives a tensor's memory to something whose changes raise no version."""
 
 
 class Resting:
@@ -143,10 +162,11 @@ class Resting:
             parameter = cast(Parameter, args[0])
             _owners[parameter].write(parameter, args[1])
             return parameter
-        if func not in _METADATA:
-            _touch_all((args, kwargs))
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        if func == _SET_DATA:
+            parameter = cast(Parameter, args[0])
+            _owners[parameter].touch(parameter)
+            return _replace(parameter, args[1])
+        return _touch_and_use(func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         parameter = cast(Parameter, self)
@@ -158,34 +178,208 @@ class Resting:
         return f"Parameter at rest of shape {tuple(parameter.shape)}, {parameter.dtype}"
 
 
-def _touch_all(value: Any) -> None:
+class Whole:
+    """Mixin of the class that a parameter has while it is a view of a flat buffer.
+
+    No ``__torch_function__``: operations on whole weights cost what they cost on any parameter.
+    """
+
+    @property
+    def data(self) -> Tensor:
+        """The parameter without its graph."""
+        return _view(cast(Parameter, self), _GET_DATA)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _replace(cast(Parameter, self), value)
+
+    def detach(self) -> Tensor:
+        """The parameter without its graph."""
+        return _view(cast(Parameter, self), Tensor.detach)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
+        with _ordinary(cast(Parameter, self)) as parameter:
+            return copy.deepcopy(parameter, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with _ordinary(cast(Parameter, self)) as parameter:
+            return parameter.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self) -> str:
+        with _ordinary(cast(Parameter, self)) as parameter:
+            return repr(parameter)
+
+
+@contextlib.contextmanager
+def _ordinary(parameter: Parameter) -> Iterator[Parameter]:
+    """A context in which a parameter is of its own class."""
+    owner = _owners[parameter]
+    unguard(parameter)
+    try:
+        yield parameter
+    finally:
+        watch(parameter, owner)
+
+
+def _view(parameter: Parameter, func: Callable[..., Tensor]) -> Tensor:
+    """What ``func`` makes of a readable parameter, for the caller of our caller."""
+    asking = sys._getframe(2).f_globals.get("__name__") or "torch."
+    if asking.startswith("torch.") and asking != nn.Module.__module__:
+        # Torch's compiler calls this while compiled code runs, wants a plain tensor and lets go of
+        # it. Of torch's own code only `state_dict` gives views away.
+        return func(parameter)
+    return _use([parameter], func, (parameter,), {})  # type: ignore[no-any-return]
+
+
+def _touch_and_use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ``func``, of whose arguments some may rest."""
+    guarded = [] if func in _METADATA else list(_guarded_in((args, kwargs)))
+    for one in guarded:
+        if isinstance(one, View):
+            one.touch()
+        else:
+            _owners[one].touch(one)
+    parameters = [one.parameter if isinstance(one, View) else one for one in guarded]
+    return _use(parameters, func, args, kwargs)
+
+
+def _use(
+    parameters: list[Parameter],
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call ``func`` on readable ``parameters``, or on views of them."""
+    for parameter in parameters if func in _HIDING else ():
+        _owners[parameter].expose(parameter)
+    with torch._C.DisableTorchFunctionSubclass():
+        return _lasting(func(*args, **kwargs), parameters)
+
+
+def _replace(parameter: Parameter, data: Tensor) -> None:
+    _owners[parameter].replace(parameter, data)
+
+
+class View(Tensor):
+    """A view of a parameter; whoever reads it when the parameter rests touches the parameter.
+
+    A plain view would point at memory that was given back.
+
+    Attributes:
+        parameter: The parameter that it is a view of.
+    """
+
+    parameter: Parameter
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Make the parameters of all views readable first; views of views are views as well."""
+        return _touch_and_use(func, args, kwargs or {})
+
+    def touch(self) -> None:
+        """Make the parameter readable, or raise."""
+        with torch._C.DisableTorchFunctionSubclass():
+            is_gone = self.untyped_storage().nbytes() == 0
+        if is_gone or isinstance(self.parameter, Resting):
+            _owners[self.parameter].touch(self.parameter)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self._ordinary(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._ordinary().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self._ordinary())
+
+    def _ordinary(self) -> Tensor:
+        self.touch()
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+
+def _lasting(result: Any, parameters: list[Parameter]) -> Any:
+    """``result``, in which views of ``parameters`` that will rest know of it."""
+    if torch.compiler.is_compiling():
+        return result
+    storages = {
+        _storage(parameter): parameter
+        for parameter in parameters
+        if _owners[parameter].gives_back(parameter)
+    }
+    return _lasting_views(result, storages) if storages else result
+
+
+def _lasting_views(value: Any, storages: dict[int, Parameter]) -> Any:
+    if type(value) in (list, tuple):
+        return type(value)(_lasting_views(one, storages) for one in value)
+    if not isinstance(value, Tensor) or isinstance(value, (Parameter, View)):
+        return value
+    parameter = storages.get(_storage(value))
+    if parameter is None:
+        return value
+    view = value.as_subclass(View)
+    view.parameter = parameter
+    return view
+
+
+def _storage(tensor: Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return int(tensor.untyped_storage()._cdata)
+
+
+def _guarded_in(value: Any) -> Iterator[Parameter | View]:
+    """What must be touched before ``value`` is used."""
     if isinstance(value, Resting):
-        parameter = cast(Parameter, value)
-        _owners[parameter].touch(parameter)
+        yield cast(Parameter, value)
+    elif isinstance(value, View):
+        yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            _touch_all(item)
+            yield from _guarded_in(item)
     elif isinstance(value, dict):
-        for item in value.values():
-            _touch_all(item)
+        yield from _guarded_in(list(value.values()))
 
 
 @functools.cache
-def _resting_class(cls: type[Parameter]) -> type[Parameter]:
-    return cast("type[Parameter]", type(f"Resting{cls.__name__}", (Resting, cls), {}))
+def _class(mixin: type, cls: type[Parameter]) -> type[Parameter]:
+    name = f"Resting{cls.__name__}" if mixin is Resting else cls.__name__
+    return cast("type[Parameter]", type(name, (mixin, cls), {}))
+
+
+def _become(parameter: Parameter, mixin: type, owner: Owner) -> None:
+    if not isinstance(parameter, mixin):
+        unguard(parameter)
+        _owners[parameter] = owner
+        parameter.__class__ = _class(mixin, type(parameter))
 
 
 def guard(parameter: Parameter, owner: Owner) -> None:
     """Send every use of ``parameter`` to ``owner`` until :func:`unguard`."""
-    if not isinstance(parameter, Resting):
-        _owners[parameter] = owner
-        parameter.__class__ = _resting_class(type(parameter))
+    _become(parameter, Resting, owner)
+
+
+def watch(parameter: Parameter, owner: Owner) -> None:
+    """Tell ``owner`` of every use of the ``data`` of ``parameter`` until :func:`unguard`."""
+    _become(parameter, Whole, owner)
 
 
 def unguard(parameter: Parameter) -> None:
     """Make ``parameter`` an object of its own class again."""
-    if isinstance(parameter, Resting):
+    if isinstance(parameter, (Resting, Whole)):
         parameter.__class__ = type(parameter).__mro__[2]
+
+
+def point(parameter: Parameter, data: Tensor) -> None:
+    """Make ``data`` the parameter's own without asking its owner."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _DATA.__set__(parameter, data)
 
 
 def placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -79,6 +79,24 @@ class ShardedModule(ABC):
     def touch(self, parameter: Parameter) -> None:
         """Make a parameter readable, or raise and say why it cannot be."""
 
+    def expose(self, parameter: Parameter) -> None:
+        """Notice that the ``data`` of a readable parameter is handed out."""
+        _, _, bundle, index = self._places[id(parameter)]
+        bundle.expose(index)
+
+    def gives_back(self, parameter: Parameter) -> bool:
+        """Whether views of a readable parameter will lose their memory."""
+        return self._places[id(parameter)][2].gives_back
+
+    def replace(self, parameter: Parameter, data: Tensor) -> None:
+        """Keep what was assigned to the ``data`` of a readable parameter.
+
+        Raises:
+            RuntimeError: It is of another shape, dtype or device.
+        """
+        _, _, bundle, index = self._places[id(parameter)]
+        bundle.replace(index, data)
+
     @torch.no_grad()
     def write(self, parameter: Parameter, value: Tensor) -> None:
         """Keep a new whole value of ``parameter``, which is not in memory now; on all ranks.
@@ -97,6 +115,11 @@ class ShardedModule(ABC):
         piece.data.copy_(piece.part_of(value))
         self.comm.fence(Subject.EDIT)
         self.refresh([unit])
+
+    def keep_edits(self) -> None:
+        """Let the masters follow what users changed in whole weights; all ranks call it."""
+        for unit in self.units:
+            unit.keep_edits()
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -149,6 +172,9 @@ class ShardedModule(ABC):
         Args:
             parameters: Which; all if omitted. Whole units are gathered. Every rank names the same.
             modify: Keep what rank 0 made of them, on all ranks.
+
+        Raises:
+            RuntimeError: They were changed without ``modify``.
         """
         wanted = self._units_of(parameters)
         units = [unit for unit in wanted if not unit.is_lent]
@@ -170,10 +196,24 @@ class ShardedModule(ABC):
                 for unit in units:
                     unit.store_lent()
                 self.comm.fence(Subject.EDIT)
+            changed = [name for unit in units for name in unit.changed]
             for unit in units:
                 unit.take_back()
             if modify:
                 self.refresh(units)
+        if not modify:
+            self._refuse(changed)
+
+    def _refuse(self, changed: list[str]) -> None:
+        """Raise on all ranks if any changed weights that it had gathered for reading."""
+        flag = torch.tensor([bool(changed)], dtype=torch.uint8)
+        self.comm.meetings.call(Subject.EDIT, flag).wait()
+        if flag.item():
+            what = f"Parameter {changed[0]!r}" if changed else "On another rank a parameter"
+            raise RuntimeError(
+                f"{what} was changed within `gathered(...)`, which was entered for reading. Enter"
+                " `gathered(..., modify=True)`: it keeps what rank 0 does, on all ranks."
+            )
 
     def _units_of(self, parameters: Iterable[Parameter] | None) -> list[Unit]:
         if parameters is None:
@@ -213,12 +253,12 @@ class ShardedModule(ABC):
             raise ValueError(
                 "full_grad: the parameter belongs to no module that this engine shards."
             )
-        has_grad = torch.tensor([piece.grad is not None], dtype=torch.uint8)
+        has_grad = torch.tensor([piece.reduced is not None], dtype=torch.uint8)
         self.comm.meetings.call(Subject.GRADIENT, has_grad).wait()
         if not has_grad.item():
             return None
         return self.full_of(
-            piece, piece.grad if piece.grad is not None else torch.zeros_like(piece)
+            piece, piece.reduced if piece.reduced is not None else torch.zeros_like(piece)
         )
 
     @property

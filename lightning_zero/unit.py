@@ -7,7 +7,7 @@ module's bundles and the state they are in::
     state       weight buffer            parameters
     RESTING     released (stage 3)       placeholders that send a read to the engine
     IN_FLIGHT   allocated, being filled  the same; at stages 1 and 2 also between a step and its use
-    WHOLE       filled                   views of the buffer, ordinary parameters
+    WHOLE       filled                   views of the buffer that notice uses of their `data`
 
 The life of a stage-3 unit in one microbatch::
 
@@ -29,7 +29,7 @@ from torch.profiler import record_function
 from lightning_zero import resting
 from lightning_zero.buffer import Buffer, lasting_tensors
 from lightning_zero.comm import Comm, ReduceBuffer, Shared, Work
-from lightning_zero.gradient import GradFace
+from lightning_zero.gradient import GradFace, LocalGrad
 from lightning_zero.layout import Layout
 from lightning_zero.meeting import Subject
 from lightning_zero.piece import Piece
@@ -71,7 +71,11 @@ class Bundle:
         self._in_flight: list[Tensor] = []
         self._grad_pieces: list[Tensor] = []
         self._partial_views: list[Tensor] = []
+        self._is_unscaled = False
+        self._shown = self.weight
+        self._is_lent = False
         self._versions: list[int] = []
+        self._exposed: dict[int, Tensor] = {}
         self.filled = [False] * len(self.parameters)
         self.arrived = [False] * len(self.parameters)
         self.used = [False] * len(self.parameters)
@@ -114,14 +118,21 @@ class Bundle:
         self.weight.allocate()
         return self.comm.gather(self.weight.tensor, self.shared, unit=unit, tag=tag)
 
-    def show_whole(self) -> None:
+    def show_whole(self, owner: resting.Owner) -> None:
         """Point the parameters at the weights."""
-        for parameter, view in zip(self.parameters, self.weight.views, strict=True):
+        self._show(self.weight, owner)
+
+    def _show(self, whole: Buffer, owner: resting.Owner, *, is_lent: bool = False) -> None:
+        self._shown, self._is_lent = whole, is_lent
+        for parameter, view in zip(self.parameters, whole.views, strict=True):
             resting.unguard(parameter)
             parameter.data = view
+            resting.watch(parameter, owner)
 
     def show_resting(self, owner: resting.Owner) -> None:
         """Point the parameters at placeholders that send every use to ``owner``."""
+        self._shown, self._is_lent = self.weight, False
+        self._exposed = {}
         for parameter, stand_in in zip(self.parameters, self._placeholders, strict=True):
             resting.unguard(parameter)
             parameter.data = stand_in
@@ -155,12 +166,11 @@ class Bundle:
             self.comm.gather(whole.tensor, Shared(shard), unit="full", tag=0).wait()
             return whole
 
-    def lend(self, *, is_whole: bool) -> Buffer:
+    def lend(self, owner: resting.Owner, *, is_whole: bool) -> Buffer:
         """Point the parameters at whole masters; returns what holds them."""
         lent = self.weight if is_whole and not self.plan.has_master else self.full()
-        for parameter, view in zip(self.parameters, lent.views, strict=True):
-            resting.unguard(parameter)
-            parameter.data = view
+        self._show(lent, owner, is_lent=True)
+        self.note_versions()
         return lent
 
     @torch.no_grad()
@@ -174,24 +184,101 @@ class Bundle:
         return self.trainable or any(parameter.requires_grad for parameter in self.parameters)
 
     @property
+    def changed(self) -> list[int]:
+        """Whole parameters that are not what they were when :meth:`note_versions` was called."""
+        moved = self._moved
+        return [
+            index
+            for index, parameter in enumerate(self.parameters)
+            if parameter._version != self._versions[index]
+            or index in moved
+            or (index in self._exposed and self._differs(index))
+        ]
+
+    @property
     def edited(self) -> list[int]:
-        """Whole parameters that were changed in place, of which the master is another storage."""
-        if self.plan.has_master or self.plan.gives_weights_back:
-            versions = zip(self.parameters, self._versions, strict=True)
-            return [i for i, (p, version) in enumerate(versions) if p._version != version]
-        return []
+        """Whole parameters whose changes are not in the masters."""
+        return self.changed if self._has_copies else self._moved
+
+    @property
+    def _has_copies(self) -> bool:
+        """Whether whole weights lie in another storage than the masters."""
+        return self.plan.has_master or self.plan.gives_weights_back
+
+    @property
+    def _moved(self) -> list[int]:
+        """Parameters that something put into storages of their own, as cuDNN's RNNs do."""
+        pairs = zip(self.parameters, self._shown.views, strict=True)
+        with torch._C.DisableTorchFunctionSubclass():
+            return [i for i, (p, view) in enumerate(pairs) if p.data_ptr() != view.data_ptr()]
+
+    @torch.no_grad()
+    def bring_back(self) -> None:
+        """Copy parameters that have moved to where they belong."""
+        for index in self._moved:
+            view = self._shown.views[index]
+            view.copy_(self.parameters[index])
+            resting.point(self.parameters[index], view)
+
+    def _differs(self, index: int) -> bool:
+        return not torch.equal(self._exposed[index], self._bytes(index))
+
+    def _bytes(self, index: int) -> Tensor:
+        slot = self.layout.slots[index]
+        flat = self._shown.tensor.detach()[slot.offset : slot.offset + slot.numel]
+        return flat.view(torch.uint8)
+
+    def expose(self, index: int) -> None:
+        """Keep what parameter ``index`` is now, since no version will tell of its changes."""
+        if index not in self._exposed and (self._has_copies or self._is_lent):
+            with lasting_tensors():
+                self._exposed[index] = self._bytes(index).clone()
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether the memory that the parameters view now is released while views may live."""
+        return self.plan.gives_weights_back and self._shown is self.weight
+
+    def replace(self, index: int, data: Tensor) -> None:
+        """Copy the tensor that the user put in the place of parameter ``index``'s own.
+
+        Values in the master's dtype are cast: the user may know of no other.
+        """
+        parameter, slot = self.parameters[index], self.layout.slots[index]
+        dtypes = (parameter.dtype, self.plan.master.dtype)
+        if (data.shape, data.device) != (parameter.shape, parameter.device) or (
+            data.dtype not in dtypes
+        ):
+            raise RuntimeError(
+                f"Parameter {slot.name!r} is a view of a flat buffer until training ends:"
+                f" {_describe(parameter)} cannot be replaced by {_describe(data)}. Convert or move"
+                " the module before the Trainer takes it or after it has ended, choose the"
+                " precision by Trainer(precision=...), or convert a copy.deepcopy of it made in"
+                " `with lightning_zero.gathered(module):`"
+            )
+        with lasting_tensors():
+            value = data.to(parameter.dtype)
+            # One rank alone may put back what was there, as `module.float()` does.
+            if not torch.equal(parameter, value):
+                parameter.copy_(value)
 
     @torch.no_grad()
     def keep_edits(self) -> None:
-        """Take this rank's part of what was changed in place over to the masters."""
-        for index in self.edited:
+        """Take this rank's part of what was changed over to the masters."""
+        edited = self.edited
+        self.bring_back()
+        for index in edited:
             piece = self.pieces[index]
-            piece.data.copy_(piece.part_of(self.weight.views[index]))
+            part = piece.part_of(self.weight.views[index])
+            # What did not change keeps the digits that only the master has.
+            same = piece.to(part.dtype) == part
+            piece.data.copy_(torch.where(same, piece.detach(), part.to(piece.dtype)))
         self.note_versions()
 
     def note_versions(self) -> None:
         """Begin to watch for changes in place."""
         self._versions = [parameter._version for parameter in self.parameters]
+        self._exposed = {}
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -231,10 +318,10 @@ class Bundle:
 
         The average is taken there, as DDP does, when that costs nothing: in the pass that copies. A
         pass that casts cannot multiply as well, so then the reduced shard is scaled, which is N
-        times smaller.
+        times smaller; as it is where a rank's own gradient is shown before the reduction.
         """
         casts = self.plan.grad.dtype != self.plan.weight.dtype
-        return 1.0 if casts else 1 / self.comm.world_size
+        return 1.0 if casts or self._is_unscaled else 1 / self.comm.world_size
 
     def _allocate_partial(self) -> None:
         dtype, device = self.plan.grad.dtype, self.plan.grad.device
@@ -261,16 +348,18 @@ class Bundle:
         target = torch.empty_like(shard) if adds else shard
         self._in_flight = [partial.tensor, target] if adds else [partial.tensor]
         work = self.comm.reduce(partial, target, unit=unit, tag=tag)
-        return functools.partial(self._finish_reduce, work, target)
+        late_scale = 1 / self.comm.world_size if self._early_scale == 1.0 else 1.0
+        self._is_unscaled = False
+        return functools.partial(self._finish_reduce, work, target, late_scale)
 
     @torch.no_grad()
-    def _finish_reduce(self, work: Work, target: Tensor) -> None:
+    def _finish_reduce(self, work: Work, target: Tensor, late_scale: float) -> None:
         """Wait for a reduction; what it reads and writes had to live until then."""
         work.wait()
         self._in_flight = []
         shard = self._grad_shard()
-        if self._early_scale == 1.0 and self.comm.world_size > 1:
-            target.mul_(1 / self.comm.world_size)
+        if late_scale != 1.0:
+            target.mul_(late_scale)
         if target is not shard:
             if not self.is_settled:
                 self._settle_grads()
@@ -280,7 +369,7 @@ class Bundle:
     @property
     def holds_grads(self) -> bool:
         """Whether reduced gradients of earlier backward passes are kept."""
-        return any(piece.grad is not None for piece in self.pieces)
+        return any(piece.reduced is not None for piece in self.pieces)
 
     def _grad_shard(self) -> Tensor:
         if self.grad is None:
@@ -295,16 +384,16 @@ class Bundle:
     def _settle_grads(self) -> None:
         """Make the shard hold what the pieces hold: the user may have dropped or replaced some."""
         for piece, view in zip(self.pieces, self._grad_pieces, strict=True):
-            if piece.grad is None:
+            if piece.reduced is None:
                 view.zero_()
-            elif piece.grad is not view:
-                view.copy_(piece.grad)
+            elif piece.reduced is not view:
+                view.copy_(piece.reduced)
 
     @property
     def has_grads(self) -> list[bool]:
         """For each parameter, whether it got a gradient or its piece keeps an earlier one."""
         return [
-            is_used or piece.grad is not None
+            is_used or piece.reduced is not None
             for is_used, piece in zip(self.used, self.pieces, strict=True)
         ]
 
@@ -318,15 +407,33 @@ class Bundle:
                 self.pieces, self._grad_pieces, has_grads, strict=True
             ):
                 if piece.numel() and has_grad:
-                    piece.grad = view
+                    piece.reduced = view
         for piece, has_grad in zip(self.pieces, has_grads, strict=True):
             if has_grad:
                 piece.show_grad()
 
+    def expect(self, *, is_local: bool) -> None:
+        """Begin a backward pass; with ``is_local`` one whose gradients stay on this rank."""
+        self.hide_grads()
+        self._is_unscaled |= is_local
+        self.arrived = [False] * len(self.parameters)
+
     def hide_grads(self) -> None:
-        """Make room for autograd's gradients on the parameters."""
-        for piece in self.pieces:
+        """Make room for autograd's gradients on the parameters; forget those that were dropped."""
+        for index, piece in enumerate(self.pieces):
             piece.hide_grad()
+            if piece.is_dropped:
+                piece.is_dropped = False
+                self.filled[index] = self.used[index] = False
+
+    def show_local_grads(self) -> None:
+        """End a backward pass whose gradients stay on this rank: show them, as DDP does."""
+        for index, piece in enumerate(self.pieces):
+            if self.filled[index]:
+                held = self._partial_views[index]
+                piece.show_local(LocalGrad(piece, self.parameters[index], held))
+            elif piece.was_shown:
+                piece.show_grad()
 
     def retire(self) -> None:
         """Keep no more than this rank's pieces; nobody reads the weights any more."""
@@ -338,6 +445,7 @@ class Bundle:
             self.master, self.shared = master, Shared(master)
             self.weight = Buffer(self.layout, self.weight.tensor.dtype, self.master.device)
             self.weight.release()
+            self._shown, self._exposed = self.weight, {}
 
     def memory(self) -> dict[str, int]:
         """Bytes held now, by kind; see ``Engine.memory``."""
@@ -357,7 +465,10 @@ class Bundle:
     def drop_grads(self) -> None:
         """Forget what arrived or was reduced and is not shown to the optimizer yet."""
         self.partial, self._partial_views, self._in_flight = None, [], []
-        self.is_settled = False
+        self.is_settled = self._is_unscaled = False
+        for piece in self.pieces:
+            if piece.local is not None:
+                piece.hide_grad()
         for flags in (self.filled, self.arrived, self.used):
             flags[:] = [False] * len(flags)
 
@@ -407,7 +518,7 @@ class Unit:
         self.is_trainable = self.wants_grads = False
         self._label = name or "root"
         for bundle in self.bundles:
-            bundle.show_whole()
+            bundle.show_whole(owner)
             bundle.note_versions()
 
     @property
@@ -492,7 +603,7 @@ class Unit:
             if self._is_idle:
                 self._is_idle = False
                 for bundle in self.bundles:
-                    bundle.show_whole()
+                    bundle.show_whole(self._owner)
             return
         assert self.state is State.IN_FLIGHT, f"{self._label} is waited for but was not unsharded"
         with record_function(f"zero.wait {self._label}"):
@@ -500,7 +611,7 @@ class Unit:
                 work.wait()
         self._works = []
         for bundle in self.bundles:
-            bundle.show_whole()
+            bundle.show_whole(self._owner)
             bundle.note_versions()
         self.state = State.WHOLE
 
@@ -514,7 +625,7 @@ class Unit:
             self.guard()
 
     def keep_edits(self) -> None:
-        """Let the masters follow what users changed in place in whole weights, on all ranks."""
+        """Let the masters follow what users changed in whole weights, on all ranks."""
         if self.state is not State.WHOLE or not any(bundle.edited for bundle in self.bundles):
             return
         comm = self.bundles[0].comm
@@ -522,6 +633,11 @@ class Unit:
         for bundle in self.bundles:
             bundle.keep_edits()
         comm.fence(Subject.EDIT)
+
+    @property
+    def changed(self) -> list[str]:
+        """The names of whole or lent parameters that were changed since they were shown."""
+        return [bundle.layout.slots[i].name for bundle in self.bundles for i in bundle.changed]
 
     def reshard(self) -> None:
         """Give whole weights back, if their home is sharded and nothing pins them."""
@@ -548,11 +664,14 @@ class Unit:
 
     def lend(self) -> None:
         """Show whole parameters in the master's precision until :meth:`take_back`."""
-        self._lent = [bundle.lend(is_whole=self.state is State.WHOLE) for bundle in self.bundles]
+        self._lent = [
+            bundle.lend(self._owner, is_whole=self.state is State.WHOLE) for bundle in self.bundles
+        ]
 
     def store_lent(self) -> None:
         """Take rank 0's lent values as everybody's masters; between two fences."""
         for bundle, lent in zip(self.bundles, self._lent, strict=True):
+            bundle.bring_back()
             bundle.comm.broadcast(lent.tensor)
             bundle.store(lent)
 
@@ -563,7 +682,7 @@ class Unit:
             if self.state is State.RESTING:
                 bundle.show_resting(self._owner)
             else:
-                bundle.show_whole()
+                bundle.show_whole(self._owner)
                 bundle.note_versions()
 
     def abandon(self) -> None:
@@ -593,14 +712,18 @@ class Unit:
         """Whether a gradient arrived that is not reduced yet."""
         return any(any(bundle.filled) for bundle in self.bundles)
 
-    def expect(self) -> None:
+    def expect(self, *, is_local: bool) -> None:
         """Begin a backward pass: make room for gradients, and note how many are wanted."""
         for bundle in self.bundles:
-            bundle.hide_grads()
-            bundle.arrived = [False] * len(bundle.parameters)
+            bundle.expect(is_local=is_local)
         wants = [p.requires_grad for bundle in self.bundles for p in bundle.parameters]
         self._num_missing = sum(wants)
         self.is_trainable, self.wants_grads = all(wants), any(wants)
+
+    def show_local_grads(self) -> None:
+        """Show the gradients of a backward pass that are not sent."""
+        for bundle in self.bundles:
+            bundle.show_local_grads()
 
     def forget_calls(self) -> None:
         """End a backward pass: nothing that came before it is waited for."""
@@ -644,6 +767,10 @@ class Unit:
             finishes, self._finishes = self._finishes, []
             for finish in finishes:
                 finish()
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
 
 
 def _dense_stride(parameter: Tensor) -> tuple[int, ...]:

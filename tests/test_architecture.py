@@ -12,7 +12,7 @@ FLOORS = [
     ["layout", "plan", "deepspeed", "optimizer_block", "config", "scaler", "tensors", "ledger"],
     ["store", "buffer", "window", "watch", "meeting", "comm", "offload"],
     ["resting", "piece", "gradient", "unit", "wrap", "meta", "settings", "draft", "sharded"],
-    ["schedule", "optim", "clip", "turns", "engine", "trial", "access", "activation"],
+    ["schedule", "optim", "clip", "turns", "hook", "engine", "trial", "access", "activation"],
     ["checkpoint", "memory"],
     [
         "precision",

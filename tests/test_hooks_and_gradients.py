@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from lightning_zero import full_grad, gathered, grad_norm
 from lightning_zero.gradient import GradFace
-from tests.projects import STAGES, Regression, Run, assert_like_ddp, fit, under_all
+from tests.projects import STAGES, Regression, Run, assert_like_ddp, fit, rows, under_all
 from tests.ranks import Pools
 
 
@@ -55,6 +57,8 @@ class _Reads(Noting):
             first.cpu().clone().tolist(),
             first.data.numpy().tolist(),
             first.tolist(),
+            copy.deepcopy(first).tolist(),
+            pickle.loads(pickle.dumps(first)).tolist(),
             first[1].sum().item(),
             (last.detach() * last).sum().item(),
             torch.histc(first.float(), bins=5).tolist(),
@@ -191,3 +195,101 @@ def _check(strategy: int, case: type[Noting]) -> None:
 @pytest.mark.parametrize("case", [_Refused, _TakesNoMemory])
 def test_faces_of_gradients(ranks: Pools, stage: int, case: type[Noting]) -> None:
     ranks(2).run(_check, stage, case)
+
+
+# ------------------------------------------------------------------------- once per real step
+
+
+class _Overrides(Noting):
+    """Overrides every hook around a step and notes when it is called and what it sees."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.notes.append(["backward", loss.item()])
+        super().backward(loss, *args, **kwargs)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.notes.append(["before backward", loss.item()])
+
+    def on_after_backward(self) -> None:
+        self.notes.append(["after backward", self.global_step])
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.notes.append("clip")
+        super().configure_gradient_clipping(optimizer, *args, **kwargs)
+        self.note_norms()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.notes.append(["before step", self.global_step])
+        with gathered(self):
+            for name, parameter in self.named_parameters():
+                histogram = torch.histc(parameter.detach(), bins=2, min=-2, max=3.5)
+                self.notes.append([name, float(parameter.norm()), histogram.tolist()])
+                self.notes.append(parameter.detach().clone())
+        if isinstance(optimizer, torch.optim.Optimizer):
+            self.notes.append(len(optimizer.param_groups))
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None
+    ) -> None:
+        # Warms the rate up, as Lightning's documentation shows.
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * min(1.0, (self.global_step + 1) / 3)
+        self.notes.append(["step", epoch, batch_idx])
+        optimizer.step(closure=closure)
+        self.notes.append("stepped")
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        self.notes.append(["zero", epoch, batch_idx])
+        super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+        # Of pieces that the optimizer dropped the parameters show zeros.
+        self.notes.append([p.grad is None or not p.grad.any() for p in self.parameters()])
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.notes.append("before zero_grad")
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.notes.append(["schedule", metric])
+        super().lr_scheduler_step(scheduler, metric)
+        self.notes.append(scheduler.get_last_lr())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class _StepsLater(_Overrides):
+    """Steps by hand, with the closure that it was given run first."""
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None
+    ) -> None:
+        loss = closure()
+        self.notes.append(["ran", None if loss is None else loss.item()])
+        optimizer.step(closure=lambda: loss)
+
+
+def _override(strategy: Any, case: type[Noting], accumulate: int) -> Run:
+    module = case()
+    run = fit(
+        module,
+        strategy,
+        max_epochs=2,
+        gradient_clip_val=0.2,
+        accumulate_grad_batches=accumulate,
+        data=(rows(12),),
+    )
+    run.notes = module.notes
+    return run
+
+
+@pytest.mark.parametrize(
+    ("case", "accumulate"), [(_Overrides, 1), (_Overrides, 2), (_StepsLater, 1)]
+)
+def test_overrides_are_called_once_per_step(
+    ranks: Pools, case: type[Noting], accumulate: int
+) -> None:
+    runs = ranks(2).run(under_all, _override, case, accumulate)
+    steps = runs[0]["ddp"].notes.count("clip")
+    assert steps == {1: 6, 2: 4}[accumulate]
+    assert_like_ddp(runs)

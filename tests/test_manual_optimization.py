@@ -159,6 +159,96 @@ class Plain(Adversaries):
         generate.step(closure=closure)
 
 
+def _drop_in_place(module: Adversaries, optimizer: Any) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def _drop_of_module(module: Adversaries, optimizer: Any) -> None:
+    module.zero_grad()
+
+
+def _drop_of_optimizer(module: Adversaries, optimizer: Any) -> None:
+    optimizer.zero_grad()
+
+
+def _drop_some(module: Adversaries, optimizer: Any) -> None:
+    module.generator.blocks[0].linear.weight.grad = None
+    module.generator.stem.bias.grad = None
+
+
+def _replace(module: Adversaries, optimizer: Any) -> None:
+    weight = module.generator.blocks[1].linear.weight
+    weight.grad = weight.grad * 0.5
+    module.generator.stem.weight.grad = torch.ones_like(module.generator.stem.weight)
+
+
+def _change(module: Adversaries, optimizer: Any) -> None:
+    for parameter in module.generator.parameters():
+        parameter.grad.mul_(0.5)
+    module.generator.stem.weight.grad[0] = 0.25
+    torch.nn.utils.clip_grad_norm_(module.generator.parameters(), 0.05)
+
+
+def _keep(module: Adversaries, optimizer: Any) -> None:
+    pass
+
+
+class Unsent(Adversaries):
+    """Drops, replaces and changes gradients between microbatches that are not sent."""
+
+    WAYS = (
+        _keep,
+        _drop_of_optimizer,
+        _drop_in_place,
+        _drop_of_module,
+        _drop_some,
+        _replace,
+        _change,
+        _drop_of_optimizer,
+    )
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        z, _ = batch
+        generate, discriminate = self.optimizers()
+        way = self.WAYS[batch_idx % len(self.WAYS)]
+        if batch_idx >= len(self.WAYS):
+            # Averaged gradients of before, to which the unsent ones add.
+            self.backward_of(z.flip(0))
+        for _ in range(2):
+            with generate.toggle_model(sync_grad=False):
+                self.backward_of(2 * z)
+        self.note_local()
+        way(self, generate)
+        self.note_local()
+        if batch_idx % 3:
+            with generate.toggle_model(sync_grad=False):
+                self.backward_of(3 * z)
+            self.note_local()
+        with generate.toggle_model(sync_grad=True):
+            self.backward_of(z)
+        self.notes.append([float(p.grad.norm()) for p in self.generator.parameters()])
+        generate.step()
+        # Whatever way the gradients went out, the parameters show none.
+        self.zero_grad()
+        discriminate.zero_grad()
+
+    def backward_of(self, z: Tensor) -> None:
+        loss = F.mse_loss(self(z), self.teacher(z))
+        self.manual_backward(loss)
+        self.losses.append(loss.item())
+
+    def note_local(self) -> None:
+        """Under DDP this rank's own gradients, which it has not sent."""
+        grads = [p.grad for p in self.generator.parameters() if p.grad is not None]
+        self.notes.append([float(grad.norm()) for grad in grads if grad.any()])
+        self.notes.append([grad.clone() for grad in grads[:1] if grad.any()])
+
+    def configure_optimizers(self) -> Any:
+        optimizers = super().configure_optimizers()
+        optimizers[0] = torch.optim.SGD(self.generator.parameters(), lr=0.02)
+        return optimizers
+
+
 def _train(strategy: Any, case: type[Adversaries], **options: Any) -> Run:
     module = case()
     if strategy == "ddp":
@@ -184,3 +274,46 @@ def test_all_weights_in_the_root(ranks: Pools, case: type[Adversaries]) -> None:
     """No unit's hooks tell when a backward pass begins."""
     runs = ranks(2).run(under_all, _train, case, units="auto")
     assert_like_ddp(runs, ulps=64)
+
+
+def _unsent(strategy: Any, accumulate: str, precision: str = "32-true") -> Run:
+    module = Unsent()
+    ours = {"units": {Block}, "accumulate": accumulate} if isinstance(strategy, int) else {}
+    run = fit(module, make_strategy(strategy, **ours), precision=precision, data=(rows(64),))
+    run.notes = module.notes
+    return run
+
+
+def _unsent_under_all() -> dict[Any, Run]:
+    return {
+        "ddp": _unsent("ddp_find_unused_parameters_true", ""),
+        **{stage: _unsent(stage, "local") for stage in (1, 2, 3)},
+    }
+
+
+def test_unsent_gradients_are_those_of_ddp(ranks: Pools) -> None:
+    runs = ranks(2).run(_unsent_under_all)
+    assert len(runs[0]["ddp"].losses) > 16 * 3
+    assert_like_ddp(runs, ulps=64)
+
+
+class StepsUnsent(Adversaries):
+    """Forgets to send what it steps with."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        generate, _ = self.optimizers()
+        with generate.toggle_model(sync_grad=False):
+            self.manual_backward(self(batch[0]).sum())
+        generate.step()
+
+
+def _step_unsent(stage: int) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        fit(StepsUnsent(), make_strategy(stage, accumulate="local"))
+    return str(caught.value)
+
+
+def test_unsent_gradients_are_not_stepped_with(ranks: Pools) -> None:
+    for message in ranks(2).run(_step_unsent, 2):
+        assert "'generator.stem.weight' is this rank's own" in message
+        assert "sync_grad=True" in message

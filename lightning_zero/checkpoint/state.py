@@ -28,7 +28,11 @@ from lightning_zero.piece import Piece
 
 
 def module_state(module: nn.Module, engine: Engine) -> dict[str, Any]:
-    """``module.state_dict()`` with spread parameters in the master's precision."""
+    """``module.state_dict()`` with spread parameters in the master's precision.
+
+    All ranks call it together.
+    """
+    engine.keep_edits()
     state = module.state_dict(keep_vars=True)
     spreads: dict[int, Spread] = {}
     for key, value in state.items():
