@@ -39,7 +39,7 @@ from torch import Tensor
 
 from lightning_zero.buffer import lasting_tensors
 from lightning_zero.ledger import Ledger
-from lightning_zero.meeting import Meetings, Subject, channel, group_of_hosts
+from lightning_zero.meeting import Meetings, Subject, channel, group_of_hosts, new_group
 from lightning_zero.watch import Meeting, Watch
 from lightning_zero.window import Address, Window, are_supported
 
@@ -149,7 +149,7 @@ class Comm:
                 self._control = group_of_hosts()
             if not self._direct:
                 # One communicator each, or a prefetch would queue behind a reduction.
-                self._gather_group, self._reduce_group = dist.new_group(), dist.new_group()
+                self._gather_group, self._reduce_group = new_group(), new_group()
             may_share = self._direct and device.type == "cpu" and self.world_size > 1
             if self.world_size > 1:
                 if dist.get_backend() != "fake":
@@ -159,16 +159,12 @@ class Comm:
                 self._has_windows = self._can_see_peers()
 
     def _start_watch(self) -> Watch:
-        peer = (self.rank + 1) % self.world_size
-        groups = [
-            dist.group.WORLD, self._control, self._gather_group, self._reduce_group, channel(),
-        ]  # fmt: skip
         return Watch(
             self.rank,
             self.world_size,
             store=_own_store(),
             prefix=f"lightning_zero/watch/{self._number}",
-            give_up=functools.partial(_give_up, groups, peer),
+            give_up=functools.partial(_give_up, weakref.ref(self)),
         )
 
     @property
@@ -303,7 +299,7 @@ class Comm:
         own, numel, dtype = partial.window, partial.tensor.numel(), partial.tensor.dtype
         assert own is not None
         own.num_published += 1
-        mine = torch.tensor([*own.address, own.num_published])
+        mine = torch.tensor([*own.address, own.num_published], device="cpu")
         theirs = {peer: torch.empty_like(mine) for peer in self._sources()}
         receives = [dist.irecv(box, peer, tag=4 * tag + 2) for peer, box in theirs.items()]
         sends = [dist.isend(mine, peer, tag=4 * tag + 2) for peer in self._targets()]
@@ -358,17 +354,22 @@ class Comm:
         self._lent_bytes -= scratch.nbytes
         self._scratch.setdefault((scratch.numel(), scratch.dtype), []).append(scratch)
 
-    def release_windows(self) -> None:
-        """Free the reduce buffers of past backwards; behind a fence, when all are read."""
-        for window in self._free_windows:
-            window.release()
-        # Those that a larger unit outgrew are not used again; peers need not map them either.
+    def drop_outgrown_windows(self) -> None:
+        """Free reduce buffers that a larger unit outgrew; behind a fence, when all are read.
+
+        The others stay from step to step: to take fresh pages from the system costs ten times what
+        it costs to fill them.
+        """
         self._free_windows = [w for w in self._free_windows if w.capacity == self._capacity]
         self._peer_windows = {
             address: window
             for address, window in self._peer_windows.items()
             if address.capacity == self._capacity
         }
+
+    def release_windows(self) -> None:
+        """Let go of all reduce buffers, the peers' too; memory is freed when the last rank does."""
+        self._free_windows, self._peer_windows = [], {}
 
     def release_scratch(self) -> None:
         """Free the receive buffers that a backward pass reused."""
@@ -437,6 +438,10 @@ class Comm:
             On rank 0 ``(peer, bytes)`` in the order of the ranks; the bytes are overwritten by the
             next ones. Nothing on other ranks.
         """
+        with self.watch.busy():
+            yield from self._collect(part, sizes)
+
+    def _collect(self, part: Tensor, sizes: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         if self.rank:
             for chunk in torch.split(part, MESSAGE_BYTES) if part.numel() else ():
                 dist.send(chunk.to("cpu"), 0, group=self._control)
@@ -491,16 +496,23 @@ def _default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def _give_up(groups: Sequence[Any], peer: int) -> None:
-    """Make whatever waits in one of ``groups`` raise; they are of no use afterwards.
+def _give_up(reference: weakref.ref[Comm]) -> None:
+    """Make whatever waits in one of the groups raise; they are of no use afterwards.
 
     A message that nobody sends, waited for so shortly, makes gloo close all connections of its
     group. (Its `abort` does nothing.)
     """
-    for group in {id(group): group for group in groups if group is not None}.values():
+    comm = reference()
+    if comm is None or not dist.is_initialized():
+        return
+    peer = (comm.rank + 1) % comm.world_size
+    own = [comm._control, comm._gather_group, comm._reduce_group]
+    for group in {id(group): group for group in (dist.group.WORLD, channel(), *own)}.values():
+        if group is None:
+            continue
         with contextlib.suppress(RuntimeError):
             if dist.get_backend(group) == "gloo":
-                nobody = dist.irecv(torch.empty(1), peer, group=group, tag=2**20)
+                nobody = dist.irecv(torch.empty(1, device="cpu"), peer, group=group, tag=2**20)
                 assert nobody is not None
                 nobody.wait(timedelta(milliseconds=1))
             else:

@@ -82,7 +82,7 @@ class Engine(ShardedModule):
         self._syncs = True
         self._broadcasts_next = True
         self._keeps_graph = False
-        self._is_joined = False
+        self._is_in_join = self._is_joined = False
         self._was_interrupted = False
         self._rests = any(unit.gives_weights_back for unit in self.units)
         self._comparison: Called | None = None
@@ -162,9 +162,22 @@ class Engine(ShardedModule):
         has come to the end of the context goes on to help until all have. Where ranks read each
         other's memory nobody needs to ask.
         """
-        if self._is_joined or not self._rests or not self.comm.gathers_together:
+        if self._is_in_join:
             yield
             return
+        self._is_in_join = True
+        try:
+            with (
+                self._joined()
+                if self._rests and self.comm.gathers_together
+                else contextlib.nullcontext()
+            ):
+                yield
+        finally:
+            self._is_in_join = False
+
+    @contextlib.contextmanager
+    def _joined(self) -> Iterator[None]:
         for unit in self.units:
             unit.wait_if_in_flight()
         # What is seen here is this rank's own, and no guide to what all ranks need next.
@@ -223,7 +236,7 @@ class Engine(ShardedModule):
         self._prefetch()
         self.root.wait()
         self._hook_grads(self.root)
-        if not broadcasts or self._is_joined:
+        if not broadcasts or self._is_in_join:
             return
         if self.settings.broadcast_buffers and self._broadcasts_next:
             self.broadcast_buffers()
@@ -402,7 +415,7 @@ class Engine(ShardedModule):
     def _begin_backward(self) -> None:
         if self._in_backward:
             return
-        if self._is_joined:
+        if self._is_in_join:
             raise RuntimeError(
                 "A backward pass began within `lightning_zero.join`, where ranks may run different"
                 " units; the gradients of all ranks need the same ones. Go backward outside of it."
@@ -531,7 +544,7 @@ class Engine(ShardedModule):
         """Wait until no rank reads this one's masters or reduce buffers any more."""
         self.keep_edits()
         self.comm.fence(Subject.STEP)
-        self.comm.release_windows()
+        self.comm.drop_outgrown_windows()
 
     def _after_step(self, optimizer: Optimizer) -> None:
         """Bring weights up to date with the masters that ``optimizer`` stepped."""
@@ -554,7 +567,8 @@ class Engine(ShardedModule):
     def reset(self) -> None:
         """Forget a step that an exception ended; the next one starts clean."""
         self._depth = 0
-        self._in_backward = self._keeps_graph = self._is_joined = False
+        self._in_backward = self._keeps_graph = False
+        self._is_in_join = self._is_joined = False
         self._comparison = None
         self._was_interrupted = True
         self._turns.abandon()
@@ -571,10 +585,10 @@ class Engine(ShardedModule):
         just ended a step.
         """
         if not self._was_interrupted:
+            self._wait_for_comparison()
             self.comm.meetings.call(Subject.CLOSE).wait()
         for unit in self.units:
             unit.wait_if_in_flight()
-        self._wait_for_comparison()
         if restore and not self._was_interrupted:
             self.keep_edits()
         self._close_step()
@@ -584,6 +598,7 @@ class Engine(ShardedModule):
         self.is_closed = True
         if restore:
             self._restore()
+        self.comm.release_windows()
         self.comm.watch.leave()
 
     def _restore(self) -> None:

@@ -53,7 +53,16 @@ def channel() -> Any:
 def group_of_hosts() -> Any:
     """A new group of all ranks whose messages travel between hosts and never touch a device."""
     # Torch's fake backend, which plays all other ranks, can do that as well.
-    return dist.new_group(backend="fake" if dist.get_backend() == "fake" else "gloo")
+    return new_group("fake" if dist.get_backend() == "fake" else "gloo")
+
+
+def new_group(backend: str | None = None) -> Any:
+    """A new group of all ranks, with the time limit of the default group."""
+    # Private, as torch tells it nowhere else, and new groups would have torch's default.
+    world = dist.distributed_c10d._get_default_group()
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    options = getattr(world._get_backend(device), "options", None)
+    return dist.new_group(backend=backend, timeout=getattr(options, "_timeout", None))
 
 
 class Meetings:
@@ -68,9 +77,13 @@ class Meetings:
     def __init__(self, rank: int, world_size: int, watch: Watch) -> None:
         self.rank, self.world_size = rank, world_size
         self.watch = watch
-        self.group = channel() if world_size > 1 else None
         self._capacity = 64
         self._course = 0
+
+    @property
+    def group(self) -> Any:
+        """Their channel. Not kept: a group that is referred to outlives its destruction."""
+        return channel()
 
     def reserve(self, num_flags: int) -> None:
         """Make room for so many flags; all ranks must ask for the same."""
@@ -85,7 +98,7 @@ class Meetings:
         return Called(self, subject, flags)
 
     def _header(self, subject: Subject) -> Tensor:
-        numbers = torch.tensor([_NUMBERS[subject], *self._course.to_bytes(4, "big")])
+        numbers = torch.tensor([_NUMBERS[subject], *self._course.to_bytes(4, "big")], device="cpu")
         return torch.cat([numbers, 255 - numbers]).to(torch.uint8)
 
 
@@ -101,7 +114,9 @@ class Called:
             return
         num_flags = 0 if flags is None else flags.numel()
         assert num_flags <= meetings._capacity, "more flags than were reserved"
-        self._message = torch.zeros(2 * _HEADER + meetings._capacity, dtype=torch.uint8)
+        self._message = torch.zeros(
+            2 * _HEADER + meetings._capacity, dtype=torch.uint8, device="cpu"
+        )
         self._message[: 2 * _HEADER] = meetings._header(subject)
         if flags is not None:
             self._message[2 * _HEADER : 2 * _HEADER + num_flags] = flags

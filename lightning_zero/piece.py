@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -112,7 +113,9 @@ class Piece(Parameter):
 
     def show_grad(self) -> None:
         """Let the face be the parameter's gradient."""
-        self.parameter.grad = self.shown = self.face
+        with torch._C.DisableTorchFunctionSubclass():
+            _GRAD.__set__(self.parameter, self.face)
+        self.shown = self.face
 
     def show_local(self, local: Tensor) -> None:
         """Let this rank's own gradient be the parameter's."""
@@ -146,7 +149,8 @@ class Piece(Parameter):
 
     def _follow(self) -> None:
         """Do as the user, who dropped the parameter's gradient or put another in its place."""
-        theirs = self.parameter.grad
+        with torch._C.DisableTorchFunctionSubclass():
+            theirs = _GRAD.__get__(self.parameter)
         if theirs is self.shown:
             return
         if theirs is None:

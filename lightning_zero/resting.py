@@ -20,13 +20,13 @@ import contextlib
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.utils.weak import WeakIdKeyDictionary
 
 
 class Owner(Protocol):
@@ -49,7 +49,7 @@ class Owner(Protocol):
 
 
 _DATA: Any = Tensor.data
-_owners: MutableMapping[Parameter, Owner] = WeakIdKeyDictionary()
+_owners: dict[int, Owner] = {}
 
 _READABLE_ATTRIBUTES = [
     "shape",
@@ -160,17 +160,17 @@ class Resting:
         ):
             # What `load_state_dict` does: a whole value needs no gather to be written.
             parameter = cast(Parameter, args[0])
-            _owners[parameter].write(parameter, args[1])
+            _owner(parameter).write(parameter, args[1])
             return parameter
         if func == _SET_DATA:
             parameter = cast(Parameter, args[0])
-            _owners[parameter].touch(parameter)
+            _owner(parameter).touch(parameter)
             return _replace(parameter, args[1])
         return _touch_and_use(func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         parameter = cast(Parameter, self)
-        _owners[parameter].touch(parameter)
+        _owner(parameter).touch(parameter)
         return copy.deepcopy(parameter, memo)
 
     def __repr__(self) -> str:
@@ -213,7 +213,7 @@ class Whole:
 @contextlib.contextmanager
 def _ordinary(parameter: Parameter) -> Iterator[Parameter]:
     """A context in which a parameter is of its own class."""
-    owner = _owners[parameter]
+    owner = _owner(parameter)
     unguard(parameter)
     try:
         yield parameter
@@ -238,7 +238,7 @@ def _touch_and_use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         if isinstance(one, View):
             one.touch()
         else:
-            _owners[one].touch(one)
+            _owner(one).touch(one)
     parameters = [one.parameter if isinstance(one, View) else one for one in guarded]
     return _use(parameters, func, args, kwargs)
 
@@ -251,13 +251,13 @@ def _use(
 ) -> Any:
     """Call ``func`` on readable ``parameters``, or on views of them."""
     for parameter in parameters if func in _HIDING else ():
-        _owners[parameter].expose(parameter)
+        _owner(parameter).expose(parameter)
     with torch._C.DisableTorchFunctionSubclass():
         return _lasting(func(*args, **kwargs), parameters)
 
 
 def _replace(parameter: Parameter, data: Tensor) -> None:
-    _owners[parameter].replace(parameter, data)
+    _owner(parameter).replace(parameter, data)
 
 
 class View(Tensor):
@@ -287,7 +287,7 @@ class View(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             is_gone = self.untyped_storage().nbytes() == 0
         if is_gone or isinstance(self.parameter, Resting):
-            _owners[self.parameter].touch(self.parameter)
+            _owner(self.parameter).touch(self.parameter)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return copy.deepcopy(self._ordinary(), memo)
@@ -311,7 +311,7 @@ def _lasting(result: Any, parameters: list[Parameter]) -> Any:
     storages = {
         _storage(parameter): parameter
         for parameter in parameters
-        if _owners[parameter].gives_back(parameter)
+        if _owner(parameter).gives_back(parameter)
     }
     return _lasting_views(result, storages) if storages else result
 
@@ -353,10 +353,26 @@ def _class(mixin: type, cls: type[Parameter]) -> type[Parameter]:
     return cast("type[Parameter]", type(name, (mixin, cls), {}))
 
 
+def _belong(parameter: Parameter, owner: Owner) -> None:
+    key = id(parameter)
+    known = _owners.get(key)
+    if known is owner:
+        return
+    if known is None:
+        # A number means something only as long as its parameter lives. Torch's own dictionary with
+        # weak keys asks more of every reshard than all the rest of it.
+        weakref.finalize(parameter, _owners.pop, key, None)
+    _owners[key] = owner
+
+
+def _owner(parameter: Parameter) -> Owner:
+    return _owners[id(parameter)]
+
+
 def _become(parameter: Parameter, mixin: type, owner: Owner) -> None:
     if not isinstance(parameter, mixin):
         unguard(parameter)
-        _owners[parameter] = owner
+        _belong(parameter, owner)
         parameter.__class__ = _class(mixin, type(parameter))
 
 

@@ -52,7 +52,7 @@ class SameLength:
             return
         while True:
             batch = next(batches, _END)
-            has_ended = torch.tensor([batch is _END], dtype=torch.uint8)
+            has_ended = torch.tensor([batch is _END], dtype=torch.uint8, device="cpu")
             self._comm.meetings.call(Subject.BATCH, has_ended).wait()
             if has_ended.item():
                 self._warn(has_more=batch is not _END)

@@ -206,7 +206,7 @@ class ShardedModule(ABC):
 
     def _refuse(self, changed: list[str]) -> None:
         """Raise on all ranks if any changed weights that it had gathered for reading."""
-        flag = torch.tensor([bool(changed)], dtype=torch.uint8)
+        flag = torch.tensor([bool(changed)], dtype=torch.uint8, device="cpu")
         self.comm.meetings.call(Subject.EDIT, flag).wait()
         if flag.item():
             what = f"Parameter {changed[0]!r}" if changed else "On another rank a parameter"
@@ -253,7 +253,7 @@ class ShardedModule(ABC):
             raise ValueError(
                 "full_grad: the parameter belongs to no module that this engine shards."
             )
-        has_grad = torch.tensor([piece.reduced is not None], dtype=torch.uint8)
+        has_grad = torch.tensor([piece.reduced is not None], dtype=torch.uint8, device="cpu")
         self.comm.meetings.call(Subject.GRADIENT, has_grad).wait()
         if not has_grad.item():
             return None

@@ -664,6 +664,8 @@ class ZeROStrategy(DDPStrategy):
         self.checkpoint_io.teardown()
         assert self.cluster_environment is not None
         self.cluster_environment.teardown()
+        if self._comm is not None:
+            self._comm.watch.leave()
 
     def _may_restore(self, engine: Engine) -> bool:
         if not self.restore_weights:

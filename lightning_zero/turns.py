@@ -57,7 +57,9 @@ class Turns:
             # The root has run from the beginning to the end.
             self._order = [self._units[index] for index in (*reversed(agreed), *reversed(rest), -1)]
         self._left = None
-        self._flags = torch.tensor([unit.has_run for unit in self._units], dtype=torch.uint8)
+        self._flags = torch.tensor(
+            [unit.has_run for unit in self._units], dtype=torch.uint8, device="cpu"
+        )
         self._flags[-1] = 1
         self._work = self._comm.meetings.call(Subject.BEGIN, self._flags)
 
@@ -97,7 +99,7 @@ class Turns:
         late = [unit.has_arrivals for unit in self._units]
         bundles = [bundle for unit in self._units for bundle in unit.bundles]
         held = [flag for bundle in bundles for flag in bundle.has_grads]
-        agreed = torch.tensor([*late, *held], dtype=torch.uint8)
+        agreed = torch.tensor([*late, *held], dtype=torch.uint8, device="cpu")
         self._comm.meetings.call(Subject.END, agreed).wait()
         is_late, is_held = agreed[: len(late)].tolist(), iter(agreed[len(late) :].tolist())
         for unit in self._units:

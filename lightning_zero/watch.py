@@ -38,8 +38,9 @@ log = logging.getLogger(__name__)
 PATIENCE = 2.0
 """Seconds of waiting before a rank tells the others where it is."""
 
-FOREIGN_PATIENCE = 5.0
-"""The same for collectives that are not ours, of which it is not known who has begun them."""
+FOREIGN_PATIENCE = 10.0
+"""The same for collectives that are not ours. Who has begun them is not known; that a rank which
+has computed nothing for so long waits in vain is a guess."""
 
 TICK = 0.5
 """Seconds between two looks."""
@@ -128,8 +129,9 @@ class Watch:
         self._waiting: tuple[Meeting, int, float] | None = None
         self._thread = threading.get_ident()
         self._looks = 0
-        self._is_told = False
-        self._foreign: tuple[tuple[int, int], int, float] | None = None
+        self._is_told = self._is_busy = False
+        self._mutex = threading.Lock()
+        self._foreign: tuple[tuple[int, int, int], int, float] | None = None
         self._suspects: dict[int, Whereabouts] = {}
         self._has_left = False
         if store is not None and world_size > 1:
@@ -141,8 +143,6 @@ class Watch:
 
     def begin(self, place: str, channel: str = "") -> Meeting:
         """Note that this rank has come to a meeting."""
-        if self._has_left:
-            self._come_back()
         channel = channel or place
         self._begun[channel] += 1
         return Meeting(place, channel, self._begun[channel])
@@ -174,18 +174,26 @@ class Watch:
         caller = _caller(sys._current_frames().get(self._thread))
         return str(Whereabouts(place, place, 0, self.step, caller, 0, 0, {}))
 
-    def leave(self) -> None:
-        """Note that this rank comes to no more meetings."""
-        if self._store is not None and not self._has_left:
-            self._has_left = True
-            self.forget()
-            self._tell(Whereabouts("", "", 0, self.step, "", 0, 0, dict(self._begun)))
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Code that sends and receives as it goes on, and never counts as waiting."""
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            self._is_busy = False
 
-    def _come_back(self) -> None:
-        self._has_left = False
-        self._is_told = True  # until the next look, which takes it back
-        with _lock:
-            _watches.add(self)
+    def leave(self) -> None:
+        """Note that this rank comes to no more meetings; it is not watched any longer.
+
+        What it does afterwards with the others, who have left as well, is nobody's concern here.
+        """
+        if self._store is None or self._has_left:
+            return
+        self.forget()
+        with self._mutex:
+            self._has_left = True
+            self._tell(Whereabouts("", "", 0, self.step, "", 0, 0, dict(self._begun)))
 
     def forget(self) -> None:
         """Look no more."""
@@ -207,10 +215,16 @@ class Watch:
 
     def look(self) -> None:
         """See whether this rank waits, and if so whether it does in vain."""
+        with self._mutex:
+            if not self._has_left:
+                self._look()
+
+    def _look(self) -> None:
         here = self._whereabouts()
         if here is None:
             if self._is_told:
-                self._store.delete_key(self._key(self.rank))
+                # Never deleted: a rank that has seen the key would wait for it.
+                self._store.set(self._key(self.rank), "")
                 self._is_told = False
             self._suspects = {}
             return
@@ -239,10 +253,13 @@ class Watch:
                 *meeting, self.step, _caller(frame), wait, self._looks, dict(self._begun)
             )
         frame = sys._current_frames().get(self._thread)
-        if frame is None or not frame.f_code.co_filename.endswith("distributed_c10d.py"):
+        is_foreign = frame and frame.f_code.co_filename.endswith("distributed_c10d.py")
+        if frame is None or not is_foreign or self._is_busy:
             self._foreign = None
             return None
-        where = (id(frame), frame.f_lasti)
+        # A thread that sends and receives in a loop is in the same place at every look, but has
+        # used the processor in between.
+        where = (id(frame), frame.f_lasti, _milliseconds_used(self._thread))
         if self._foreign is None or self._foreign[0] != where:
             self._foreign = (where, -next(self._waits), time.monotonic())
         _, wait, since = self._foreign
@@ -256,12 +273,13 @@ class Watch:
     def _everyone(self) -> dict[int, Whereabouts]:
         """What every rank tells; empty if one tells nothing."""
         keys = [self._key(rank) for rank in range(self.world_size)]
-        everyone = {}
-        for rank, key in enumerate(keys):
-            if not self._store.check([key]):
-                return {}
-            everyone[rank] = Whereabouts(**json.loads(self._store.get(key)))
-        return everyone
+        if not self._store.check(keys):
+            return {}
+        told = self._store.multi_get(keys) if self._store.has_extended_api() else None
+        values = told or [self._store.get(key) for key in keys]
+        if not all(values):
+            return {}
+        return {rank: Whereabouts(**json.loads(value)) for rank, value in enumerate(values)}
 
     def _pronounce(self, everyone: dict[int, Whereabouts]) -> None:
         self.verdict = parted([str(here) for here in everyone.values()])
@@ -315,8 +333,9 @@ def _look_at_all() -> None:
     for watch in watches:
         try:
             watch.look()
-        except RuntimeError:
-            # The store's host has ended, and with it the training.
+        except Exception as error:
+            # The store's host has ended, mostly, and with it the training.
+            log.debug("Ranks are not watched any longer: %s", error)
             watch.forget()
 
 
@@ -336,6 +355,13 @@ def _is_still(before: Whereabouts, now: Whereabouts) -> bool:
     was read; the one after it was surely not.
     """
     return before.wait == now.wait and (not now.place or now.look >= before.look + 2)
+
+
+def _milliseconds_used(thread: int) -> int:
+    """The processor time of a thread of this process, where the system tells it."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return 0
+    return int(1000 * time.clock_gettime(time.pthread_getcpuclockid(thread)))
 
 
 def _caller(frame: FrameType | None) -> str:

@@ -40,7 +40,7 @@ class Window:
         address: What others need to :meth:`open` it.
         readers: How many publications each rank has read, ``[world_size]``; in the window too.
         num_published: How often the owner asked to be read.
-        touched_bytes: What the owner's views have covered since the last release.
+        touched_bytes: What the owner's views have covered.
     """
 
     def __init__(self, address: Address, world_size: int, *, is_own: bool) -> None:
@@ -93,12 +93,6 @@ class Window:
         """Whether every rank but ``owner`` has read all publications."""
         readers = self.readers.tolist()
         return all(seen == self.num_published for rank, seen in enumerate(readers) if rank != owner)
-
-    def release(self) -> None:
-        """Give the memory back to the system; every mapping stays, and reads zeros."""
-        os.ftruncate(self.address.file, 0)
-        os.ftruncate(self.address.file, self._size)
-        self.num_published = self.touched_bytes = 0
 
 
 def _is_window(path: str) -> bool:

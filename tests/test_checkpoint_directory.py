@@ -469,7 +469,9 @@ def fail_to_save(folder: str) -> list[str]:
     saver = Saver(comm)
     save = functools.partial(saver.save, kind=DirectorySave)
     path = f"{folder}/name"
-    save(some(comm, 1.0), path, PROVENANCE)
+    # In the background: the channel for that is made in the pool's file, which is limited below.
+    save(some(comm, 1.0), path, PROVENANCE, in_background=True)
+    saver.wait()
     found = []
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for in_background in (False, True):

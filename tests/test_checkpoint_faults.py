@@ -54,7 +54,9 @@ def fail_to_save(folder: str) -> list[str]:
     comm = Comm(CPU)
     saver = Saver(comm)
     path = f"{folder}/file.ckpt"
-    saver.save(some(comm, 1.0), path, PROVENANCE)
+    # In the background: the channel for that is made in the pool's file, which is limited below.
+    saver.save(some(comm, 1.0), path, PROVENANCE, in_background=True)
+    saver.wait()
     found = []
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for in_background in (False, True):

@@ -39,7 +39,8 @@ def _train(way: str, stage: int, steps: int = 3) -> tuple[list[torch.Tensor], di
         optimizer.zero_grad()
         case.loss(model, batch).backward()
         optimizer.step()
-    memory = engine.memory()
+    sizes = [4 * bundle.layout.numel for unit in engine.units for bundle in unit.bundles]
+    memory = {**engine.memory(), "largest": max(sizes)}
     engine.close()
     return [p.detach() for p in model.parameters()], memory, comm._has_windows
 
@@ -54,10 +55,13 @@ def test_all_ways_give_the_same_bits(ranks: Pools, world: int) -> None:
         for answer in ranks(world).run(partial(_all_ways, stage)):
             expected, memory, has_windows = answer["windows"]
             assert has_windows == (world > 1)
+            # Reduce buffers in windows stay from step to step: two or three of the largest unit.
+            kept = memory["unreduced"]
+            assert 0 < kept <= 3 * memory["largest"] if has_windows else kept == 0
             for way in ("point to point", "backend"):
                 values, same_memory, shares = answer[way]
                 assert not shares
-                assert same_memory == memory
+                assert same_memory == {**memory, "unreduced": 0}
                 # Two summands have one order; a backend may add three in another.
                 tolerance = {"rtol": 0, "atol": 0} if world < 3 or way != "backend" else {}
                 torch.testing.assert_close(values, expected, **tolerance)
@@ -102,9 +106,7 @@ def test_a_window_is_shared_memory() -> None:
     other.readers[1] = 1
     window.num_published = 1
     assert window.is_read_by_all(owner=0)
-    window.release()
-    assert other.view(16, torch.float32).tolist() == [0.0] * 16
-    assert window.num_published == window.touched_bytes == 0
+    assert window.touched_bytes == 64
 
 
 def test_a_window_of_nobody_is_an_error() -> None:
