@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lightning_zero.deepspeed import KEYS, OFFLOAD, Fate, Kind
+from lightning_zero.deepspeed import KEYS, OFFLOADS, Fate, Kind
 from lightning_zero.optimizer_block import OptimizerBlock, SchedulerBlock
 
 _ALIASES = {"bfloat16": "bf16"}
@@ -36,6 +36,7 @@ class Config:
         scheduler: The scheduler to build, if it is not the module's.
         enabled: Whether ``bf16`` and ``fp16`` are asked for; absent if nothing is said.
         warnings: One sentence for each key that is replaced or that contradicts what is always so.
+        is_given: Whether there is a configuration at all.
     """
 
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -45,6 +46,7 @@ class Config:
     scheduler: SchedulerBlock | None = None
     enabled: dict[str, bool] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    is_given: bool = field(default=False, compare=False)
 
     @classmethod
     def read(cls, source: str | Path | Mapping[str, Any] | None) -> Config:
@@ -57,6 +59,7 @@ class Config:
         config = cls()
         if source is None:
             return config
+        config.is_given = True
         for name, value in _leaves(_load(source)):
             config._take(name, value)
         if config.enabled.get("bf16") and config.enabled.get("fp16"):
@@ -79,7 +82,7 @@ class Config:
         if key.fate is not Fate.REFUSED:
             self._warn(name, value)
             return
-        error = NotImplementedError if key.becomes is OFFLOAD else ValueError
+        error = NotImplementedError if key.becomes in OFFLOADS else ValueError
         raise error(f"{name} in the DeepSpeed configuration is {_shown(value)}, but {key.becomes}.")
 
     def _warn(self, name: str, value: Any) -> None:
@@ -139,6 +142,23 @@ class Config:
                 " Leave one of them out."
             )
         return wanted
+
+    def stage(self, given: int) -> int:
+        """The strategy's stage, which was ``given``.
+
+        DeepSpeed reads a configuration without a stage as stage 0, which is not what happens here.
+
+        Raises:
+            ValueError: The configuration says otherwise.
+        """
+        stage: int = self.argument("stage", given)
+        if self.is_given and "stage" not in self.arguments and stage == _DEFAULTS["stage"]:
+            self.warnings.append(
+                "zero_optimization.stage is not in the DeepSpeed configuration, which DeepSpeed"
+                f" reads as stage 0. Here it is ZeROStrategy(stage={stage}). Write the stage into"
+                " the configuration."
+            )
+        return stage
 
     def check_precision(self, precision: str) -> None:
         """Raise a ``ValueError`` unless the Trainer's ``precision`` is what is asked for."""

@@ -63,7 +63,12 @@ _UNITS = "`units` chooses what is gathered and reduced together; one unit is one
 _LOGGERS = "Lightning's loggers and callbacks log"
 _DATA = "the DataLoader's `batch_size` decides"
 _PARALLEL = "only data parallelism exists here; take the key out"
-OFFLOAD = "weights and optimizer states rest on the accelerator; set the device to `none`"
+_AT_REST = "weights and optimizer states rest on the accelerator"
+_OFFLOAD = f"{_AT_REST}; set the device to `none`"
+_OFFLOAD_SWITCH = f"{_AT_REST}; set it to `false`"
+_ZENFLOW = f"{_AT_REST}; take the key out"
+OFFLOADS = (_OFFLOAD, _OFFLOAD_SWITCH, _ZENFLOW)
+"""What is said of keys that ask for offload."""
 _NO_QUANTIZED = "nothing is quantized on its way; take the key out"
 
 KEYS: dict[str, Key] = {
@@ -123,14 +128,16 @@ KEYS: dict[str, Key] = {
     "zero_optimization.enable_sanity_checks": _replaced(
         Kind.SWITCH, "errors name the parameter and the cure without a switch"
     ),
-    "zero_optimization.save_muon_momentum_buffer_in_memory": _refused(Kind.SWITCH, OFFLOAD),
+    "zero_optimization.save_muon_momentum_buffer_in_memory": _refused(
+        Kind.SWITCH, "torch's Muon cannot be cut; take the key out"
+    ),
     "zero_optimization.legacy_stage1": _replaced(Kind.SWITCH, "there is one stage 1"),
-    "zero_optimization.offload_optimizer": _refused(Kind.BLOCK, OFFLOAD),
-    "zero_optimization.offload_param": _refused(Kind.BLOCK, OFFLOAD),
-    "zero_optimization.cpu_offload": _refused(Kind.SWITCH, OFFLOAD),
-    "zero_optimization.cpu_offload_param": _refused(Kind.SWITCH, OFFLOAD),
-    "zero_optimization.cpu_offload_use_pin_memory": _refused(Kind.SWITCH, OFFLOAD),
-    "zero_optimization.zenflow": _refused(Kind.BLOCK, OFFLOAD),
+    "zero_optimization.offload_optimizer": _refused(Kind.BLOCK, _OFFLOAD),
+    "zero_optimization.offload_param": _refused(Kind.BLOCK, _OFFLOAD),
+    "zero_optimization.cpu_offload": _refused(Kind.SWITCH, _OFFLOAD_SWITCH),
+    "zero_optimization.cpu_offload_param": _refused(Kind.SWITCH, _OFFLOAD_SWITCH),
+    "zero_optimization.cpu_offload_use_pin_memory": _refused(Kind.SWITCH, _OFFLOAD_SWITCH),
+    "zero_optimization.zenflow": _refused(Kind.BLOCK, _ZENFLOW),
     "zero_optimization.zero_hpz_partition_size": _replaced(
         Kind.NUMBER, "`reshard_after_forward=False` saves the gather of the backward pass"
     ),
@@ -148,7 +155,7 @@ KEYS: dict[str, Key] = {
         Kind.SWITCH,
         "every optimizer is tried on a toy tensor, and refused only if it cannot be cut",
     ),
-    "zero_force_ds_cpu_optimizer": _replaced(Kind.SWITCH, "the optimizer is your own"),
+    "zero_force_ds_cpu_optimizer": _replaced(Kind.SWITCH, "the optimizer is torch's or your own"),
     "bf16.enabled": _acts(Kind.SWITCH, "must agree with `Trainer(precision=...)`"),
     "bf16.immediate_grad_update": _replaced(
         Kind.SWITCH, "each gradient moves into its unit's buffer as it appears"
@@ -207,14 +214,21 @@ KEYS: dict[str, Key] = {
     "activation_checkpointing": _replaced(
         Kind.BLOCK, "`activation_checkpointing` takes `True` or module classes"
     ),
-    "checkpoint": _replaced(Kind.BLOCK, "a checkpoint is one plain file"),
+    "checkpoint": _replaced(
+        Kind.BLOCK, "a checkpoint is one plain file or, with `checkpoint='dcp'`, a directory"
+    ),
     "aio": _replaced(Kind.BLOCK, "no state lies in files"),
     "steps_per_print": _replaced(Kind.NUMBER, "`Trainer(log_every_n_steps=...)`"),
     "wall_clock_breakdown": _replaced(Kind.SWITCH, "`Trainer(profiler=...)`"),
-    "memory_breakdown": _replaced(Kind.SWITCH, "`trainer.strategy.memory()` tells bytes by kind"),
+    "memory_breakdown": _replaced(
+        Kind.SWITCH, "`MemoryMonitor` and `trainer.strategy.memory()` tell bytes by kind"
+    ),
     "dump_state": _replaced(Kind.SWITCH, "the units are logged once"),
     "flops_profiler": _replaced(Kind.BLOCK, "`Trainer(profiler=...)`"),
-    "comms_logger": _replaced(Kind.BLOCK, "`Trainer(profiler='pytorch')` names every message"),
+    "comms_logger": _replaced(
+        Kind.BLOCK,
+        "`TrafficMonitor` logs what is sent; `Trainer(profiler='pytorch')` names every message",
+    ),
     "monitor_config": _replaced(Kind.BLOCK, _LOGGERS),
     "tensorboard": _replaced(Kind.BLOCK, _LOGGERS),
     "wandb": _replaced(Kind.BLOCK, _LOGGERS),

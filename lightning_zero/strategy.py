@@ -163,7 +163,7 @@ class ZeROStrategy(DDPStrategy):
         self.precision_plugin = precision_plugin
         self.config = Config.read(config)
         self.settings = Settings(
-            stage=self.config.argument("stage", stage),
+            stage=self.config.stage(stage),
             units=units,
             prefetch=self.config.argument("prefetch", prefetch),
             reshard_after_forward=reshard_after_forward,

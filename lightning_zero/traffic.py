@@ -32,6 +32,11 @@ class TrafficMonitor(Callback):
         if every_n_steps < 1:
             raise ValueError(f"Expected every_n_steps >= 1, got {every_n_steps}.")
         self.every_n_steps = every_n_steps
+        self._last_logged = 0
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._last_logged = trainer.global_step
 
     @override
     def on_train_batch_end(
@@ -42,12 +47,15 @@ class TrafficMonitor(Callback):
             raise TypeError(
                 f"TrafficMonitor counts what ZeROStrategy sends, got {type(strategy).__name__}."
             )
-        if trainer.global_step % self.every_n_steps or not strategy.traffic:
+        step = trainer.global_step
+        # Between two steps there may be several batches.
+        if step % self.every_n_steps or step == self._last_logged or not strategy.traffic:
             return
+        self._last_logged = step
         values = {
             f"traffic/{verb}_{unit}": float(value)
             for verb in ("gather", "reduce")
             for unit, value in sum_of(strategy.traffic, verb)._asdict().items()
         }
         for logger in trainer.loggers:
-            logger.log_metrics(values, step=trainer.global_step)
+            logger.log_metrics(values, step=step)

@@ -4,8 +4,7 @@
 
 1. the blocks that a Transformers model says must not be split (``_no_split_modules``),
 2. the elements of every ``ModuleList``, ``ModuleDict`` and ``Sequential`` that hold no more than a
-third
-   of the model (larger ones are searched inside),
+   third of the model (larger ones are searched inside),
 3. any other module that itself holds a large parameter (an embedding, a head).
 
 Whatever is smaller than :data:`MIN_NUMEL` is not worth a collective and stays with the unit around

@@ -56,6 +56,8 @@ def _whole(module: nn.Module, prefix: str = "") -> Values:
 READS: dict[str, Callable[[Regression], Values]] = {
     "deepcopy": lambda module: _whole(copy.deepcopy(module)),
     "deepcopy of a child": lambda module: _whole(copy.deepcopy(module.net), "net"),
+    "torch.save": lambda module: _whole(_saved(module)),
+    "pickle": lambda module: _whole(pickle.loads(pickle.dumps(module))),
     "torch.save of a child": lambda module: _whole(_saved(module.net), "net"),
     "pickle of a child": lambda module: _whole(pickle.loads(pickle.dumps(module.net)), "net"),
     "state_dict": lambda module: dict(module.state_dict()),

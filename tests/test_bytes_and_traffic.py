@@ -2,17 +2,22 @@
 
 from collections import Counter
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers import Logger
 from torch import nn
 
+from lightning_zero import TrafficMonitor
 from lightning_zero.comm import Comm
 from lightning_zero.engine import Engine
+from lightning_zero.ledger import Sent
 from lightning_zero.plan import RECIPES
 from tests.models import MODELS, Block
 from tests.parity import RECIPES as PRECISIONS
 from tests.parity import share
+from tests.projects import Regression, fit, rows
 from tests.ranks import Pools
 from tests.sharded import CPU, adamw, cast_inputs, shard, surroundings
 
@@ -213,3 +218,101 @@ def test_one_rank_sends_nothing(ranks: Pools) -> None:
     way = (3, "reduce", 2, True, "messages", False)
     (sent,) = ranks(1).run(elements_sent, [way])
     assert set(sent[0].values()) == {0}
+
+
+class Notes(Logger):
+    """Keeps what is logged under ``traffic/``, with its step."""
+
+    name, version = "notes", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Nothing is kept."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if "traffic/gather_bytes" in metrics:
+            self.logged.append((step, dict(metrics)))
+
+
+class Watched(Regression):
+    """Notes the strategy's traffic after every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.traffic: dict[tuple[str, str], Sent] = {}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.traffic = dict(self.trainer.strategy.traffic)
+
+
+def watched_fit(stage: int, precision: str, accumulate: int) -> tuple[Any, Any]:
+    notes, module = Notes(), Watched()
+    fit(
+        module, stage, data=(rows(32),), logger=notes, callbacks=[TrafficMonitor(2)],
+        precision=precision, accumulate_grad_batches=accumulate, log_every_n_steps=1,
+    )  # fmt: skip
+    return module.traffic, notes.logged
+
+
+def watched_fits(ways: list[tuple[int, str, int]]) -> list[tuple[Any, Any]]:
+    return [watched_fit(*way) for way in ways]
+
+
+BLOCKS = [f"net.blocks.{number}" for number in range(3)]
+BUNDLES = {
+    "32-true": {"root": [([36, 6, 36, 6], 4)], **{name: [([6, 6, 36, 6], 4)] for name in BLOCKS}},
+    # The norms are whole in fp32, and stay with the root.
+    "bf16-mixed": {
+        "root": [([36, 6, 36, 6], 2), ([6, 6] * 3, 4)],
+        **{name: [([36, 6], 2)] for name in BLOCKS},
+    },
+}
+"""By precision and unit: elements of each parameter that is gathered in so many bytes each."""
+
+
+def traffic_of(stage: int, precision: str) -> dict[tuple[str, str], Sent]:
+    """What two ranks send in a step, by hand."""
+    expected = {}
+    for unit, bundles in BUNDLES[precision].items():
+        # At stage 3 the root and the last block are gathered once, the others twice.
+        times = 2 if stage == 3 and unit in BLOCKS[:2] else 1
+        sends = [(padded(numels, 2) // 2, itemsize) for numels, itemsize in bundles]
+        elements, count = sum(send for send, _ in sends), len(sends)
+        nbytes = sum(send * itemsize for send, itemsize in sends)
+        expected[unit, "gather"] = Sent(times * elements, times * nbytes, times * count)
+        expected[unit, "reduce"] = Sent(elements, 4 * elements, count)
+    return expected
+
+
+def test_a_trainer_tells_and_logs_what_a_step_sends(ranks: Pools) -> None:
+    """The root has the linears before and behind three blocks."""
+    ways = [(3, "32-true", 1), (3, "bf16-mixed", 1), (1, "32-true", 2)]
+    first, second = ranks(2).run(watched_fits, ways)
+    for way, (traffic, logged), (other, _) in zip(ways, first, second, strict=True):
+        stage, precision, accumulate = way
+        expected = traffic_of(stage, precision)
+        assert traffic == other == expected, way
+        # Of 8 batches, each step once.
+        assert [step for step, _ in logged] == ([2, 4, 6, 8] if accumulate == 1 else [2, 4])
+        totals = {
+            f"traffic/{verb}_{what}": sum(
+                getattr(sent, what) for (_, kind), sent in expected.items() if kind == verb
+            )
+            for verb in ("gather", "reduce")
+            for what in Sent._fields
+        }
+        assert logged[-1][1].items() >= totals.items(), way
+
+
+def _under_ddp() -> None:
+    with pytest.raises(TypeError, match="TrafficMonitor counts what ZeROStrategy sends, got DDPS"):
+        fit(Regression(), "ddp", callbacks=[TrafficMonitor(1)])
+
+
+def test_the_traffic_of_other_strategies_is_not_known(ranks: Pools) -> None:
+    with pytest.raises(ValueError, match="Expected every_n_steps >= 1, got 0"):
+        TrafficMonitor(0)
+    ranks(1).run(_under_ddp)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import pickle
 import random
 import resource
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_zero.checkpoint import Provenance, Saver, damage, load
+from lightning_zero.checkpoint import Provenance, Saver, damage, describe, load
 from lightning_zero.checkpoint.mapped_file import mapped
 from lightning_zero.checkpoint.save import FORMAT
 from lightning_zero.checkpoint.spread import Spread
@@ -115,30 +117,83 @@ def test_a_rank_that_cannot_see_the_file_ends_on_all(ranks: Pools, tmp_path: Pat
         assert "on rank 1: there is no file" in text
 
 
+class Slow:
+    """A save that ends only when it may."""
+
+    def __init__(self, may_end: threading.Event, said: list[str], path: str) -> None:
+        self.may_end, self.said, self.name = may_end, said, Path(path).name
+        said.append(f"{self.name} begun")
+
+    def detach(self, comm: Comm) -> None:
+        """Nothing to copy."""
+
+    def run(self) -> None:
+        self.may_end.wait()
+        self.said.append(f"{self.name} written")
+
+
+def save_behind() -> list[str]:
+    saver, said, may_end = Saver(Comm(CPU)), [], threading.Event()
+
+    def slow(checkpoint: Any, path: str, *_: Any) -> Slow:
+        return Slow(may_end, said, path)
+
+    saver.save({}, "/a.ckpt", PROVENANCE, in_background=True, kind=slow)
+    said.append("returned")
+    threading.Timer(0.3, may_end.set).start()
+    saver.save({}, "/b.ckpt", PROVENANCE, in_background=True, kind=slow)
+    saver.close()
+    return said
+
+
+def test_a_save_behind_returns_and_the_next_one_waits(ranks: Pools) -> None:
+    [said] = ranks(1).run(save_behind)
+    assert said == ["a.ckpt begun", "returned", "a.ckpt written", "b.ckpt begun", "b.ckpt written"]
+
+
 # -- targets that ranks do not share ---------------------------------------------------------------
 
 
-def save_to_own_folder(folder: str) -> bytes:
+def save_to_own_folder(folder: str) -> tuple[bytes, list[str]]:
+    """The streamed file, and what the log says about two saves to one place."""
     os.chdir(f"{folder}/{dist.get_rank()}")
     comm = Comm(CPU)
     Saver(comm).save(some(comm, 3.0), "/proc/self/cwd/new/file.ckpt", PROVENANCE)
-    Saver(comm).save(some(comm, 3.0), "memory://new/file.ckpt", PROVENANCE)
+    path, records = f"memory:/{folder}/file.ckpt", []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning_zero.checkpoint.save")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        for _ in range(2):
+            Saver(comm).save(some(comm, 3.0), path, PROVENANCE)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
     if comm.rank:
-        return b""
-    again = mapped("memory://new/file.ckpt")
-    assert again["state_dict"]["whole"].eq(3).all()
-    return bytes(fsspec.filesystem("memory").cat("/new/file.ckpt"))
+        return b"", records
+    assert mapped(path)["state_dict"]["whole"].eq(3).all()
+    return bytes(fsspec.filesystem("memory").cat(f"{folder}/file.ckpt")), records
 
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_streamed_file_is_the_same_file(ranks: Pools, tmp_path: Path, world: int) -> None:
     for rank in range(world):
         (tmp_path / str(rank)).mkdir()
-    remote = ranks(world).run(save_to_own_folder, str(tmp_path))[0]
+    (remote, told_first), *others = ranks(world).run(save_to_own_folder, str(tmp_path))
+    assert len(told_first) == 1
+    assert "streamed through rank 0" in told_first[0]
+    assert str(tmp_path) in told_first[0]
+    assert all(records == [] for _, records in others)
     ranks(world).run(save_in, str(tmp_path / "shared.ckpt"), 3.0)
     expected = (tmp_path / "shared.ckpt").read_bytes()
     assert (tmp_path / "0" / "new" / "file.ckpt").read_bytes() == expected
     assert remote == expected
+    assert "written by ZeRO stage 3 on 2 ranks, precision 32-true" in list(
+        describe(tmp_path / "shared.ckpt")
+    )
     assert damage(tmp_path / "shared.ckpt") == []
     for rank in range(1, world):
         assert os.listdir(tmp_path / str(rank)) == []

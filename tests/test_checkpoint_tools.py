@@ -219,7 +219,10 @@ def test_convert_there_and_back(tmp_path: Path) -> None:
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, checkpoint = trainer_file(tmp_path)
     target = tmp_path / "out.safetensors"
+    convert(path, target)
+    assert "%" not in capsys.readouterr().err
     assert main(["convert", str(path), str(target), "--dtype", "float16"]) == 0
+    assert "100%" in capsys.readouterr().err
     assert main(["inspect", str(path), "--verify"]) == 0
     told = capsys.readouterr().out
     assert "epoch 3, step 7" in told

@@ -15,7 +15,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBorin
 
 from lightning_zero import ZeROPrecision, ZeROStrategy
 from lightning_zero.config import Config
-from lightning_zero.deepspeed import KEYS, OFFLOAD, Fate, Kind, table
+from lightning_zero.deepspeed import KEYS, OFFLOADS, Fate, Kind, table
 from lightning_zero.optimizer_block import OptimizerBlock, SchedulerBlock
 from tests.ranks import ROOT, Pools
 
@@ -71,7 +71,7 @@ def test_what_is_always_so_warns_only_when_contradicted(name: str) -> None:
 @pytest.mark.parametrize("name", keys_with(Fate.REFUSED))
 def test_a_refused_key_raises_with_the_cure_unless_off(name: str) -> None:
     key = KEYS[name]
-    error = NotImplementedError if key.becomes is OFFLOAD else ValueError
+    error = NotImplementedError if key.becomes in OFFLOADS else ValueError
     with pytest.raises(error, match=re.escape(name)) as caught:
         Config.read(nested(name, ON[key.kind]))
     assert key.becomes in str(caught.value)
@@ -201,6 +201,18 @@ def test_arguments_come_from_the_configuration() -> None:
     assert ZeROStrategy(stage=1, config={"bf16": {}}).settings.stage == 1
 
 
+def test_a_configuration_without_a_stage_warns_unless_the_strategy_has_one() -> None:
+    for config in ({"bf16": {}}, {"zero_optimization": {"stage": "auto"}}):
+        strategy = ZeROStrategy(config=config)
+        assert strategy.settings.stage == 3
+        [warning] = strategy.config.warnings
+        assert "zero_optimization.stage is not in the DeepSpeed configuration" in warning
+        assert "ZeROStrategy(stage=3)" in warning
+        assert ZeROStrategy(stage=2, config=config).config.warnings == []
+    assert ZeROStrategy(config={"zero_optimization": {"stage": 3}}).config.warnings == []
+    assert ZeROStrategy().config.warnings == []
+
+
 def fit(
     config: dict[str, Any] | None,
     *,
@@ -287,6 +299,7 @@ def test_warnings_come_once_and_contradictions_end_the_run(ranks: Pools) -> None
         ],
     )[0]
     [warning] = quiet["warnings"]
+    assert "zero_optimization.stage is not in" in warning
     assert "reduce_bucket_size" in warning
     assert "steps_per_print" in warning
     assert "Write Trainer(precision='bf16-mixed')" in bf16["error"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -256,6 +259,105 @@ def test_a_run_is_that_of_ddp(ranks: Pools, tmp_path: Any) -> None:
     assert runs[0]["both"]["ddp"].notes[:5] == pytest.approx([0.0, 0.0, 0.025, 0.05, 0.0375])
     for name in ("both", "scheduler", "optimizer"):
         assert_like_ddp([run[name] for run in runs], ulps=256)
+
+
+TYPICAL = {
+    2: """{
+        "fp16": {
+            "enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000,
+            "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1
+        },
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
+        },
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": 4}
+        },
+        "zero_optimization": {
+            "stage": 2, "allgather_partitions": true, "allgather_bucket_size": 2e8,
+            "overlap_comm": true, "reduce_scatter": true, "reduce_bucket_size": 2e8,
+            "contiguous_gradients": true
+        },
+        "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
+        "steps_per_print": 2000, "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": false
+    }""",
+    3: """{
+        "fp16": {"enabled": false},
+        "bf16": {"enabled": true},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": "auto"}
+        },
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": 4}
+        },
+        "zero_optimization": {
+            "stage": 3, "overlap_comm": true, "contiguous_gradients": true,
+            "sub_group_size": 1e9, "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto",
+            "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
+            "stage3_gather_16bit_weights_on_model_save": true
+        },
+        "gradient_accumulation_steps": 2, "gradient_clipping": 0.1,
+        "steps_per_print": 2000, "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": false
+    }""",
+}
+"""Whole files of the kind that the documentation of DeepSpeed's integrations shows."""
+
+
+class Warmed(Regression):
+    """DDP's part in it: the same optimizer and warm-up by hand."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.0)
+        scheduler = LambdaLR(optimizer, lambda step: min(math.log(max(step, 1)) / math.log(4), 1))
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Bare(Regression):
+    """Leaves optimizer and scheduler to the configuration."""
+
+    def configure_optimizers(self) -> None:
+        """There is none."""
+
+
+def _typical(path: str, stage: int) -> dict[str, Run]:
+    runs = {}
+    asked = {"precision": "bf16-mixed", "gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
+    for name in ("ddp", "config"):
+        is_ddp = name == "ddp"
+        module = Warmed() if is_ddp else Bare()
+        strategy = "ddp" if is_ddp else ZeROStrategy(config=path, units={Block})
+        options = asked if stage == 3 else {}
+        if not is_ddp:
+            options = {key: value for key, value in options.items() if key == "precision"}
+        trainer = make_trainer(strategy, max_epochs=3, **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(module, rows())
+        told = [str(w.message) for w in caught if "DeepSpeed" in str(w.message)]
+        runs[name] = Run.of(module, trainer)
+        assert is_ddp or trainer.strategy.settings.stage == stage
+        assert len(told) == (0 if is_ddp or trainer.global_rank else 1)
+    return runs
+
+
+@pytest.mark.parametrize("stage", TYPICAL)
+def test_a_typical_file_runs_whole(ranks: Pools, tmp_path: Path, stage: int) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(TYPICAL[stage])
+    runs = ranks(2).run(_typical, str(path), stage)
+    start = {name: p.detach() for name, p in Regression().named_parameters()}
+    for run in runs:
+        for name, before in start.items():
+            ours, theirs = (run[who].params[name] - before for who in ("config", "ddp"))
+            assert theirs.norm() > 1e-3, name
+            assert (ours - theirs).norm() < 1e-2 * theirs.norm(), name
 
 
 def _contradict() -> list[str]:

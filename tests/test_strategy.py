@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
+import pickle
 from typing import Any
 
 import pytest
@@ -145,11 +147,18 @@ def _module_after_fit(stage: int) -> None:
     assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()]
     assert module.trainer.strategy.memory()["gathered"] == 0
     # It works as any module does.
-    twin = copy.deepcopy(module)
-    twin(torch.randn(2, 6)).sum().backward()
-    assert all(parameter.grad is not None for parameter in twin.parameters())
-    for ours, theirs in zip(twin.state_dict().values(), module.state_dict().values(), strict=True):
-        assert torch.equal(ours, theirs)
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    for twin in (
+        copy.deepcopy(module),
+        pickle.loads(pickle.dumps(module)),
+        torch.load(file, weights_only=False),
+    ):
+        twin(torch.randn(2, 6)).sum().backward()
+        assert all(parameter.grad is not None for parameter in twin.parameters())
+        pairs = zip(twin.state_dict().values(), module.state_dict().values(), strict=True)
+        assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
 def _without_restoring(stage: int) -> None:
@@ -225,6 +234,42 @@ def _raise_on_all_ranks(strategy: Any) -> Run:
 
 def test_exception_on_all_ranks_leaves_a_module_that_trains_on(ranks: Pools) -> None:
     assert_like_ddp(ranks(2).run(under_all, _raise_on_all_ranks))
+
+
+class _Lossless(Regression):
+    """Returns no loss for its second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skips = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if self.skips and batch_idx == 1 else loss
+
+
+def _skip_on_one_device(strategy: Any) -> Run:
+    return fit(_Lossless(), strategy)
+
+
+def test_no_loss_on_one_device_is_a_skipped_batch(ranks: Pools) -> None:
+    [runs] = ranks(1).run(under_all, _skip_on_one_device)
+    assert len(runs["ddp"].losses) == 8
+    assert_like_ddp([runs])
+
+
+def _skip_on_all_ranks(strategy: Any) -> Run:
+    module = _Lossless()
+    with pytest.raises(RuntimeError, match="by returning None in distributed training is not"):
+        fit(module, strategy)
+    first = Run.of(module)
+    module.skips = False
+    second = fit(module, strategy)
+    return Run(second.params, second.metrics, second.losses, first.params)
+
+
+def test_no_loss_on_all_ranks_is_an_error_and_the_module_trains_on(ranks: Pools) -> None:
+    assert_like_ddp(ranks(2).run(under_all, _skip_on_all_ranks))
 
 
 def test_unsupported_arguments() -> None:
