@@ -74,8 +74,9 @@ class MemoryMonitor(Callback):
 
     At setup, after forward, backward and the optimizer step, and in validation, the monitor takes
     what the engine counts to the byte, and what the allocator says: on CUDA allocated, reserved and
-    peak bytes and the fragmentation (reserved minus allocated at most), on the CPU the resident
-    memory of the process. The most over all ranks is logged as ``memory/<point>/<kind>`` and shown
+    peak bytes and the fragmentation (reserved minus allocated, each at most since the point before;
+    the monitor resets the allocator's peaks at every point), on the CPU the resident memory of the
+    process. The most over all ranks is logged as ``memory/<point>/<kind>`` and shown
     as a table when training ends. Under other strategies than ``ZeROStrategy`` weights, gradients,
     optimizer states and buffers are counted.
 
@@ -285,10 +286,15 @@ def held_by(trainer: pl.Trainer) -> dict[str, int]:
 
 
 def allocated_on(device: torch.device) -> dict[str, int]:
-    """What the allocator of an accelerator says, or the system of this process."""
+    """What the allocator of an accelerator says, or the system of this process.
+
+    Peaks are those since the last call: they begin anew here, or one bad moment long ago would be
+    told of every later point.
+    """
     if device.type != "cuda":
         return {"resident": _resident()}
     stats = torch.cuda.memory_stats(device)
+    torch.cuda.reset_peak_memory_stats(device)
     reserved, peak = stats["reserved_bytes.all.peak"], stats["allocated_bytes.all.peak"]
     return {
         "allocated": stats["allocated_bytes.all.current"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import subprocess
 import sys
@@ -120,7 +121,7 @@ def measure(
     case: Case, precision: str, stage: int, accumulate: str | None, num_microbatches: int
 ) -> Measured:
     """Train three steps and keep the engine's count of the last one."""
-    dtype = {"bf16-true": torch.bfloat16}.get(precision, torch.float32)
+    dtype = DTYPES[precision]
     model = case.build(dtype=dtype)
     recipe = RECIPES[precision]
     comm = Comm(torch.device("cpu"), windows=has_windows(dist.get_world_size()))
@@ -161,16 +162,28 @@ def run_microbatch(
         loss.backward()
 
 
-ROWS = [
-    (precision, stage, accumulate, num_microbatches)
-    for stage, accumulate, num_microbatches in [
-        (3, None, 1), (3, "local", 2), (3, None, 2), (2, None, 2), (2, "local", 2), (1, None, 2),
-        (1, None, 1),
-    ]
-    for precision in ("32-true", "bf16-mixed", "bf16-true")
-    if precision == "32-true" or num_microbatches == 1
+DTYPES = {
+    "32-true": torch.float32,
+    "64-true": torch.float64,
+    "bf16-true": torch.bfloat16,
+    "16-true": torch.float16,
+    "bf16-mixed": torch.float32,
+    "16-mixed": torch.float32,
+}
+"""What a module's own parameters have, by precision."""
+
+POLICIES = [
+    (3, None, 1), (3, "local", 2), (3, None, 2), (2, None, 2), (2, "local", 2), (1, None, 2),
+    (1, None, 1),
 ]  # fmt: skip
-"""Precision, stage, accumulate, microbatches."""
+"""Stage, accumulate, microbatches."""
+
+ROWS = [
+    (precision, *policy, (row + column) % 6)
+    for row, policy in enumerate(POLICIES)
+    for column, precision in enumerate(DTYPES)
+]
+"""Precision, policy, and the number of a sixth; each has every precision and every policy."""
 
 
 def has_windows(world: int) -> bool:
@@ -182,8 +195,9 @@ def has_windows(world: int) -> bool:
 
 
 def rows_of(world: int) -> list[tuple[Any, ...]]:
-    """All rows on two ranks, and half of them on others."""
-    return ROWS if world == 2 else ROWS[world % 2 :: 2]
+    """Half of the rows on two ranks, and a sixth on each other number, so that each is met once."""
+    sixths = {1: {0}, 2: {1, 3, 5}, 3: {2}, 4: {4}}[world]
+    return [row for *row, sixth in ROWS if sixth in sixths]
 
 
 def measure_all(name: str) -> list[Measured]:
@@ -191,22 +205,26 @@ def measure_all(name: str) -> list[Measured]:
     return [measure(CASES[name], *row) for row in rows_of(dist.get_world_size())]
 
 
+@functools.cache
+def subject(name: str, precision: str) -> Subject:
+    """A model to predict for, the same on any number of ranks."""
+    case = CASES[name]
+    return Subject(
+        case.build(), precision=precision, optimizer=adamw, units=is_unit,
+        batch=case.batch(4, 0), step=case.loss, device=torch.device("cpu"),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_prediction_is_what_the_engine_holds(ranks: Any, name: str, world: int) -> None:
     measured = ranks(world).run(measure_all, name)
-    case, subjects = CASES[name], {}
-    for precision in ("32-true", "bf16-mixed", "bf16-true"):
-        subjects[precision] = Subject(
-            case.build(), precision=precision, optimizer=adamw, units=is_unit,
-            batch=case.batch(4, 0), step=case.loss, device=torch.device("cpu"),
-        )  # fmt: skip
     wrong = []
     for number, where in enumerate(rows_of(world)):
         precision, stage, accumulate, num_microbatches = where
         for rank in range(world):
             predicted = estimate_of(
-                subjects[precision], stage, world, rank=rank, accumulate=accumulate,
+                subject(name, precision), stage, world, rank=rank, accumulate=accumulate,
                 num_microbatches=num_microbatches,
             )  # fmt: skip
             actual = measured[rank][number]
@@ -220,7 +238,7 @@ def test_prediction_is_what_the_engine_holds(ranks: Any, name: str, world: int) 
             ]
             # Counted as if the root's gradients came first and all at once.
             count, is_held = predicted.most["unreduced"], actual.most["unreduced"]
-            if not has_windows(world) and not is_held <= count <= 1.5 * is_held:
+            if not has_windows(world) and not is_held <= count <= 1.6 * is_held:
                 wrong.append(f"{where} unreduced predicted {count}, measured {is_held}")
     assert not wrong, "\n".join(wrong)
 
@@ -272,13 +290,17 @@ class Alive(NamedTuple):
         peak: At most in a step.
         held: Between steps, by the engine's own count.
         alive: Between steps, by the tracker's.
-        bound: Sharded states, the root, and two more units with weights and gradients whole.
+        in_flight: Whole weights and gradients of the root and of two more units, the heaviest.
+        received: What the other ranks' parts of the root's and one more unit's gradients take.
+        activations: At most in a step of a plain loop that has neither engine nor ranks.
     """
 
     peak: int
     held: int
     alive: int
-    bound: int
+    in_flight: int
+    received: int
+    activations: int
 
 
 def live_peak(name: str, rows: int, precision: str, checkpointing: bool) -> Alive:
@@ -291,29 +313,57 @@ def live_peak(name: str, rows: int, precision: str, checkpointing: bool) -> Aliv
     with live:
         comm = Comm(torch.device("cpu"), windows=False)  # whose memory counts on every rank
         engine = Engine(model, Settings(3, recipe, units=is_block), comm)
-        recompute = ActivationCheckpointing(
-            [unit.module for unit in engine.units[:-1]] if checkpointing else []
-        )
+        units = [unit.name for unit in engine.units[:-1]] if checkpointing else []
+        recompute = ActivationCheckpointing([model.get_submodule(unit) for unit in units])
         optimizer = adamw(model.parameters())
         engine.adopt(optimizer)
         for _ in range(2):
             live.restart()
-            batch = case.batch(rows, 0)
-            with torch.autocast("cpu", recipe.autocast, enabled=recipe.autocast is not None,
-                                cache_enabled=False):  # fmt: skip
-                loss = case.loss(model, batch)
-            loss.backward()
-            del loss, batch
+            run_step(model, case, rows, recipe.autocast)
             peak = live.restart()
             optimizer.step()
             optimizer.zero_grad()
         held, alive = sum(engine.memory().values()), live.count()
     recompute.remove()
-    return Alive(peak, held, alive, _bound(engine))
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    activations = live_activations(case, rows, recipe.autocast, dtypes, units)
+    return Alive(peak, held, alive, *_in_flight(engine), activations)
 
 
-def _bound(engine: Engine) -> int:
-    """Sharded states, and what the root and two more units may hold of their own."""
+def run_step(model: nn.Module, case: Case, rows: int, autocast: torch.dtype | None) -> None:
+    batch = case.batch(rows, 0)
+    with torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False):
+        loss = case.loss(model, batch)
+    loss.backward()
+
+
+def live_activations(
+    case: Case,
+    rows: int,
+    autocast: torch.dtype | None,
+    dtypes: dict[str, torch.dtype],
+    units: list[str],
+) -> int:
+    """The most bytes that a plain step needs beside weights, gradients and buffers."""
+    model = case.build()
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(dtypes[name])
+        parameter.register_post_accumulate_grad_hook(drop_grad)
+    recompute = ActivationCheckpointing([model.get_submodule(unit) for unit in units])
+    live = LiveBytes()
+    live.ignore([*model.parameters(), *model.buffers()])
+    with live:
+        run_step(model, case, rows, autocast)
+    recompute.remove()
+    return live.peak
+
+
+def drop_grad(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _in_flight(engine: Engine) -> tuple[int, int]:
+    """What the root and two more units may hold of their own, and what is received for them."""
 
     def passing(unit: Unit) -> int:
         return sum(
@@ -322,13 +372,13 @@ def _bound(engine: Engine) -> int:
             for grad_size in [bundle.plan.grad.dtype.itemsize]
         )
 
-    largest = max(map(passing, engine.units[:-1]))
+    largest = sorted(map(passing, engine.units[:-1]))[-2:]
     received = sum(
         bundle.layout.shard_numel * bundle.plan.grad.dtype.itemsize * (engine.comm.world_size - 1)
-        for unit in (engine.root, engine.units[0])
+        for unit in (engine.root, max(engine.units[:-1], key=passing))
         for bundle in unit.bundles
     )
-    return sum(engine.memory().values()) + passing(engine.root) + 2 * largest + received
+    return passing(engine.root) + sum(largest), received
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -349,16 +399,18 @@ def test_peak_of_all_live_tensors(
         # and then a byte for each parameter: flags that the backend's thread has just sent.
         assert alive.held <= alive.alive <= alive.held + 1024
         assert predicted.peak.total == pytest.approx(alive.peak, rel=tolerance)
-        assert alive.peak <= alive.bound + 1.1 * predicted.most["activations"]
+        # A plain step of the Transformer in bf16-mixed holds up to 2.2 % less activations than the
+        # engine's, about one tensor between two layers; the others at most as many.
+        activations = 1.03 * alive.activations
+        assert alive.peak <= alive.held + alive.in_flight + alive.received + activations
 
 
 def test_a_hundred_billion_parameters_on_meta() -> None:
-    """In seconds, and in the memory of a small process (measured in one of its own)."""
+    """In seconds, and in less than 1 GB, with Python and torch in it."""
     script = """
 import resource, torch
 from torch import nn
 from lightning_zero.memory import estimate
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 width = 12288
 def build():
     return nn.Sequential(*[
@@ -372,12 +424,13 @@ found = estimate(
 assert found.num_parameters > 99e9, found.num_parameters
 assert found.model_states < 16.01 * found.num_parameters / 512
 assert found.most["activations"] > 0
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert int(done.stdout) < 1_000_000  # KiB
+        [sys.executable, "-c", script],
+        cwd=ROOT, capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert int(done.stdout) * (1 if sys.platform == "darwin" else 1024) < 10**9
 
 
 def test_adam_weighs_sixteen_bytes_a_parameter() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_zero import MemoryMonitor, ZeROStrategy
-from lightning_zero.monitor import POINTS, MostBytes
+from lightning_zero.monitor import POINTS, MostBytes, allocated_on
 from tests.models import Transformer, next_token_loss, tokens
 
 
@@ -158,3 +158,38 @@ def test_the_most_over_ranks_is_exact(ranks: Any) -> None:
         assert result["step"]["weights"] == 2**53 + 3
         assert result["step"]["states"] == 5
         assert list(result) == ["step"]
+
+
+class Allocator:
+    """What ``torch.cuda`` says of a device, by its documentation, without a device."""
+
+    def __init__(self) -> None:
+        self.now = {"allocated_bytes": 0, "reserved_bytes": 0}
+        self.most = dict(self.now)
+
+    def hold(self, *, allocated: int, reserved: int) -> None:
+        self.now = {"allocated_bytes": allocated, "reserved_bytes": reserved}
+        self.most = {name: max(count, self.most[name]) for name, count in self.now.items()}
+
+    def memory_stats(self, device: torch.device) -> dict[str, int]:
+        return {f"{name}.all.current": count for name, count in self.now.items()} | {
+            f"{name}.all.peak": count for name, count in self.most.items()
+        }
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self.most = dict(self.now)
+
+
+def test_fragmentation_is_that_of_each_part_of_a_step(mocker: Any) -> None:
+    allocator, device = Allocator(), torch.device("cuda", 0)
+    mocker.patch.object(torch.cuda, "memory_stats", allocator.memory_stats)
+    mocker.patch.object(torch.cuda, "reset_peak_memory_stats", allocator.reset_peak_memory_stats)
+    allocator.hold(allocated=60, reserved=100)
+    allocator.hold(allocated=30, reserved=100)
+    expected = {"allocated": 30, "reserved": 100, "peak": 60, "fragmentation": 40}
+    assert allocated_on(device) == expected
+    allocator.hold(allocated=90, reserved=110)
+    allocator.hold(allocated=20, reserved=50)
+    expected = {"allocated": 20, "reserved": 50, "peak": 90, "fragmentation": 20}
+    assert allocated_on(device) == expected
+    assert allocated_on(device)["fragmentation"] == 30, "an earlier peak lived on"
