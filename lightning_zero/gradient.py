@@ -34,7 +34,29 @@ _WRITES = {_aten.copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.ze
 """Element-wise changes that torch does not tag as such."""
 
 
-class GradFace(Tensor):
+class _Exported(Tensor):
+    """What leaves torch, or this process, is the whole gradient."""
+
+    def whole(self) -> Tensor:
+        """The whole gradient, an ordinary tensor."""
+        raise NotImplementedError
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole gradient as an array."""
+        return self.whole().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """The whole gradient as nested lists."""
+        return self.whole().tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.whole().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.whole().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+class GradFace(_Exported):
     """Stands for the whole gradient of a parameter of which every rank holds a piece.
 
     Attributes:
@@ -114,25 +136,11 @@ class GradFace(Tensor):
         whole[index] = value.whole() if isinstance(value, GradFace) else value
         self.copy_(whole)
 
-    def numpy(self, *, force: bool = False) -> Any:
-        """The whole gradient as an array; every rank calls it."""
-        return self.whole().numpy(force=force)
-
-    def tolist(self) -> Any:
-        """The whole gradient as nested lists; every rank calls it."""
-        return self.whole().tolist()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.whole().clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.whole().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Gradient in pieces over the ranks, of shape {tuple(self.shape)}, {self.dtype}"
 
 
-class LocalGrad(Tensor):
+class LocalGrad(_Exported):
     """Stands for the gradient that this rank summed up by itself since the last reduction.
 
     Reading and changing it talks to no other rank, unless averaged gradients of before were kept:
@@ -191,20 +199,6 @@ class LocalGrad(Tensor):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.whole()[index] = value.whole() if isinstance(value, LocalGrad) else value
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """The gradient as an array."""
-        return self.whole().numpy(force=force)
-
-    def tolist(self) -> Any:
-        """The gradient as nested lists."""
-        return self.whole().tolist()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.whole().clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.whole().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Gradient of this rank alone, of shape {tuple(self.shape)}, {self.dtype}"

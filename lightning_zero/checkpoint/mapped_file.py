@@ -134,11 +134,15 @@ def _mapped(path: Path, *, weights_only: bool) -> Any:
         raise
     except Exception as error:
         # A damaged pickle can fail in any way.
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"{str(path)!r} cannot be read as a checkpoint; it is damaged or something else:"
-            f" {reason}"
-        ) from error
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: Exception) -> ValueError:
+    """What to tell of a file that cannot be read as a checkpoint."""
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    return ValueError(
+        f"{str(path)!r} cannot be read as a checkpoint; it is damaged or something else: {reason}"
+    )
 
 
 def _begins_like_an_archive(path: Path) -> bool:

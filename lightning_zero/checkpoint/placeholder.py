@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_zero.checkpoint.mapped_file import mapped
+from lightning_zero.checkpoint.mapped_file import mapped, unreadable
 
 
 class Placeholder:
@@ -84,11 +84,7 @@ def _unknown(path: Path) -> list[str]:
         raise
     except Exception as error:
         # A damaged file can fail in any way.
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"{str(path)!r} cannot be read as a checkpoint; it is damaged or something else:"
-            f" {reason}"
-        ) from error
+        raise unreadable(path, error) from error
 
 
 class _TrustingUnpickler(pickle.Unpickler):
