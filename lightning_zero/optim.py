@@ -122,16 +122,26 @@ def point_at_pieces(optimizer: Optimizer, find_piece: FindPiece) -> None:
             seen.add(id(piece))
             group["params"][index] = piece
             if parameter in optimizer.state:
-                optimizer.state[piece] = cut_state(optimizer.state.pop(parameter), piece)
+                optimizer.state[piece] = owned(cut_state(optimizer.state.pop(parameter), piece))
 
 
 def cut_state(state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
-    """The part of a whole parameter's optimizer state that belongs to ``piece``."""
+    """The part of a whole parameter's optimizer state that belongs to ``piece``.
+
+    Its tensors may share memory with the whole ones.
+    """
     return {
-        key: piece.part_of(value).to(piece.device, copy=True)
-        if is_per_element(key, value, piece)
-        else value
+        key: piece.part_of(value).to(piece.device) if is_per_element(key, value, piece) else value
         for key, value in state.items()
+    }
+
+
+def owned(state: Any) -> Any:
+    """The entries of a state, its tensors in memory of their own: not in a file or a larger one."""
+    if not isinstance(state, Mapping):
+        return state
+    return {
+        key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()
     }
 
 

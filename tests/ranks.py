@@ -40,7 +40,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
@@ -85,9 +85,16 @@ class Pools:
 class Pool:
     """`world_size` processes that wait for functions to run."""
 
-    def __init__(self, world_size: int, *, grace: float = GRACE_SECONDS) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        grace: float = GRACE_SECONDS,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.world_size = world_size
         self.grace = grace
+        self.environment = dict(environment or {})
         self._ranks: list[Rank] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._num_calls = 0
@@ -126,7 +133,9 @@ class Pool:
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix=f"ranks-{self.world_size}-")
         folder = Path(self._folder.name)
-        self._ranks = [Rank.start(r, self.world_size, folder) for r in range(self.world_size)]
+        for index in range(self.world_size):
+            environment = {**_environment(index, self.world_size), **self.environment}
+            self._ranks.append(Rank.start(index, self.world_size, folder, environment))
         self._meet("the ranks could not be started", START_SECONDS)
 
     def _meet(self, complaint: str, timeout: float) -> None:
@@ -185,7 +194,9 @@ class Rank:
     log_start: int = 0
 
     @classmethod
-    def start(cls, index: int, world_size: int, folder: Path) -> Rank:
+    def start(
+        cls, index: int, world_size: int, folder: Path, environment: Mapping[str, str]
+    ) -> Rank:
         """Start the process; its first answer comes when it has joined the others."""
         here, there = Pipe()
         log = folder / f"rank{index}.log"
@@ -195,7 +206,7 @@ class Rank:
             process = subprocess.Popen(
                 [sys.executable, "-c", "from tests.ranks import main; main()", *words],
                 cwd=ROOT,
-                env=_environment(index, world_size),
+                env=environment,
                 pass_fds=[there.fileno()],
                 stdin=subprocess.PIPE,
                 stdout=output,

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_zero.checkpoint.spread import Spread
 from lightning_zero.checkpoint.stored import Stored
 from lightning_zero.engine import Engine
-from lightning_zero.optim import cut_state
+from lightning_zero.optim import cut_state, owned
 from lightning_zero.piece import Piece
 
 # -- saving ----------------------------------------------------------------------------------------
@@ -211,27 +211,20 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
     """Load a whole optimizer state, taking this rank's pieces of it."""
     pieces = _parameters(optimizer)
     ids = [key for group in state["param_groups"] for key in group["params"]]
-    cut = {
-        key: cut_state({k: _like(v, piece) for k, v in entries.items()}, piece)
-        if isinstance(piece, Piece)
-        else entries
-        for key, piece in zip(ids, pieces, strict=True)
-        if (entries := state["state"].get(key)) is not None
-        and not (isinstance(piece, Piece) and piece.numel() == 0)
-    }
     # Entries that belong to no parameter, which some optimizers keep.
-    others = {key: value for key, value in state["state"].items() if key not in set(ids)}
-    owned = {key: _owned(entries) for key, entries in {**cut, **others}.items()}
-    optimizer.load_state_dict({**state, "state": owned})
+    own = {key: owned(value) for key, value in state["state"].items() if key not in set(ids)}
+    for key, piece in zip(ids, pieces, strict=True):
+        entries = state["state"].get(key)
+        if entries is not None and not (isinstance(piece, Piece) and piece.numel() == 0):
+            own[key] = _own_part(entries, piece)
+    optimizer.load_state_dict({**state, "state": own})
 
 
-def _owned(entries: Any) -> Any:
-    """Tensors of their own, so that no state lives in a mapped file."""
-    if not isinstance(entries, Mapping):
-        return entries
-    return {
-        key: value.clone() if isinstance(value, Tensor) else value for key, value in entries.items()
-    }
+def _own_part(entries: Any, piece: Any) -> Any:
+    """What belongs to ``piece``; one parameter at a time, so that no rank holds parts twice."""
+    if isinstance(piece, Piece):
+        entries = cut_state({key: _like(value, piece) for key, value in entries.items()}, piece)
+    return owned(entries)
 
 
 def _shape(parameter: Any) -> torch.Size:
