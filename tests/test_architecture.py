@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "lightning_zero"
 
 FLOORS = [
     ["layout", "plan", "deepspeed", "optimizer_block", "config", "scaler", "tensors", "ledger"],
-    ["store", "buffer", "window", "watch", "meeting", "comm", "offload"],
+    ["store", "buffer", "window", "watch", "meeting", "wires", "comm", "offload"],
     ["resting", "piece", "gradient", "unit", "wrap", "meta", "settings", "draft", "sharded"],
     ["schedule", "optim", "clip", "turns", "hook", "engine", "trial", "access", "activation"],
     ["checkpoint", "memory"],
@@ -28,7 +28,7 @@ FLOORS = [
 ]
 """Every room, floor by floor from the ground. A room may import what stands before it."""
 
-DRAWERS = {"offload", "checkpoint", "memory", "mirror"}
+DRAWERS = {"wires", "offload", "checkpoint", "memory", "mirror"}
 """Rooms that are folders; others import them, not the files inside."""
 
 FORBIDDEN = {

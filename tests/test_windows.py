@@ -42,7 +42,7 @@ def _train(way: str, stage: int, steps: int = 3) -> tuple[list[torch.Tensor], di
     sizes = [4 * bundle.layout.numel for unit in engine.units for bundle in unit.bundles]
     memory = {**engine.memory(), "largest": max(sizes)}
     engine.close()
-    return [p.detach() for p in model.parameters()], memory, comm._has_windows
+    return [p.detach() for p in model.parameters()], memory, comm.wire.reads_peers
 
 
 def _all_ways(stage: int) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _blind_rank() -> bool:
     """Rank 1 cannot open the others' memory, as in another container."""
     if torch.distributed.get_rank() == 1:
         Window.open = classmethod(lambda *_: (_ for _ in ()).throw(RuntimeError("hidden")))  # type: ignore[assignment]
-    return Comm(CPU)._has_windows
+    return Comm(CPU).wire.reads_peers
 
 
 def test_one_rank_that_sees_no_windows_takes_them_from_all(ranks: Pools) -> None:
