@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import itertools
 import weakref
 from collections import Counter
@@ -20,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_zero.groups import destroy, give_up, group_for, new_group_of_hosts
 from lightning_zero.ledger import Ledger
-from lightning_zero.meeting import Meetings, Subject, channel, group_of_hosts, new_group
+from lightning_zero.meeting import Meetings, Subject
 from lightning_zero.watch import Watch
 from lightning_zero.wires import (
     Backend,
@@ -63,6 +63,7 @@ class Comm:
         self.watch = Watch()
         self._number = next(_numbers)
         self._control: Any = None
+        self._aparts: list[Comm] = []
         is_direct = True
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -70,7 +71,7 @@ class Comm:
             is_direct = on_gloo if direct is None else direct
             if not on_gloo:
                 # Small decisions travel between the hosts, so that they never stall the device.
-                self._control = group_of_hosts()
+                self._control = group_for("small talk", of_hosts=True)
             if self.world_size > 1 and dist.get_backend() != "fake":
                 self.watch = self._start_watch()
         self.meetings = Meetings(self.rank, self.world_size, self.watch)
@@ -78,7 +79,7 @@ class Comm:
 
     def _choose(self, *, is_direct: bool, may_share: bool) -> Wire:
         if not is_direct:
-            return Backend(self.meetings, self.device, new_group(), new_group())
+            return Backend(self.meetings, self.device, group_for("weights"), group_for("gradients"))
         may_share = may_share and self.device.type == "cpu" and self.world_size > 1
         if may_share and Windows.can_see_peers(self.meetings):
             return Windows(self.meetings, self.device)
@@ -90,7 +91,7 @@ class Comm:
             self.world_size,
             store=_own_store(),
             prefix=f"lightning_zero/watch/{self._number}",
-            give_up=functools.partial(_give_up, weakref.ref(self)),
+            give_up=give_up,
         )
 
     @property
@@ -233,12 +234,28 @@ class Comm:
                 yield peer, chunk
 
     def apart(self) -> Comm:
-        """The same ranks on a channel of its own, for small talk in another thread."""
+        """The same ranks on a channel of its own, for small talk in another thread.
+
+        It lasts until :meth:`leave`.
+        """
         other = copy.copy(self)
+        other._aparts = []
         if self.world_size > 1:
-            other._control = group_of_hosts()
+            other._control = new_group_of_hosts()
+            self._aparts.append(other)
         other.watch = Watch()
         return other
+
+    def leave(self) -> None:
+        """Come to no more meetings, and end the channels that were made :meth:`apart`.
+
+        All ranks have received everything that was sent there.
+        """
+        self.watch.leave()
+        for other in self._aparts:
+            destroy(other._control)
+            other._control = None
+        self._aparts = []
 
     def is_whole(self, timeout: timedelta) -> bool:
         """Whether every rank is still here and calls this too, within ``timeout``.
@@ -273,26 +290,3 @@ def _own_store() -> Any:
 def _default_store() -> Any:
     # Private, but torch has no public way to the store that it was started with.
     return dist.distributed_c10d._get_default_store()
-
-
-def _give_up(reference: weakref.ref[Comm]) -> None:
-    """Make whatever waits in one of the groups raise; they are of no use afterwards.
-
-    A message that nobody sends, waited for so shortly, makes gloo close all connections of its
-    group. (Its `abort` does nothing.)
-    """
-    comm = reference()
-    if comm is None or not dist.is_initialized():
-        return
-    peer = (comm.rank + 1) % comm.world_size
-    own = [comm._control, *comm.wire.groups]
-    for group in {id(group): group for group in (dist.group.WORLD, channel(), *own)}.values():
-        if group is None:
-            continue
-        with contextlib.suppress(RuntimeError):
-            if dist.get_backend(group) == "gloo":
-                nobody = dist.irecv(torch.empty(1, device="cpu"), peer, group=group, tag=2**20)
-                assert nobody is not None
-                nobody.wait(timedelta(milliseconds=1))
-            else:
-                group.abort()

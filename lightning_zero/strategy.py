@@ -665,7 +665,7 @@ class ZeROStrategy(DDPStrategy):
         assert self.cluster_environment is not None
         self.cluster_environment.teardown()
         if self._comm is not None:
-            self._comm.watch.leave()
+            self._comm.leave()
 
     def _may_restore(self, engine: Engine) -> bool:
         if not self.restore_weights:

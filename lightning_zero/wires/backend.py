@@ -46,7 +46,6 @@ class Backend(Wire):
         super().__init__(meetings, device)
         self._gather_group = gather_group
         self._reduce_group = reduce_group
-        self.groups = (gather_group, reduce_group)
 
     @override
     def gather(self, whole: Tensor, shard: Shared, *, unit: str, tag: int) -> Work:

@@ -94,9 +94,6 @@ class Wire(ABC):
     has_tags: ClassVar[bool] = True
     """Whether a unit's messages are told from another's by more than their order."""
 
-    groups: tuple[Any, ...] = ()
-    """Process groups of its own."""
-
     def __init__(self, meetings: Meetings, device: torch.device) -> None:
         self.rank, self.world_size = meetings.rank, meetings.world_size
         self.meetings = meetings
