@@ -6,7 +6,6 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
