@@ -572,6 +572,8 @@ class Engine(ShardedModule):
         self._comparison = None
         self._was_interrupted = True
         self._turns.abandon()
+        for schedule in self._schedules.values():
+            schedule.forget()
         for unit in self.units:
             unit.abandon()
         self.comm.release_scratch()

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from pathlib import Path
 
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_zero import ZeROStrategy, strategy
+from lightning_zero import ZeROStrategy
 from lightning_zero.comm import Comm
 from lightning_zero.groups import destroy, group_for, new_group_of_hosts
 from tests.models import Block
-from tests.projects import Regression, make_trainer, rows
+from tests.projects import Regression, make_trainer, rows, wired
 from tests.ranks import Pools
 from tests.sharded import CPU
-from tests.test_windows import WAYS
-
-
-@contextmanager
-def wired(way: str) -> Iterator[None]:
-    """Strategies made within take this way."""
-    strategy.Comm = functools.partial(Comm, **WAYS[way])  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        strategy.Comm = Comm  # type: ignore[attr-defined]
 
 
 def num_groups() -> int:
@@ -57,7 +44,7 @@ def run_each_way(folder: str) -> dict[str, list[int]]:
     return {way: run_often(way, folder) for way in ("windows", "backend")}
 
 
-def test_runs_of_the_trainer_leave_no_groups(ranks: Pools, tmp_path: object) -> None:
+def test_runs_of_the_trainer_leave_no_groups(ranks: Pools, tmp_path: Path) -> None:
     """The first run makes those that last; background saves make and end one each."""
     for counts in ranks(2).run(run_each_way, str(tmp_path), timeout=240):
         for way, numbers in counts.items():

@@ -22,15 +22,10 @@ from lightning_zero.comm import Comm
 from lightning_zero.engine import Engine
 from lightning_zero.watch import Whereabouts, _is_proven, _is_still
 from tests.models import Blocks
-from tests.projects import WIDTH, Regression, make_trainer, rows
+from tests.projects import WAYS, WIDTH, Regression, make_trainer, rows
 from tests.ranks import Pools, RankError
 from tests.sharded import CPU, adamw, shard
 
-WAYS: dict[str, dict[str, bool]] = {
-    "windows": {},
-    "point to point": {"windows": False},
-    "backend": {"direct": False},
-}
 SECONDS = 40.0
 """Far less than the group's time limit, far more than finding out takes on a busy machine."""
 

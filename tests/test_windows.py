@@ -17,14 +17,10 @@ from lightning_zero.settings import Settings
 from lightning_zero.window import Address, Window
 from tests.models import MODELS
 from tests.parity import share
+from tests.projects import WAYS
 from tests.ranks import Pools
 
 CPU = torch.device("cpu")
-WAYS = {
-    "windows": {},
-    "point to point": {"windows": False},
-    "backend": {"direct": False},
-}
 
 
 def _train(way: str, stage: int, steps: int = 3) -> tuple[list[torch.Tensor], dict[str, int], bool]:

@@ -57,10 +57,10 @@ class Messages(Wire):
     def reduce(self, partial: ReduceBuffer, out: Tensor, *, unit: str, tag: int) -> Work:
         parts = list(partial.tensor.view(self.world_size, -1))
         own = parts[self.rank]
+        inbox = {peer: self._borrow(own) for peer in self.sources}
         meeting = self.watch.begin(gradients_of(unit))
         if not own.numel():
             return Arrived()
-        inbox = {peer: self._borrow(own) for peer in self.sources}
         receives = [dist.irecv(box, peer, tag=4 * tag + 1) for peer, box in inbox.items()]
         sends = [dist.isend(parts[peer], peer, tag=4 * tag + 1) for peer in self.targets]
 

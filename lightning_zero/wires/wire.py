@@ -84,6 +84,9 @@ class Wire(ABC):
     4. :meth:`release_scratch` when a backward pass is over, :meth:`drop_outgrown` between steps,
        :meth:`release` at the end.
 
+    What a message needs is allocated before the watch is told that it begins: a rank without memory
+    must fail before the others send theirs.
+
     Args:
         meetings: The ranks' channel for decisions.
         device: Where weights and gradients are.
