@@ -36,6 +36,7 @@ from lightning_zero.ledger import Traffic
 from lightning_zero.optimizer_block import SchedulerBlock
 from lightning_zero.options import START_METHODS, Options
 from lightning_zero.precision import ZeROPrecision
+from lightning_zero.requeue import Requeue
 from lightning_zero.same_length import SameLength
 from lightning_zero.saving import SavingStrategy, callbacks_of, unwrapped
 from lightning_zero.settings import Settings, as_dtype
@@ -150,6 +151,7 @@ class ZeROStrategy(SavingStrategy):
         self._recompute: ActivationCheckpointing | None = None
         self._has_failed = False
         self._comm: Comm | None = None
+        self._requeue: Requeue | None = None
         self._announced = ""
 
     # -- precision -------------------------------------------------------------------------------
@@ -229,6 +231,7 @@ class ZeROStrategy(SavingStrategy):
         if self._adapted is not None:
             self._adapted.attach(self.engine)
         if is_fitting:
+            self._requeue = Requeue(trainer, self.engine.comm)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self._load_pending(trainer)
@@ -325,6 +328,11 @@ class ZeROStrategy(SavingStrategy):
     # -- steps -----------------------------------------------------------------------------------
 
     @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._requeue is not None:
+            self._requeue.answer_if_due()
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.engine is not None
         with self.engine.step(awaits_backward=self._module.automatic_optimization) as watch:
@@ -413,6 +421,9 @@ class ZeROStrategy(SavingStrategy):
         if self._recompute is not None:
             self._recompute.remove()
             self._recompute = None
+        if self._requeue is not None:
+            self._requeue.remove()
+            self._requeue = None
         if self.engine is not None and not self.engine.is_closed:
             restores = self._may_restore(self.engine)
             if restores and self._adapted is not None:

@@ -19,6 +19,7 @@ FLOORS = [
         "average",
         "callbacks",
         "same_length",
+        "requeue",
         "saving",
         "strategy",
         "monitor",
