@@ -32,6 +32,7 @@ from lightning_zero.callbacks import AdaptedCallbacks
 from lightning_zero.comm import Comm
 from lightning_zero.config import Config
 from lightning_zero.engine import Engine
+from lightning_zero.graph import LoggedGraphs
 from lightning_zero.ledger import Traffic
 from lightning_zero.optimizer_block import SchedulerBlock
 from lightning_zero.options import START_METHODS, Options
@@ -152,6 +153,7 @@ class ZeROStrategy(SavingStrategy):
         self._has_failed = False
         self._comm: Comm | None = None
         self._requeue: Requeue | None = None
+        self._graphs: LoggedGraphs | None = None
         self._announced = ""
 
     # -- precision -------------------------------------------------------------------------------
@@ -230,6 +232,7 @@ class ZeROStrategy(SavingStrategy):
         assert self.engine is not None
         if self._adapted is not None:
             self._adapted.attach(self.engine)
+        self._graphs = LoggedGraphs(trainer.loggers, self.engine)
         if is_fitting:
             self._requeue = Requeue(trainer, self.engine.comm)
             self.setup_optimizers(trainer)
@@ -424,6 +427,9 @@ class ZeROStrategy(SavingStrategy):
         if self._requeue is not None:
             self._requeue.remove()
             self._requeue = None
+        if self._graphs is not None:
+            self._graphs.remove()
+            self._graphs = None
         if self.engine is not None and not self.engine.is_closed:
             restores = self._may_restore(self.engine)
             if restores and self._adapted is not None:

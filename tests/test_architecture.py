@@ -20,6 +20,7 @@ FLOORS = [
         "callbacks",
         "same_length",
         "requeue",
+        "graph",
         "saving",
         "strategy",
         "monitor",
