@@ -44,6 +44,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero import optim, resting
+from lightning_zero.bundle import Bundle
 from lightning_zero.comm import Comm
 from lightning_zero.hook import Hook
 from lightning_zero.meeting import Called, Subject
@@ -53,7 +54,7 @@ from lightning_zero.settings import Settings
 from lightning_zero.sharded import ShardedModule
 from lightning_zero.tensors import tensors_in
 from lightning_zero.turns import Turns
-from lightning_zero.unit import Bundle, State, Unit
+from lightning_zero.unit import State, Unit
 
 
 class Engine(ShardedModule):

@@ -16,12 +16,13 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero import meta
+from lightning_zero.bundle import Bundle
 from lightning_zero.comm import Comm
 from lightning_zero.draft import draft_units
 from lightning_zero.meeting import Subject
 from lightning_zero.piece import Piece
 from lightning_zero.settings import Settings
-from lightning_zero.unit import Bundle, State, Unit
+from lightning_zero.unit import State, Unit
 
 
 class ShardedModule(ABC):
