@@ -8,7 +8,7 @@ views of whole masters that were gathered for reading or editing (lent).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,12 +16,13 @@ from torch.nn import Parameter
 
 from lightning_zero import resting
 from lightning_zero.buffer import Buffer, lasting_tensors
-from lightning_zero.comm import Comm, ReduceBuffer, Shared, Work
-from lightning_zero.gradient import GradFace, LocalGrad
+from lightning_zero.comm import Comm, Shared, Work
+from lightning_zero.gradient import GradFace
 from lightning_zero.layout import Layout
 from lightning_zero.meeting import Subject
 from lightning_zero.piece import Piece
 from lightning_zero.plan import Plan
+from lightning_zero.reducer import Reducer
 
 
 class Bundle:
@@ -43,20 +44,11 @@ class Bundle:
         for index, piece in enumerate(self.pieces):
             assemble = functools.partial(self.full_of, index)
             piece.face = GradFace(piece, self.weight.tensor, comm, assemble)
-        self.partial: ReduceBuffer | None = None
-        self.grad: Tensor | None = None
-        self._in_flight: list[Tensor] = []
-        self._grad_pieces: list[Tensor] = []
-        self._partial_views: list[Tensor] = []
-        self._is_unscaled = False
         self._shown = self.weight
         self._is_lent = False
         self._versions: list[int] = []
         self._exposed: dict[int, Tensor] = {}
-        self.filled = [False] * len(self.parameters)
-        self.arrived = [False] * len(self.parameters)
-        self.used = [False] * len(self.parameters)
-        self.is_settled = False
+        self.reducer = Reducer(self.pieces, self.layout, plan, comm)
         base = resting.placeholder(plan.weight.dtype, plan.weight.device)
         self._placeholders = [base.expand(slot.shape) for slot in self.layout.slots]
 
@@ -89,6 +81,16 @@ class Bundle:
             if shard.data_ptr() != self.master.data_ptr():
                 self.master.copy_(shard)
             self.comm.fence(Subject.SETUP)
+
+    def _cut_pieces(self) -> list[Piece]:
+        pieces = []
+        for index, (parameter, slot) in enumerate(
+            zip(self.parameters, self.layout.slots, strict=True)
+        ):
+            start, _ = self.layout.piece(index, self.comm.rank)
+            first, stop = self.layout.piece_in_shard(index, self.comm.rank)
+            pieces.append(Piece.cut(parameter, slot, self.master[first:stop], start))
+        return pieces
 
     def gather(self, unit: str, tag: int) -> Work:
         """Start to make the weights whole from every rank's master."""
@@ -138,8 +140,8 @@ class Bundle:
             whole = Buffer(self.layout, dtype, self.master.device)
             shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=self.master.device)
             for index, part in parts.items():
-                first = self.pieces[index].storage_offset() - self.master.storage_offset()
-                shard[first : first + part.numel()] = part
+                first, stop = self.layout.piece_in_shard(index, self.comm.rank)
+                shard[first:stop] = part
             self.comm.gather(whole.tensor, Shared(shard), unit="full", tag=0).wait()
             return whole
 
@@ -257,168 +259,13 @@ class Bundle:
         self._versions = [parameter._version for parameter in self.parameters]
         self._exposed = {}
 
-    # -- gradients -------------------------------------------------------------------------------
-
-    def _cut_pieces(self) -> list[Piece]:
-        pieces = []
-        base = self.comm.rank * self.layout.shard_numel
-        for index, (parameter, slot) in enumerate(
-            zip(self.parameters, self.layout.slots, strict=True)
-        ):
-            start, stop = self.layout.piece(index, self.comm.rank)
-            first = slot.offset + start - base if stop else 0
-            pieces.append(
-                Piece.cut(parameter, slot, self.master[first : first + stop - start], start)
-            )
-        return pieces
-
-    @torch.no_grad()
-    def take_grad(self, index: int, grad: Tensor) -> None:
-        """Move parameter ``index``'s new gradient into the reduce buffer, cast on the way."""
-        if self.partial is None:
-            self._allocate_partial()
-        view = self._partial_views[index]
-        if grad.is_sparse:
-            grad = grad.to_dense()
-        scale = self._early_scale
-        if self.filled[index]:
-            view.add_(grad, alpha=scale)
-        elif scale == 1.0:
-            view.copy_(grad)
-        else:
-            torch.mul(grad, scale, out=view)
-        self.filled[index] = self.arrived[index] = self.used[index] = True
-
-    @property
-    def _early_scale(self) -> float:
-        """What gradients are multiplied by on their way into the reduce buffer.
-
-        The average is taken there, as DDP does, when that costs nothing: in the pass that copies. A
-        pass that casts cannot multiply as well, so then the reduced shard is scaled, which is N
-        times smaller; as it is where a rank's own gradient is shown before the reduction.
-        """
-        casts = self.plan.grad.dtype != self.plan.weight.dtype
-        return 1.0 if casts or self._is_unscaled else 1 / self.comm.world_size
-
-    def _allocate_partial(self) -> None:
-        dtype, device = self.plan.grad.dtype, self.plan.grad.device
-        self.partial = self.comm.reduce_buffer(self.layout.numel, dtype)
-        partial = Buffer(self.layout, dtype, device, self.partial.tensor)
-        self._partial_views = partial.views
-        for start, stop in self.layout.gaps:
-            partial.tensor[start:stop].zero_()
-
-    @torch.no_grad()
-    def reduce(self, unit: str, tag: int) -> Callable[[], None]:
-        """Start to average the gradients over the ranks; the returned call ends it."""
-        if self.partial is None:
-            self._allocate_partial()
-        assert self.partial is not None
-        for view, is_filled in zip(self._partial_views, self.filled, strict=True):
-            if not is_filled:
-                view.zero_()
-        partial = self.partial
-        self.partial, self._partial_views = None, []
-        self.filled = [False] * len(self.parameters)
-        shard = self._grad_shard()
-        adds = self.is_settled or self.holds_grads
-        target = torch.empty_like(shard) if adds else shard
-        self._in_flight = [partial.tensor, target] if adds else [partial.tensor]
-        work = self.comm.reduce(partial, target, unit=unit, tag=tag)
-        late_scale = 1 / self.comm.world_size if self._early_scale == 1.0 else 1.0
-        self._is_unscaled = False
-        return functools.partial(self._finish_reduce, work, target, late_scale)
-
-    @torch.no_grad()
-    def _finish_reduce(self, work: Work, target: Tensor, late_scale: float) -> None:
-        """Wait for a reduction; what it reads and writes had to live until then."""
-        work.wait()
-        self._in_flight = []
-        shard = self._grad_shard()
-        if late_scale != 1.0:
-            target.mul_(late_scale)
-        if target is not shard:
-            if not self.is_settled:
-                self._settle_grads()
-            shard.add_(target)
-        self.is_settled = True
-
-    @property
-    def holds_grads(self) -> bool:
-        """Whether reduced gradients of earlier backward passes are kept."""
-        return any(piece.reduced is not None for piece in self.pieces)
-
-    def _grad_shard(self) -> Tensor:
-        if self.grad is None:
-            with lasting_tensors():
-                self.grad = torch.zeros_like(self.master)
-            base = self.master.storage_offset()
-            for piece in self.pieces:
-                first = piece.storage_offset() - base
-                self._grad_pieces.append(self.grad[first : first + piece.numel()])
-        return self.grad
-
-    def _settle_grads(self) -> None:
-        """Make the shard hold what the pieces hold: the user may have dropped or replaced some."""
-        for piece, view in zip(self.pieces, self._grad_pieces, strict=True):
-            if piece.reduced is None:
-                view.zero_()
-            elif piece.reduced is not view:
-                view.copy_(piece.reduced)
-
-    @property
-    def has_grads(self) -> list[bool]:
-        """For each parameter, whether it got a gradient or its piece keeps an earlier one."""
-        return [
-            is_used or piece.reduced is not None
-            for is_used, piece in zip(self.used, self.pieces, strict=True)
-        ]
-
-    def install_grads(self, has_grads: Sequence[bool]) -> None:
-        """End a backward pass: show the gradients that any rank has to optimizer and user."""
-        self.arrived = [False] * len(self.parameters)
-        if self.is_settled:
-            self.is_settled = False
-            self.used = [False] * len(self.parameters)
-            for piece, view, has_grad in zip(
-                self.pieces, self._grad_pieces, has_grads, strict=True
-            ):
-                if piece.numel() and has_grad:
-                    piece.reduced = view
-        for piece, has_grad in zip(self.pieces, has_grads, strict=True):
-            if has_grad:
-                piece.show_grad()
-
-    def expect(self, *, is_local: bool) -> None:
-        """Begin a backward pass; with ``is_local`` one whose gradients stay on this rank."""
-        self.hide_grads()
-        self._is_unscaled |= is_local
-        self.arrived = [False] * len(self.parameters)
-
-    def hide_grads(self) -> None:
-        """Make room for autograd's gradients on the parameters; forget those that were dropped."""
-        for index, piece in enumerate(self.pieces):
-            piece.hide_grad()
-            if piece.is_dropped:
-                piece.is_dropped = False
-                self.filled[index] = self.used[index] = False
-
-    def show_local_grads(self) -> None:
-        """End a backward pass whose gradients stay on this rank: show them, as DDP does."""
-        for index, piece in enumerate(self.pieces):
-            if self.filled[index]:
-                held = self._partial_views[index]
-                piece.show_local(LocalGrad(piece, self.parameters[index], held))
-            elif piece.was_shown:
-                piece.show_grad()
-
     def retire(self) -> None:
         """Keep no more than this rank's pieces; nobody reads the weights any more."""
         with lasting_tensors():
             master = self.master.clone()
-            for piece in self.pieces:
-                first = piece.storage_offset() - self.master.storage_offset()
-                piece.data = master[first : first + piece.numel()]
+            for index, piece in enumerate(self.pieces):
+                first, stop = self.layout.piece_in_shard(index, self.comm.rank)
+                piece.data = master[first:stop]
             self.master, self.shared = master, Shared(master)
             self.weight = Buffer(self.layout, self.weight.tensor.dtype, self.master.device)
             self.weight.release()
@@ -426,11 +273,7 @@ class Bundle:
 
     def memory(self) -> dict[str, int]:
         """Bytes held now, by kind; see ``Engine.memory``."""
-        kinds = {
-            "gradients": self.grad.nbytes if self.grad is not None else 0,
-            "unreduced": sum(tensor.nbytes for tensor in self._in_flight)
-            + (self.partial.tensor.nbytes if self.partial is not None else 0),
-        }
+        kinds = self.reducer.memory()
         if self.plan.gives_weights_back:
             kinds["gathered"] = self.weight.nbytes
             kinds["master" if self.plan.has_master else "weights"] = self.master.nbytes
@@ -438,16 +281,6 @@ class Bundle:
             kinds["weights"] = self.weight.nbytes
             kinds["master"] = self.master.nbytes if self.plan.has_master else 0
         return kinds
-
-    def drop_grads(self) -> None:
-        """Forget what arrived or was reduced and is not shown to the optimizer yet."""
-        self.partial, self._partial_views, self._in_flight = None, [], []
-        self.is_settled = self._is_unscaled = False
-        for piece in self.pieces:
-            if piece.local is not None:
-                piece.hide_grad()
-        for flags in (self.filled, self.arrived, self.used):
-            flags[:] = [False] * len(flags)
 
 
 def _describe(tensor: Tensor) -> str:

@@ -265,24 +265,24 @@ class Unit:
             self._works, self._finishes = [], []
             self.state = State.WHOLE
         for bundle in self.bundles:
-            bundle.drop_grads()
+            bundle.reducer.drop()
 
     def retire(self) -> None:
         """Free the weights after the parameters were pointed elsewhere."""
         for bundle in self.bundles:
-            bundle.hide_grads()
+            bundle.reducer.hide()
             bundle.retire()
         self.state = State.RESTING
 
     @property
     def has_arrivals(self) -> bool:
         """Whether a gradient arrived that is not reduced yet."""
-        return any(any(bundle.filled) for bundle in self.bundles)
+        return any(any(bundle.reducer.filled) for bundle in self.bundles)
 
     def expect(self, *, is_local: bool) -> None:
         """Begin a backward pass: make room for gradients, and note how many are wanted."""
         for bundle in self.bundles:
-            bundle.expect(is_local=is_local)
+            bundle.reducer.expect(is_local=is_local)
         wants = [p.requires_grad for bundle in self.bundles for p in bundle.parameters]
         self._num_missing = sum(wants)
         self.is_trainable, self.wants_grads = all(wants), any(wants)
@@ -290,7 +290,7 @@ class Unit:
     def show_local_grads(self) -> None:
         """Show the gradients of a backward pass that are not sent."""
         for bundle in self.bundles:
-            bundle.show_local_grads()
+            bundle.reducer.show_local()
 
     def forget_calls(self) -> None:
         """End a backward pass: nothing that came before it is waited for."""
@@ -310,8 +310,8 @@ class Unit:
 
     def take_grad(self, bundle: Bundle, index: int, grad: Tensor) -> None:
         """Take in a gradient that autograd just finished."""
-        self._num_missing -= not bundle.arrived[index]
-        bundle.take_grad(index, grad)
+        self._num_missing -= not bundle.reducer.arrived[index]
+        bundle.reducer.take(index, grad)
 
     @property
     def is_complete(self) -> bool:
@@ -323,7 +323,7 @@ class Unit:
         self.finish_reduce()
         with record_function(f"zero.reduce {self._label}"):
             self._finishes = [
-                bundle.reduce(self._label, tag)
+                bundle.reducer.reduce(self._label, tag)
                 for tag, bundle in self.tags()
                 if any(parameter.requires_grad for parameter in bundle.parameters)
             ]

@@ -15,6 +15,7 @@ FLOORS = [
         "resting",
         "piece",
         "gradient",
+        "reducer",
         "bundle",
         "unit",
         "wrap",
