@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from lightning_zero import resting
 from lightning_zero.buffer import Buffer, lasting_tensors
 from lightning_zero.comm import Comm, Shared, Work
+from lightning_zero.edits import Edits
 from lightning_zero.gradient import GradFace
 from lightning_zero.layout import Layout
 from lightning_zero.meeting import Subject
@@ -46,8 +47,7 @@ class Bundle:
             piece.face = GradFace(piece, self.weight.tensor, comm, assemble)
         self._shown = self.weight
         self._is_lent = False
-        self._versions: list[int] = []
-        self._exposed: dict[int, Tensor] = {}
+        self.edits = Edits(self.parameters, self.layout, self.weight)
         self.reducer = Reducer(self.pieces, self.layout, plan, comm)
         base = resting.placeholder(plan.weight.dtype, plan.weight.device)
         self._placeholders = [base.expand(slot.shape) for slot in self.layout.slots]
@@ -97,9 +97,11 @@ class Bundle:
         self.weight.allocate()
         return self.comm.gather(self.weight.tensor, self.shared, unit=unit, tag=tag)
 
-    def show_whole(self, owner: resting.Owner) -> None:
-        """Point the parameters at the weights."""
+    def show_whole(self, owner: resting.Owner, *, is_new: bool = True) -> None:
+        """Point the parameters at the weights; with ``is_new`` nothing in them is an edit yet."""
         self._show(self.weight, owner)
+        if is_new:
+            self.edits.begin(self.weight)
 
     def _show(self, whole: Buffer, owner: resting.Owner, *, is_lent: bool = False) -> None:
         self._shown, self._is_lent = whole, is_lent
@@ -111,7 +113,7 @@ class Bundle:
     def show_resting(self, owner: resting.Owner) -> None:
         """Point the parameters at placeholders that send every use to ``owner``."""
         self._shown, self._is_lent = self.weight, False
-        self._exposed = {}
+        self.edits.forget()
         for parameter, stand_in in zip(self.parameters, self._placeholders, strict=True):
             resting.unguard(parameter)
             parameter.data = stand_in
@@ -149,7 +151,7 @@ class Bundle:
         """Point the parameters at whole masters; returns what holds them."""
         lent = self.weight if is_whole and not self.plan.has_master else self.full()
         self._show(lent, owner, is_lent=True)
-        self.note_versions()
+        self.edits.begin(lent)
         return lent
 
     @torch.no_grad()
@@ -163,55 +165,19 @@ class Bundle:
         return self.trainable or any(parameter.requires_grad for parameter in self.parameters)
 
     @property
-    def changed(self) -> list[int]:
-        """Whole parameters that are not what they were when :meth:`note_versions` was called."""
-        moved = self._moved
-        return [
-            index
-            for index, parameter in enumerate(self.parameters)
-            if parameter._version != self._versions[index]
-            or index in moved
-            or (index in self._exposed and self._differs(index))
-        ]
-
-    @property
     def edited(self) -> list[int]:
         """Whole parameters whose changes are not in the masters."""
-        return self.changed if self._has_copies else self._moved
+        return self.edits.changed if self._has_copies else self.edits.moved
 
     @property
     def _has_copies(self) -> bool:
         """Whether whole weights lie in another storage than the masters."""
         return self.plan.has_master or self.plan.gives_weights_back
 
-    @property
-    def _moved(self) -> list[int]:
-        """Parameters that something put into storages of their own, as cuDNN's RNNs do."""
-        pairs = zip(self.parameters, self._shown.views, strict=True)
-        with torch._C.DisableTorchFunctionSubclass():
-            return [i for i, (p, view) in enumerate(pairs) if p.data_ptr() != view.data_ptr()]
-
-    @torch.no_grad()
-    def bring_back(self) -> None:
-        """Copy parameters that have moved to where they belong."""
-        for index in self._moved:
-            view = self._shown.views[index]
-            view.copy_(self.parameters[index])
-            resting.point(self.parameters[index], view)
-
-    def _differs(self, index: int) -> bool:
-        return not torch.equal(self._exposed[index], self._bytes(index))
-
-    def _bytes(self, index: int) -> Tensor:
-        slot = self.layout.slots[index]
-        flat = self._shown.tensor.detach()[slot.offset : slot.offset + slot.numel]
-        return flat.view(torch.uint8)
-
     def expose(self, index: int) -> None:
         """Keep what parameter ``index`` is now, since no version will tell of its changes."""
-        if index not in self._exposed and (self._has_copies or self._is_lent):
-            with lasting_tensors():
-                self._exposed[index] = self._bytes(index).clone()
+        if self._has_copies or self._is_lent:
+            self.edits.expose(index)
 
     @property
     def gives_back(self) -> bool:
@@ -245,19 +211,14 @@ class Bundle:
     def keep_edits(self) -> None:
         """Take this rank's part of what was changed over to the masters."""
         edited = self.edited
-        self.bring_back()
+        self.edits.bring_back()
         for index in edited:
             piece = self.pieces[index]
             part = piece.part_of(self.weight.views[index])
             # What did not change keeps the digits that only the master has.
             same = piece.to(part.dtype) == part
             piece.data.copy_(torch.where(same, piece.detach(), part.to(piece.dtype)))
-        self.note_versions()
-
-    def note_versions(self) -> None:
-        """Begin to watch for changes in place."""
-        self._versions = [parameter._version for parameter in self.parameters]
-        self._exposed = {}
+        self.edits.begin(self._shown)
 
     def retire(self) -> None:
         """Keep no more than this rank's pieces; nobody reads the weights any more."""
@@ -269,7 +230,8 @@ class Bundle:
             self.master, self.shared = master, Shared(master)
             self.weight = Buffer(self.layout, self.weight.tensor.dtype, self.master.device)
             self.weight.release()
-            self._shown, self._exposed = self.weight, {}
+            self._shown = self.weight
+            self.edits.forget()
 
     def memory(self) -> dict[str, int]:
         """Bytes held now, by kind; see ``Engine.memory``."""

@@ -86,7 +86,6 @@ class Unit:
         self._label = name or "root"
         for bundle in self.bundles:
             bundle.show_whole(owner)
-            bundle.note_versions()
 
     @property
     def numel(self) -> int:
@@ -170,7 +169,7 @@ class Unit:
             if self._is_idle:
                 self._is_idle = False
                 for bundle in self.bundles:
-                    bundle.show_whole(self._owner)
+                    bundle.show_whole(self._owner, is_new=False)
             return
         assert self.state is State.IN_FLIGHT, f"{self._label} is waited for but was not unsharded"
         with record_function(f"zero.wait {self._label}"):
@@ -179,7 +178,6 @@ class Unit:
         self._works = []
         for bundle in self.bundles:
             bundle.show_whole(self._owner)
-            bundle.note_versions()
         self.state = State.WHOLE
 
     def gather_again(self) -> None:
@@ -204,7 +202,9 @@ class Unit:
     @property
     def changed(self) -> list[str]:
         """The names of whole or lent parameters that were changed since they were shown."""
-        return [bundle.layout.slots[i].name for bundle in self.bundles for i in bundle.changed]
+        return [
+            bundle.layout.slots[i].name for bundle in self.bundles for i in bundle.edits.changed
+        ]
 
     def reshard(self) -> None:
         """Give whole weights back, if their home is sharded and nothing pins them."""
@@ -238,7 +238,7 @@ class Unit:
     def store_lent(self) -> None:
         """Take rank 0's lent values as everybody's masters; between two fences."""
         for bundle, lent in zip(self.bundles, self._lent, strict=True):
-            bundle.bring_back()
+            bundle.edits.bring_back()
             bundle.comm.broadcast(lent.tensor)
             bundle.store(lent)
 
@@ -250,7 +250,6 @@ class Unit:
                 bundle.show_resting(self._owner)
             else:
                 bundle.show_whole(self._owner)
-                bundle.note_versions()
 
     def abandon(self) -> None:
         """Give up whatever is under way; weights and gradients in flight are dropped."""

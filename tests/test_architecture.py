@@ -15,6 +15,7 @@ FLOORS = [
         "resting",
         "piece",
         "gradient",
+        "edits",
         "reducer",
         "bundle",
         "unit",
