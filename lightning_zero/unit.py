@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,9 +73,9 @@ class Unit:
         self.state = State.WHOLE
         self.is_pinned = False
         self.has_run = False
-        self.calling: list[object] = []
-        self.awaited: set[object] = set()
-        self.in_backward: set[object] = set()
+        self.calling: list[Any] = []
+        self.awaited: set[Any] = set()
+        self.in_backward: set[Any] = set()
         self._has_ended = False
         self._is_idle = False
         self._lent: list[Buffer] = []
@@ -296,7 +297,7 @@ class Unit:
         self._has_ended = False
         self.awaited, self.in_backward = set(), set()
 
-    def end_call(self, call: object) -> None:
+    def end_call(self, call: Any) -> None:
         """Note that the backward of a call has ended."""
         self.awaited.discard(call)
         self.in_backward.discard(call)
