@@ -27,9 +27,22 @@ from lightning_zero.reducer import Reducer
 
 
 class Bundle:
-    """The parameters of a unit that share a dtype and trainability, on their buffers."""
+    """The parameters of a unit that share a dtype and trainability, on their buffers.
 
-    def __init__(self, named: Sequence[tuple[str, Parameter]], plan: Plan, comm: Comm) -> None:
+    Args:
+        named: The parameters.
+        plan: The homes of weights, gradients and masters.
+        comm: The ranks.
+        owner: Whoever is told of uses of the parameters.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Parameter]],
+        plan: Plan,
+        comm: Comm,
+        owner: resting.Owner,
+    ) -> None:
         self.parameters = [parameter for _, parameter in named]
         self.plan = plan
         self.comm = comm
@@ -51,6 +64,8 @@ class Bundle:
         self.reducer = Reducer(self.pieces, self.layout, plan, comm)
         base = resting.placeholder(plan.weight.dtype, plan.weight.device)
         self._placeholders = [base.expand(slot.shape) for slot in self.layout.slots]
+        self._guises = resting.Guises(self.parameters, owner)
+        self.show_whole()
 
     # -- weights ---------------------------------------------------------------------------------
 
@@ -97,32 +112,25 @@ class Bundle:
         self.weight.allocate()
         return self.comm.gather(self.weight.tensor, self.shared, unit=unit, tag=tag)
 
-    def show_whole(self, owner: resting.Owner, *, is_new: bool = True) -> None:
+    def show_whole(self, *, is_new: bool = True) -> None:
         """Point the parameters at the weights; with ``is_new`` nothing in them is an edit yet."""
-        self._show(self.weight, owner)
+        self._show(self.weight)
         if is_new:
             self.edits.begin(self.weight)
 
-    def _show(self, whole: Buffer, owner: resting.Owner, *, is_lent: bool = False) -> None:
+    def _show(self, whole: Buffer, *, is_lent: bool = False) -> None:
         self._shown, self._is_lent = whole, is_lent
-        for parameter, view in zip(self.parameters, whole.views, strict=True):
-            resting.unguard(parameter)
-            parameter.data = view
-            resting.watch(parameter, owner)
+        self._guises.show(whole.views)
 
-    def show_resting(self, owner: resting.Owner) -> None:
-        """Point the parameters at placeholders that send every use to ``owner``."""
+    def show_resting(self) -> None:
+        """Point the parameters at placeholders that send every use to the owner."""
         self._shown, self._is_lent = self.weight, False
         self.edits.forget()
-        for parameter, stand_in in zip(self.parameters, self._placeholders, strict=True):
-            resting.unguard(parameter)
-            parameter.data = stand_in
-            resting.guard(parameter, owner)
+        self._guises.rest(self._placeholders)
 
-    def guard(self, owner: resting.Owner) -> None:
-        """Send every use to ``owner``, the data staying where it is."""
-        for parameter in self.parameters:
-            resting.guard(parameter, owner)
+    def guard(self) -> None:
+        """Send every use to the owner, the data staying where it is."""
+        self._guises.guard()
 
     def full(self) -> Buffer:
         """A new buffer with the whole master, gathered now; in the parameters' own dtype."""
@@ -147,10 +155,10 @@ class Bundle:
             self.comm.gather(whole.tensor, Shared(shard), unit="full", tag=0).wait()
             return whole
 
-    def lend(self, owner: resting.Owner, *, is_whole: bool) -> Buffer:
+    def lend(self, *, is_whole: bool) -> Buffer:
         """Point the parameters at whole masters; returns what holds them."""
         lent = self.weight if is_whole and not self.plan.has_master else self.full()
-        self._show(lent, owner, is_lent=True)
+        self._show(lent, is_lent=True)
         self.edits.begin(lent)
         return lent
 

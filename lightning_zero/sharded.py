@@ -51,8 +51,10 @@ class ShardedModule(ABC):
         blank = meta.Blank(self.module, self.settings.device)
         for draft in draft_units(self.module, self.settings):
             blank.fill(owners[id(p)] for bundle in draft.bundles for _, p in bundle.named)
-            bundles = [Bundle(bundle.named, bundle.plan, self.comm) for bundle in draft.bundles]
-            unit = Unit(draft.name, draft.module, bundles, len(self.units), self)
+            bundles = [
+                Bundle(bundle.named, bundle.plan, self.comm, self) for bundle in draft.bundles
+            ]
+            unit = Unit(draft.name, draft.module, bundles, len(self.units))
             self.units.append(unit)
             for bundle in unit.bundles:
                 places = zip(bundle.layout.slots, bundle.parameters, strict=True)

@@ -21,13 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 
-from lightning_zero import resting
 from lightning_zero.buffer import Buffer
 from lightning_zero.bundle import Bundle
 from lightning_zero.comm import Work
 from lightning_zero.meeting import Subject
+from lightning_zero.span import span
 
 
 class State(Enum):
@@ -64,7 +63,6 @@ class Unit:
         module: nn.Module,
         bundles: Sequence[Bundle],
         index: int,
-        owner: resting.Owner,
     ) -> None:
         self.name = name
         self.module = module
@@ -79,14 +77,11 @@ class Unit:
         self._has_ended = False
         self._is_idle = False
         self._lent: list[Buffer] = []
-        self._owner = owner
         self._works: list[Work] = []
         self._finishes: list[Callable[[], None]] = []
         self._num_missing = 0
         self.is_trainable = self.wants_grads = False
         self._label = name or "root"
-        for bundle in self.bundles:
-            bundle.show_whole(owner)
 
     @property
     def numel(self) -> int:
@@ -152,11 +147,11 @@ class Unit:
     def guard(self) -> None:
         """Send every use of the parameters to their owner."""
         for bundle in self.bundles:
-            bundle.guard(self._owner)
+            bundle.guard()
 
     @torch.no_grad()
     def _gather(self, *, only_stepped: bool = False) -> None:
-        with record_function(f"zero.unshard {self._label}"):
+        with span(f"zero.unshard {self._label}"):
             self._works = [
                 bundle.gather(self._label, tag)
                 for tag, bundle in self.tags()
@@ -170,15 +165,15 @@ class Unit:
             if self._is_idle:
                 self._is_idle = False
                 for bundle in self.bundles:
-                    bundle.show_whole(self._owner, is_new=False)
+                    bundle.show_whole(is_new=False)
             return
         assert self.state is State.IN_FLIGHT, f"{self._label} is waited for but was not unsharded"
-        with record_function(f"zero.wait {self._label}"):
+        with span(f"zero.wait {self._label}"):
             for work in self._works:
                 work.wait()
         self._works = []
         for bundle in self.bundles:
-            bundle.show_whole(self._owner)
+            bundle.show_whole()
         self.state = State.WHOLE
 
     def gather_again(self) -> None:
@@ -214,9 +209,9 @@ class Unit:
         self._is_idle = False
         self.wait()
         self.keep_edits()
-        with record_function(f"zero.reshard {self._label}"):
+        with span(f"zero.reshard {self._label}"):
             for bundle in self.bundles:
-                bundle.show_resting(self._owner)
+                bundle.show_resting()
                 bundle.weight.release()
         self.state = State.RESTING
 
@@ -232,9 +227,7 @@ class Unit:
 
     def lend(self) -> None:
         """Show whole parameters in the master's precision until :meth:`take_back`."""
-        self._lent = [
-            bundle.lend(self._owner, is_whole=self.state is State.WHOLE) for bundle in self.bundles
-        ]
+        self._lent = [bundle.lend(is_whole=self.state is State.WHOLE) for bundle in self.bundles]
 
     def store_lent(self) -> None:
         """Take rank 0's lent values as everybody's masters; between two fences."""
@@ -248,9 +241,9 @@ class Unit:
         self._lent = []
         for bundle in self.bundles:
             if self.state is State.RESTING:
-                bundle.show_resting(self._owner)
+                bundle.show_resting()
             else:
-                bundle.show_whole(self._owner)
+                bundle.show_whole()
 
     def abandon(self) -> None:
         """Give up whatever is under way; weights and gradients in flight are dropped."""
@@ -321,7 +314,7 @@ class Unit:
     def reduce(self) -> None:
         """Start to average the gradients that arrived over the ranks."""
         self.finish_reduce()
-        with record_function(f"zero.reduce {self._label}"):
+        with span(f"zero.reduce {self._label}"):
             self._finishes = [
                 bundle.reducer.reduce(self._label, tag)
                 for tag, bundle in self.tags()
@@ -330,7 +323,7 @@ class Unit:
 
     def finish_reduce(self) -> None:
         """End the reductions that were started."""
-        with record_function(f"zero.finish_reduce {self._label}"):
+        with span(f"zero.finish_reduce {self._label}"):
             finishes, self._finishes = self._finishes, []
             for finish in finishes:
                 finish()

@@ -9,7 +9,17 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "lightning_zero"
 
 FLOORS = [
-    ["layout", "plan", "deepspeed", "optimizer_block", "config", "scaler", "tensors", "ledger"],
+    [
+        "layout",
+        "plan",
+        "deepspeed",
+        "optimizer_block",
+        "config",
+        "scaler",
+        "tensors",
+        "ledger",
+        "span",
+    ],
     ["store", "buffer", "window", "watch", "meeting", "comm", "offload"],
     [
         "resting",
