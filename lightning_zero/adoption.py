@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -19,7 +21,7 @@ class Adoption:
         optimizer: The user's.
         find_piece: This rank's piece of a parameter, ``None`` of a stranger.
         before: Called before the masters change, when the closure, if any, has run.
-        after: Called with the optimizer when they have changed.
+        after: Called with the pieces that were stepped.
 
     Attributes:
         handles: Remove them to end it.
@@ -34,22 +36,33 @@ class Adoption:
         find_piece: optim.FindPiece,
         *,
         before: Callable[[], None],
-        after: Callable[[Optimizer], None],
+        after: Callable[[list[Piece]], None],
     ) -> None:
         optim.check_can_be_cut(optimizer)
         self._find_piece = find_piece
         self._before = before
-        optim.point_at_pieces(optimizer, find_piece)
+        self._members: list[Parameter] = []
+        self._pieces: list[Piece] = []
+        self._point(optimizer)
         self.handles: list[RemovableHandle] = [
             optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(lambda opt, args, kwargs: after(opt)),
+            optimizer.register_step_post_hook(lambda *_: after(self._pieces)),
         ]
+
+    def _point(self, optimizer: Optimizer) -> None:
+        """Take in groups and parameters that were added since last time."""
+        members = _members(optimizer)
+        if len(members) == len(self._members) and all(map(is_, members, self._members)):
+            return
+        optim.point_at_pieces(optimizer, self._find_piece)
+        self._members = _members(optimizer)
+        self._pieces = [member for member in self._members if isinstance(member, Piece)]
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Take in new groups, and let the closure run before masters may change."""
-        optim.point_at_pieces(optimizer, self._find_piece)
+        self._point(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._begin(optimizer)
@@ -57,7 +70,7 @@ class Adoption:
 
         def closure_and_begin() -> Any:
             result = closure()
-            optim.point_at_pieces(optimizer, self._find_piece)
+            self._point(optimizer)
             self._begin(optimizer)
             return result
 
@@ -65,17 +78,15 @@ class Adoption:
         return (args[0], *args[2:]), {**rest, "closure": closure_and_begin}
 
     def _begin(self, optimizer: Optimizer) -> None:
-        _check_is_reduced(optimizer)
-        self._before()
-
-
-def _check_is_reduced(optimizer: Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for piece in group["params"]:
-            local = piece.local if isinstance(piece, Piece) else None
-            if local is not None and piece.grad is local:
+        for piece in self._pieces:
+            if piece.local is not None and piece.grad is piece.local:
                 raise RuntimeError(
                     f"The gradient of parameter {piece.slot.name!r} is this rank's own: its last"
                     " backward pass was told not to send gradients. Let the last one before"
                     f" {type(optimizer).__name__}.step() send them (`sync_grad=True`)."
                 )
+        self._before()
+
+
+def _members(optimizer: Optimizer) -> list[Parameter]:
+    return [member for group in optimizer.param_groups for member in group["params"]]

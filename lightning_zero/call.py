@@ -48,7 +48,10 @@ class Call:
             return
         self.unit.awaited.add(self)
         inner = [tensor for tensor in inputs if not tensor.is_leaf]
-        if inner:
+        if len(inner) == 1:
+            # What torch's hook for several tensors would come to, at half the price.
+            inner[0].register_hook(lambda _: ended(self))  # type: ignore[no-untyped-call]
+        elif inner:
             register_multi_grad_hook(inner, lambda _: ended(self), mode="all")
         else:
             # Torch's hook for several tensors takes no leaves in `torch.autograd.grad`.
@@ -68,13 +71,16 @@ class Call:
 
     def watch_outputs(self, value: Any, *, began: Callable[[Call], None]) -> bool:
         """Call ``began`` at the first gradient of an output; whether there can be one."""
-        outputs = [tensor for tensor in with_grad(value) if tensor.grad_fn is not None]
+        outputs = [t for t in tensors_in(value) if t.requires_grad and t.grad_fn is not None]
         if not outputs:
             return False
         # A hook on a view is lost when the view is changed in place; one on its base stays.
         bases = [tensor._base for tensor in outputs if tensor._base is not None]
-        watched = [*outputs, *with_grad(bases)]
-        register_multi_grad_hook(watched, lambda _: began(self), mode="any")
+        watched = [*outputs, *(base for base in bases if base.requires_grad)]
+        if len(watched) == 1:
+            watched[0].register_hook(lambda _: began(self))  # type: ignore[no-untyped-call]
+        else:
+            register_multi_grad_hook(watched, lambda _: began(self), mode="any")
         return True
 
 

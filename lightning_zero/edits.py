@@ -40,8 +40,11 @@ class Edits:
     def begin(self, shown: Buffer) -> None:
         """Count as changes what is done to the parameters, views of ``shown``, from now on."""
         self._shown = shown
-        self._versions = [parameter._version for parameter in self._parameters]
+        self._versions = self._now()
         self._exposed = {}
+
+    def _now(self) -> list[int]:
+        return [parameter._version for parameter in self._parameters]
 
     def expose(self, index: int) -> None:
         """Keep what parameter ``index`` is now, since no version will tell of its changes."""
@@ -53,6 +56,8 @@ class Edits:
     def changed(self) -> list[int]:
         """The parameters that are not what they were at the beginning, by index."""
         moved = self.moved
+        if not moved and not self._exposed and self._now() == self._versions:
+            return []
         return [
             index
             for index, parameter in enumerate(self._parameters)
@@ -64,9 +69,13 @@ class Edits:
     @property
     def moved(self) -> list[int]:
         """The parameters that were put into storages of their own, by index."""
-        pairs = zip(self._parameters, self._shown.views, strict=True)
         with torch._C.DisableTorchFunctionSubclass():
-            return [i for i, (p, view) in enumerate(pairs) if p.data_ptr() != view.data_ptr()]
+            actual = [parameter.data_ptr() for parameter in self._parameters]
+        expected = [view.data_ptr() for view in self._shown.views]
+        if actual == expected:
+            return []
+        pairs = zip(actual, expected, strict=True)
+        return [index for index, (is_at, belongs_at) in enumerate(pairs) if is_at != belongs_at]
 
     @torch.no_grad()
     def bring_back(self) -> None:

@@ -77,7 +77,10 @@ class Engine(ShardedModule):
     def __init__(self, module: nn.Module, settings: Settings, comm: Comm | None = None) -> None:
         super().__init__(module, settings, comm or Comm(settings.device))
         self._handles: list[RemovableHandle] = []
-        self._hooked: set[int] = set()
+        self._unheard = {unit.index: _places(unit) for unit in self.units}
+        self._reduces_always = any(
+            bundle.plan.reduces_every_microbatch for unit in self.units for bundle in unit.bundles
+        )
         self._schedules = Schedules()
         self._depth = 0
         self._awaits_backward = False
@@ -121,13 +124,16 @@ class Engine(ShardedModule):
 
     def _hook_grads(self, unit: Unit) -> None:
         """Listen for gradients, also of parameters that were unfrozen since last time."""
-        for bundle in unit.bundles:
-            for index, parameter in enumerate(bundle.parameters):
-                if id(parameter) not in self._hooked and parameter.requires_grad:
-                    self._hooked.add(id(parameter))
-                    hook = functools.partial(self._on_grad, unit, bundle, index)
-                    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                    self._handles.append(handle)
+        frozen = []
+        for bundle, index in self._unheard[unit.index]:
+            parameter = bundle.parameters[index]
+            if parameter.requires_grad:
+                hook = functools.partial(self._on_grad, unit, bundle, index)
+                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
+            else:
+                frozen.append((bundle, index))
+        self._unheard[unit.index] = frozen
 
     # -- the step --------------------------------------------------------------------------------
 
@@ -279,7 +285,9 @@ class Engine(ShardedModule):
         if torch.is_grad_enabled():
             self._hook_grads(unit)
             call.watch_inputs(
-                (args, kwargs), ended=self._after_backward, leaves_done=self._after_leaf_inputs
+                [*args, *kwargs.values()],
+                ended=self._after_backward,
+                leaves_done=self._after_leaf_inputs,
             )
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
@@ -289,11 +297,10 @@ class Engine(ShardedModule):
         )
         if _in_graph_task():
             return
-        if any(unit.holds(tensor) for tensor in tensors_in(output)):
+        if any(map(unit.holds, tensors_in(output))):
             # The module gave away a view of its weights, which lives on.
             unit.is_pinned = True
-        nexts = self._schedules.now.ahead(1)
-        is_next = any(need.unit == unit.index for need in nexts)
+        is_next = unit.index in (need.unit for need in self._schedules.now.ahead(1))
         if is_next or (wants_grad and not self.settings.reshard_after_forward):
             unit.idle()
         else:
@@ -327,8 +334,7 @@ class Engine(ShardedModule):
 
     @property
     def _reduces_now(self) -> bool:
-        plan = self.root.bundles[0].plan if self.root.bundles else self.units[0].bundles[0].plan
-        return self._syncs or plan.reduces_every_microbatch
+        return self._syncs or self._reduces_always
 
     def _begin_backward(self) -> None:
         if self._in_backward:
@@ -381,9 +387,9 @@ class Engine(ShardedModule):
     def _on_grad(self, unit: Unit, bundle: Bundle, index: int, _: Tensor) -> None:
         grad = bundle.pieces[index].claim_grad()
         assert grad is not None
-        self._begin_backward()
-        unit.take_grad(bundle, index, grad)
-        if not unit.is_complete:
+        if not self._in_backward:
+            self._begin_backward()
+        if not unit.take_grad(bundle.reducer, index, grad):
             return
         if self._reduces_now:
             self._turns.advance()
@@ -429,19 +435,16 @@ class Engine(ShardedModule):
         self.comm.fence(Subject.STEP)
         self.comm.drop_outgrown_windows()
 
-    def _after_step(self, optimizer: Optimizer) -> None:
-        """Bring weights up to date with the masters that ``optimizer`` stepped."""
+    def _after_step(self, pieces: Iterable[Piece]) -> None:
+        """Bring weights up to date with the masters that were stepped."""
         self.comm.fence(Subject.STEPPED)
-        stepped = {
-            id(self._places[id(piece.parameter)][1])
-            for group in optimizer.param_groups
-            for piece in group["params"]
-            if isinstance(piece, Piece) and id(piece.parameter) in self._places
-        }
+        # An optimizer may hold pieces of another engine too.
+        places = [self._places.get(id(piece.parameter)) for piece in pieces]
+        stepped = {place[1].index for place in places if place}
         self._keeps_graph = False
         if not self._depth:
             self._close_step()
-        self.refresh([unit for unit in self.units if id(unit) in stepped], only_stepped=True)
+        self.refresh([unit for unit in self.units if unit.index in stepped], only_stepped=True)
         self.comm.ledger.end_step()
         self.comm.watch.step += 1
 
@@ -503,6 +506,11 @@ def engine_of(parameters: Iterable[Parameter]) -> Engine | None:
         if not engine.is_closed and any(engine.owns(parameter) for parameter in wanted):
             return engine
     return None
+
+
+def _places(unit: Unit) -> list[tuple[Bundle, int]]:
+    """The parameters of a unit, each by its bundle and its place there."""
+    return [(bundle, index) for bundle in unit.bundles for index in range(len(bundle.parameters))]
 
 
 def _in_graph_task() -> bool:

@@ -19,6 +19,7 @@ equal shards are what makes every collective a single call without a copy.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
@@ -74,7 +75,7 @@ class Layout:
         """Elements of one rank's shard, padding included."""
         return self.numel // self.world_size
 
-    @property
+    @functools.cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The ranges of the buffer that no slot covers."""
         edges = [0, *(edge for slot in self.slots for edge in (slot.offset, slot.stop)), self.numel]

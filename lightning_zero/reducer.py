@@ -56,6 +56,11 @@ class Reducer:
         self._shard_views: list[Tensor] = []
         self._in_flight: list[Tensor] = []
         self._is_unscaled = False
+        # The average is taken in the pass that moves a gradient, as DDP does, when that costs
+        # nothing. A pass that casts cannot multiply as well, so then the reduced shard is scaled,
+        # which is N times smaller; as it is where a rank's own gradient is shown before that.
+        casts = plan.grad.dtype != plan.weight.dtype
+        self._early_scale = 1.0 if casts else 1 / comm.world_size
 
     # -- from autograd to the partial buffer -----------------------------------------------------
 
@@ -73,15 +78,17 @@ class Reducer:
                 piece.is_dropped = False
                 self.filled[index] = self.used[index] = False
 
-    @torch.no_grad()
     def take(self, index: int, grad: Tensor) -> None:
         """Move parameter ``index``'s new gradient into the partial buffer, cast on the way."""
         if self.partial is None:
             self._allocate_partial()
         view = self._partial_views[index]
+        if grad.requires_grad:
+            # Of a backward with create_graph. To turn gradients off costs more than all the rest.
+            grad = grad.detach()
         if grad.is_sparse:
             grad = grad.to_dense()
-        scale = self._early_scale
+        scale = 1.0 if self._is_unscaled else self._early_scale
         if self.filled[index]:
             view.add_(grad, alpha=scale)
         elif scale == 1.0:
@@ -89,17 +96,6 @@ class Reducer:
         else:
             torch.mul(grad, scale, out=view)
         self.filled[index] = self.arrived[index] = self.used[index] = True
-
-    @property
-    def _early_scale(self) -> float:
-        """What gradients are multiplied by on their way into the partial buffer.
-
-        The average is taken there, as DDP does, when that costs nothing: in the pass that copies. A
-        pass that casts cannot multiply as well, so then the reduced shard is scaled, which is N
-        times smaller; as it is where a rank's own gradient is shown before the reduction.
-        """
-        casts = self._plan.grad.dtype != self._plan.weight.dtype
-        return 1.0 if casts or self._is_unscaled else 1 / self._comm.world_size
 
     def _allocate_partial(self) -> None:
         dtype, device = self._plan.grad.dtype, self._plan.grad.device
@@ -111,7 +107,6 @@ class Reducer:
 
     # -- from the partial buffer to the shard ----------------------------------------------------
 
-    @torch.no_grad()
     def reduce(self, unit: str, tag: int) -> Callable[[], None]:
         """Start to average the gradients over the ranks; the returned call ends it."""
         if self.partial is None:
@@ -128,11 +123,11 @@ class Reducer:
         target = torch.empty_like(shard) if adds else shard
         self._in_flight = [partial.tensor, target] if adds else [partial.tensor]
         work = self._comm.reduce(partial, target, unit=unit, tag=tag)
-        late_scale = 1 / self._comm.world_size if self._early_scale == 1.0 else 1.0
+        is_scaled = self._early_scale != 1.0 and not self._is_unscaled
+        late_scale = 1.0 if is_scaled else 1 / self._comm.world_size
         self._is_unscaled = False
         return functools.partial(self._finish, work, target, late_scale)
 
-    @torch.no_grad()
     def _finish(self, work: Work, target: Tensor, late_scale: float) -> None:
         """Wait for a reduction; what it reads and writes had to live until then."""
         work.wait()
@@ -149,7 +144,7 @@ class Reducer:
     @property
     def _holds_grads(self) -> bool:
         """Whether reduced gradients of earlier backward passes are kept."""
-        return any(piece.reduced is not None for piece in self._pieces)
+        return True in [piece.reduced is not None for piece in self._pieces]
 
     def _allocated_shard(self) -> Tensor:
         if self.shard is None:
@@ -184,17 +179,16 @@ class Reducer:
     def install(self, has_grads: Sequence[bool]) -> None:
         """End a backward pass: show the gradients that any rank has to optimizer and user."""
         self.arrived = [False] * len(self._pieces)
-        if self.is_settled:
-            self.is_settled = False
-            self.used = [False] * len(self._pieces)
-            for piece, view, has_grad in zip(
-                self._pieces, self._shard_views, has_grads, strict=True
-            ):
-                if piece.numel() and has_grad:
-                    piece.reduced = view
-        for piece, has_grad in zip(self._pieces, has_grads, strict=True):
+        if not self.is_settled:
+            for piece, has_grad in zip(self._pieces, has_grads, strict=True):
+                if has_grad:
+                    piece.show_grad()
+            return
+        self.is_settled = False
+        self.used = [False] * len(self._pieces)
+        for piece, part, has_grad in zip(self._pieces, self._shard_views, has_grads, strict=True):
             if has_grad:
-                piece.show_grad()
+                piece.install(part)
 
     def show_local(self) -> None:
         """End a backward pass whose gradients stay on this rank: show them, as DDP does."""

@@ -15,17 +15,17 @@ The life of a stage-3 unit in one microbatch::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_zero.buffer import Buffer
 from lightning_zero.bundle import Bundle
 from lightning_zero.comm import Work
 from lightning_zero.meeting import Subject
+from lightning_zero.reducer import Reducer
 from lightning_zero.span import span
 
 
@@ -81,17 +81,17 @@ class Unit:
         self._finishes: list[Callable[[], None]] = []
         self._num_missing = 0
         self.is_trainable = self.wants_grads = False
-        self._label = name or "root"
+        self.label = name or "root"
+        self.gives_weights_back = any(bundle.plan.gives_weights_back for bundle in self.bundles)
+        # Numbers that no bundle of another unit has; a unit has under 16.
+        self._tagged = [
+            (16 * index + number + 1, bundle) for number, bundle in enumerate(self.bundles)
+        ]
 
     @property
     def numel(self) -> int:
         """Elements of all slots, without padding."""
         return sum(slot.numel for bundle in self.bundles for slot in bundle.layout.slots)
-
-    @property
-    def gives_weights_back(self) -> bool:
-        """Whether whole weights are released after use."""
-        return any(bundle.plan.gives_weights_back for bundle in self.bundles)
 
     @property
     def is_whole(self) -> bool:
@@ -104,17 +104,6 @@ class Unit:
         is_told = bool(self.awaited)
         is_held = self.state is State.RESTING or self.is_pinned or not is_told
         return self.gives_weights_back and not is_held
-
-    @property
-    def label(self) -> str:
-        """The name to show."""
-        return self._label
-
-    def tags(self) -> Iterable[tuple[int, Bundle]]:
-        """Each bundle with a number that no bundle of another unit has (a unit has under 16)."""
-        return (
-            (16 * self.index + number + 1, bundle) for number, bundle in enumerate(self.bundles)
-        )
 
     def unshard(self) -> None:
         """Start to make the weights whole."""
@@ -139,22 +128,22 @@ class Unit:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is a view of weights that will be given back."""
+        if not self.gives_weights_back:
+            return False
         storage = tensor.untyped_storage()._cdata
-        return self.gives_weights_back and any(
-            bundle.weight.tensor.untyped_storage()._cdata == storage for bundle in self.bundles
-        )
+        weights = [bundle.weight.tensor for bundle in self.bundles]
+        return storage in [weight.untyped_storage()._cdata for weight in weights]
 
     def guard(self) -> None:
         """Send every use of the parameters to their owner."""
         for bundle in self.bundles:
             bundle.guard()
 
-    @torch.no_grad()
     def _gather(self, *, only_stepped: bool = False) -> None:
-        with span(f"zero.unshard {self._label}"):
+        with span(f"zero.unshard {self.label}"):
             self._works = [
-                bundle.gather(self._label, tag)
-                for tag, bundle in self.tags()
+                bundle.gather(self.label, tag)
+                for tag, bundle in self._tagged
                 if not only_stepped or bundle.may_be_stepped
             ]
             self.state = State.IN_FLIGHT
@@ -167,8 +156,8 @@ class Unit:
                 for bundle in self.bundles:
                     bundle.show_whole(is_new=False)
             return
-        assert self.state is State.IN_FLIGHT, f"{self._label} is waited for but was not unsharded"
-        with span(f"zero.wait {self._label}"):
+        assert self.state is State.IN_FLIGHT, f"{self.label} is waited for but was not unsharded"
+        with span(f"zero.wait {self.label}"):
             for work in self._works:
                 work.wait()
         self._works = []
@@ -209,7 +198,7 @@ class Unit:
         self._is_idle = False
         self.wait()
         self.keep_edits()
-        with span(f"zero.reshard {self._label}"):
+        with span(f"zero.reshard {self.label}"):
             for bundle in self.bundles:
                 bundle.show_resting()
                 bundle.weight.release()
@@ -301,10 +290,11 @@ class Unit:
         """Whether the backward of every call has ended, so that no gradient is expected."""
         return self._has_ended and not self.awaited
 
-    def take_grad(self, bundle: Bundle, index: int, grad: Tensor) -> None:
-        """Take in a gradient that autograd just finished."""
-        self._num_missing -= not bundle.reducer.arrived[index]
-        bundle.reducer.take(index, grad)
+    def take_grad(self, reducer: Reducer, index: int, grad: Tensor) -> bool:
+        """Take in a gradient that autograd just finished; whether it was the last one wanted."""
+        self._num_missing -= not reducer.arrived[index]
+        reducer.take(index, grad)
+        return self._num_missing == 0
 
     @property
     def is_complete(self) -> bool:
@@ -314,16 +304,18 @@ class Unit:
     def reduce(self) -> None:
         """Start to average the gradients that arrived over the ranks."""
         self.finish_reduce()
-        with span(f"zero.reduce {self._label}"):
+        with span(f"zero.reduce {self.label}"):
             self._finishes = [
-                bundle.reducer.reduce(self._label, tag)
-                for tag, bundle in self.tags()
+                bundle.reducer.reduce(self.label, tag)
+                for tag, bundle in self._tagged
                 if any(parameter.requires_grad for parameter in bundle.parameters)
             ]
 
     def finish_reduce(self) -> None:
         """End the reductions that were started."""
-        with span(f"zero.finish_reduce {self._label}"):
+        if not self._finishes:
+            return
+        with span(f"zero.finish_reduce {self.label}"):
             finishes, self._finishes = self._finishes, []
             for finish in finishes:
                 finish()

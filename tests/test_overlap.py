@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import resource
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
+import lightning_zero
 from lightning_zero.buffer import Buffer
 from lightning_zero.engine import Engine
 from lightning_zero.ledger import sum_of
@@ -79,11 +83,13 @@ def _noted(events: list[str]) -> Iterator[None]:
 class Job:
     """A chain of blocks under a stage, one step at a time."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(
+        self, model: nn.Module | None = None, units: Any = (Block,), **settings: Any
+    ) -> None:
         torch.manual_seed(0)
         self.events: list[str] = []
-        self.model = Chain(self.events)
-        self.engine = Engine(self.model, Settings(units=[Block], **settings))
+        self.model = Chain(self.events) if model is None else model
+        self.engine = Engine(self.model, Settings(units=units, **settings))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3)
         self.engine.adopt(self.optimizer)
 
@@ -205,3 +211,55 @@ def test_buffers_are_reused_from_step_to_step(ranks: Pools, stage: int) -> None:
         assert buffers <= BLOCKS + 1
         page = resource.getpagesize()
         assert faults <= 2 * sent / page + 500
+
+
+class Stack(nn.Sequential):
+    """Layers that are one unit."""
+
+
+def _calls(num_units: int, num_layers: int, stage: int) -> int:
+    """Calls of the package's functions in a step that has warmed up."""
+    layers = [[nn.Linear(WIDTH, WIDTH) for _ in range(num_layers)] for _ in range(num_units)]
+    model = nn.Sequential(*(Stack(*stack) for stack in layers), nn.Linear(WIDTH, WIDTH))
+    job = Job(model, units=[Stack], stage=stage)
+    package = lightning_zero.__path__[0]
+    calls = 0
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename.startswith(package)
+
+    for _ in range(3):
+        job.step()
+    gc.collect()
+    gc.disable()
+    sys.setprofile(count)
+    try:
+        job.step()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    job.engine.close()
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("stage", "per_unit", "per_parameter"), [(1, 190, 12), (2, 190, 12), (3, 250, 12)]
+)
+def test_python_per_unit_is_bounded(stage: int, per_unit: int, per_parameter: int) -> None:
+    few, more, larger = (_calls(*how, stage) for how in ((2, 1), (6, 1), (6, 5)))
+    in_a_parameter = (larger - more) / (6 * 8)
+    in_a_unit = (more - few) / 4 - 2 * in_a_parameter
+    assert in_a_unit <= per_unit
+    assert in_a_parameter <= per_parameter
+
+
+def test_a_profile_reads_like_the_source() -> None:
+    job = Job(stage=3)
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        job.step()
+    ranges = Counter(e.name for e in seen.events() if e.name.startswith("zero."))
+    job.engine.close()
+    for unit in [f"blocks.{i}" for i in range(BLOCKS)]:
+        for verb in ("unshard", "wait", "reshard", "reduce", "finish_reduce"):
+            assert ranges[f"zero.{verb} {unit}"] >= 1
