@@ -96,6 +96,12 @@ class Layout:
         stop = min(slot.stop, shard_stop) - slot.offset
         return (start, stop) if start < stop else (0, 0)
 
+    def piece_in_shard(self, index: int, rank: int) -> tuple[int, int]:
+        """The same range, counted in the elements of the rank's shard; ``(0, 0)`` if empty."""
+        start, stop = self.piece(index, rank)
+        shift = self.slots[index].offset - self.shard(rank)[0] if stop else 0
+        return start + shift, stop + shift
+
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
