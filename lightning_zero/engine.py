@@ -455,6 +455,8 @@ class Engine(ShardedModule):
         self._comparison.abandon()
         self._was_interrupted = True
         self._turns.abandon()
+        for schedule in self._schedules.values():
+            schedule.forget()
         for unit in self.units:
             unit.abandon()
         self.comm.release_scratch()

@@ -34,6 +34,10 @@ class Schedule:
             self._last, self._now = self._now, []
         self._place = -1
 
+    def forget(self) -> None:
+        """Predict nothing: ranks whose step broke off in different places expect the same again."""
+        self._last, self._now, self._place = [], [], -1
+
     def record(self, need: Need) -> None:
         """Note that ``need`` has come up."""
         self._now.append(need)
