@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lightning_zero.memory.moments import Moment
 from lightning_zero.memory.prediction import Estimate
 from lightning_zero.memory.size import format_bytes
-from lightning_zero.memory.terms import KINDS, Moment
+from lightning_zero.memory.terms import KINDS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from lightning_zero.memory.dry_run import Step
+from lightning_zero.memory.moments import Moment
 from lightning_zero.memory.subject import Optimizers, Subject
-from lightning_zero.memory.terms import KINDS, RESTING, Kinds, Moment
+from lightning_zero.memory.terms import KINDS, RESTING, Kinds
 from lightning_zero.wrap import UnitPolicy
 
 
