@@ -182,7 +182,7 @@ def _name_phases(axes: Any, moments: Sequence[Moment]) -> None:
     ends = [*starts[1:], len(moments)]
     for start in starts[1:]:
         axes.axvline(start, color="#888888", lw=0.8, ls=":")
-    names = {"forward": "forward", "backward": "backward", "rest": "at rest"}
+    names = {"forward": "forward", "backward": "backward", "step": "step", "rest": "at rest"}
     labels = [names[moments[start].phase] for start in starts]
     axes.set_xticks([(start + end) / 2 for start, end in zip(starts, ends, strict=True)], labels)
     axes.tick_params(axis="x", length=0, labelsize=11)

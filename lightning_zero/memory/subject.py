@@ -34,6 +34,7 @@ class Subject:
     Attributes:
         module: The model on ``meta``; ``None`` if only a number of parameters is known.
         num_parameters: Elements of all parameters, ties counted once.
+        nbytes: Bytes of all parameters and buffers, whole and in dtypes of their own.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Subject:
             parameters = list(self.module.parameters())
         self.num_parameters = sum(parameter.numel() for parameter in parameters)
         self._parameters = parameters
+        self.nbytes = sum(parameter.nbytes for parameter in parameters) + self._buffers
         self._optimizers = _optimizers(self.module, parameters, optimizer)
         self._own: dict[int, Parameter] = {}
         self._stretches: dict[bool, list[Stretch]] = {}
