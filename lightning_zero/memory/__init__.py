@@ -3,6 +3,7 @@
 from lightning_zero.memory import plot
 from lightning_zero.memory.advice import Limits, advise
 from lightning_zero.memory.command import add_estimate_command
+from lightning_zero.memory.difference import explain
 from lightning_zero.memory.live import LiveBytes
 from lightning_zero.memory.prediction import (
     NO_OFFLOAD_YET,
@@ -34,6 +35,7 @@ __all__ = [
     "estimate",
     "estimate_of",
     "estimate_table",
+    "explain",
     "format_bytes",
     "named_offloads",
     "parse_bytes",

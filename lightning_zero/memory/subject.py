@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -153,7 +154,7 @@ class Subject:
         drafts = self._drafts(chosen)
         terms = terms_of_drafts(
             drafts,
-            self._state_of(),
+            self._state_of,
             numbers={id(p): number for number, p in enumerate(self._parameters)},
             world_size=world_size,
             rank=rank,
@@ -175,7 +176,7 @@ class Subject:
 
     def _under_ddp(self) -> list[Moment]:
         trainable = [p for p in self._parameters if p.requires_grad]
-        state_of = self._state_of()
+        state_of = self._state_of
         grads = sum(p.nbytes for p in trainable)
         resting = dict.fromkeys(RESTING, 0)
         resting["weights"] = sum(p.nbytes for p in self._parameters)
@@ -203,8 +204,21 @@ class Subject:
 
     @property
     def _buffers(self) -> int:
-        return sum(b.nbytes for b in self.module.buffers()) if self.module is not None else 0
+        return sum(self.buffer_bytes.values())
 
+    @property
+    def buffer_bytes(self) -> dict[str, int]:
+        """Bytes of the module's buffers, by name."""
+        if self.module is None:
+            return {}
+        return {name: buffer.nbytes for name, buffer in self.module.named_buffers()}
+
+    def state_bytes(self, parameter: Parameter, numel: int) -> int:
+        """Bytes of optimizer states for ``numel`` elements of a parameter of the engine."""
+        own = self._own.get(id(parameter), parameter)
+        return self._state_of(own).of(numel) if own.requires_grad else 0
+
+    @cached_property
     def _state_of(self) -> StateOf:
         """What the optimizer says of each parameter; one that it does not hold has no state."""
         found: dict[int, StateBytes] = {}
