@@ -129,25 +129,23 @@ def test_only_a_graph_of_several_units_waits_for_all_of_them(ranks: Pools) -> No
         assert set(found["body", 3][0]) <= {"root"}
 
 
-def _with_inductor() -> list[Run]:
-    runs = []
-    for strategy in ("ddp", 3):
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        module = Silent(lr=0.1, optimizer=torch.optim.SGD)
-        for block in module.net.blocks:
-            block.compile(backend="inductor")
-        runs.append(fit(module, strategy))
-        assert not torch._dynamo.utils.counters["graph_break"]
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "one for all blocks"
-    return runs
+def _with_inductor(strategy: Any) -> Run:
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    module = Silent(lr=0.1, optimizer=torch.optim.SGD)
+    for block in module.net.blocks:
+        block.compile(backend="inductor")
+    run = fit(module, strategy)
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1, "one for all blocks"
+    return run
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor on CPU needs a C++ compiler")
 def test_inductor(ranks: Pools) -> None:
-    """The kernels that are generated for CPU, over the hooks of stage 3."""
-    runs = ranks(2).run(_with_inductor, timeout=300)
-    assert_like_ddp([{"ddp": theirs, 3: ours} for theirs, ours in runs], ulps=64)
+    """The kernels that are generated for CPU, over the hooks of every stage."""
+    assert_like_ddp(ranks(2).run(under_all, _with_inductor, timeout=300), ulps=64)
 
 
 def _recompiles(stage: int) -> int:
