@@ -102,7 +102,7 @@ class Comm:
     @property
     def shares_memory(self) -> bool:
         """Whether ranks read each other's masters and reduce buffers."""
-        return self._has_windows
+        return self.wire.reads_peers
 
     @property
     def gathers_in_order(self) -> bool:

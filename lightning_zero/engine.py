@@ -464,8 +464,7 @@ class Engine(ShardedModule):
         self._comparison.abandon()
         self._was_interrupted = True
         self._turns.abandon()
-        for schedule in self._schedules.values():
-            schedule.forget()
+        self._schedules.forget()
         for unit in self.units:
             unit.abandon()
         self.comm.release_scratch()

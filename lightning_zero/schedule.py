@@ -76,6 +76,11 @@ class Schedules:
         """The units of the last forward with gradients, in the order in which they ran."""
         return self._with_grad.units_in_forward()
 
+    def forget(self) -> None:
+        """Predict nothing, in any step."""
+        self._with_grad.forget()
+        self._without_grad.forget()
+
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
         """A context in which nothing is learnt: its needs are no guide to those behind it."""
