@@ -104,8 +104,9 @@ class Engine(ShardedModule):
     def _register_hooks(self) -> None:
         for unit in self.units[:-1]:
             module = unit.module
-            before = Hook(module, functools.partial(self._before_forward, unit))
-            after = Hook(module, functools.partial(self._after_forward, unit))
+            needless = None if unit.gives_weights_back else functools.partial(_needs_nothing, unit)
+            before = Hook(module, functools.partial(self._before_forward, unit), needless)
+            after = Hook(module, functools.partial(self._after_forward, unit), needless)
             self._handles += [
                 module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
                 module.register_forward_hook(after, always_call=True),
@@ -115,9 +116,14 @@ class Engine(ShardedModule):
         for module in [self.module, *self.module.children()]:
             if any(module is unit.module for unit in self.units[:-1]):
                 continue
+            needless = functools.partial(_needs_nothing, self.root)
+            enter, leave = (
+                Hook(module, function, needless)
+                for function in (self._enter_root, self._leave_root)
+            )
             self._handles += [
-                module.register_forward_pre_hook(Hook(module, self._enter_root), prepend=True),
-                module.register_forward_hook(Hook(module, self._leave_root), always_call=True),
+                module.register_forward_pre_hook(enter, prepend=True),
+                module.register_forward_hook(leave, always_call=True),
             ]
         for unit in self.units:
             self._hook_grads(unit)
@@ -202,6 +208,9 @@ class Engine(ShardedModule):
         self._schedules.begin(with_grad=torch.is_grad_enabled())
         self._unshard(self.root)
         self._prefetch()
+        for unit in self.units:
+            if unit.is_inlined:
+                unit.wait_if_in_flight()
         self.root.wait()
         self._hook_grads(self.root)
         if not broadcasts or self._join.is_open:
@@ -458,6 +467,7 @@ class Engine(ShardedModule):
         self._comparison.abandon()
         self._was_interrupted = True
         self._turns.abandon()
+        self._schedules.forget()
         for unit in self.units:
             unit.abandon()
         self.comm.release_scratch()
@@ -511,6 +521,17 @@ def engine_of(parameters: Iterable[Parameter]) -> Engine | None:
 def _places(unit: Unit) -> list[tuple[Bundle, int]]:
     """The parameters of a unit, each by its bundle and its place there."""
     return [(bundle, index) for bundle in unit.bundles for index in range(len(bundle.parameters))]
+
+
+def _needs_nothing(unit: Unit) -> bool:
+    """Whether a compiled graph may hold ``unit``: its weights are whole before the graph runs.
+
+    Torch's compiler reads this; what is noted here is noted whenever the graph runs.
+    """
+    if unit.state is not State.WHOLE:
+        return False
+    unit.is_inlined = unit.has_run = True
+    return True
 
 
 def _in_graph_task() -> bool:

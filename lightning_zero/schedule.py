@@ -34,6 +34,10 @@ class Schedule:
             self._last, self._now = self._now, []
         self._place = -1
 
+    def forget(self) -> None:
+        """Predict nothing: ranks whose step broke off in different places expect the same again."""
+        self._last, self._now, self._place = [], [], -1
+
     def record(self, need: Need) -> None:
         """Note that ``need`` has come up."""
         self._now.append(need)
@@ -71,6 +75,11 @@ class Schedules:
     def units_in_forward(self) -> list[int]:
         """The units of the last forward with gradients, in the order in which they ran."""
         return self._with_grad.units_in_forward()
+
+    def forget(self) -> None:
+        """Predict nothing, in any step."""
+        self._with_grad.forget()
+        self._without_grad.forget()
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:

@@ -195,13 +195,15 @@ class ShardedModule(ABC):
         try:
             yield
         finally:
-            if modify:
+            try:
+                if modify:
+                    for unit in units:
+                        unit.store_lent()
+                    self.comm.fence(Subject.EDIT)
+                changed = [name for unit in units for name in unit.changed]
+            finally:
                 for unit in units:
-                    unit.store_lent()
-                self.comm.fence(Subject.EDIT)
-            changed = [name for unit in units for name in unit.changed]
-            for unit in units:
-                unit.take_back()
+                    unit.take_back()
             if modify:
                 self.refresh(units)
         if not modify:

@@ -60,7 +60,6 @@ from lightning_zero.precision import ZeROPrecision
 from lightning_zero.same_length import SameLength
 from lightning_zero.settings import Settings
 from lightning_zero.store import store_of_life
-from lightning_zero.trial import Trials
 from lightning_zero.wrap import UnitPolicy
 
 if TYPE_CHECKING:
@@ -180,7 +179,6 @@ class ZeROStrategy(DDPStrategy):
         self._adapted: AdaptedCallbacks | None = None
         self._has_failed = False
         self._comm: Comm | None = None
-        self.trials: Trials | None = None
         self._current_saver: Saver | None = None
         self._awaits_setup = False
         self._pending: tuple[Mapping[str, Any], bool] | None = None
@@ -439,8 +437,6 @@ class ZeROStrategy(DDPStrategy):
             return super().all_gather(tensor, *args, **kwargs)
 
     def _meeting(self, place: str) -> AbstractContextManager[Any]:
-        if self.trials is not None:
-            self.trials.ask()
         return nullcontext() if self._comm is None else self._comm.watch.at(place)
 
     # -- checkpoints -----------------------------------------------------------------------------
@@ -665,7 +661,7 @@ class ZeROStrategy(DDPStrategy):
         assert self.cluster_environment is not None
         self.cluster_environment.teardown()
         if self._comm is not None:
-            self._comm.watch.leave()
+            self._comm.leave()
 
     def _may_restore(self, engine: Engine) -> bool:
         if not self.restore_weights:

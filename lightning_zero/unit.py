@@ -50,6 +50,8 @@ class Unit:
         state: Where its whole weights are.
         is_pinned: Whether they stay whole to the end of the step.
         has_run: Whether this rank used the weights in this step.
+        is_inlined: Whether a graph that holds more than this unit was compiled, for which the
+            weights must be whole when a step begins.
         calling: The calls of its forward that run now, the innermost last.
         awaited: The calls whose inputs' gradients will tell when their backward has ended.
         in_backward: The calls whose backward has begun and not ended.
@@ -70,7 +72,7 @@ class Unit:
         self.index = index
         self.state = State.WHOLE
         self.is_pinned = False
-        self.has_run = False
+        self.has_run = self.is_inlined = False
         self.calling: list[Any] = []
         self.awaited: set[Any] = set()
         self.in_backward: set[Any] = set()

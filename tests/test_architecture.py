@@ -20,7 +20,7 @@ FLOORS = [
         "ledger",
         "span",
     ],
-    ["store", "buffer", "window", "watch", "meeting", "comm", "offload"],
+    ["store", "buffer", "window", "watch", "groups", "meeting", "wires", "comm", "offload"],
     [
         "resting",
         "piece",
@@ -65,7 +65,7 @@ FLOORS = [
 ]
 """Every room, floor by floor from the ground. A room may import what stands before it."""
 
-DRAWERS = {"offload", "checkpoint", "memory", "mirror"}
+DRAWERS = {"wires", "offload", "checkpoint", "memory", "mirror"}
 """Rooms that are folders; others import them, not the files inside."""
 
 FORBIDDEN = {
