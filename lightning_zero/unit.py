@@ -575,12 +575,16 @@ class Unit:
             self.guard()
             self._is_idle = True
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is a view of weights that will be given back."""
+    def keep(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is a view of weights that will be given back; it knows from now on."""
+        if not (self.gives_weights_back and torch._C._has_storage(tensor)):
+            return False
         storage = tensor.untyped_storage()._cdata
-        return self.gives_weights_back and any(
-            bundle.weight.tensor.untyped_storage()._cdata == storage for bundle in self.bundles
-        )
+        for bundle in self.bundles:
+            if bundle.weight.tensor.untyped_storage()._cdata == storage:
+                resting.keep(tensor, bundle.parameters)
+                return True
+        return False
 
     def guard(self) -> None:
         """Send every use of the parameters to their owner."""

@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "lightning_zero"
 
 FLOORS = [
     ["layout", "plan", "deepspeed", "optimizer_block", "config", "scaler", "tensors", "ledger"],
-    ["store", "buffer", "window", "watch", "meeting", "comm", "offload"],
+    ["surface", "store", "buffer", "window", "watch", "meeting", "comm", "offload"],
     ["resting", "piece", "gradient", "unit", "wrap", "meta", "settings", "draft", "sharded"],
     ["schedule", "optim", "clip", "turns", "hook", "engine", "trial", "access", "activation"],
     ["checkpoint", "memory"],
