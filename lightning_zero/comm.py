@@ -102,6 +102,11 @@ class Comm:
         return self.world_size > 1 and not self.wire.reads_peers
 
     @property
+    def shares_memory(self) -> bool:
+        """Whether ranks read each other's masters and reduce buffers."""
+        return self.wire.reads_peers
+
+    @property
     def gathers_in_order(self) -> bool:
         """Whether nothing but the order of gathers tells one unit's weights from another's."""
         return self.world_size > 1 and not self.wire.has_tags

@@ -169,7 +169,9 @@ class SavingStrategy(DDPStrategy):
     ) -> dict[str, Any]:
         self._saver.wait()
         if not self._writes_files:
-            return super().load_checkpoint(checkpoint_path, weights_only)
+            # Lightning 2.5 has no such argument, and never gives one.
+            given = {} if weights_only is None else {"weights_only": weights_only}
+            return super().load_checkpoint(checkpoint_path, **given)
         self._loaded_path = self._saver.path_of(str(checkpoint_path))
         safe = True if weights_only is None else weights_only
         checkpoint = load(self._loaded_path, self._saver.comm, weights_only=safe)

@@ -754,7 +754,7 @@ def unreduced_bytes(stage: int) -> list[int]:
 
         def look(_: Tensor) -> None:
             nonlocal peak
-            held = [b.partial for unit in engine.units for b in unit.bundles]
+            held = [b.reducer.partial for unit in engine.units for b in unit.bundles]
             peak = max(peak, sum(p.tensor.nbytes for p in held if p is not None))
 
         handles = [p.register_post_accumulate_grad_hook(look) for p in engine.module.parameters()]
