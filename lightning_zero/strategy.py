@@ -37,10 +37,10 @@ from lightning_zero.ledger import Traffic
 from lightning_zero.optimizer_block import SchedulerBlock
 from lightning_zero.options import START_METHODS, Options
 from lightning_zero.precision import ZeROPrecision
-from lightning_zero.requeue import Requeue
 from lightning_zero.same_length import SameLength
 from lightning_zero.saving import SavingStrategy, callbacks_of, unwrapped
 from lightning_zero.settings import Settings, as_dtype
+from lightning_zero.signals import Signals
 from lightning_zero.store import join_group
 from lightning_zero.wrap import UnitPolicy
 
@@ -152,7 +152,7 @@ class ZeROStrategy(SavingStrategy):
         self._recompute: ActivationCheckpointing | None = None
         self._has_failed = False
         self._comm: Comm | None = None
-        self._requeue: Requeue | None = None
+        self._signals: Signals | None = None
         self._graphs: LoggedGraphs | None = None
         self._announced = ""
 
@@ -234,7 +234,7 @@ class ZeROStrategy(SavingStrategy):
             self._adapted.attach(self.engine)
         self._graphs = LoggedGraphs(trainer.loggers, self.engine)
         if is_fitting:
-            self._requeue = Requeue(trainer, self.engine.comm)
+            self._signals = Signals(trainer, self.engine.comm)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self._load_pending(trainer)
@@ -332,8 +332,8 @@ class ZeROStrategy(SavingStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self._requeue is not None:
-            self._requeue.answer_if_due()
+        if self._signals is not None:
+            self._signals.answer()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -424,9 +424,9 @@ class ZeROStrategy(SavingStrategy):
         if self._recompute is not None:
             self._recompute.remove()
             self._recompute = None
-        if self._requeue is not None:
-            self._requeue.remove()
-            self._requeue = None
+        if self._signals is not None:
+            self._signals.remove()
+            self._signals = None
         if self._graphs is not None:
             self._graphs.remove()
             self._graphs = None

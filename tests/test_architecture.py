@@ -67,7 +67,7 @@ FLOORS = [
         "average",
         "callbacks",
         "same_length",
-        "requeue",
+        "signals",
         "graph",
         "saving",
         "strategy",
