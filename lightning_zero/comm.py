@@ -62,6 +62,8 @@ class Comm:
         self.rank, self.world_size = 0, 1
         self.watch = Watch()
         self._number = next(_numbers)
+        self._board = f"lightning_zero/posts/{self._number}"
+        self._posts: dict[str, str] = {}
         self._control: Any = None
         self._aparts: list[Comm] = []
         is_direct = True
@@ -261,6 +263,21 @@ class Comm:
             destroy(other._control)
             other._control = None
         self._aparts = []
+
+    def post(self, name: str, value: str) -> None:
+        """Leave a value for the others to find, who need not be here."""
+        if self.world_size > 1:
+            _own_store().set(f"{self._board}/{name}/{self.rank}", value)
+        else:
+            self._posts[name] = value
+
+    def posted(self, name: str) -> list[str] | None:
+        """What the ranks have left under a name, in their order; ``None`` until all have."""
+        if self.world_size == 1:
+            return [self._posts[name]] if name in self._posts else None
+        store = _own_store()
+        keys = [f"{self._board}/{name}/{rank}" for rank in range(self.world_size)]
+        return [store.get(key).decode() for key in keys] if store.check(keys) else None
 
     def is_whole(self, timeout: timedelta) -> bool:
         """Whether every rank is still here and calls this too, within ``timeout``.

@@ -256,7 +256,7 @@ class Engine(ShardedModule):
     def touch(self, parameter: Parameter) -> None:
         """Make a parameter readable outside its unit's forward, or say why it cannot be."""
         name, unit, _, _ = self._places[id(parameter)]
-        if self.is_restored:
+        if self.is_restored or unit.is_lent:
             raise RuntimeError(
                 f"A view of parameter {name!r} was kept beyond the training step in which it was"
                 " taken; the memory was given back. Clone what is to last: `p.detach().clone()`"
@@ -306,7 +306,7 @@ class Engine(ShardedModule):
         )
         if _in_graph_task():
             return
-        if any(map(unit.holds, tensors_in(output))):
+        if sum(unit.keep(tensor) for tensor in tensors_in(output)):
             # The module gave away a view of its weights, which lives on.
             unit.is_pinned = True
         is_next = unit.index in (need.unit for need in self._schedules.now.ahead(1))

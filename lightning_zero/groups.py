@@ -6,6 +6,7 @@ Trainer, they would pile up in a process that fits, validates and tests by turns
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import weakref
 from datetime import timedelta
@@ -42,6 +43,20 @@ def destroy(group: Any) -> None:
     if dist.is_initialized():
         with contextlib.suppress(ValueError):
             dist.destroy_process_group(group)
+
+
+def end_at_exit() -> None:
+    """Leave all groups when the process ends.
+
+    Lightning leaves only NCCL's; gloo's threads, if alive then, now and then abort the process.
+    """
+    atexit.unregister(_end)
+    atexit.register(_end)
+
+
+def _end() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def give_up() -> None:

@@ -19,8 +19,10 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from lightning_zero import resting
 from lightning_zero.buffer import Buffer
 from lightning_zero.bundle import Bundle
 from lightning_zero.comm import Work
@@ -131,13 +133,16 @@ class Unit:
             self.guard()
             self._is_idle = True
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is a view of weights that will be given back."""
-        if not self.gives_weights_back:
+    def keep(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is a view of weights that will be given back; it knows from now on."""
+        if not (self.gives_weights_back and torch._C._has_storage(tensor)):
             return False
         storage = tensor.untyped_storage()._cdata
-        weights = [bundle.weight.tensor for bundle in self.bundles]
-        return storage in [weight.untyped_storage()._cdata for weight in weights]
+        for bundle in self.bundles:
+            if bundle.weight.tensor.untyped_storage()._cdata == storage:
+                resting.keep(tensor, bundle.parameters)
+                return True
+        return False
 
     def guard(self) -> None:
         """Send every use of the parameters to their owner."""
