@@ -51,6 +51,7 @@ from lightning_zero.piece import Piece
 from lightning_zero.schedule import Need, Schedule
 from lightning_zero.settings import Settings
 from lightning_zero.sharded import ShardedModule
+from lightning_zero.share import own_inputs
 from lightning_zero.tensors import tensors_in
 from lightning_zero.turns import Turns
 from lightning_zero.unit import Bundle, State, Unit
@@ -314,7 +315,7 @@ class Engine(ShardedModule):
 
     # -- forward ---------------------------------------------------------------------------------
 
-    def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         is_recompute = _in_graph_task()
         if is_recompute:
             self._begin_backward()
@@ -325,11 +326,12 @@ class Engine(ShardedModule):
         unit.calling.append(call)
         self._need(unit, is_backward=is_recompute)
         if not torch.is_grad_enabled():
-            return
+            return None
         self._hook_grads(unit)
-        inputs = _inputs((args, kwargs))
+        own = own_inputs(args, kwargs)
+        inputs = _inputs(own)
         if not inputs:
-            return
+            return None
         unit.awaited.add(call)
         inner = [tensor for tensor in inputs if not tensor.is_leaf]
         if inner:
@@ -337,6 +339,7 @@ class Engine(ShardedModule):
             register_multi_grad_hook(inner, end, mode="all")
         else:
             self._watch_leaves(unit, call, inputs)
+        return own
 
     def _watch_leaves(self, unit: Unit, call: object, leaves: list[Tensor]) -> None:
         """Reshard when all leaf inputs have their gradients, if the unit's own are complete too.
