@@ -24,6 +24,7 @@ from lightning_zero.memory import (
     Subject,
     compare,
     estimate_of,
+    explain,
     format_bytes,
     table,
     write_report,
@@ -84,6 +85,12 @@ class MemoryMonitor(Callback):
         report: A folder that gets ``memory.json`` and ``memory.html`` at the end; the page has
             pictures if matplotlib is installed.
         predict: Compare with the estimate for this model, its optimizers and its first batch.
+
+    Attributes:
+        measured: Bytes by kind at each point, the most over all steps and ranks.
+        predicted: The estimate for this rank.
+        differences: A sentence for each kind of which this rank held another number of bytes
+            between steps than predicted, with the names of what holds more or less.
     """
 
     def __init__(self, *, report: str | Path | None = None, predict: bool = True) -> None:
@@ -91,6 +98,7 @@ class MemoryMonitor(Callback):
         self.predict = predict
         self.measured: dict[str, dict[str, int]] = {}
         self.predicted: Estimate | None = None
+        self.differences: list[str] = []
         self._own: dict[str, int] = {}
         self._subject: Subject | None = None
         self._most = MostBytes()
@@ -100,7 +108,7 @@ class MemoryMonitor(Callback):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._most = MostBytes().to(trainer.strategy.root_device)
-        self._subject, self.predicted, self._own = None, None, {}
+        self._subject, self.predicted, self._own, self.differences = None, None, {}, []
         self._look("setup", trainer)
 
     @override
@@ -166,6 +174,7 @@ class MemoryMonitor(Callback):
             "reshard_after_forward": chosen.reshard_after_forward,
             "reduce_dtype": chosen.reduce_dtype,
             "accumulate": chosen.accumulate,
+            "shares_memory": strategy.engine.comm.shares_memory,
         }
         world_size = strategy.world_size
         try:
@@ -183,6 +192,15 @@ class MemoryMonitor(Callback):
             precision=str(strategy.precision_plugin.precision),
             batch=batch,
         )
+
+    def _explain(self, trainer: pl.Trainer) -> None:
+        """Say of every kind that differs from its prediction what holds it."""
+        engine = getattr(trainer.strategy, "engine", None)
+        if engine is None or self._subject is None or self.predicted is None or not self._own:
+            return
+        # After the last look hooks of the module may have changed what is held.
+        self._own = held_by(trainer)
+        self.differences = explain(self._subject, engine, self.predicted.resting, self._own)
 
     # -- what is shown ---------------------------------------------------------------------------
 
@@ -204,11 +222,19 @@ class MemoryMonitor(Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.on_train_epoch_end(trainer, pl_module)
+        self._explain(trainer)
         rank_zero_info(self.text(trainer.world_size))
         if self.report is not None and trainer.is_global_zero:
             stages = []
-            if self._subject is not None:
-                stages = compare(self._subject, (0, 1, 2, 3), [trainer.world_size])
+            strategy = trainer.strategy
+            if self._subject is not None and isinstance(strategy, ZeROStrategy) and strategy.engine:
+                stages = compare(
+                    self._subject,
+                    (0, 1, 2, 3),
+                    [trainer.world_size],
+                    num_microbatches=trainer.accumulate_grad_batches,
+                    shares_memory=strategy.engine.comm.shares_memory,
+                )
             write_report(
                 self.report,
                 measured=self.measured,
@@ -236,15 +262,10 @@ class MemoryMonitor(Callback):
             return []
         predicted: dict[str, int | None] = {**self.predicted.resting}
         measured: dict[str, int | None] = {k: self._own[k] for k in RESTING}
-        off = {k: (measured[k] or 0) - (predicted[k] or 0) for k in RESTING}
         lines = [
             "Between steps, this rank against its prediction:",
             table({"predicted": predicted, "measured": measured}, RESTING),
-        ]
-        lines += [
-            f"{kind} differ by {format_bytes(abs(count))}: {_REASONS[kind]}"
-            for kind, count in off.items()
-            if count
+            *self.differences,
         ]
         peak = self.predicted.peak
         lines.append(
@@ -253,15 +274,6 @@ class MemoryMonitor(Callback):
             + "."
         )
         return lines
-
-
-_REASONS = {
-    "weights": "parameters were added or replaced after setup.",
-    "gradients": "a parameter was frozen, unfrozen or never used.",
-    "master": "parameters were added or replaced after setup.",
-    "states": "a parameter never had a gradient.",
-    "buffers": "a buffer was added or resized.",
-}
 
 
 def held_by(trainer: pl.Trainer) -> dict[str, int]:

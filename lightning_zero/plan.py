@@ -15,11 +15,14 @@ Optimizations Toward Training Trillion Parameter Models*, section 5):
 Two moments follow from the homes, and they are all that differs between the stages: whole weights
 are given back after use if the weight's home is sharded, and gradients are reduced in every
 microbatch if the grad's home is sharded (otherwise in the last one).
+
+A home's **medium** is what holds its bytes. **Offload** gives homes another one than the device;
+the engine has none yet, and only predictions ask for it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -43,6 +46,17 @@ PLACEMENTS = {
     2: (Placement.REPLICATED, Placement.SHARDED, Placement.SHARDED),
     3: (Placement.SHARDED, Placement.SHARDED, Placement.SHARDED),
 }
+
+
+class Medium(Enum):
+    """What holds the bytes of a home."""
+
+    DEVICE = "device"
+    """The memory of the device that computes."""
+    HOST = "cpu"
+    """Pinned memory of its host."""
+    DISK = "nvme"
+    """Files."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +87,7 @@ class Home:
     placement: Placement
     dtype: torch.dtype
     device: torch.device
+    medium: Medium = Medium.DEVICE
 
 
 @dataclass(frozen=True)
@@ -134,23 +149,87 @@ class Plan:
     @property
     def has_master(self) -> bool:
         """Whether the master is a second copy beside the weight, and not the weight itself."""
-        return self.master.dtype != self.weight.dtype
+        return (self.master.dtype, self.master.medium) != (self.weight.dtype, self.weight.medium)
+
+    @property
+    def copies_weights(self) -> bool:
+        """Whether weights rest in bytes of their own, and are not cast from the masters."""
+        is_beside = self.master.medium is self.weight.medium
+        return not (self.gives_weights_back and self.has_master and is_beside)
+
+    @property
+    def media(self) -> dict[str, Medium]:
+        """What holds each kind of resting bytes."""
+        return {
+            "weights": self.weight.medium,
+            "gradients": self.grad.medium,
+            "master": self.master.medium,
+            "states": self.master.medium,
+        }
+
+    def offloaded(self, *, optimizer: Medium, weights: Medium) -> Plan:
+        """The same with other media.
+
+        States are where the masters are. Reduced gradients are never in files: they are added to
+        in every microbatch, so they rest where the host reads them for a step.
+        """
+        grad = Medium.DEVICE if optimizer is Medium.DEVICE else Medium.HOST
+        return Plan(
+            replace(self.weight, medium=weights),
+            replace(self.grad, medium=grad),
+            replace(self.master, medium=optimizer),
+        )
 
     def resting_bytes(
         self, numel: int, world_size: int, *, trainable: bool = True
     ) -> dict[str, int]:
         """Bytes per rank between steps, by kind, for a padded buffer of ``numel`` elements.
 
-        A sharded weight needs no copy beside its master: it is cast as it is gathered. Gradients
-        are counted as reduced; a ``PARTIAL`` home holds ``numel`` elements of ``grad.dtype``
-        between microbatches instead.
+        A sharded weight needs no copy beside its master on the same medium: it is cast as it is
+        gathered. Gradients are counted as reduced; a ``PARTIAL`` home holds ``numel`` elements of
+        ``grad.dtype`` between microbatches instead.
         """
         shard = numel // world_size
         weight = shard if self.gives_weights_back else numel
-        if self.gives_weights_back and self.has_master:
-            weight = 0
         return {
-            "weights": weight * self.weight.dtype.itemsize,
+            "weights": weight * self.weight.dtype.itemsize if self.copies_weights else 0,
             "gradients": shard * self.master.dtype.itemsize if trainable else 0,
             "master": shard * self.master.dtype.itemsize if self.has_master else 0,
         }
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Which homes rest outside the device, and how much of them.
+
+    Attributes:
+        optimizer: ``"cpu"`` or ``"nvme"`` for masters and optimizer states, ``None`` if they stay.
+        weights: The same for sharded weights, and for the masters of frozen ones.
+        ratio: The share of each unit that is offloaded, above 0 and up to 1.
+    """
+
+    optimizer: str | None = None
+    weights: str | None = None
+    ratio: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("optimizer", "weights"):
+            value = getattr(self, name)
+            if value not in (None, "cpu", "nvme"):
+                raise ValueError(f"Expected offload of {name} to 'cpu' or 'nvme', got {value!r}.")
+        if self.optimizer is None and self.weights is None:
+            raise ValueError("Expected offload of the optimizer, of the weights or of both.")
+        if not 0 < self.ratio <= 1:
+            raise ValueError(f"Expected an offload ratio above 0 and up to 1, got {self.ratio!r}.")
+
+    @classmethod
+    def of_stage(cls, stage: int, medium: str, *, ratio: float = 1.0) -> Offload:
+        """What ``zero2_offload``, ``zero3_offload`` and ``zero3_nvme`` mean."""
+        return cls(medium, medium if stage == 3 else None, ratio)
+
+    def parts(self, plan: Plan, *, trainable: bool) -> list[tuple[float, Plan]]:
+        """The plans of what stays and of what is offloaded, with their shares."""
+        weights = Medium(self.weights or "device")
+        optimizer = Medium(self.optimizer or "device") if trainable else weights
+        away = plan.offloaded(optimizer=optimizer, weights=weights)
+        return [(1 - self.ratio, plan), (self.ratio, away)]

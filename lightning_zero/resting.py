@@ -22,7 +22,7 @@ import copy
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -121,12 +121,12 @@ class Whole:
 @contextlib.contextmanager
 def _ordinary(parameter: Parameter) -> Iterator[Parameter]:
     """A context in which a parameter is of its own class."""
-    owner = _owner(parameter)
+    guise = type(parameter)
     unguard(parameter)
     try:
         yield parameter
     finally:
-        watch(parameter, owner)
+        parameter.__class__ = guise
 
 
 _GIVING_ROOMS = {"torch.nn.modules.module", "torch.functional", "torch._tensor"}
@@ -360,21 +360,40 @@ def _owner(parameter: Parameter) -> Owner:
     return _owners[id(parameter)]
 
 
-def _become(parameter: Parameter, mixin: type, owner: Owner) -> None:
-    if not isinstance(parameter, mixin):
-        unguard(parameter)
-        _belong(parameter, owner)
-        parameter.__class__ = _class(mixin, type(parameter))
+class Guises:
+    """The classes that parameters of one owner have by turns, made once for all steps.
 
+    Args:
+        parameters: They are known to be the owner's from now on.
+        owner: Whoever is told of their uses.
+    """
 
-def guard(parameter: Parameter, owner: Owner) -> None:
-    """Send every use of ``parameter`` to ``owner`` until :func:`unguard`."""
-    _become(parameter, Resting, owner)
+    def __init__(self, parameters: Sequence[Parameter], owner: Owner) -> None:
+        for parameter in parameters:
+            unguard(parameter)
+            _belong(parameter, owner)
+        self._resting = [(p, _class(Resting, type(p))) for p in parameters]
+        self._whole = [(p, _class(Whole, type(p))) for p in parameters]
 
+    def rest(self, stand_ins: Sequence[Tensor]) -> None:
+        """Put ``stand_ins`` in the place of the parameters' data; every use goes to the owner."""
+        self._put_on(self._resting, stand_ins)
 
-def watch(parameter: Parameter, owner: Owner) -> None:
-    """Tell ``owner`` of every use of the ``data`` of ``parameter`` until :func:`unguard`."""
-    _become(parameter, Whole, owner)
+    def show(self, views: Sequence[Tensor]) -> None:
+        """Let the parameters be ``views``; the owner is told of every use of their ``data``."""
+        self._put_on(self._whole, views)
+
+    def guard(self) -> None:
+        """Send every use to the owner, the data staying where it is."""
+        for parameter, cls in self._resting:
+            parameter.__class__ = cls
+
+    @staticmethod
+    def _put_on(guises: list[tuple[Parameter, type[Parameter]]], data: Sequence[Tensor]) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for (parameter, cls), tensor in zip(guises, data, strict=True):
+                surface.SET_DATA(parameter, tensor)
+                parameter.__class__ = cls
 
 
 def unguard(parameter: Parameter) -> None:

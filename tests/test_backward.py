@@ -186,6 +186,32 @@ class Translator(nn.Module):
         return x
 
 
+class TwoInPlace(nn.Module):
+    """Units that change one of two inputs in place, which are one tensor to some."""
+
+    class Unit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, pair: tuple[Tensor, Tensor], kept: list[Tensor]) -> Tensor:
+            x, y = pair
+            kept.append(self.linear(y) if y is not x else y)
+            x += kept[-1]
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(6, 6)
+        self.units = nn.ModuleList([self.Unit() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, y, kept = self.stem(x), torch.tanh(self.stem(x)), list[Tensor]()
+        for unit in self.units:
+            x = unit((x, y), kept)
+        return self.units[0]((x, x), kept) + torch.stack(kept).sum(0)
+
+
 class _Scale(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -552,6 +578,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Case, int]] = {
     "adversarial_input": (Stack, adversarial_input, 2),
     "evaluation_between": (Stack, evaluation_between, 2),
     "encoder_and_decoder": (Translator, backward_of(square), 3),
+    "two_in_place": (TwoInPlace, backward_of(square), 2),
     "frozen_prefix": (FrozenPrefix, backward_of(square), 2),
     "frozen_inside": (FrozenInside, backward_of(square), 2),
     "frozen_inside_adversarial": (FrozenInside, adversarial_input, 2),
@@ -794,7 +821,7 @@ def unreduced_bytes(stage: int) -> list[int]:
 
         def look(_: Tensor) -> None:
             nonlocal peak
-            held = [b.partial for unit in engine.units for b in unit.bundles]
+            held = [b.reducer.partial for unit in engine.units for b in unit.bundles]
             peak = max(peak, sum(p.tensor.nbytes for p in held if p is not None))
 
         handles = [p.register_post_accumulate_grad_hook(look) for p in engine.module.parameters()]

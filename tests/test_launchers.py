@@ -188,8 +188,14 @@ from tests.launch import say
 from tests.projects import Regression, make_trainer, rows
 
 class Interrupted(Regression):
+    # The signal comes to rank 0 before a step, and to rank 1 within its backward and the next.
     def on_train_batch_start(self, batch, batch_idx):
-        if (self.current_epoch, batch_idx) == (1, 0):
+        self.place = self.current_epoch, batch_idx
+        if self.place == (0, 2) and self.global_rank == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def on_after_backward(self):
+        if self.place in ((0, 2), (0, 3)) and self.global_rank == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
 
 for module in (Interrupted(), Regression()):
@@ -204,7 +210,10 @@ for module in (Interrupted(), Regression()):
 
 
 def test_slurm_starts_the_ranks_and_queues_them_again(digest: str, tmp_path: Path) -> None:
-    """At the signal to make room a checkpoint is written, from which the next job goes on."""
+    """At the signal to make room one checkpoint is written, from which the next job goes on.
+
+    The signal finds each rank somewhere else; all answer it at the same batch.
+    """
     command = tmp_path / "scontrol"
     command.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
     command.chmod(0o755)
@@ -214,6 +223,7 @@ def test_slurm_starts_the_ranks_and_queues_them_again(digest: str, tmp_path: Pat
     steps = [line for line in finished.stdout.splitlines() if line.endswith("steps")]
     assert steps == ["8 steps", "4 steps"] * 2
     assert (tmp_path / "asked").read_text() == "requeue 4242\n"
+    assert len(list(tmp_path.glob("hpc_ckpt_*.ckpt"))) == 1
 
 
 # ------------------------------------------------------------------------------- the command line

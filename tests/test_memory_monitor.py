@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_zero import MemoryMonitor, ZeROStrategy
+from lightning_zero.memory import estimate_of, format_bytes
 from lightning_zero.monitor import POINTS, MostBytes, allocated_on
 from tests.models import Transformer, next_token_loss, tokens
 
@@ -23,10 +24,18 @@ from tests.models import Transformer, next_token_loss, tokens
 class Project(LightningModule):
     """A user's module around a small Transformer."""
 
-    def __init__(self, *, is_data_dependent: bool = False) -> None:
+    def __init__(self, *, is_data_dependent: bool = False, surprises: bool = False) -> None:
         super().__init__()
         self.net = Transformer()
         self.is_data_dependent = is_data_dependent
+        if surprises:
+            # Never used, and so never stepped.
+            self.unused = nn.ParameterList([torch.ones(256), torch.ones(64)])
+            self.register_buffer("seen", torch.zeros(4))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if hasattr(self, "seen"):
+            self.seen = torch.cat([self.seen, self.seen[:4]])
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         if self.is_data_dependent:
@@ -47,10 +56,14 @@ def is_block(module: nn.Module) -> bool:
 
 
 def fit(
-    folder: str, strategy: str | int, precision: str = "32-true", **changes: Any
+    folder: str,
+    strategy: str | int,
+    precision: str = "32-true",
+    monitor: type[MemoryMonitor] = MemoryMonitor,
+    **changes: Any,
 ) -> tuple[MemoryMonitor, list[str]]:
     """Train four batches; returns the monitor and the names that were logged."""
-    monitor = MemoryMonitor(report=folder)
+    callback = monitor(report=folder)
     world = dist.get_world_size()
     zero: Any = strategy
     if isinstance(strategy, int):
@@ -58,7 +71,7 @@ def fit(
     logger = CSVLogger(folder)
     trainer = Trainer(
         strategy=zero, accelerator="cpu", devices=world, precision=precision, max_epochs=1,
-        logger=logger, callbacks=[monitor], enable_progress_bar=False, enable_checkpointing=False,
+        logger=logger, callbacks=[callback], enable_progress_bar=False, enable_checkpointing=False,
         enable_model_summary=False, log_every_n_steps=1, num_sanity_val_steps=1,
     )  # fmt: skip
     data = [tokens(13, 6)(4, seed) for seed in range(4 * world)]
@@ -68,7 +81,7 @@ def fit(
     metrics = Path(logger.log_dir) / "metrics.csv"
     if trainer.is_global_zero:
         names = set(metrics.read_text().splitlines()[0].split(","))
-    return monitor, sorted(names)
+    return callback, sorted(names)
 
 
 def run(folder: str, strategy: str | int, precision: str = "32-true", **changes: Any) -> dict:
@@ -81,6 +94,8 @@ def run(folder: str, strategy: str | int, precision: str = "32-true", **changes:
         "text": monitor.text(dist.get_world_size()),
         "resting": predicted and predicted.resting,
         "most": predicted and predicted.most,
+        "own": monitor._own,
+        "kept": predicted and predicted.moments[-1].kinds["unreduced"],
     }
 
 
@@ -95,6 +110,7 @@ def test_measured_is_predicted(ranks: Any, tmp_path: Path, stage: int, precision
     for kind in ("weights", "gradients", "master", "states", "buffers"):
         assert step[kind] == max(result["resting"][kind] for result in results), kind
     assert step["gathered"] == 0
+    assert 0 < step["unreduced"] <= first["kept"], "reduce buffers, which peers may still read"
     assert (first["measured"]["forward"]["gathered"] > 0) == (stage == 3)
     assert first["measured"]["forward"]["gathered"] <= first["most"]["gathered"]
     assert first["most"]["activations"] > 0
@@ -117,6 +133,47 @@ def test_the_table_explains_itself(ranks: Any, tmp_path: Path) -> None:
     assert page.count("<svg") == 2
     assert "http-equiv" not in page
     assert "<script" not in page
+
+
+def differences(result: dict) -> dict[str, str]:
+    """What the table says of each kind that differs, which are those that do."""
+    lines = [line for line in result["text"].splitlines() if " differ by " in line]
+    found = dict(line.split(" differ by ") for line in lines)
+    off = {kind for kind, count in result["resting"].items() if result["own"][kind] != count}
+    assert set(found) == off
+    return found
+
+
+def test_what_differs_is_named(ranks: Any, tmp_path: Path) -> None:
+    """Parameters that no loss reaches, all of them on rank 1, and a buffer that grows."""
+    first, second = map(differences, ranks(2).run(run, str(tmp_path), 3, surprises=True))
+    buffers = "64 B: seen holds 80 B, predicted were 16 B."
+    states = "2.57 kB: unused.0 holds 0 B, predicted were 2.05 kB, and so for 1 more."
+    assert first == {"buffers": buffers}
+    assert second == {"buffers": buffers, "states": states}
+    facts = json.loads((tmp_path / "memory.json").read_text())
+    assert facts["held"]["buffers"] - facts["predicted"]["resting"]["buffers"] == 64
+
+
+class Mistaken(MemoryMonitor):
+    """Predicts for one rank what two do."""
+
+    def _foresee(self, trainer: Trainer, batch: Any) -> None:
+        super()._foresee(trainer, batch)
+        assert self._subject is not None
+        self.predicted = estimate_of(self._subject, 3, 1)
+
+
+def test_a_wrong_prediction_is_called_so(ranks: Any, tmp_path: Path) -> None:
+    result = ranks(2).run(run, str(tmp_path), 3, monitor=Mistaken)[0]
+    found = differences(result)
+    assert set(found) == {"weights", "gradients", "states"}
+    for kind, reason in found.items():
+        less = result["resting"][kind] - result["own"][kind]
+        assert reason == (
+            f"{format_bytes(less)}: {format_bytes(less)} less than foreseen, which nothing that the"
+            " rank holds accounts for: the prediction was made for another run."
+        )
 
 
 def test_other_strategies_are_counted(ranks: Any, tmp_path: Path) -> None:

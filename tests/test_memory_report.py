@@ -108,7 +108,8 @@ def test_pictures_show_what_was_estimated(subject: Subject) -> None:
     drawn = sum(patch.get_width() for patch in bars.axes[0].patches)
     assert drawn * 1e3 == pytest.approx(sum(found.peak.total for found in stages))
     step = plot.timeline(stages[1].moments, title="")
-    assert step.axes[0].lines[0].get_ydata().max() * 1e3 == stages[1].peak.total
+    highest = step.axes[0].lines[0].get_ydata().max() * 1e3
+    assert highest == pytest.approx(stages[1].peak.total)
 
 
 def test_the_line_is_the_formula() -> None:

@@ -1,51 +1,112 @@
-"""Which stage fits a device, and what to change if none does."""
+"""Which stage fits a device and its host, and what to change if none does."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from lightning_zero.memory.prediction import Estimate, estimate_of
+from lightning_zero.memory.prediction import Estimate, compare, estimate_of, named_offloads
 from lightning_zero.memory.size import format_bytes
 from lightning_zero.memory.subject import Subject
 
 _MOST_RANKS = 2**14
+_RANKS_OF_NODE = 8
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a rank may hold.
+
+    Attributes:
+        device_memory: Bytes of one device.
+        host_memory: Bytes of one node's host memory; ``None`` if it does not matter.
+        ranks_per_node: Ranks that share a host; by default all, up to eight.
+    """
+
+    device_memory: int
+    host_memory: int | None = None
+    ranks_per_node: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_node is not None and self.ranks_per_node < 1:
+            raise ValueError(f"Expected ranks per node >= 1, got {self.ranks_per_node}.")
+
+    def on_node(self, world_size: int) -> int:
+        """How many of ``world_size`` ranks share a host."""
+        return min(world_size, self.ranks_per_node or _RANKS_OF_NODE)
+
+    def admits(self, found: Estimate) -> bool:
+        """Whether a step of ``found`` fits the device and the host."""
+        node = found.host_peak * self.on_node(found.world_size)
+        is_on_host = self.host_memory is None or node <= self.host_memory
+        return found.peak.total <= self.device_memory and is_on_host
 
 
 def advise(
-    subject: Subject, estimates: Sequence[Estimate], device_memory: int, **settings: Any
+    subject: Subject, estimates: Sequence[Estimate], limits: Limits | int, **settings: Any
 ) -> str:
-    """One sentence for each number of ranks: the least sharding that fits, or what would.
+    """One paragraph for each number of ranks: the least sharding that fits, or what would.
 
     Args:
         subject: What was estimated.
         estimates: Several stages over one or more numbers of ranks.
-        device_memory: Bytes of one device.
+        limits: What a rank may hold, or bytes of one device.
         settings: What the estimates were made with.
     """
+    if isinstance(limits, int):
+        limits = Limits(limits)
     lines = []
     for world_size in dict.fromkeys(found.world_size for found in estimates):
-        own = [found for found in estimates if found.world_size == world_size]
-        ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
-        fits = next((found for found in own if found.peak.total <= device_memory), None)
-        if fits is not None:
-            lines.append(
-                f"On {ranks}, {fits.name} fits: {format_bytes(fits.peak.total)} at most, of"
-                f" {format_bytes(device_memory)}."
-            )
-        else:
-            least = min(own, key=lambda found: found.peak.total)
-            lines.append(
-                f"On {ranks}, nothing fits: {least.name} holds {format_bytes(least.peak.total)} of"
-                f" {format_bytes(device_memory)}. "
-                + (_cures(subject, world_size, device_memory, settings) or "Use a larger device.")
-            )
+        own = [e for e in estimates if e.world_size == world_size and e.offload is None]
+        lines += _advise_ranks(subject, own, world_size, limits, settings)
     if not subject.has_activations:
         lines.append("Activations are not counted: give a batch to count them too.")
     return "\n".join(lines)
 
 
-def _cures(subject: Subject, world_size: int, device_memory: int, settings: dict[str, Any]) -> str:
+def _advise_ranks(
+    subject: Subject,
+    own: Sequence[Estimate],
+    world_size: int,
+    limits: Limits,
+    settings: dict[str, Any],
+) -> list[str]:
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    limit = format_bytes(limits.device_memory)
+    fits = next((found for found in own if limits.admits(found)), None)
+    if fits is not None:
+        line = f"On {ranks}, {fits.name} fits: {format_bytes(fits.peak.total)} at most, of {limit}."
+        return [line, *_outside_of_steps(fits, limits)]
+    if not own:
+        return [f"On {ranks}:", *_offloaded(subject, world_size, limits, settings)]
+    least = min(own, key=lambda found: found.peak.total)
+    too_much = format_bytes(least.peak.total)
+    if least.peak.total <= limits.device_memory:
+        node = least.host_peak * limits.on_node(world_size)
+        assert limits.host_memory is not None
+        too_much = f"{format_bytes(node)} in its node's host memory"
+        limit = format_bytes(limits.host_memory)
+    cures = _cures(subject, world_size, limits, settings)
+    return [
+        f"On {ranks}, nothing fits: {least.name} holds {too_much} of {limit}. "
+        + (cures or "Use a larger device.")
+    ]
+
+
+def _outside_of_steps(found: Estimate, limits: Limits) -> list[str]:
+    """What is to be said of host memory before setup and after ``fit``."""
+    num = limits.on_node(found.world_size)
+    if limits.host_memory is None or num * found.whole <= limits.host_memory:
+        return []
+    return [
+        f"Before setup {num} ranks build {format_bytes(found.whole)} each in host memory, of"
+        f" {format_bytes(limits.host_memory)}, and hold it again after fit: build the model on meta"
+        " in configure_model, and set restore_weights=False."
+    ]
+
+
+def _cures(subject: Subject, world_size: int, limits: Limits, settings: dict[str, Any]) -> str:
     cures = []
     now = estimate_of(subject, 3, world_size, **settings)
     if subject.has_activations and not subject.checkpointing:
@@ -56,19 +117,37 @@ def _cures(subject: Subject, world_size: int, device_memory: int, settings: dict
             )
     if 2 * now.peak.kinds["activations"] > now.peak.total:
         cures.append("a smaller batch per rank helps most: activations are more than half")
-    more = _enough_ranks(subject, world_size, device_memory, settings)
+    more = _enough_ranks(subject, world_size, limits, settings)
     if more is not None:
         cures.append(f"zero3 fits on {more} ranks")
     text = "; ".join(cures)
-    return f"{text[0].upper()}{text[1:]}." if text else ""
+    sentences = [f"{text[0].upper()}{text[1:]}."] if text else []
+    return " ".join([*sentences, *_offloaded(subject, world_size, limits, settings)])
+
+
+def _offloaded(
+    subject: Subject, world_size: int, limits: Limits, settings: dict[str, Any]
+) -> list[str]:
+    """The least offload that would fit, if any does."""
+    tried = compare(subject, (), [world_size], offloads=named_offloads("cpu", "nvme"), **settings)
+    found = next((one for one in tried if limits.admits(one)), None)
+    if found is None:
+        return []
+    disk = sum(found.disk.values())
+    files = f" and {format_bytes(disk)} in files" if disk else ""
+    return [
+        f"Once the strategy offloads, {found.name} would fit:"
+        f" {format_bytes(found.peak.total)} at most, with {format_bytes(found.host_peak)} of host"
+        f" memory{files} per rank."
+    ]
 
 
 def _enough_ranks(
-    subject: Subject, world_size: int, device_memory: int, settings: dict[str, Any]
+    subject: Subject, world_size: int, limits: Limits, settings: dict[str, Any]
 ) -> int | None:
     more = 2 * world_size
     while more <= _MOST_RANKS:
-        if estimate_of(subject, 3, more, **settings).peak.total <= device_memory:
+        if limits.admits(estimate_of(subject, 3, more, **settings)):
             return more
         more *= 2
     return None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_zero.memory.advice import advise
-from lightning_zero.memory.prediction import Estimate, compare
+from lightning_zero.memory.advice import Limits, advise
+from lightning_zero.memory.prediction import NO_OFFLOAD_YET, Estimate, compare, named_offloads
 from lightning_zero.memory.report import write_report
-from lightning_zero.memory.size import parse_bytes
+from lightning_zero.memory.size import format_bytes, parse_bytes
 from lightning_zero.memory.source import (
     find_model,
     model_of_config,
@@ -25,6 +26,7 @@ from lightning_zero.plan import RECIPES
 
 _EXAMPLES = """examples:
   lightning-zero estimate 10B --ranks 8 64 --precision bf16-mixed --device-memory 80GB
+  lightning-zero estimate 10B --ranks 8 --offload cpu nvme --device-memory 16GB --host-memory 256GB
   lightning-zero estimate examples/train_gpt.py:GPT --args width=1024 depth=24 \\
       --optimizer adamw --batch "int64[8,129]" --ranks 4
   lightning-zero estimate examples/zero3.yaml --model examples/train_gpt.py:GPT --optimizer adamw
@@ -57,7 +59,18 @@ def add_estimate_command(commands: Any) -> None:
     parser.add_argument("--activation-checkpointing", action="store_true")
     parser.add_argument("--accumulate-grad-batches", type=int, default=1)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument(
+        "--offload",
+        nargs="+",
+        choices=["cpu", "nvme"],
+        default=[],
+        help="also predict zero2_offload and zero3_offload (cpu), zero3_nvme (nvme); the strategy"
+        " does not run them yet",
+    )
+    parser.add_argument("--offload-ratio", type=float, default=1.0, help="the share offloaded")
     parser.add_argument("--device-memory", help="such as 80GB, to be told what fits")
+    parser.add_argument("--host-memory", help="a node's, such as 512GB; also a limit for what fits")
+    parser.add_argument("--ranks-per-node", type=int, help="by default all ranks, up to 8")
     parser.add_argument("--report", type=Path, help="a folder for memory.json and memory.html")
     parser.set_defaults(run=run)
 
@@ -80,15 +93,42 @@ def run(options: argparse.Namespace) -> int:
         device=torch.device(options.device),
     )
     settings = {"num_microbatches": options.accumulate_grad_batches}
+    offloads = named_offloads(*dict.fromkeys(options.offload), ratio=options.offload_ratio)
+    device, host = (
+        parse_bytes(text) if text else None for text in (options.device_memory, options.host_memory)
+    )
+    if host is not None and device is None:
+        raise ValueError("--host-memory tells what fits together with --device-memory; give both.")
+    limits = Limits(device or 0, host, options.ranks_per_node)
     ranks = options.ranks or [_ranks_of(trainer) or 8]
-    found = compare(subject, options.stages or (0, 1, 2, 3), ranks, **settings)
+    stages = (0, 1, 2, 3) if options.stages is None else options.stages
+    found = compare(subject, stages, ranks, offloads=offloads, **settings)
     print("\n\n".join(_texts(subject, found)))
-    limit = parse_bytes(options.device_memory) if options.device_memory else None
-    if limit is not None:
-        print(f"\n{advise(subject, found, limit, **settings)}")
+    print("\n" + "\n".join(_beside_the_device(found, limits)))
+    if device is not None:
+        print(f"\n{advise(subject, found, limits, **settings)}")
     if options.report is not None:
-        print(f"\n{_report(options.report, found, limit)}")
+        print(f"\n{_report(options.report, found, device)}")
     return 0
+
+
+def _beside_the_device(found: list[Estimate], limits: Limits) -> Iterator[str]:
+    """What is to be said of host memory and of files."""
+    yield (
+        f"Host memory: {format_bytes(found[0].whole)} per rank before setup and after fit (none if"
+        " the model is built on meta, with restore_weights=False); in a step without offload none"
+        " beside the device's, which on a CPU is the host's."
+    )
+    for offloaded in (one for one in found if one.offload is not None):
+        num = limits.on_node(offloaded.world_size)
+        disk = num * sum(offloaded.disk.values())
+        files = f" and {format_bytes(disk)} in files" if disk else ""
+        yield (
+            f"{offloaded.name}, {offloaded.world_size} ranks: {num} on a node need"
+            f" {format_bytes(num * offloaded.host_peak)} of host memory in a step{files}."
+        )
+    if any(one.offload is not None for one in found):
+        yield NO_OFFLOAD_YET
 
 
 def _texts(subject: Subject, found: list[Estimate]) -> list[str]:

@@ -12,6 +12,7 @@ import copy
 import functools
 import inspect
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from lightning_zero.plan import Recipe
 from lightning_zero.tensors import tensors_in
 
 Step = Callable[[nn.Module, Any], Tensor]
+Event = int | str
+"""The number of a parameter whose gradient is there, or the name of a unit whose backward ended."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,13 @@ class Stretch:
         unit: The unit that runs; ``None`` for what the module does between units.
         is_backward: Whether it is the unit's backward.
         activations: The most bytes of activations that were alive in it.
+        events: What happened to gradients, in order.
     """
 
     unit: str | None
     is_backward: bool
     activations: int
+    events: tuple[Event, ...] = ()
 
 
 def skeleton(
@@ -112,9 +117,10 @@ def dry_run(
         live.ignore((*module.parameters(), *module.buffers()))
         live.follow(tree_leaves(batch))
         module.train()
-        for parameter in module.parameters():
+        for number, parameter in enumerate(module.parameters()):
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_drop_grad)  # type: ignore[no-untyped-call]
+                arrive = functools.partial(log.take_grad, number)
+                parameter.register_post_accumulate_grad_hook(arrive)  # type: ignore[no-untyped-call]
         handles = [handle for name, unit in units.items() for handle in log.listen(name, unit)]
         try:
             with live:
@@ -159,21 +165,46 @@ class _Log:
         self._live = live
         self._now: tuple[str | None, bool] = (None, False)
         self._stretches: list[Stretch] = []
+        self._events: list[Event] = []
+        self._awaited: Counter[str] = Counter()
 
     def listen(self, name: str, unit: nn.Module) -> Iterator[Any]:
         """Hooks that notice the unit's forward and backward."""
-        yield unit.register_forward_pre_hook(lambda *_: self._begin(name, is_backward=False))
+        begin = functools.partial(self._begin_forward, name)
+        yield unit.register_forward_pre_hook(begin, with_kwargs=True)
         yield unit.register_forward_hook(lambda _, __, output: self._end_forward(name, output))
 
     def close(self) -> list[Stretch]:
         """The stretches from begin to end; those in which nothing ran are left out."""
         self._begin(None, is_backward=True)
-        return [*self._stretches, Stretch(*self._now, self._live.restart())]
+        self._cut()
+        return self._stretches
+
+    def take_grad(self, number: int, parameter: Tensor) -> None:
+        """Note that a parameter's gradient is there, and drop it."""
+        parameter.grad = None
+        self._events.append(number)
 
     def _begin(self, unit: str | None, *, is_backward: bool) -> None:
         if (unit, is_backward) != self._now:
-            self._stretches.append(Stretch(*self._now, self._live.restart()))
+            self._cut()
             self._now = (unit, is_backward)
+
+    def _cut(self) -> None:
+        events, self._events = tuple(self._events), []
+        self._stretches.append(Stretch(*self._now, self._live.restart(), events))
+
+    def _begin_forward(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self._begin(name, is_backward=False)
+        inner = [t for t in tensors_in((args, kwargs)) if t.requires_grad and not t.is_leaf]
+        if inner and torch.is_grad_enabled():
+            self._awaited[name] += 1
+            register_multi_grad_hook(inner, lambda _: self._end_backward(name), mode="all")
+
+    def _end_backward(self, name: str) -> None:
+        self._awaited[name] -= 1
+        if not self._awaited[name]:
+            self._events.append(name)
 
     def _end_forward(self, name: str, output: Any) -> None:
         self._begin(None, is_backward=False)
@@ -218,10 +249,6 @@ def _fake_of(
     return torch.empty_strided(
         value.shape, value.stride(), dtype=dtype or value.dtype, device=device
     )
-
-
-def _drop_grad(parameter: Tensor) -> None:
-    parameter.grad = None
 
 
 @contextmanager

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lightning_zero.memory.moments import Moment
 from lightning_zero.memory.prediction import Estimate
 from lightning_zero.memory.size import format_bytes
-from lightning_zero.memory.terms import KINDS, Moment
+from lightning_zero.memory.terms import KINDS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -181,7 +182,7 @@ def _name_phases(axes: Any, moments: Sequence[Moment]) -> None:
     ends = [*starts[1:], len(moments)]
     for start in starts[1:]:
         axes.axvline(start, color="#888888", lw=0.8, ls=":")
-    names = {"forward": "forward", "backward": "backward", "rest": "at rest"}
+    names = {"forward": "forward", "backward": "backward", "step": "step", "rest": "at rest"}
     labels = [names[moments[start].phase] for start in starts]
     axes.set_xticks([(start + end) / 2 for start, end in zip(starts, ends, strict=True)], labels)
     axes.tick_params(axis="x", length=0, labelsize=11)

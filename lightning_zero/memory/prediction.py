@@ -10,9 +10,16 @@ import torch
 from torch import nn
 
 from lightning_zero.memory.dry_run import Step
+from lightning_zero.memory.moments import Moment
 from lightning_zero.memory.subject import Optimizers, Subject
-from lightning_zero.memory.terms import KINDS, RESTING, Kinds, Moment
+from lightning_zero.memory.terms import HOST_KINDS, KINDS, RESTING, Kinds
+from lightning_zero.plan import Offload
 from lightning_zero.wrap import UnitPolicy
+
+NO_OFFLOAD_YET = (
+    "Offload is predicted by the plan's formula only: the strategy does not run it yet, under any"
+    " name."
+)
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,11 @@ class Estimate:
         has_units: Whether the model's units are known, and so what is gathered and unreduced.
         has_activations: Whether activations are counted.
         moments: A step from its begin to the rest after it.
+        whole: Bytes of the whole module, which each rank has in host memory before setup, unless it
+            is built on ``meta``, and after ``fit``, unless ``restore_weights=False``.
+        is_on_host: Whether the device is the host itself.
+        offload: What rests outside the device. **No strategy does that yet**: this is the plan's
+            formula, which no run has confirmed.
     """
 
     stage: int
@@ -36,31 +48,60 @@ class Estimate:
     has_units: bool
     has_activations: bool
     moments: tuple[Moment, ...]
+    whole: int = 0
+    is_on_host: bool = False
+    offload: Offload | None = None
 
     @property
     def name(self) -> str:
-        """The strategy's name."""
-        return f"zero{self.stage}" if self.stage else "ddp"
+        """The strategy's name; with offload the one that it will have."""
+        if self.offload is None:
+            return f"zero{self.stage}" if self.stage else "ddp"
+        ratio = "" if self.offload.ratio == 1 else f" {self.offload.ratio:.0%}"
+        for medium, word in (("cpu", "offload"), ("nvme", "nvme")):
+            if self.offload == Offload.of_stage(self.stage, medium, ratio=self.offload.ratio):
+                return f"zero{self.stage}_{word}{ratio}"
+        homes = {"optimizer": self.offload.optimizer, "weights": self.offload.weights}
+        moved = [f"{kind} on {medium}" for kind, medium in homes.items() if medium]
+        return f"zero{self.stage}, {', '.join(moved)}{ratio}"
 
     @property
     def resting(self) -> Kinds:
-        """Bytes between steps, by kind, after the first step."""
+        """Bytes on the device between steps, by kind, after the first step."""
         return {kind: self.moments[-1].kinds[kind] for kind in RESTING}
 
     @property
     def model_states(self) -> int:
-        """Bytes of weights, gradients, master and optimizer states between steps."""
+        """Bytes of weights, gradients, master and optimizer states on the device between steps."""
         return sum(count for kind, count in self.resting.items() if kind != "buffers")
 
     @property
     def peak(self) -> Moment:
-        """The moment at which most bytes are held."""
+        """The moment at which most bytes are held on the device."""
         return max(self.moments, key=lambda moment: moment.total)
 
     @property
     def most(self) -> Kinds:
-        """The most of each kind, whenever it is held."""
+        """The most of each kind on the device, whenever it is held."""
         return {kind: max(moment.kinds[kind] for moment in self.moments) for kind in KINDS}
+
+    @property
+    def host(self) -> Kinds:
+        """The most of each kind in host memory beside the device's, whenever it is held."""
+        return {kind: max(m.host.get(kind, 0) for m in self.moments) for kind in HOST_KINDS}
+
+    @property
+    def host_peak(self) -> int:
+        """The most bytes in host memory within a step; on a CPU the device's are among them."""
+        return max(
+            sum(moment.host.values()) + (moment.total if self.is_on_host else 0)
+            for moment in self.moments
+        )
+
+    @property
+    def disk(self) -> Kinds:
+        """Bytes in files, by kind."""
+        return {kind: self.moments[-1].disk.get(kind, 0) for kind in RESTING}
 
 
 def estimate(
@@ -73,16 +114,21 @@ def estimate(
     batch: Any = None,
     step: Step | None = None,
     activation_checkpointing: bool = False,
+    offload: Offload | str | None = None,
     accumulate_grad_batches: int = 1,
     accumulate: str | None = None,
     units: UnitPolicy = "auto",
     prefetch: int = 1,
     reshard_after_forward: bool = True,
     reduce_dtype: torch.dtype | None = None,
+    shares_memory: bool = False,
     rank: int = 0,
     device: torch.device | str = "cpu",
 ) -> Estimate:
     """Bytes that one rank will hold, by kind, through a step.
+
+    With ``offload`` it says what the plan's formula gives for a strategy that does not exist yet;
+    ``lightning_zero.memory.staging`` has the assumptions.
 
     Args:
         model_or_numel: A module on any device, a function that builds one (it is called on
@@ -96,12 +142,16 @@ def estimate(
         step: Computes the loss from the module and the batch; by default ``training_step``, or the
             module's own outputs.
         activation_checkpointing: Recompute every unit's activations in backward.
+        offload: ``"cpu"`` or ``"nvme"`` for optimizer states, at stage 3 for weights too; or an
+            ``Offload`` that says each and a ratio. The device is then taken for an accelerator.
         accumulate_grad_batches: As in the Trainer.
         accumulate: As in ``ZeROStrategy``.
         units: As in ``ZeROStrategy``.
         prefetch: As in ``ZeROStrategy``.
         reshard_after_forward: As in ``ZeROStrategy``.
         reduce_dtype: As in ``ZeROStrategy``.
+        shares_memory: The ranks are on one host's CPUs and read each other's reduce buffers, which
+            then stay from step to step; ``unreduced`` is the most that they can be.
         rank: The rank that is asked about; they differ by what is padding.
         device: Where the model will run: ``"cpu"`` or ``"cuda"``.
 
@@ -112,14 +162,23 @@ def estimate(
         model_or_numel, precision=precision, optimizer=optimizer, batch=batch, step=step,
         checkpointing=activation_checkpointing, units=units, device=torch.device(device),
     )  # fmt: skip
+    if isinstance(offload, str):
+        offload = Offload.of_stage(stage, offload)
     return estimate_of(
         subject, stage, world_size, rank=rank, num_microbatches=accumulate_grad_batches,
         prefetch=prefetch, accumulate=accumulate, reduce_dtype=reduce_dtype,
-        reshard_after_forward=reshard_after_forward,
+        reshard_after_forward=reshard_after_forward, offload=offload, shares_memory=shares_memory,
     )  # fmt: skip
 
 
-def estimate_of(subject: Subject, stage: int, world_size: int, **settings: Any) -> Estimate:
+def estimate_of(
+    subject: Subject,
+    stage: int,
+    world_size: int,
+    *,
+    offload: Offload | None = None,
+    **settings: Any,
+) -> Estimate:
     """The estimate of a stage over a number of ranks; ``settings`` as in ``Subject.moments``."""
     return Estimate(
         stage,
@@ -128,16 +187,35 @@ def estimate_of(subject: Subject, stage: int, world_size: int, **settings: Any) 
         subject.num_parameters,
         has_units=subject.module is not None,
         has_activations=subject.has_activations,
-        moments=tuple(subject.moments(stage, world_size, **settings)),
+        moments=tuple(subject.moments(stage, world_size, offload=offload, **settings)),
+        whole=subject.nbytes,
+        is_on_host=subject.device.type == "cpu" and offload is None,
+        offload=offload,
     )
 
 
 def compare(
-    subject: Subject, stages: Iterable[int], world_sizes: Iterable[int], **settings: Any
+    subject: Subject,
+    stages: Iterable[int],
+    world_sizes: Iterable[int],
+    *,
+    offloads: Iterable[tuple[int, Offload]] = (),
+    **settings: Any,
 ) -> list[Estimate]:
-    """Every stage over every number of ranks."""
+    """Every stage over every number of ranks, then every stage with an offload."""
+    columns = [*((stage, None) for stage in stages), *offloads]
     return [
-        estimate_of(subject, stage, world_size, **settings)
+        estimate_of(subject, stage, world_size, offload=offload, **settings)
         for world_size in world_sizes
-        for stage in stages
+        for stage, offload in columns
+    ]
+
+
+def named_offloads(*media: str, ratio: float = 1.0) -> list[tuple[int, Offload]]:
+    """``zero2_offload`` and ``zero3_offload`` for ``"cpu"``, ``zero3_nvme`` for ``"nvme"``."""
+    stages = {"cpu": (2, 3), "nvme": (3,)}
+    return [
+        (stage, Offload.of_stage(stage, medium, ratio=ratio))
+        for medium in media
+        for stage in stages[medium]
     ]

@@ -6,13 +6,14 @@ import html
 import io
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_zero.memory import plot
-from lightning_zero.memory.prediction import Estimate
+from lightning_zero.memory.prediction import NO_OFFLOAD_YET, Estimate
 from lightning_zero.memory.size import format_bytes
-from lightning_zero.memory.terms import KINDS, RESTING
+from lightning_zero.memory.terms import HOST_KINDS, KINDS, RESTING
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,7 +39,8 @@ def write_report(
         measured: Bytes by kind at each point of a step, the most over ranks.
         held: Bytes by kind that the predicted rank held between steps.
         predicted: The estimate for the same run; its step becomes the timeline.
-        stages: Estimates to show side by side; the first is what others save against.
+        stages: Estimates to show side by side, on the device; the first is what others save
+            against. What they offload stands in a table of its own.
         scaling: Estimates of the same stages over several numbers of ranks.
         device_memory: Bytes of a device, drawn as a line.
     """
@@ -71,7 +73,13 @@ def facts_of(found: Estimate) -> dict[str, Any]:
         "model_states": found.model_states,
         "most": found.most,
         "peak": {"at": found.peak.label, "total": found.peak.total, "kinds": found.peak.kinds},
-        "moments": [{"at": m.label, "kinds": m.kinds} for m in found.moments],
+        "host": found.host,
+        "host_peak": found.host_peak,
+        "disk": found.disk,
+        "offload": None if found.offload is None else asdict(found.offload),
+        "moments": [
+            {"at": m.label, "kinds": m.kinds, "host": m.host, "disk": m.disk} for m in found.moments
+        ],
     }
 
 
@@ -105,6 +113,28 @@ def _stages(stages: Sequence[Estimate]) -> list[str]:
         *_picture(lambda: plot.stages(columns, title=title)),
         "<p>The most of each kind, whenever it is held, and the peak of all together.</p>",
         _html_table(["", *shown, "model states", "peak"], rows),
+        *_offloaded([found for found in stages if found.offload is not None]),
+    ]
+
+
+def _offloaded(stages: Sequence[Estimate]) -> list[str]:
+    if not stages:
+        return []
+    on_host = [kind for kind in HOST_KINDS if any(found.host[kind] for found in stages)]
+    on_disk = [kind for kind in RESTING if any(found.disk[kind] for found in stages)]
+    rows: list[Row] = [
+        [
+            found.name,
+            *(found.host[kind] for kind in on_host),
+            found.host_peak,
+            *(found.disk[kind] for kind in on_disk),
+        ]
+        for found in stages
+    ]
+    head = ["", *(f"host {kind}" for kind in on_host), "host peak"]
+    return [
+        f"<p>What rests outside the device, for each rank. {NO_OFFLOAD_YET}</p>",
+        _html_table([*head, *(f"disk {kind}" for kind in on_disk)], rows),
     ]
 
 
@@ -136,6 +166,7 @@ def _compared(held: Mapping[str, int] | None, predicted: Estimate | None) -> lis
 
 
 def _scaling(scaling: Sequence[Estimate], limit: int | None) -> list[str]:
+    scaling = [found for found in scaling if found.offload is None]
     if not scaling:
         return []
     title = "Model states by number of ranks (lines: formula, dots: with padding)"

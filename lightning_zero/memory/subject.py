@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,18 +15,11 @@ from torch.optim import Optimizer
 from lightning_zero.draft import BundleDraft, UnitDraft, draft_units
 from lightning_zero.engine import Engine
 from lightning_zero.memory.dry_run import Step, Stretch, dry_run, skeleton
-from lightning_zero.memory.terms import (
-    KINDS,
-    RESTING,
-    Moment,
-    Pace,
-    StateOf,
-    moments,
-    terms_of_drafts,
-)
+from lightning_zero.memory.moments import Moment, Pace, moments, without_units
+from lightning_zero.memory.terms import RESTING, StateOf, terms_of_drafts
 from lightning_zero.optim import StateBytes, check_can_be_cut, state_bytes
 from lightning_zero.piece import Piece
-from lightning_zero.plan import RECIPES
+from lightning_zero.plan import RECIPES, Offload
 from lightning_zero.settings import Settings
 from lightning_zero.wrap import UnitPolicy
 
@@ -41,6 +35,7 @@ class Subject:
     Attributes:
         module: The model on ``meta``; ``None`` if only a number of parameters is known.
         num_parameters: Elements of all parameters, ties counted once.
+        nbytes: Bytes of all parameters and buffers, whole and in dtypes of their own.
     """
 
     def __init__(
@@ -81,6 +76,7 @@ class Subject:
             parameters = list(self.module.parameters())
         self.num_parameters = sum(parameter.numel() for parameter in parameters)
         self._parameters = parameters
+        self.nbytes = sum(parameter.nbytes for parameter in parameters) + self._buffers
         self._optimizers = _optimizers(self.module, parameters, optimizer)
         self._own: dict[int, Parameter] = {}
         self._stretches: dict[bool, list[Stretch]] = {}
@@ -133,6 +129,8 @@ class Subject:
         *,
         rank: int = 0,
         num_microbatches: int = 1,
+        shares_memory: bool = False,
+        offload: Offload | None = None,
         **settings: Any,
     ) -> list[Moment]:
         """A step under a stage (0 is DDP) over so many ranks; ``settings`` are the engine's."""
@@ -142,16 +140,43 @@ class Subject:
             raise ValueError(f"Expected a rank from 0 to {world_size - 1}, got {rank!r}.")
         if stage not in (0, 1, 2, 3):
             raise ValueError(f"Expected stage among 0 (DDP), 1, 2, 3, got {stage!r}.")
+        if offload is not None and (stage == 0 or (stage < 3 and offload.weights)):
+            raise ValueError(
+                f"stage={stage} keeps whole weights on every device"
+                f"{'' if stage else ', and whole optimizer states'}; expected stage=3 to offload"
+                f" weights, or stage 1 to 3 to offload the optimizer, got {offload}."
+            )
         if stage == 0:
             return self._under_ddp()
         for optimizer in self._optimizers:
             check_can_be_cut(optimizer)
         chosen = Settings(stage, self.recipe, self.units, device=_META, **settings)
-        return self._under_zero(chosen, world_size, rank, num_microbatches)
+        drafts = self._drafts(chosen)
+        terms = terms_of_drafts(
+            drafts,
+            self._state_of,
+            numbers={id(p): number for number, p in enumerate(self._parameters)},
+            world_size=world_size,
+            rank=rank,
+            receives=self.device.type == "cpu" and not shares_memory,
+            offload=offload,
+        )
+        plans = (plan for draft in drafts for _, plan in draft.bundles)
+        pace = Pace(
+            chosen.prefetch,
+            chosen.reshard_after_forward,
+            num_microbatches,
+            reduces_every=next(plans).reduces_every_microbatch,
+            shares_memory=shares_memory and world_size > 1,
+            offloads=offload is not None,
+        )
+        if self.module is None:
+            return without_units(terms, pace)
+        return moments(terms, self.stretches(is_cast=True), self._buffers, pace)
 
     def _under_ddp(self) -> list[Moment]:
         trainable = [p for p in self._parameters if p.requires_grad]
-        state_of = self._state_of()
+        state_of = self._state_of
         grads = sum(p.nbytes for p in trainable)
         resting = dict.fromkeys(RESTING, 0)
         resting["weights"] = sum(p.nbytes for p in self._parameters)
@@ -170,33 +195,6 @@ class Subject:
         ]
         return [*found, Moment("", "rest", {**resting, **passing, "activations": 0})]
 
-    def _under_zero(
-        self, settings: Settings, world_size: int, rank: int, num_microbatches: int
-    ) -> list[Moment]:
-        drafts = self._drafts(settings)
-        plans = {id(p): plan for draft in drafts for named, plan in draft.bundles for _, p in named}
-        terms = terms_of_drafts(
-            drafts,
-            self._state_of(),
-            world_size=world_size,
-            rank=rank,
-            receives=self.device.type == "cpu",
-        )
-        resting = {kind: sum(unit.resting[kind] for unit in terms) for kind in RESTING}
-        resting["buffers"] = self._buffers
-        plan = next(iter(plans.values()))
-        pace = Pace(
-            settings.prefetch,
-            settings.reshard_after_forward,
-            holds_partials=num_microbatches > 1 and not plan.reduces_every_microbatch,
-            accumulates=num_microbatches > 1 and plan.reduces_every_microbatch,
-        )
-        if self.module is None:
-            partial = terms[0].partial if pace.holds_partials else 0
-            kinds = {**dict.fromkeys(KINDS, 0), **resting, "unreduced": partial}
-            return [Moment("", "backward", kinds), Moment("", "rest", {**kinds, "unreduced": 0})]
-        return moments(terms, self.stretches(is_cast=True), resting, pace)
-
     def _drafts(self, settings: Settings) -> list[UnitDraft]:
         if self.module is not None:
             return draft_units(self.module, settings)
@@ -206,8 +204,21 @@ class Subject:
 
     @property
     def _buffers(self) -> int:
-        return sum(b.nbytes for b in self.module.buffers()) if self.module is not None else 0
+        return sum(self.buffer_bytes.values())
 
+    @property
+    def buffer_bytes(self) -> dict[str, int]:
+        """Bytes of the module's buffers, by name."""
+        if self.module is None:
+            return {}
+        return {name: buffer.nbytes for name, buffer in self.module.named_buffers()}
+
+    def state_bytes(self, parameter: Parameter, numel: int) -> int:
+        """Bytes of optimizer states for ``numel`` elements of a parameter of the engine."""
+        own = self._own.get(id(parameter), parameter)
+        return self._state_of(own).of(numel) if own.requires_grad else 0
+
+    @cached_property
     def _state_of(self) -> StateOf:
         """What the optimizer says of each parameter; one that it does not hold has no state."""
         found: dict[int, StateBytes] = {}
@@ -241,10 +252,7 @@ class Subject:
         drafts = draft_units(module, Settings(3, self.recipe, self.units, device=_META))
         inner = [draft for draft in drafts if draft.name]
         if self.batch is None:
-            yield Stretch(None, False, 0)
-            yield from (Stretch(draft.name, False, 0) for draft in inner)
-            yield from (Stretch(draft.name, True, 0) for draft in reversed(inner))
-            yield Stretch(None, True, 0)
+            yield from _in_order(module, drafts)
             return
         dtypes = {
             id(p): plan.weight.dtype if is_cast else p.dtype
@@ -263,6 +271,25 @@ class Subject:
             dtype=self._dtype,
             device=self.device,
         )
+
+
+def _in_order(module: nn.Module, drafts: Sequence[UnitDraft]) -> Iterator[Stretch]:
+    """A step that goes through the units as they are registered; the root's gradients come first.
+
+    It holds the root's longest, so that no other order holds more.
+    """
+    numbers = {id(p): number for number, p in enumerate(module.parameters())}
+    *inner, root = drafts
+
+    def events(draft: UnitDraft) -> tuple[int, ...]:
+        named = (pair for bundle in draft.bundles for pair in bundle.named)
+        return tuple(numbers[id(p)] for _, p in named if p.requires_grad)
+
+    yield Stretch(None, False, 0)
+    yield from (Stretch(draft.name, False, 0) for draft in inner)
+    yield Stretch(None, True, 0, events(root))
+    yield from (Stretch(draft.name, True, 0, events(draft)) for draft in reversed(inner))
+    yield Stretch(None, True, 0)
 
 
 def _built(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:

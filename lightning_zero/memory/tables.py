@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from lightning_zero.memory.prediction import Estimate
 from lightning_zero.memory.size import format_bytes
-from lightning_zero.memory.terms import KINDS, RESTING
+from lightning_zero.memory.terms import HOST_KINDS, KINDS, RESTING
 
 
 def table(columns: Mapping[str, Mapping[str, int | None]], rows: Sequence[str]) -> str:
@@ -23,7 +23,10 @@ def table(columns: Mapping[str, Mapping[str, int | None]], rows: Sequence[str]) 
 
 
 def estimate_table(estimates: Sequence[Estimate]) -> str:
-    """Estimates side by side: what rests, the most that comes and goes, and the peak."""
+    """Estimates side by side: what rests, the most that comes and goes, and the peak.
+
+    Host memory and files follow where something rests there.
+    """
     columns: dict[str, dict[str, int | None]] = {}
     for found in estimates:
         most = found.most
@@ -34,5 +37,11 @@ def estimate_table(estimates: Sequence[Estimate]) -> str:
             "model states": found.model_states,
             "peak": found.peak.total,
             "saved": saved if found is not estimates[0] and saved > 0 else None,
+            **{f"host {kind}": count for kind, count in found.host.items() if found.offload},
+            "host peak": found.host_peak if found.offload else None,
+            **{f"disk {kind}": count for kind, count in found.disk.items() if found.offload},
+            "disk": sum(found.disk.values()) or None,
         }
-    return table(columns, [*RESTING, "model states", *KINDS[len(RESTING) :], "peak", "saved"])
+    rows = [*RESTING, "model states", *KINDS[len(RESTING) :], "peak", "saved"]
+    rows += [f"host {kind}" for kind in HOST_KINDS] + ["host peak"]
+    return table(columns, [*rows, *(f"disk {kind}" for kind in RESTING), "disk"])

@@ -1,0 +1,94 @@
+"""Why a rank holds between steps what was not predicted: by kind, with names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_zero.engine import Engine
+from lightning_zero.memory.size import format_bytes
+from lightning_zero.memory.subject import Subject
+from lightning_zero.memory.terms import RESTING
+
+
+class Cause(NamedTuple):
+    """Something that does not hold what was predicted for it."""
+
+    kind: str
+    name: str
+    predicted: int
+    held: int
+
+
+def explain(
+    subject: Subject, engine: Engine, predicted: Mapping[str, int], measured: Mapping[str, int]
+) -> list[str]:
+    """One sentence for each kind of resting bytes that differs.
+
+    Args:
+        subject: What the prediction was made for, taken from ``engine`` before its first step.
+        engine: What was measured.
+        predicted: Bytes by kind.
+        measured: Bytes by kind.
+    """
+    found = [cause for cause in _causes(subject, engine) if cause.predicted != cause.held]
+    lines = []
+    for kind in RESTING:
+        difference = measured[kind] - predicted[kind]
+        own = [cause for cause in found if cause.kind == kind]
+        if not difference:
+            continue
+        lines.append(
+            f"{kind} differ by {format_bytes(abs(difference))}: " + _reason(own, difference)
+        )
+    return lines
+
+
+def _reason(causes: list[Cause], difference: int) -> str:
+    left = difference - sum(cause.held - cause.predicted for cause in causes)
+    parts = []
+    if causes:
+        cause = max(causes, key=lambda one: abs(one.held - one.predicted))
+        others = f", and so for {len(causes) - 1} more" if len(causes) > 1 else ""
+        parts.append(
+            f"{cause.name} holds {format_bytes(cause.held)}, predicted were"
+            f" {format_bytes(cause.predicted)}{others}"
+        )
+    if left:
+        parts.append(
+            f"{format_bytes(abs(left))} {'more' if left > 0 else 'less'} than foreseen, which"
+            " nothing that the rank holds accounts for: the prediction was made for another run"
+        )
+    return "; ".join(parts) + "."
+
+
+def _causes(subject: Subject, engine: Engine) -> Iterator[Cause]:
+    for unit in engine.units:
+        for bundle in unit.bundles:
+            names = [slot.name for slot in bundle.layout.slots]
+            where = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+            held = bundle.memory()
+            kinds = bundle.plan.resting_bytes(
+                bundle.layout.numel, bundle.layout.world_size, trainable=bundle.trainable
+            )
+            for kind, count in kinds.items():
+                yield Cause(kind, where, count, held.get(kind, 0))
+            for name, piece in zip(names, bundle.pieces, strict=True):
+                foreseen = subject.state_bytes(piece.parameter, piece.numel())
+                yield Cause("states", name, foreseen, _states_of(piece, engine.optimizers))
+    expected = subject.buffer_bytes
+    actual = {name: buffer.nbytes for name, buffer in engine.module.named_buffers()}
+    for name in {**expected, **actual}:
+        yield Cause("buffers", name, expected.get(name, 0), actual.get(name, 0))
+
+
+def _states_of(piece: Tensor, optimizers: list[Optimizer]) -> int:
+    return sum(
+        value.nbytes
+        for optimizer in optimizers
+        for value in optimizer.state.get(piece, {}).values()
+        if isinstance(value, Tensor)
+    )
