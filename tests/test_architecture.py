@@ -48,6 +48,7 @@ FLOORS = [
     ],
     [
         "schedule",
+        "inputs",
         "call",
         "join",
         "comparison",
