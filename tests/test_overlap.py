@@ -394,7 +394,7 @@ def _calls(num_units: int, num_layers: int, stage: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("stage", "per_unit", "per_parameter"), [(1, 190, 12), (2, 190, 12), (3, 250, 12)]
+    ("stage", "per_unit", "per_parameter"), [(1, 200, 12), (2, 200, 12), (3, 255, 12)]
 )
 def test_python_per_unit_is_bounded(stage: int, per_unit: int, per_parameter: int) -> None:
     few, more, larger = (_calls(*how, stage) for how in ((2, 1), (6, 1), (6, 5)))
