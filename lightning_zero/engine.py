@@ -457,7 +457,9 @@ class Engine(ShardedModule):
         self._keeps_graph = False
         if not self._depth:
             self._close_step()
-        self.refresh([unit for unit in self.units if unit.index in stepped], only_stepped=True)
+        # The root first, which is needed first: a device gathers one unit after the other.
+        units = [unit for unit in (self.root, *self.units[:-1]) if unit.index in stepped]
+        self.refresh(units, only_stepped=True)
         self.comm.ledger.end_step()
         self.comm.watch.step += 1
 
