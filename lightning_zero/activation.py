@@ -26,6 +26,27 @@ class ActivationCheckpointing:
         for module in self._modules:
             module.forward = functools.partial(_checkpointed, module.forward)
 
+    @classmethod
+    def chosen(
+        cls,
+        choice: bool | Iterable[type[nn.Module]],
+        module: nn.Module,
+        units: Iterable[nn.Module],
+    ) -> ActivationCheckpointing:
+        """Of ``units`` if the choice is ``True``, or of the children of the classes chosen.
+
+        Raises:
+            ValueError: The module has no child of these classes.
+        """
+        if isinstance(choice, bool):
+            return cls(units if choice else ())
+        classes = tuple(choice)
+        found = [child for child in module.modules() if isinstance(child, classes)]
+        if not found:
+            names = ", ".join(wanted.__name__ for wanted in classes)
+            raise ValueError(f"activation_checkpointing={names}: the model has no such module.")
+        return cls(found)
+
     def remove(self) -> None:
         """Give the modules their own ``forward`` back."""
         for module in self._modules:

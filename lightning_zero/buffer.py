@@ -11,15 +11,24 @@ from torch import Tensor
 from lightning_zero.layout import Layout
 
 
-@contextlib.contextmanager
-def lasting_tensors() -> Iterator[None]:
+def lasting_tensors() -> contextlib.AbstractContextManager[None]:
     """Tensors made here are ordinary ones without a graph, also within inference mode.
 
     An inference tensor could never be saved for a later backward.
     """
+    # Within a backward pass things are as they should be, and two contexts cost more than a tensor.
+    is_so = not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    return _NOTHING if is_so else _lasting_tensors()
+
+
+@contextlib.contextmanager
+def _lasting_tensors() -> Iterator[None]:
     # In this order: leaving inference mode turns gradients on.
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 class Buffer:

@@ -220,14 +220,13 @@ def _alone(setup: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -
 
 
 def _in_trials(search: Callable[..., Any], engine: Engine, trainer: Any, module: Any) -> Any:
-    trials = trainer.strategy.trials = Trials(engine, is_oom_error)
+    trials = Trials(engine, is_oom_error)
     loop = trainer._active_loop
     loop.run = functools.partial(_undone, functools.partial(trials.run, loop.run), trainer)
     try:
         return search(trainer, module)
     finally:
         del loop.run
-        trainer.strategy.trials = None
 
 
 def _undone(run: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -43,17 +43,23 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_zero import optim, resting
+from lightning_zero import resting
+from lightning_zero.adoption import Adoption
+from lightning_zero.bundle import Bundle
+from lightning_zero.call import Call, with_grad
 from lightning_zero.comm import Comm
+from lightning_zero.comparison import Comparison
 from lightning_zero.hook import Hook
-from lightning_zero.meeting import Called, Subject
+from lightning_zero.inputs import own_inputs
+from lightning_zero.join import Join
+from lightning_zero.meeting import Subject
 from lightning_zero.piece import Piece
-from lightning_zero.schedule import Need, Schedule
+from lightning_zero.schedule import Need, Schedules
 from lightning_zero.settings import Settings
 from lightning_zero.sharded import ShardedModule
 from lightning_zero.tensors import tensors_in
 from lightning_zero.turns import Turns
-from lightning_zero.unit import Bundle, State, Unit
+from lightning_zero.unit import State, Unit
 
 
 class Engine(ShardedModule):
@@ -72,9 +78,11 @@ class Engine(ShardedModule):
     def __init__(self, module: nn.Module, settings: Settings, comm: Comm | None = None) -> None:
         super().__init__(module, settings, comm or Comm(settings.device))
         self._handles: list[RemovableHandle] = []
-        self._hooked: set[int] = set()
-        self._schedules = {True: Schedule(), False: Schedule()}
-        self._schedule = self._schedules[True]
+        self._unheard = {unit.index: _places(unit) for unit in self.units}
+        self._reduces_always = any(
+            bundle.plan.reduces_every_microbatch for unit in self.units for bundle in unit.bundles
+        )
+        self._schedules = Schedules()
         self._depth = 0
         self._awaits_backward = False
         self._in_backward = False
@@ -82,10 +90,10 @@ class Engine(ShardedModule):
         self._syncs = True
         self._broadcasts_next = True
         self._keeps_graph = False
-        self._is_in_join = self._is_joined = False
         self._was_interrupted = False
-        self._rests = any(unit.gives_weights_back for unit in self.units)
-        self._comparison: Called | None = None
+        self._join = Join(self.units, self.comm)
+        is_due = any(unit.gives_weights_back for unit in self.units)
+        self._comparison = Comparison(self.comm, is_due=is_due)
         self._turns = Turns(self.units, self.comm)
         self.is_closed = False
         self.is_restored = False
@@ -97,8 +105,9 @@ class Engine(ShardedModule):
     def _register_hooks(self) -> None:
         for unit in self.units[:-1]:
             module = unit.module
-            before = Hook(module, functools.partial(self._before_forward, unit))
-            after = Hook(module, functools.partial(self._after_forward, unit))
+            needless = None if unit.gives_weights_back else functools.partial(_needs_nothing, unit)
+            before = Hook(module, functools.partial(self._before_forward, unit), needless)
+            after = Hook(module, functools.partial(self._after_forward, unit), needless)
             self._handles += [
                 module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
                 module.register_forward_hook(after, always_call=True),
@@ -108,22 +117,30 @@ class Engine(ShardedModule):
         for module in [self.module, *self.module.children()]:
             if any(module is unit.module for unit in self.units[:-1]):
                 continue
+            needless = functools.partial(_needs_nothing, self.root)
+            enter, leave = (
+                Hook(module, function, needless)
+                for function in (self._enter_root, self._leave_root)
+            )
             self._handles += [
-                module.register_forward_pre_hook(Hook(module, self._enter_root), prepend=True),
-                module.register_forward_hook(Hook(module, self._leave_root), always_call=True),
+                module.register_forward_pre_hook(enter, prepend=True),
+                module.register_forward_hook(leave, always_call=True),
             ]
         for unit in self.units:
             self._hook_grads(unit)
 
     def _hook_grads(self, unit: Unit) -> None:
         """Listen for gradients, also of parameters that were unfrozen since last time."""
-        for bundle in unit.bundles:
-            for index, parameter in enumerate(bundle.parameters):
-                if id(parameter) not in self._hooked and parameter.requires_grad:
-                    self._hooked.add(id(parameter))
-                    hook = functools.partial(self._on_grad, unit, bundle, index)
-                    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                    self._handles.append(handle)
+        frozen = []
+        for bundle, index in self._unheard[unit.index]:
+            parameter = bundle.parameters[index]
+            if parameter.requires_grad:
+                hook = functools.partial(self._on_grad, unit, bundle, index)
+                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
+            else:
+                frozen.append((bundle, index))
+        self._unheard[unit.index] = frozen
 
     # -- the step --------------------------------------------------------------------------------
 
@@ -156,55 +173,14 @@ class Engine(ShardedModule):
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
-        """Forwards without gradients in which ranks may run different units, some none at all.
-
-        A rank that needs a resting unit asks the others, and all gather it together; a rank that
-        has come to the end of the context goes on to help until all have. Where ranks read each
-        other's memory nobody needs to ask.
-        """
-        if self._is_in_join:
+        """Forwards without gradients in which ranks may run different units, some none at all."""
+        if self._join.is_open:
             yield
             return
-        self._is_in_join = True
-        try:
-            with (
-                self._joined()
-                if self._rests and self.comm.gathers_together
-                else contextlib.nullcontext()
-            ):
-                yield
-        finally:
-            self._is_in_join = False
-
-    @contextlib.contextmanager
-    def _joined(self) -> Iterator[None]:
-        for unit in self.units:
-            unit.wait_if_in_flight()
-        # What is seen here is this rank's own, and no guide to what all ranks need next.
-        before = self._schedules, self._schedule
-        self._schedules = {True: Schedule(), False: Schedule()}
-        self._schedule = self._schedules[torch.is_grad_enabled()]
-        self._is_joined = True
-        try:
+        # What a rank does here is its own, and no guide to what all ranks need next.
+        apart = self._schedules.apart() if self._join.must_ask else contextlib.nullcontext()
+        with self._join.opened(), apart:
             yield
-            self._gather_joined(None)
-        finally:
-            self._is_joined = False
-            self._schedules, self._schedule = before
-
-    @torch.no_grad()
-    def _gather_joined(self, wanted: Unit | None) -> None:
-        """Gather what each rank wants, until all have come to the end or this one has its unit."""
-        while True:
-            index = -1 if wanted is None else wanted.index
-            asked = set(self.comm.gather_objects(index))
-            for unit in (self.units[index] for index in sorted(asked - {-1})):
-                was_resting = unit.state is State.RESTING
-                unit.gather_again()
-                if was_resting and unit is not wanted:
-                    unit.reshard()
-            if wanted is not None or asked == {-1}:
-                return
 
     @property
     def in_step(self) -> bool:
@@ -226,17 +202,19 @@ class Engine(ShardedModule):
         if self._depth > 1 or self._in_backward:
             return
         self._was_interrupted = False
-        self._wait_for_comparison()
+        self._comparison.wait()
         self._close_step()
         for unit in self.units:
             unit.has_run = False
-        self._schedule = self._schedules[torch.is_grad_enabled()]
-        self._schedule.begin()
+        self._schedules.begin(with_grad=torch.is_grad_enabled())
         self._unshard(self.root)
         self._prefetch()
+        for unit in self.units:
+            if unit.is_inlined:
+                unit.wait_if_in_flight()
         self.root.wait()
         self._hook_grads(self.root)
-        if not broadcasts or self._is_in_join:
+        if not broadcasts or self._join.is_open:
             return
         if self.settings.broadcast_buffers and self._broadcasts_next:
             self.broadcast_buffers()
@@ -246,27 +224,17 @@ class Engine(ShardedModule):
         self._depth = max(self._depth - 1, 0)
         if self._depth or self._in_backward:
             return
-        watched = list(_with_grad(outputs)) if torch.is_grad_enabled() else []
+        watched = list(with_grad(outputs)) if torch.is_grad_enabled() else []
         if not watched:
             self._close_step()
-            self._compare_forwards()
+            if not self._join.asks:
+                self._comparison.start()
             return
         # A second backward over the same graph comes when the step is closed: gather again what has
         # no unit of its own to do so.
         held = [self.root, *(unit for unit in self.units if unit.is_pinned)]
         register_multi_grad_hook(watched, functools.partial(self._hold, held), mode="any")
         self._awaits_backward = True
-
-    def _compare_forwards(self) -> None:
-        """Where only their order tells weights apart, see that all ranks gathered the same."""
-        if self._rests and self.comm.gathers_in_order and not self._is_joined:
-            self._wait_for_comparison()
-            self._comparison = self.comm.meetings.call(Subject.FORWARD)
-
-    def _wait_for_comparison(self) -> None:
-        comparison, self._comparison = self._comparison, None
-        if comparison is not None:
-            comparison.wait()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _hold(self, units: Iterable[Unit], _: Tensor) -> None:
@@ -289,7 +257,7 @@ class Engine(ShardedModule):
     def touch(self, parameter: Parameter) -> None:
         """Make a parameter readable outside its unit's forward, or say why it cannot be."""
         name, unit, _, _ = self._places[id(parameter)]
-        if self.is_restored:
+        if self.is_restored or unit.is_lent:
             raise RuntimeError(
                 f"A view of parameter {name!r} was kept beyond the training step in which it was"
                 " taken; the memory was given back. Clone what is to last: `p.detach().clone()`"
@@ -314,77 +282,47 @@ class Engine(ShardedModule):
 
     # -- forward ---------------------------------------------------------------------------------
 
-    def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         is_recompute = _in_graph_task()
         if is_recompute:
             self._begin_backward()
         else:
             self._enter()
         unit.has_run = True
-        call = object()
+        call = Call(unit)
         unit.calling.append(call)
         self._need(unit, is_backward=is_recompute)
         if not torch.is_grad_enabled():
-            return
+            return None
         self._hook_grads(unit)
-        inputs = _inputs((args, kwargs))
-        if not inputs:
-            return
-        unit.awaited.add(call)
-        inner = [tensor for tensor in inputs if not tensor.is_leaf]
-        if inner:
-            end = functools.partial(self._after_backward, unit, call)
-            register_multi_grad_hook(inner, end, mode="all")
-        else:
-            self._watch_leaves(unit, call, inputs)
-
-    def _watch_leaves(self, unit: Unit, call: object, leaves: list[Tensor]) -> None:
-        """Reshard when all leaf inputs have their gradients, if the unit's own are complete too.
-
-        A leaf may be done before the graph behind it is, so by itself it does not tell enough.
-        Torch's hook for several tensors takes no leaves in `torch.autograd.grad`.
-        """
-        waiting: dict[int, RemovableHandle] = {}
-
-        def note(number: int, _: Tensor) -> None:
-            waiting.pop(number).remove()
-            if not waiting:
-                self._after_leaf_inputs(unit, call)
-
-        for number, leaf in enumerate(leaves):
-            hook = functools.partial(note, number)
-            waiting[number] = leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+        args, kwargs = own_inputs(args, kwargs)
+        call.watch_inputs(
+            [*args, *kwargs.values()],
+            ended=self._after_backward,
+            leaves_done=self._after_leaf_inputs,
+        )
+        return args, kwargs
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         call = unit.calling.pop()
-        wants_grad = torch.is_grad_enabled() and self._watch_outputs(unit, call, output)
+        wants_grad = torch.is_grad_enabled() and call.watch_outputs(
+            output, began=self._before_backward
+        )
         if _in_graph_task():
             return
-        if any(unit.holds(tensor) for tensor in tensors_in(output)):
+        if sum(unit.keep(tensor) for tensor in tensors_in(output)):
             # The module gave away a view of its weights, which lives on.
             unit.is_pinned = True
-        nexts = self._schedule.ahead(1)
-        is_next = any(need.unit == unit.index for need in nexts)
+        is_next = unit.index in (need.unit for need in self._schedules.now.ahead(1))
         if is_next or (wants_grad and not self.settings.reshard_after_forward):
             unit.idle()
         else:
             unit.reshard()
         self._leave(output)
 
-    def _watch_outputs(self, unit: Unit, call: object, output: Any) -> bool:
-        """Make the first gradient of an output unshard the unit; whether there can be one."""
-        outputs = [tensor for tensor in _with_grad(output) if tensor.grad_fn is not None]
-        if not outputs:
-            return False
-        # A hook on a view is lost when the view is changed in place; one on its base stays.
-        bases = [tensor._base for tensor in outputs if tensor._base is not None]
-        hook = functools.partial(self._before_backward, unit, call)
-        register_multi_grad_hook([*outputs, *_with_grad(bases)], hook, mode="any")
-        return True
-
     def _need(self, unit: Unit, *, is_backward: bool) -> None:
         """Make a unit whole, and start on those that are needed after it."""
-        self._schedule.record(Need(unit.index, is_backward))
+        self._schedules.now.record(Need(unit.index, is_backward))
         self._unshard(unit)
         before, self._last_backward = self._last_backward, unit if is_backward else None
         if before is None or before is unit or not before.will_be_given_back:
@@ -395,27 +333,26 @@ class Engine(ShardedModule):
         unit.wait()
 
     def _unshard(self, unit: Unit) -> None:
-        if self._is_joined and unit.state is State.RESTING:
-            self._gather_joined(unit)
+        if self._join.asks and unit.state is State.RESTING:
+            self._join.gather(unit)
         unit.unshard()
 
     def _prefetch(self) -> None:
-        if self._is_joined:
+        if self._join.asks:
             return
-        for need in self._schedule.ahead(self.settings.prefetch):
+        for need in self._schedules.now.ahead(self.settings.prefetch):
             self.units[need.unit].unshard()
 
     # -- backward --------------------------------------------------------------------------------
 
     @property
     def _reduces_now(self) -> bool:
-        plan = self.root.bundles[0].plan if self.root.bundles else self.units[0].bundles[0].plan
-        return self._syncs or plan.reduces_every_microbatch
+        return self._syncs or self._reduces_always
 
     def _begin_backward(self) -> None:
         if self._in_backward:
             return
-        if self._is_in_join:
+        if self._join.is_open:
             raise RuntimeError(
                 "A backward pass began within `lightning_zero.join`, where ranks may run different"
                 " units; the gradients of all ranks need the same ones. Go backward outside of it."
@@ -427,12 +364,13 @@ class Engine(ShardedModule):
             for unit in self.units:
                 unit.expect(is_local=not self._reduces_now)
         if self._reduces_now:
-            self._turns.begin(self._schedules[True].units_in_forward())
+            self._turns.begin(self._schedules.units_in_forward())
         # Private, as in DDP and FSDP2: torch has no public event for the end of a backward pass,
         # and a plain `loss.backward()` in user code has nobody else to tell us.
         torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
-    def _before_backward(self, unit: Unit, call: object, _: Tensor) -> None:
+    def _before_backward(self, call: Call) -> None:
+        unit = call.unit
         self._begin_backward()
         unit.in_backward.add(call)
         self._need(unit, is_backward=True)
@@ -441,7 +379,8 @@ class Engine(ShardedModule):
             # its own backward will want them.
             unit.is_pinned = True
 
-    def _after_backward(self, unit: Unit, call: object, _: Any) -> None:
+    def _after_backward(self, call: Call) -> None:
+        unit = call.unit
         unit.end_call(call)
         if self._reduces_now:
             self._turns.advance()
@@ -451,18 +390,19 @@ class Engine(ShardedModule):
         if self._in_backward:
             self._prefetch()
 
-    def _after_leaf_inputs(self, unit: Unit, call: object) -> None:
+    def _after_leaf_inputs(self, call: Call) -> None:
+        unit = call.unit
         unit.awaited.discard(call)
         unit.in_backward.discard(call)
         if unit.is_complete and not unit.awaited:
-            self._after_backward(unit, call, None)
+            self._after_backward(call)
 
     def _on_grad(self, unit: Unit, bundle: Bundle, index: int, _: Tensor) -> None:
         grad = bundle.pieces[index].claim_grad()
         assert grad is not None
-        self._begin_backward()
-        unit.take_grad(bundle, index, grad)
-        if not unit.is_complete:
+        if not self._in_backward:
+            self._begin_backward()
+        if not unit.take_grad(bundle.reducer, index, grad):
             return
         if self._reduces_now:
             self._turns.advance()
@@ -496,49 +436,11 @@ class Engine(ShardedModule):
         Raises:
             ValueError: It is not element-wise, or a parameter is in two of its groups.
         """
-        optim.check_can_be_cut(optimizer)
+        adoption = Adoption(
+            optimizer, self.piece, before=self._begin_writing, after=self._after_step
+        )
         self.optimizers.append(optimizer)
-        self._point(optimizer)
-        self._handles += [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(lambda opt, args, kwargs: self._after_step(opt)),
-        ]
-
-    def _point(self, optimizer: Optimizer) -> None:
-        optim.point_at_pieces(optimizer, self.piece)
-
-    def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Take in new groups, and let all ranks finish reading before masters change."""
-        self._point(optimizer)
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._check_is_reduced(optimizer)
-            self._begin_writing()
-            return args, kwargs
-
-        def fenced() -> Any:
-            result = closure()
-            self._point(optimizer)
-            self._check_is_reduced(optimizer)
-            self._begin_writing()
-            return result
-
-        rest = {name: value for name, value in kwargs.items() if name != "closure"}
-        return (args[0], *args[2:]), {**rest, "closure": fenced}
-
-    def _check_is_reduced(self, optimizer: Optimizer) -> None:
-        for group in optimizer.param_groups:
-            for piece in group["params"]:
-                local = piece.local if isinstance(piece, Piece) else None
-                if local is not None and piece.grad is local:
-                    name = self._places[id(piece.parameter)][0]
-                    raise RuntimeError(
-                        f"The gradient of parameter {name!r} is this rank's own: its last backward"
-                        " pass was told not to send gradients. Let the last one before"
-                        f" {type(optimizer).__name__}.step() send them (`sync_grad=True`)."
-                    )
+        self._handles += adoption.handles
 
     def _begin_writing(self) -> None:
         """Wait until no rank reads this one's masters or reduce buffers any more."""
@@ -546,19 +448,18 @@ class Engine(ShardedModule):
         self.comm.fence(Subject.STEP)
         self.comm.drop_outgrown_windows()
 
-    def _after_step(self, optimizer: Optimizer) -> None:
-        """Bring weights up to date with the masters that ``optimizer`` stepped."""
+    def _after_step(self, pieces: Iterable[Piece]) -> None:
+        """Bring weights up to date with the masters that were stepped."""
         self.comm.fence(Subject.STEPPED)
-        stepped = {
-            id(self._places[id(piece.parameter)][1])
-            for group in optimizer.param_groups
-            for piece in group["params"]
-            if isinstance(piece, Piece) and id(piece.parameter) in self._places
-        }
+        # An optimizer may hold pieces of another engine too.
+        places = [self._places.get(id(piece.parameter)) for piece in pieces]
+        stepped = {place[1].index for place in places if place}
         self._keeps_graph = False
         if not self._depth:
             self._close_step()
-        self.refresh([unit for unit in self.units if id(unit) in stepped], only_stepped=True)
+        # The root first, which is needed first: a device gathers one unit after the other.
+        units = [unit for unit in (self.root, *self.units[:-1]) if unit.index in stepped]
+        self.refresh(units, only_stepped=True)
         self.comm.ledger.end_step()
         self.comm.watch.step += 1
 
@@ -568,10 +469,11 @@ class Engine(ShardedModule):
         """Forget a step that an exception ended; the next one starts clean."""
         self._depth = 0
         self._in_backward = self._keeps_graph = False
-        self._is_in_join = self._is_joined = False
-        self._comparison = None
+        self._join.abandon()
+        self._comparison.abandon()
         self._was_interrupted = True
         self._turns.abandon()
+        self._schedules.forget()
         for unit in self.units:
             unit.abandon()
         self.comm.release_scratch()
@@ -585,7 +487,7 @@ class Engine(ShardedModule):
         just ended a step.
         """
         if not self._was_interrupted:
-            self._wait_for_comparison()
+            self._comparison.wait()
             self.comm.meetings.call(Subject.CLOSE).wait()
         for unit in self.units:
             unit.wait_if_in_flight()
@@ -622,19 +524,20 @@ def engine_of(parameters: Iterable[Parameter]) -> Engine | None:
     return None
 
 
-def _with_grad(value: Any) -> Iterator[Tensor]:
-    return (tensor for tensor in tensors_in(value) if tensor.requires_grad)
+def _places(unit: Unit) -> list[tuple[Bundle, int]]:
+    """The parameters of a unit, each by its bundle and its place there."""
+    return [(bundle, index) for bundle in unit.bundles for index in range(len(bundle.parameters))]
 
 
-def _inputs(value: Any) -> list[Tensor]:
-    """The tensors in a module's arguments whose gradients tell that its backward is done.
+def _needs_nothing(unit: Unit) -> bool:
+    """Whether a compiled graph may hold ``unit``: its weights are whole before the graph runs.
 
-    An object may be handed from module to module and hold what others left in it (the keys and
-    values that a Transformers decoder caches): gradients that come much later. It counts only where
-    no tensor is given otherwise.
+    Torch's compiler reads this; what is noted here is noted whenever the graph runs.
     """
-    given = [t for t in tensors_in(value, within_objects=False) if t.requires_grad]
-    return given or list(_with_grad(value))
+    if unit.state is not State.WHOLE:
+        return False
+    unit.is_inlined = unit.has_run = True
+    return True
 
 
 def _in_graph_task() -> bool:

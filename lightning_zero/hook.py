@@ -1,4 +1,9 @@
-"""What the engine hangs on a module, and what becomes of it when the module is copied."""
+"""What the engine hangs on a module, and what becomes of it when the module is copied or compiled.
+
+A module that is compiled by itself has its hooks around the compiled code. Where modules are
+compiled together with the code that calls them, torch's compiler comes across their hooks: it ends
+its graph at each that must run, and leaves out those that say that they are not needed.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import skip_code
 
 
 class Hook:
@@ -14,15 +20,33 @@ class Hook:
 
     A copy that was made during training has weights of its own; were it to gather those of the
     original, whoever calls the copy on one rank only would wait for the others for ever.
+
+    Args:
+        module: Whose calls ``function`` is for.
+        function: Gets what torch gives to a module's hook.
+        is_needless: Whether a call from compiled code may be left out. Torch's compiler reads it,
+            makes the code anew when it would say something else, and repeats what it notes.
     """
 
-    def __init__(self, module: nn.Module | None, function: Callable[..., Any] | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module | None,
+        function: Callable[..., Any] | None,
+        is_needless: Callable[[], bool] | None = None,
+    ) -> None:
         self._module = module
         self._function = function
+        self._is_needless = is_needless
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """What ``function`` says of ``module``; nothing of any other."""
+        is_inlined = torch.compiler.is_dynamo_compiling() and self._is_needless is not None
+        if is_inlined and self._is_needless():  # type: ignore[misc]
+            return None
+        return self._call(module, *args, **kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._function is not None and module is self._module:
             return self._function(module, *args, **kwargs)
         return None
@@ -34,5 +58,14 @@ class Hook:
         return _inert, ()
 
 
+# Private: torch's public `disable` would end a graph here as well. By itself, around a compiled
+# module, a hook is nothing to make code of.
+skip_code(Hook.__call__.__code__)
+
+
 def _inert() -> Hook:
-    return Hook(None, None)
+    return Hook(None, None, _always)
+
+
+def _always() -> bool:
+    return True

@@ -19,6 +19,7 @@ equal shards are what makes every collective a single call without a copy.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
@@ -74,7 +75,7 @@ class Layout:
         """Elements of one rank's shard, padding included."""
         return self.numel // self.world_size
 
-    @property
+    @functools.cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The ranges of the buffer that no slot covers."""
         edges = [0, *(edge for slot in self.slots for edge in (slot.offset, slot.stop)), self.numel]
@@ -95,6 +96,12 @@ class Layout:
         start = max(slot.offset, shard_start) - slot.offset
         stop = min(slot.stop, shard_stop) - slot.offset
         return (start, stop) if start < stop else (0, 0)
+
+    def piece_in_shard(self, index: int, rank: int) -> tuple[int, int]:
+        """The same range, counted in the elements of the rank's shard; ``(0, 0)`` if empty."""
+        start, stop = self.piece(index, rank)
+        shift = self.slots[index].offset - self.shard(rank)[0] if stop else 0
+        return start + shift, stop + shift
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -15,7 +15,11 @@ class Sent(NamedTuple):
 
     def plus(self, other: Sent, sign: int = 1) -> Sent:
         """The sum of both, or with ``sign=-1`` the difference."""
-        return Sent(*(mine + sign * theirs for mine, theirs in zip(self, other, strict=True)))
+        return Sent(
+            self.elements + sign * other.elements,
+            self.bytes + sign * other.bytes,
+            self.collectives + sign * other.collectives,
+        )
 
 
 Traffic = Mapping[tuple[str, str], Sent]

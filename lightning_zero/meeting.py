@@ -9,7 +9,6 @@ its complement no longer match, the ranks differ.
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from enum import Enum
 from typing import Any, NoReturn
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_zero.groups import group_for
 from lightning_zero.watch import Watch, parted
 
 
@@ -39,30 +39,6 @@ class Subject(Enum):
 
 _NUMBERS = {subject: number for number, subject in enumerate(Subject)}
 _HEADER = 5
-_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
-
-def channel() -> Any:
-    """The group in which all meetings of the default group's ranks are held; a collective."""
-    world = dist.group.WORLD
-    if world not in _groups:
-        _groups[world] = group_of_hosts()
-    return _groups[world]
-
-
-def group_of_hosts() -> Any:
-    """A new group of all ranks whose messages travel between hosts and never touch a device."""
-    # Torch's fake backend, which plays all other ranks, can do that as well.
-    return new_group("fake" if dist.get_backend() == "fake" else "gloo")
-
-
-def new_group(backend: str | None = None) -> Any:
-    """A new group of all ranks, with the time limit of the default group."""
-    # Private, as torch tells it nowhere else, and new groups would have torch's default.
-    world = dist.distributed_c10d._get_default_group()
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    options = getattr(world._get_backend(device), "options", None)
-    return dist.new_group(backend=backend, timeout=getattr(options, "_timeout", None))
 
 
 class Meetings:
@@ -83,7 +59,7 @@ class Meetings:
     @property
     def group(self) -> Any:
         """Their channel. Not kept: a group that is referred to outlives its destruction."""
-        return channel()
+        return group_for("meetings", of_hosts=True)
 
     def reserve(self, num_flags: int) -> None:
         """Make room for so many flags; all ranks must ask for the same."""

@@ -107,7 +107,7 @@ class MemoryMonitor(Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._most = MostBytes().to(trainer.strategy.root_device)
+        self._most = MostBytes()
         self._subject, self.predicted, self._own, self.differences = None, None, {}, []
         self._look("setup", trainer)
 
@@ -206,8 +206,10 @@ class MemoryMonitor(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.measured = self._most.compute()
+        # Among the ranks on their devices; until then here, as copies to a device wait for it.
+        self.measured = self._most.to(trainer.strategy.root_device).compute()
         self._most._computed = None
+        self._most.cpu()
         for logger in trainer.loggers:
             logger.log_metrics(
                 {

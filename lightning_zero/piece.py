@@ -92,7 +92,10 @@ class Piece(Parameter):
     @property
     def grad(self) -> Tensor | None:
         """What an optimizer sees, and drops: :attr:`reduced`, or the whole :attr:`local`."""
-        self._follow()
+        # Optimizers ask several times per step: the usual case costs no further call.
+        with torch._C.DisableTorchFunctionSubclass():
+            if _GRAD.__get__(self.parameter) is not self.shown:
+                self._follow()
         return self.local if self.local is not None else _GRAD.__get__(self)
 
     @grad.setter
@@ -104,12 +107,23 @@ class Piece(Parameter):
     @property
     def reduced(self) -> Tensor | None:
         """This rank's part of the averaged gradient."""
-        self._follow()
+        with torch._C.DisableTorchFunctionSubclass():
+            if _GRAD.__get__(self.parameter) is not self.shown:
+                self._follow()
         return _GRAD.__get__(self)  # type: ignore[no-any-return]
 
     @reduced.setter
     def reduced(self, value: Tensor | None) -> None:
         _GRAD.__set__(self, value)
+
+    def install(self, reduced: Tensor) -> None:
+        """Let ``reduced`` be the piece's gradient, and the face the parameter's."""
+        with torch._C.DisableTorchFunctionSubclass():
+            _GRAD.__set__(self.parameter, self.face)
+        self.shown = self.face
+        # An optimizer that saw a gradient of no elements would make a state for it.
+        if self.stop > self.start:
+            _GRAD.__set__(self, reduced)
 
     def show_grad(self) -> None:
         """Let the face be the parameter's gradient."""
@@ -123,7 +137,9 @@ class Piece(Parameter):
 
     def hide_grad(self) -> None:
         """Make room for autograd's own gradient on the parameter."""
-        self._follow()
+        with torch._C.DisableTorchFunctionSubclass():
+            if _GRAD.__get__(self.parameter) is not self.shown:
+                self._follow()
         self.was_shown = self.shown is self.face or (self.local is not None and self.was_shown)
         if self.shown is not None:
             self.parameter.grad = self.shown = None

@@ -5,9 +5,10 @@ nonsense (and reading a freed storage a segmentation fault), so while a paramete
 a subclass whose ``__torch_function__`` lets metadata through and hands everything else to the
 parameter's owner, which makes it readable or raises.
 
-While a parameter is a view of a flat buffer, its class is a subclass that notices one thing only:
-its ``data``. What is done to that is hidden from the version counter by which changes in place are
-noticed, and another tensor put in its place would be trained by nobody.
+While a parameter is a view of a flat buffer, its class is a subclass that notices what gives its
+memory away: its ``data``, and the methods that return views. What is done to ``data`` is hidden
+from the version counter by which changes in place are noticed, and another tensor put in its place
+would be trained by nobody. What may outlive the memory becomes a :class:`View`.
 
 Swapping ``__class__`` is what torch does for ``UninitializedParameter``; it stays in this room. The
 alternative, a second ``Parameter`` object in ``module._parameters``, loses the identity that
@@ -21,12 +22,14 @@ import copy
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
+
+from lightning_zero import surface
 
 
 class Owner(Protocol):
@@ -47,97 +50,11 @@ class Owner(Protocol):
     def gives_back(self, parameter: Parameter) -> bool:
         """Whether the memory of a readable ``parameter`` will be given back while views live."""
 
+    def name(self, parameter: Parameter) -> str:
+        """The qualified name of ``parameter``."""
 
-_DATA: Any = Tensor.data
+
 _owners: dict[int, Owner] = {}
-
-_READABLE_ATTRIBUTES = [
-    "shape",
-    "dtype",
-    "device",
-    "layout",
-    "requires_grad",
-    "grad",
-    "grad_dtype",
-    "names",
-    "ndim",
-    "is_leaf",
-    "is_cuda",
-    "is_cpu",
-    "is_meta",
-    "is_sparse",
-    "is_quantized",
-    "is_mkldnn",
-    "is_nested",
-    "is_xpu",
-    "is_mps",
-    "is_xla",
-    "itemsize",
-    "nbytes",
-    "grad_fn",
-    "output_nr",
-    "retains_grad",
-    "_version",
-    "_base",
-    "_backward_hooks",
-    "_post_accumulate_grad_hooks",
-]
-_WRITABLE_ATTRIBUTES = ("requires_grad", "grad", "grad_dtype", "names", "_backward_hooks")
-_METHODS = [
-    "size",
-    "dim",
-    "ndimension",
-    "numel",
-    "nelement",
-    "element_size",
-    "is_floating_point",
-    "is_complex",
-    "get_device",
-    "requires_grad_",
-    "register_hook",
-    "register_post_accumulate_grad_hook",
-    "__hash__",
-    "__len__",
-    "is_same_size",
-    "new_empty",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-    "new_tensor",
-]
-_FUNCTIONS = [
-    "is_floating_point",
-    "is_complex",
-    "numel",
-    "empty_like",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "rand_like",
-    "randn_like",
-    "is_tensor",
-    "is_same_size",
-]
-
-
-def _metadata() -> frozenset[Any]:
-    """Everything that tells about a parameter without reading its data."""
-    allowed: set[Any] = {torch.Tensor.__len__}
-    for name in _READABLE_ATTRIBUTES:
-        if hasattr(Tensor, name):
-            allowed.add(getattr(Tensor, name).__get__)
-    for name in _WRITABLE_ATTRIBUTES:
-        if hasattr(Tensor, name):
-            allowed.add(getattr(Tensor, name).__set__)
-    allowed.update(getattr(Tensor, name) for name in _METHODS)
-    allowed.update(getattr(torch, name) for name in _FUNCTIONS)
-    return frozenset(allowed)
-
-
-_METADATA = _metadata()
-_GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
-_HIDING = {_GET_DATA, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
-"""What gives a tensor's memory to something whose changes raise no version."""
 
 
 class Resting:
@@ -162,7 +79,7 @@ class Resting:
             parameter = cast(Parameter, args[0])
             _owner(parameter).write(parameter, args[1])
             return parameter
-        if func == _SET_DATA:
+        if func == surface.SET_DATA:
             parameter = cast(Parameter, args[0])
             _owner(parameter).touch(parameter)
             return _replace(parameter, args[1])
@@ -181,21 +98,12 @@ class Resting:
 class Whole:
     """Mixin of the class that a parameter has while it is a view of a flat buffer.
 
-    No ``__torch_function__``: operations on whole weights cost what they cost on any parameter.
+    No ``__torch_function__``: operations on whole weights cost what they cost on any parameter. So
+    functions that return views (``torch.chunk(weight, 2)``) are not noticed, as methods are.
     """
 
-    @property
-    def data(self) -> Tensor:
-        """The parameter without its graph."""
-        return _view(cast(Parameter, self), _GET_DATA)
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        _replace(cast(Parameter, self), value)
-
-    def detach(self) -> Tensor:
-        """The parameter without its graph."""
-        return _view(cast(Parameter, self), Tensor.detach)
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(_view(self, Tensor.unbind))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         with _ordinary(cast(Parameter, self)) as parameter:
@@ -213,27 +121,67 @@ class Whole:
 @contextlib.contextmanager
 def _ordinary(parameter: Parameter) -> Iterator[Parameter]:
     """A context in which a parameter is of its own class."""
-    owner = _owner(parameter)
+    guise = type(parameter)
     unguard(parameter)
     try:
         yield parameter
     finally:
-        watch(parameter, owner)
+        parameter.__class__ = guise
 
 
-def _view(parameter: Parameter, func: Callable[..., Tensor]) -> Tensor:
+_GIVING_ROOMS = {"torch.nn.modules.module", "torch.functional", "torch._tensor"}
+"""The rooms of torch that hand on what a parameter's methods return."""
+
+
+def _view(whole: Whole, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What ``func`` makes of a readable parameter, for the caller of our caller."""
+    if torch.compiler.is_compiling():
+        return func(whole, *args, **kwargs)
     asking = sys._getframe(2).f_globals.get("__name__") or "torch."
-    if asking.startswith("torch.") and asking != nn.Module.__module__:
-        # Torch's compiler calls this while compiled code runs, wants a plain tensor and lets go of
-        # it. Of torch's own code only `state_dict` gives views away.
-        return func(parameter)
-    return _use([parameter], func, (parameter,), {})  # type: ignore[no-any-return]
+    if asking.startswith("torch.") and asking not in _GIVING_ROOMS:
+        # Torch uses a view and lets go of it; its compiler, which calls this while compiled code
+        # runs, wants a plain tensor.
+        return func(whole, *args, **kwargs)
+    return _use([cast(Parameter, whole)], func, (whole, *args), kwargs)
+
+
+def _method(func: Callable[..., Any]) -> Callable[..., Any]:
+    """``func`` as a method of :class:`Whole`."""
+
+    @functools.wraps(func)
+    def method(self: Whole, *args: Any, **kwargs: Any) -> Any:
+        return _view(self, func, *args, **kwargs)
+
+    return method
+
+
+def _attribute(name: str, traced: Callable[[Any], Tensor]) -> property:
+    """A tensor's attribute as one of :class:`Whole`."""
+    func = getattr(Tensor, name).__get__
+
+    def get(self: Whole) -> Any:
+        return traced(self) if torch.compiler.is_compiling() else _view(self, func)
+
+    def replace(self: Whole, data: Tensor) -> None:
+        _replace(cast(Parameter, self), data)
+
+    return property(get, replace if name == "data" else None)
+
+
+def _watch_views() -> None:
+    """Give :class:`Whole` all that a tensor has and that returns views."""
+    for name, func in surface.VIEWING.items():
+        setattr(Whole, name, _method(func))
+    for name, traced in surface.VIEWING_ATTRIBUTES.items():
+        setattr(Whole, name, _attribute(name, traced))
+
+
+_watch_views()
 
 
 def _touch_and_use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call ``func``, of whose arguments some may rest."""
-    guarded = [] if func in _METADATA else list(_guarded_in((args, kwargs)))
+    guarded = [] if func in surface.METADATA else list(_guarded_in((args, kwargs)))
     for one in guarded:
         if isinstance(one, View):
             one.touch()
@@ -250,10 +198,31 @@ def _use(
     kwargs: dict[str, Any],
 ) -> Any:
     """Call ``func`` on readable ``parameters``, or on views of them."""
-    for parameter in parameters if func in _HIDING else ():
+    for parameter in parameters if func in surface.HIDING else ():
         _owner(parameter).expose(parameter)
+    for parameter in parameters if func in surface.POINTING else ():
+        _keep_address(parameter)
     with torch._C.DisableTorchFunctionSubclass():
         return _lasting(func(*args, **kwargs), parameters)
+
+
+def _keep_address(parameter: Parameter) -> None:
+    """Let the memory of ``parameter`` live as long as someone who knows no more than its address.
+
+    Raises:
+        RuntimeError: Torch has no way to do so on the parameter's device.
+    """
+    owner = _owner(parameter)
+    if not owner.gives_back(parameter):
+        return
+    if parameter.device.type != "cpu":
+        raise RuntimeError(
+            f"The address of parameter {owner.name(parameter)!r} cannot be given away: its memory"
+            " is given back when its module is done. Give away a copy: `p.detach().clone()`"
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        # As for any array of numpy's, torch will no longer free the storage.
+        torch.empty(0, dtype=torch.uint8).set_(parameter.untyped_storage()).numpy()
 
 
 def _replace(parameter: Parameter, data: Tensor) -> None:
@@ -284,10 +253,19 @@ class View(Tensor):
 
     def touch(self) -> None:
         """Make the parameter readable, or raise."""
+        if isinstance(self.parameter, Resting) or self._is_lost:
+            _owner(self.parameter).touch(self.parameter)
+
+    @property
+    def _is_lost(self) -> bool:
+        """Whether the parameter, which does not rest, has left the memory for good, or it is gone.
+
+        Memory that numpy knows of stays when the parameter has left it. A parameter that is lent
+        comes back.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             is_gone = self.untyped_storage().nbytes() == 0
-        if is_gone or isinstance(self.parameter, Resting):
-            _owner(self.parameter).touch(self.parameter)
+        return is_gone or not isinstance(self.parameter, Whole)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return copy.deepcopy(self._ordinary(), memo)
@@ -319,14 +297,27 @@ def _lasting(result: Any, parameters: list[Parameter]) -> Any:
 def _lasting_views(value: Any, storages: dict[int, Parameter]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_lasting_views(one, storages) for one in value)
-    if not isinstance(value, Tensor) or isinstance(value, (Parameter, View)):
-        return value
-    parameter = storages.get(_storage(value))
-    if parameter is None:
-        return value
-    view = value.as_subclass(View)
-    view.parameter = parameter
-    return view
+    # What has no storage of its own: sparse tensors, those that functorch wraps.
+    if type(value) is Tensor and torch._C._has_storage(value):
+        parameter = storages.get(_storage(value))
+        if parameter is not None:
+            _become_view(value, parameter)
+    return value
+
+
+def _become_view(tensor: Tensor, parameter: Parameter) -> None:
+    # Not `as_subclass`, which adds a node to the graph.
+    tensor.__class__ = View
+    cast(View, tensor).parameter = parameter
+
+
+def keep(tensor: Tensor, parameters: Iterable[Parameter]) -> None:
+    """Let ``tensor``, a view of one of readable ``parameters`` in one buffer, know of it."""
+    if type(tensor) is Tensor:
+        first = tensor.storage_offset()
+        with torch._C.DisableTorchFunctionSubclass():
+            before = [p for p in parameters if p.storage_offset() <= first]
+            _become_view(tensor, max(before, key=Tensor.storage_offset))
 
 
 def _storage(tensor: Tensor) -> int:
@@ -369,21 +360,40 @@ def _owner(parameter: Parameter) -> Owner:
     return _owners[id(parameter)]
 
 
-def _become(parameter: Parameter, mixin: type, owner: Owner) -> None:
-    if not isinstance(parameter, mixin):
-        unguard(parameter)
-        _belong(parameter, owner)
-        parameter.__class__ = _class(mixin, type(parameter))
+class Guises:
+    """The classes that parameters of one owner have by turns, made once for all steps.
 
+    Args:
+        parameters: They are known to be the owner's from now on.
+        owner: Whoever is told of their uses.
+    """
 
-def guard(parameter: Parameter, owner: Owner) -> None:
-    """Send every use of ``parameter`` to ``owner`` until :func:`unguard`."""
-    _become(parameter, Resting, owner)
+    def __init__(self, parameters: Sequence[Parameter], owner: Owner) -> None:
+        for parameter in parameters:
+            unguard(parameter)
+            _belong(parameter, owner)
+        self._resting = [(p, _class(Resting, type(p))) for p in parameters]
+        self._whole = [(p, _class(Whole, type(p))) for p in parameters]
 
+    def rest(self, stand_ins: Sequence[Tensor]) -> None:
+        """Put ``stand_ins`` in the place of the parameters' data; every use goes to the owner."""
+        self._put_on(self._resting, stand_ins)
 
-def watch(parameter: Parameter, owner: Owner) -> None:
-    """Tell ``owner`` of every use of the ``data`` of ``parameter`` until :func:`unguard`."""
-    _become(parameter, Whole, owner)
+    def show(self, views: Sequence[Tensor]) -> None:
+        """Let the parameters be ``views``; the owner is told of every use of their ``data``."""
+        self._put_on(self._whole, views)
+
+    def guard(self) -> None:
+        """Send every use to the owner, the data staying where it is."""
+        for parameter, cls in self._resting:
+            parameter.__class__ = cls
+
+    @staticmethod
+    def _put_on(guises: list[tuple[Parameter, type[Parameter]]], data: Sequence[Tensor]) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for (parameter, cls), tensor in zip(guises, data, strict=True):
+                surface.SET_DATA(parameter, tensor)
+                parameter.__class__ = cls
 
 
 def unguard(parameter: Parameter) -> None:
@@ -395,7 +405,7 @@ def unguard(parameter: Parameter) -> None:
 def point(parameter: Parameter, data: Tensor) -> None:
     """Make ``data`` the parameter's own without asking its owner."""
     with torch._C.DisableTorchFunctionSubclass():
-        _DATA.__set__(parameter, data)
+        surface.SET_DATA(parameter, data)
 
 
 def placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:

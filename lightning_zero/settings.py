@@ -54,3 +54,15 @@ class Settings:
             reduce_dtype=self.reduce_dtype,
             accumulate=self.accumulate,
         )
+
+
+def as_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype, also by the name that a YAML file can hold (``bfloat16``, ``torch.bfloat16``)."""
+    if not isinstance(value, str):
+        return value
+    dtype = getattr(torch, value.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(
+            f"Expected reduce_dtype as a torch dtype such as 'bfloat16', got {value!r}."
+        )
+    return dtype

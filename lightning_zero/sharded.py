@@ -16,12 +16,13 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero import meta
+from lightning_zero.bundle import Bundle
 from lightning_zero.comm import Comm
 from lightning_zero.draft import draft_units
 from lightning_zero.meeting import Subject
 from lightning_zero.piece import Piece
 from lightning_zero.settings import Settings
-from lightning_zero.unit import Bundle, State, Unit
+from lightning_zero.unit import State, Unit
 
 
 class ShardedModule(ABC):
@@ -50,8 +51,10 @@ class ShardedModule(ABC):
         blank = meta.Blank(self.module, self.settings.device)
         for draft in draft_units(self.module, self.settings):
             blank.fill(owners[id(p)] for bundle in draft.bundles for _, p in bundle.named)
-            bundles = [Bundle(bundle.named, bundle.plan, self.comm) for bundle in draft.bundles]
-            unit = Unit(draft.name, draft.module, bundles, len(self.units), self)
+            bundles = [
+                Bundle(bundle.named, bundle.plan, self.comm, self) for bundle in draft.bundles
+            ]
+            unit = Unit(draft.name, draft.module, bundles, len(self.units))
             self.units.append(unit)
             for bundle in unit.bundles:
                 places = zip(bundle.layout.slots, bundle.parameters, strict=True)
@@ -78,6 +81,10 @@ class ShardedModule(ABC):
     @abstractmethod
     def touch(self, parameter: Parameter) -> None:
         """Make a parameter readable, or raise and say why it cannot be."""
+
+    def name(self, parameter: Parameter) -> str:
+        """The qualified name of a parameter."""
+        return self._places[id(parameter)][0]
 
     def expose(self, parameter: Parameter) -> None:
         """Notice that the ``data`` of a readable parameter is handed out."""
@@ -192,13 +199,15 @@ class ShardedModule(ABC):
         try:
             yield
         finally:
-            if modify:
+            try:
+                if modify:
+                    for unit in units:
+                        unit.store_lent()
+                    self.comm.fence(Subject.EDIT)
+                changed = [name for unit in units for name in unit.changed]
+            finally:
                 for unit in units:
-                    unit.store_lent()
-                self.comm.fence(Subject.EDIT)
-            changed = [name for unit in units for name in unit.changed]
-            for unit in units:
-                unit.take_back()
+                    unit.take_back()
             if modify:
                 self.refresh(units)
         if not modify:

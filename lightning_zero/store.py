@@ -19,6 +19,8 @@ import time
 import uuid
 from datetime import timedelta
 
+import torch
+import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 _SECONDS_BETWEEN_LOOKS = 0.01
@@ -32,6 +34,28 @@ def store_of_life(store: Store, rank: int, world_size: int, timeout: timedelta) 
     """
     life = _ask(store, rank, timeout) if rank else _answer(store, world_size, timeout)
     return PrefixStore(f"lightning_zero/life/{life}", store)
+
+
+def join_group(
+    address: str,
+    port: int,
+    *,
+    backend: str,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    device: torch.device,
+) -> None:
+    """Make the default group of this life's ranks, by the store of torchrun's agents."""
+    agents = dist.TCPStore(address, port, world_size, timeout=timeout, wait_for_workers=False)
+    dist.init_process_group(
+        backend,
+        store=store_of_life(agents, rank, world_size, timeout),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=None if device.type == "cpu" else device,
+    )
 
 
 def _ask(store: Store, rank: int, timeout: timedelta) -> str:

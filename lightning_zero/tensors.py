@@ -27,10 +27,11 @@ def tensors_in(
     if id(value) in seen:
         return
     seen.add(id(value))
-    if isinstance(value, Mapping):
-        children: Any = value.values()
-    elif isinstance(value, (tuple, list, set, frozenset)):
+    children: Any
+    if isinstance(value, (tuple, list, set, frozenset)):
         children = value
+    elif isinstance(value, (dict, Mapping)):
+        children = value.values()
     elif dataclasses.is_dataclass(value):
         children = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     elif within_objects and hasattr(value, "__dict__") and not callable(value):

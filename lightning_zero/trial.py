@@ -7,14 +7,18 @@ ask each other before every message, on a channel of its own, whether all still 
     rank 0   ask  gather  ask  gather  out of memory: tell
     rank 1   ask  gather  ask  gather                 ask: raises as if it were its own
 
-Every message that one rank has sent all have sent, so nothing is left over, and the next trial may
-begin. What user code sends by ``torch.distributed`` itself is not asked for: if another rank waits
-there, the watch ends the run.
+Whatever a message needs memory for is allocated before it is asked for. So every message that one
+rank has sent all have sent, nothing is left over, and the next trial may begin. A rank that fails
+within a context whose end is a message (``gathered(..., modify=True)``) asks as well: if all others
+come to the same message it is sent, and otherwise that rank's error ends the trial there.
+
+What user code sends by ``torch.distributed`` itself is not asked for: if another rank waits there,
+the watch ends the run.
 """
 
 from __future__ import annotations
 
-import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +26,6 @@ from typing import Any
 from lightning_zero.engine import Engine
 
 _GOES_ON, _OUT_OF_MEMORY, _FAILED = 0, 1, 2
-_MESSAGES = ("gather", "reduce", "broadcast", "sum", "max", "broadcast_object", "gather_objects")
 
 
 class Trials:
@@ -44,7 +47,7 @@ class Trials:
         self._channel = engine.comm.apart()
         self._is_out_of_memory = is_out_of_memory
         self._verdict = _GOES_ON
-        self._is_running = False
+        self._handled: BaseException | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``function``; all ranks do.
@@ -53,16 +56,15 @@ class Trials:
             RuntimeError: Another rank failed, and this is the word for what befell it.
             Exception: The function's own.
         """
-        self._verdict = _GOES_ON
+        self._verdict, self._handled = _GOES_ON, sys.exc_info()[1]
         try:
             with self._asking():
                 result = function(*args, **kwargs)
-                self.ask()
+                self._ask("the end of a trial")
                 return result
         except Exception as error:
-            mine = self._verdict
-            if mine == _GOES_ON:
-                mine = _OUT_OF_MEMORY if self._is_out_of_memory(error) else _FAILED
+            mine = self._kind(error)
+            if self._verdict == _GOES_ON:
                 self._agree(mine)
             self._engine.reset()
             if self._verdict != mine:
@@ -72,30 +74,25 @@ class Trials:
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        comm = self._engine.comm
-        talking = [(comm, name) for name in _MESSAGES] + [(comm.meetings, "call")]
-        for talker, name in talking:
-            setattr(talker, name, functools.partial(self._asked, getattr(talker, name)))
-        self._is_running = True
+        watch = self._engine.comm.watch
+        watch.before = self._ask
         try:
             yield
         finally:
-            self._is_running = False
-            for talker, name in talking:
-                delattr(talker, name)
+            watch.before = None
 
-    def _asked(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.ask()
-        return method(*args, **kwargs)
-
-    def ask(self) -> None:
-        """Before a message past the engine: raise if another rank failed in a run that goes on."""
-        if not self._is_running:
-            return
+    def _ask(self, place: str) -> None:
+        """Before a message: raise if another rank failed, or if this one did and is alone here."""
+        error = sys.exc_info()[1]
+        fails = isinstance(error, Exception) and error is not self._handled
+        failing = self._kind(error) if fails else _GOES_ON
         if self._verdict == _GOES_ON:
-            self._agree(_GOES_ON)
+            self._agree(_GOES_ON, failing, place)
         if self._verdict != _GOES_ON:
-            raise self._word()
+            raise error if error is not None and failing == self._verdict else self._word()
+
+    def _kind(self, error: BaseException | None) -> int:
+        return _OUT_OF_MEMORY if error and self._is_out_of_memory(error) else _FAILED
 
     def _word(self) -> RuntimeError:
         if self._verdict == _OUT_OF_MEMORY:
@@ -103,6 +100,17 @@ class Trials:
             return RuntimeError("Another rank ran out of memory: CUDA out of memory.")
         return RuntimeError("Another rank failed in this trial; its own error says why.")
 
-    def _agree(self, mine: int) -> None:
-        with self._engine.comm.watch.at("a word on whether all ranks go on with a trial"):
-            self._verdict = max(self._channel.gather_objects(mine))
+    def _agree(self, mine: int, failing: int = _GOES_ON, place: str = "") -> None:
+        """Take the gravest word of all ranks.
+
+        Args:
+            mine: This rank's.
+            failing: What it would say, were it not for a message that must come before.
+            place: That message.
+        """
+        watch = self._engine.comm.watch
+        with watch.waiting(watch.come("a word on whether all ranks go on with a trial")):
+            words = self._channel.gather_objects((mine, failing, place))
+        self._verdict = max(word for word, _, _ in words)
+        if len({place for _, _, place in words}) > 1:
+            self._verdict = max(self._verdict, *(failing for _, failing, _ in words))

@@ -97,8 +97,8 @@ class Turns:
         while left:
             self._reduce(left.pop(0))
         late = [unit.has_arrivals for unit in self._units]
-        bundles = [bundle for unit in self._units for bundle in unit.bundles]
-        held = [flag for bundle in bundles for flag in bundle.has_grads]
+        reducers = [bundle.reducer for unit in self._units for bundle in unit.bundles]
+        held = [flag for reducer in reducers for flag in reducer.has_grads]
         agreed = torch.tensor([*late, *held], dtype=torch.uint8, device="cpu")
         self._comm.meetings.call(Subject.END, agreed).wait()
         is_late, is_held = agreed[: len(late)].tolist(), iter(agreed[len(late) :].tolist())
@@ -108,8 +108,8 @@ class Turns:
         if self._under_way is not None:
             self._under_way.finish_reduce()
         self._under_way = None
-        for bundle in bundles:
-            bundle.install_grads([bool(next(is_held)) for _ in bundle.parameters])
+        for reducer in reducers:
+            reducer.install([bool(next(is_held)) for _ in reducer.used])
 
     def abandon(self) -> None:
         """Forget a backward pass that an exception ended."""

@@ -107,6 +107,10 @@ class Watch:
         store: The process group's store, for this watch alone; ``None`` watches nothing.
         prefix: What its keys begin with, the same on every rank.
         give_up: Makes what waits in a connection raise; called from another thread.
+
+    Attributes:
+        before: Called with a meeting's place before this rank comes to it; what the meeting needs
+            is allocated then, and nothing is sent yet.
     """
 
     def __init__(
@@ -121,6 +125,7 @@ class Watch:
         self.rank, self.world_size = rank, world_size
         self.step = 0
         self.verdict = ""
+        self.before: Callable[[str], None] | None = None
         self._store = store
         self._prefix = prefix
         self._give_up = give_up
@@ -142,7 +147,13 @@ class Watch:
     # -- what the rank says of itself ------------------------------------------------------------
 
     def begin(self, place: str, channel: str = "") -> Meeting:
-        """Note that this rank has come to a meeting."""
+        """Note that this rank has come to a meeting, unless something is to be said before."""
+        if self.before is not None:
+            self.before(place)
+        return self.come(place, channel)
+
+    def come(self, place: str, channel: str = "") -> Meeting:
+        """Note that this rank has come to a meeting of which nobody is told before."""
         channel = channel or place
         self._begun[channel] += 1
         return Meeting(place, channel, self._begun[channel])

@@ -13,8 +13,10 @@ numbers of DDP are the oracle of all others.
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,10 +29,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero import ZeROStrategy
+from lightning_zero import strategy as strategy_room
+from lightning_zero.comm import Comm
 from tests.models import Block, Blocks
 from tests.parity import distance_in_ulps
 
 STAGES = (1, 2, 3)
+WAYS: dict[str, dict[str, bool]] = {
+    "windows": {},
+    "point to point": {"windows": False},
+    "backend": {"direct": False},
+}
+"""Arguments of `Comm` for each of its wires."""
 WIDTH = 6
 
 
@@ -102,6 +112,16 @@ def make_trainer(strategy: str | int | Strategy, **options: Any) -> Trainer:
                 **options,
             }
         )
+
+
+@contextmanager
+def wired(way: str) -> Iterator[None]:
+    """Strategies that are set up within take this way."""
+    strategy_room.Comm = functools.partial(Comm, **WAYS[way])  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        strategy_room.Comm = Comm  # type: ignore[attr-defined]
 
 
 @dataclass

@@ -9,16 +9,68 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "lightning_zero"
 
 FLOORS = [
-    ["layout", "plan", "deepspeed", "optimizer_block", "config", "scaler", "tensors", "ledger"],
-    ["store", "buffer", "window", "watch", "meeting", "comm", "offload"],
-    ["resting", "piece", "gradient", "unit", "wrap", "meta", "settings", "draft", "sharded"],
-    ["schedule", "optim", "clip", "turns", "hook", "engine", "trial", "access", "activation"],
-    ["checkpoint", "memory"],
+    [
+        "layout",
+        "plan",
+        "deepspeed",
+        "optimizer_block",
+        "config",
+        "scaler",
+        "tensors",
+        "ledger",
+        "span",
+    ],
+    [
+        "surface",
+        "store",
+        "buffer",
+        "window",
+        "watch",
+        "groups",
+        "meeting",
+        "wires",
+        "comm",
+        "offload",
+    ],
+    [
+        "resting",
+        "piece",
+        "gradient",
+        "edits",
+        "reducer",
+        "bundle",
+        "unit",
+        "wrap",
+        "meta",
+        "settings",
+        "draft",
+        "sharded",
+    ],
+    [
+        "schedule",
+        "inputs",
+        "call",
+        "join",
+        "comparison",
+        "optim",
+        "adoption",
+        "clip",
+        "turns",
+        "hook",
+        "engine",
+        "trial",
+        "access",
+        "activation",
+    ],
+    ["options", "checkpoint", "memory"],
     [
         "precision",
         "average",
         "callbacks",
         "same_length",
+        "signals",
+        "graph",
+        "saving",
         "strategy",
         "monitor",
         "traffic",
@@ -28,7 +80,7 @@ FLOORS = [
 ]
 """Every room, floor by floor from the ground. A room may import what stands before it."""
 
-DRAWERS = {"offload", "checkpoint", "memory", "mirror"}
+DRAWERS = {"wires", "offload", "checkpoint", "memory", "mirror"}
 """Rooms that are folders; others import them, not the files inside."""
 
 FORBIDDEN = {

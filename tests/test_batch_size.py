@@ -16,7 +16,9 @@ from lightning.pytorch.callbacks import BatchSizeFinder, EMAWeightAveraging
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor
 
-from tests.projects import Regression, Run, assert_like_ddp, make_trainer, rows
+from lightning_zero import gathered
+from lightning_zero.wires import Messages
+from tests.projects import Regression, Run, assert_like_ddp, make_trainer, rows, wired
 from tests.ranks import Pools
 
 OOM = "CUDA out of memory. Tried to allocate more than there is."
@@ -80,10 +82,42 @@ def _train(strategy: Any, module: Hungry, folder: str, *callbacks: Any) -> Run:
     return Run.of(module, trainer)
 
 
+class Editing(Hungry):
+    """Memory ends within a context whose end is a message, while others come to another one."""
+
+    def loss(self, batch: Any) -> Tensor:
+        self.sizes.append(len(batch[0]))
+        x = self.net.stem(batch[0])
+        with torch.no_grad(), gathered(self.net.blocks[0], modify=True):
+            self.eat("edit")
+            self.net.blocks[1](x)
+        for block in self.net.blocks:
+            x = block(x)
+        return F.mse_loss(self.head(x), batch[1])
+
+
+@contextlib.contextmanager
+def hungry_inboxes(module: Hungry) -> Iterator[None]:
+    """The memory for what peers send is what there is none of."""
+    borrow = Messages._borrow
+
+    def eat(self: Messages, like: Tensor) -> Tensor:
+        module.eat("inbox")
+        return borrow(self, like)
+
+    Messages._borrow = eat  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Messages._borrow = borrow  # type: ignore[method-assign]
+
+
 def _search(folder: str, stage: int, place: str, rank: int, mode: str) -> Run:
-    module = Hungry(place, rank)
+    module = (Editing if place == "edit" else Hungry)(place, rank)
     finder = BatchSizeFinder(mode, init_val=4, max_trials=6, margin=0.0)
-    run = _train(stage, module, folder, finder)
+    way = "point to point" if place in ("inbox", "edit") else "windows"
+    with wired(way), hungry_inboxes(module):
+        run = _train(stage, module, folder, finder)
     run.notes = [module.batch_size, finder.optimal_batch_size, max(module.sizes)]
     return run
 
@@ -103,6 +137,8 @@ CASES = [
     (2, "step", 0, "power"),
     (3, "backward", 1, "power"),
     (3, "forward", 1, "binsearch"),
+    (2, "inbox", 1, "power"),
+    (3, "edit", 0, "power"),
 ]
 
 

@@ -1,23 +1,136 @@
-"""The benchmark of steps runs with fake ranks; its model says nothing about speed."""
+"""The benchmarks run; their models say nothing about speed."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import pytest
+
 from tests.launch import run_script
+from tests.ranks import ROOT
+from tests.test_bytes_and_traffic import padded
 
-TINY = "--layers 2 --dim 32 --heads 2 --vocabulary 64 --length 16 --steps 2 --warmup 1 --rounds 1"
-NUMEL = 2 * 64 * 32 + 16 * 32 + 2 * 32 + 2 * (12 * 32 * 32 + 13 * 32)
-"""Both vocabularies, positions, the last norm, and two blocks."""
+LAYERS, DIM, VOCABULARY, LENGTH = 3, 128, 64, 16
+SIZES = {"layers": LAYERS, "dim": DIM, "vocabulary": VOCABULARY, "length": LENGTH, "heads": 4}
+BRIEF = {"steps": 2, "warmup": 1}
+LINEAR = [(DIM, DIM * 3), (DIM, DIM), (DIM, DIM * 4), (DIM * 4, DIM)]
+BLOCK = [DIM] * 4 + [size for rows, width in LINEAR for size in (rows * width, width)]
+ROOT_SIZES = [VOCABULARY * DIM, LENGTH * DIM, DIM, DIM, VOCABULARY * DIM]
+"""Elements of each parameter of a block, and of what is around the blocks."""
 
 
-def test_one_rank_of_many_on_the_fake_backend(tmp_path: Path) -> None:
-    command = [*TINY.split(), "--only", "zero3", "--fake-world", "4", "--output", str(tmp_path)]
-    run_script("examples/benchmarks/compare.py", *command, launcher="plain", timeout=240)
-    row: dict[str, Any] = json.loads((tmp_path / "compare.json").read_text())["rows"]["zero3"]
-    # In four parts, padded to whole units a little.
-    assert NUMEL <= row["bytes"]["weights"] <= 1.05 * NUMEL
-    assert row["bytes"]["gathered"] == 0
-    assert row["sent"] > 0
+def load(name: str) -> Any:
+    """A benchmark as a module."""
+    path = ROOT / "examples" / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = ModuleType(spec.name)
+    module.__file__ = str(path)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def held(world: int) -> int:
+    """Elements of a rank's shards."""
+    return (LAYERS * padded(BLOCK, world) + padded(ROOT_SIZES, world)) // world
+
+
+def test_contenders_side_by_side(tmp_path: Path) -> None:
+    """Two real ranks of each: a table, a JSON and a picture, with the elements of the oracle."""
+    names = ["ddp", "zero1", "zero3", "fsdp2"]
+    options = [
+        word for name, n in {**SIZES, **BRIEF, "rounds": 1}.items() for word in (f"--{name}", n)
+    ]
+    command = ["--only", *names, *options, "--output", tmp_path]
+    script = "examples/benchmarks/compare.py"
+    finished = run_script(script, *command, launcher="plain", timeout=170)
+    rows = re.findall(r"^\| ([a-z]\w*) \| [\d.]+ \| [\d.]+ \|", finished.stdout, re.MULTILINE)
+    assert rows == names
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    report = json.loads((tmp_path / "compare.json").read_text())
+    assert report["job"].items() >= {**SIZES, **BRIEF, "world": 2}.items()
+    measured = report["rows"]
+    assert list(measured) == names
+    assert measured["ddp"]["ratio_range"] == [1.0, 1.0]
+    base = measured["ddp"]["loss"]
+    assert all(row["loss"] == pytest.approx(base, rel=1e-4) for row in measured.values())
+    # Stage 3 gathers all but the root and the last block twice.
+    once, again = held(2), (LAYERS - 1) * padded(BLOCK, 2) // 2
+    assert measured["zero1"]["sent"] == 2 * once
+    assert measured["zero3"]["sent"] == 2 * once + again
+    assert measured["zero3"]["bytes"]["weights"] == 4 * once
+    assert measured["zero1"]["bytes"]["weights"] == 8 * once
+    numel = LAYERS * sum(BLOCK) + sum(ROOT_SIZES)
+    for name in ("ddp", "zero1"):
+        # Whole gradients at the end of DDP's backward; a shard, and two units before that, of ours.
+        least = {"ddp": 4 * numel, "zero1": 2 * numel}[name] / 2**20
+        row = measured[name]
+        assert least <= row["peak_mib"] <= row["trainer_peak_mib"]
+    # Under the Trainer those of the step before live on.
+    assert measured["ddp"]["trainer_peak_mib"] >= measured["ddp"]["peak_mib"]
+
+
+@pytest.fixture
+def compare(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The benchmark, with answers in place of processes; ``wrong`` ends at another loss."""
+    module = load("compare")
+    answer = {"seconds": 1.0, "peak_mib": 1.0, "trainer_peak_mib": 1.0}
+
+    def answers(worker: Any, name: str, job: Any) -> dict[str, Any]:
+        return {**answer, "loss": 4.002 if name == "zero3" else 4.0}
+
+    monkeypatch.setattr(module, "_in_fresh_processes", answers)
+    return module
+
+
+def test_a_wrong_loss_is_not_compared(compare: Any) -> None:
+    job = compare.Job()
+    assert list(compare.compare(["ddp", "fsdp2"], job, 2)) == ["ddp", "fsdp2"]
+    with pytest.raises(RuntimeError, match=r"zero3 ends at loss 4.002, the first contender at 4.0"):
+        compare.compare(["ddp", "zero3"], job, 1)
+    # Without the wire losses mean nothing; in bf16 they agree to fewer digits.
+    for other in (compare.Job(fake_world=8), compare.Job(precision="bf16-mixed")):
+        assert compare.compare(["ddp", "zero3"], other, 1)["zero3"]["ratio"] == 1.0
+
+
+@pytest.mark.parametrize("world", [8, 64])
+def test_one_rank_of_many_on_the_fake_backend(tmp_path: Path, world: int) -> None:
+    """In this process: what ``--fake-world`` starts another one for."""
+    compare = load("compare")
+    job = compare.Job(**SIZES, **BRIEF, fake_world=world)
+    for name in ("zero1", "zero3", "fsdp2"):
+        answer = tmp_path / name
+        compare._timed(0, name, job, 0, answer)
+        assert json.loads(answer.read_text())["seconds"] > 0
+        compare._weighed(0, name, job, 0, answer)
+        row = json.loads(answer.read_text())
+        assert 0 < row["peak_mib"] <= row["trainer_peak_mib"]
+        if name == "fsdp2":
+            continue
+        whole, kinds = held(world) * world, row["bytes"]
+        assert kinds["weights"] == 4 * (held(world) if name == "zero3" else whole)
+        assert kinds["gradients"] == 4 * held(world)
+        assert kinds["gathered"] == kinds["unreduced"] == kinds["master"] == 0
+        # Rank 0's shards hold no padding, or a little at their ends.
+        states = 8 * held(world)
+        assert 0.9 * states <= kinds["states"] <= states + 4 * (len(BLOCK) * LAYERS + 5)
+        again = (LAYERS - 1) * padded(BLOCK, world) if name == "zero3" else 0
+        assert row["sent"] == (2 * whole + again) // world * (world - 1)
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    """Every way saves and loads the same values again, and has its line."""
+    command = ["--megabytes", 3, "--rounds", 1, "--folder", tmp_path]
+    script = "examples/benchmarks/checkpoint.py"
+    finished = run_script(script, *command, launcher="plain", timeout=170)
+    lines = re.findall(r"^([a-z.]+) +([\d.]+) +[\d.]+ +([\d.]+) +[\d.]+$", finished.stdout, re.M)
+    assert [name for name, *_ in lines] == ["file", "directory", "gather", "dcp", "torch.save"]
+    assert list(tmp_path.iterdir()) == []

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from lightning_zero.checkpoint import Provenance, Saver, damage, describe, load
 from lightning_zero.checkpoint.mapped_file import mapped
-from lightning_zero.checkpoint.save import FORMAT
+from lightning_zero.checkpoint.provenance import FORMAT
 from lightning_zero.checkpoint.spread import Spread
 from lightning_zero.comm import Comm
 from tests.ranks import Pools

@@ -260,6 +260,59 @@ def test_resume_in_mid_epoch_goes_on_as_if_never_stopped(
                 torch.testing.assert_close(value, expected["weights"][key], rtol=1e-4, atol=1e-6)
 
 
+class Noisy(Model):
+    """The same with dropout."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        (text,) = batch
+        return super().training_step([text], index) + 0.1 * self.noise(text)
+
+    def noise(self, text: Tensor) -> Tensor:
+        noise = torch.nn.functional.dropout(self.net.embedding(text), 0.5).sum()
+        self.losses[-1] += noise.item()
+        return noise
+
+
+class KeepsRandomState(Callback):
+    """Lightning's checkpoints have no state of torch's generator; a callback may keep it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"torch": torch.get_rng_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state["torch"]
+
+    def on_train_start(self, *args: Any) -> None:
+        if hasattr(self, "loaded"):
+            torch.set_rng_state(self.loaded)
+
+
+def train_noisy(name: str, path: str, ckpt_path: str | None = None) -> list[float]:
+    torch.manual_seed(3 if ckpt_path is None else 4)
+    module = Noisy()
+    trainer = make_trainer(
+        world(),
+        strategy_of(name),
+        "/nowhere",
+        enable_checkpointing=False,
+        max_steps=6,
+        callbacks=[Stop(path, 3), KeepsRandomState()],
+    )
+    trainer.fit(module, Rows(), ckpt_path=ckpt_path)
+    return module.losses
+
+
+def test_dropout_goes_on_where_it_was(ranks: Pools, tmp_path: Path) -> None:
+    expected = ranks(2).run(train_noisy, "ddp", str(tmp_path / "ddp.ckpt"))[0]
+    for writer, reader in (("ddp", "zero3"), ("zero3", "ddp"), ("zero2", "zero1")):
+        path = str(tmp_path / f"{writer}.ckpt")
+        if writer != "ddp":
+            found = ranks(2).run(train_noisy, writer, path)[0]
+            assert found == pytest.approx(expected, rel=1e-5)
+        found = ranks(2).run(train_noisy, reader, str(tmp_path / "other.ckpt"), path)[0]
+        assert found == pytest.approx(expected[3:], rel=1e-5)
+
+
 def resume_by_word(folder: str, kind: Any) -> list[float]:
     module, results = model(), []
     keep = ModelCheckpoint(folder, monitor="val", save_last="link", every_n_epochs=1)

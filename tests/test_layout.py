@@ -49,6 +49,8 @@ def test_pieces_cover_every_parameter_once(world: int) -> None:
                 first, last = layout.shard(rank)
                 is_inside = first <= slot.offset + start < slot.offset + stop <= last
                 assert start == stop == 0 or is_inside
+                in_shard = tuple(slot.offset + edge - first for edge in (start, stop))
+                assert layout.piece_in_shard(index, rank) == (in_shard if stop else (0, 0))
                 elements += range(start, stop)
             assert elements == list(range(slot.numel))
 

@@ -22,15 +22,10 @@ from lightning_zero.comm import Comm
 from lightning_zero.engine import Engine
 from lightning_zero.watch import Whereabouts, _is_proven, _is_still
 from tests.models import Blocks
-from tests.projects import WIDTH, Regression, make_trainer, rows
+from tests.projects import WAYS, WIDTH, Regression, make_trainer, rows, wired
 from tests.ranks import Pools, RankError
 from tests.sharded import CPU, adamw, shard
 
-WAYS: dict[str, dict[str, bool]] = {
-    "windows": {},
-    "point to point": {"windows": False},
-    "backend": {"direct": False},
-}
 SECONDS = 40.0
 """Far less than the group's time limit, far more than finding out takes on a busy machine."""
 
@@ -89,7 +84,7 @@ def lengths(way: str, stage: int) -> None:
 
 
 def all_lengths(way: str) -> None:
-    for stage in (1, 3):
+    for stage in (1, 2, 3):
         lengths(way, stage)
 
 
@@ -131,10 +126,10 @@ def test_join_of_a_plain_module() -> None:
 # -- with gradients: an error that says who is where ----------------------------------------------
 
 
-def skips(way: str, what: str) -> list[str]:
+def skips(way: str, what: str, stage: int = 3) -> list[str]:
     """Rank 1 leaves something out in the third step; every rank returns its error."""
     rank = dist.get_rank()
-    engine = engine_over(way)
+    engine = engine_over(way, stage)
     optimizer = adamw(engine.module)
     engine.adopt(optimizer)
     start = time.monotonic()
@@ -156,9 +151,9 @@ def skips(way: str, what: str) -> list[str]:
     return []
 
 
-def raises_on_all(way: str, what: str) -> None:
+def raises_on_all(way: str, what: str, stage: int) -> None:
     """As `skips`; where connections are given up, so is the pool."""
-    found = skips(way, what)
+    found = skips(way, what, stage)
     raise AssertionError(f"after {found[1]} seconds: {found[0]}" if found else "no error")
 
 
@@ -179,11 +174,67 @@ def test_a_unit_that_one_rank_leaves_out_in_windows(ranks: Pools) -> None:
 def test_a_unit_that_one_rank_leaves_out_is_found_by_the_watch(ranks: Pools, way: str) -> None:
     """Rank 0 waits for weights that rank 1 never sends."""
     with pytest.raises(RankError) as error:
-        ranks(2).run(raises_on_all, way, "unit", timeout=SECONDS)
+        ranks(2).run(raises_on_all, way, "unit", 3, timeout=SECONDS)
     found = str(error.value)
     assert found.count("The ranks have parted") >= 2
     assert re.search(r"rank 0 waits in step 2 for the weights of blocks.\d", found)
     assert re.search(r"rank 1 waits in step 2 for", found)
+
+
+def test_a_backward_that_one_rank_leaves_out_is_found_by_the_watch(ranks: Pools) -> None:
+    """Rank 1 goes on to weights that rank 0, in its backward pass, does not send."""
+    with pytest.raises(RankError) as error:
+        ranks(2).run(raises_on_all, "point to point", "backward", 1, timeout=SECONDS)
+    found = str(error.value)
+    assert found.count("The ranks have parted") >= 2
+    assert re.search(r"rank 0 waits in step 2 for the begin of a backward pass", found)
+
+
+def without(model: Blocks, x: Tensor, block: int | None) -> Tensor:
+    """The model's output, with a block left out or not."""
+    x = model.stem(x)
+    for number, inner in enumerate(model.blocks):
+        x = x if number == block else inner(x)
+    return x
+
+
+def leaves_out_a_unit(way: str, stage: int) -> None:
+    """Rank 1 trains without a block now and then; the steps are those of a loop over both ranks."""
+    rank = dist.get_rank()
+    engine = engine_over(way, stage)
+    model, plain = engine.module, Blocks(3)
+    assert isinstance(model, Blocks)
+    with engine.gathered():
+        plain.load_state_dict({n: p.detach().clone() for n, p in model.named_parameters()})
+    optimizer, reference = adamw(model), adamw(plain)
+    engine.adopt(optimizer)
+    for step in range(3):
+        left_out = [None, 1 if step % 2 == 0 else None]
+        optimizer.zero_grad()
+        with engine.step() as watch:
+            loss = without(model, x_of(2 * step + rank), left_out[rank]).sum()
+            watch(loss)
+        loss.backward()
+        optimizer.step()
+        reference.zero_grad()
+        for other in range(2):
+            (without(plain, x_of(2 * step + other), left_out[other]).sum() / 2).backward()
+        reference.step()
+    with engine.gathered():
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+    engine.close()
+
+
+def leave_out_a_unit_each_way() -> None:
+    for way in WAYS:
+        for stage in (1, 2):
+            leaves_out_a_unit(way, stage)
+
+
+def test_a_unit_that_one_rank_leaves_out_where_weights_stay(ranks: Pools) -> None:
+    """At stages 1 and 2 nobody waits for its weights, and its gradient is the others' share."""
+    ranks(2).run(leave_out_a_unit_each_way, timeout=120)
 
 
 # -- under the Trainer ----------------------------------------------------------------------------
@@ -217,11 +268,11 @@ class Counting(Regression):
         super().validation_step(batch, batch_idx)
 
 
-def iterable(stage: int) -> tuple[dict[str, int], int, list[str]]:
+def iterable(way: str, stage: int) -> tuple[dict[str, int], int, list[str]]:
     module = Counting()
     trainer = make_trainer(stage, max_epochs=2, num_sanity_val_steps=0)
     loaders = DataLoader(Some(5), batch_size=1), DataLoader(Some(2), batch_size=1)
-    with warnings.catch_warnings(record=True) as caught:
+    with wired(way), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, *loaders)
     said = [str(warning.message) for warning in caught if "ended before" in str(warning.message)]
@@ -229,7 +280,9 @@ def iterable(stage: int) -> tuple[dict[str, int], int, list[str]]:
 
 
 def all_iterables() -> list[Any]:
-    return [iterable(stage) for stage in (1, 2, 3)]
+    """Validation needs nobody where weights stay, or where they are read from the others."""
+    near = [iterable("windows", stage) for stage in (1, 2, 3)]
+    return [*near, iterable("point to point", 1), iterable("backend", 2)]
 
 
 def test_iterable_data_of_different_lengths(ranks: Pools) -> None:

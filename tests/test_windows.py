@@ -17,14 +17,10 @@ from lightning_zero.settings import Settings
 from lightning_zero.window import Address, Window
 from tests.models import MODELS
 from tests.parity import share
+from tests.projects import WAYS
 from tests.ranks import Pools
 
 CPU = torch.device("cpu")
-WAYS = {
-    "windows": {},
-    "point to point": {"windows": False},
-    "backend": {"direct": False},
-}
 
 
 def _train(way: str, stage: int, steps: int = 3) -> tuple[list[torch.Tensor], dict[str, int], bool]:
@@ -42,7 +38,7 @@ def _train(way: str, stage: int, steps: int = 3) -> tuple[list[torch.Tensor], di
     sizes = [4 * bundle.layout.numel for unit in engine.units for bundle in unit.bundles]
     memory = {**engine.memory(), "largest": max(sizes)}
     engine.close()
-    return [p.detach() for p in model.parameters()], memory, comm._has_windows
+    return [p.detach() for p in model.parameters()], memory, comm.wire.reads_peers
 
 
 def _all_ways(stage: int) -> dict[str, Any]:
@@ -118,7 +114,7 @@ def _blind_rank() -> bool:
     """Rank 1 cannot open the others' memory, as in another container."""
     if torch.distributed.get_rank() == 1:
         Window.open = classmethod(lambda *_: (_ for _ in ()).throw(RuntimeError("hidden")))  # type: ignore[assignment]
-    return Comm(CPU)._has_windows
+    return Comm(CPU).wire.reads_peers
 
 
 def test_one_rank_that_sees_no_windows_takes_them_from_all(ranks: Pools) -> None:

@@ -16,6 +16,7 @@ overhead of host and device without the wire; its losses mean nothing and are no
 from __future__ import annotations
 
 import argparse
+import bisect
 import contextlib
 import importlib.util
 import json
@@ -239,6 +240,12 @@ class Run:
         self.data = torch.Generator().manual_seed(rank)
 
     def __call__(self) -> Tensor:
+        loss = self.pass_through()
+        self.step()
+        return loss
+
+    def pass_through(self) -> Tensor:
+        """Forward and backward, in the Trainer's order: old gradients live until the backward."""
         job, contender = self.job, self.contender
         shape = (job.batch, job.length + 1)
         tokens = torch.randint(job.vocabulary, shape, generator=self.data).to(self.device)
@@ -253,8 +260,17 @@ class Run:
             loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         contender.optimizer.zero_grad()
         contender.backward(loss)
-        (contender.step or contender.optimizer.step)()
         return loss.detach()
+
+    def step(self) -> None:
+        """The optimizer's step."""
+        (self.contender.step or self.contender.optimizer.step)()
+
+    def rest(self) -> None:
+        """Come to where a step ends: also the gathers that the next one would wait for."""
+        for unit in self.contender.engine.units if self.contender.engine else ():
+            unit.wait_if_in_flight()
+        self.settle()
 
     def settle(self) -> None:
         """Let everything that was started end."""
@@ -283,7 +299,7 @@ def _ranks(rank: int, job: Job, port: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _timed(rank: int, name: str, job: Job, port: int, answer: Any) -> None:
+def _timed(rank: int, name: str, job: Job, port: int, answer: Path) -> None:
     with _ranks(rank, job, port):
         run, times = Run(rank, name, job), []
         for _ in range(job.warmup + job.steps):
@@ -295,12 +311,12 @@ def _timed(rank: int, name: str, job: Job, port: int, answer: Any) -> None:
             times.append(time.perf_counter() - start)
         # Weights of stages 1 and 2 are still on their way: the next step's start waits for them.
         if rank == 0:
-            answer["seconds"] = statistics.median(times[job.warmup :])
-            answer["loss"] = float(loss)
+            seconds = statistics.median(times[job.warmup :])
+            answer.write_text(json.dumps({"seconds": seconds, "loss": float(loss)}))
 
 
-def _weighed(rank: int, name: str, job: Job, port: int, answer: Any) -> None:
-    """Memory and traffic of the last of a few steps, never timed.
+def _weighed(rank: int, name: str, job: Job, port: int, answer: Path) -> None:
+    """Memory and traffic after a few steps, never timed.
 
     Shared memory is not the allocator's, so ours runs without it here: the same steps, with its
     reduce buffers and those it receives in where they are counted.
@@ -308,59 +324,80 @@ def _weighed(rank: int, name: str, job: Job, port: int, answer: Any) -> None:
     job = replace(job, windows=False)
     with _ranks(rank, job, port):
         run = Run(rank, name, job)
-        engine = run.contender.engine
         for _ in range(2):
             run()
-        run.settle()
         run.contender.optimizer.zero_grad()
-        peak = _peak_on_cuda(run) if job.device == "cuda" else _peak_on_cpu(run)
-        run.settle()
-        if rank != 0:
-            return
-        answer["peak_mib"] = peak / 2**20
+        run.rest()
+        found: dict[str, Any] = {**_peaks(run)}
+        run.step()
+        run.rest()
+        engine = run.contender.engine
         if engine is not None:
-            answer["bytes"] = engine.memory()
-            answer["sent"] = sum_of(engine.comm.ledger.last_step).elements
+            found["bytes"] = engine.memory()
+            found["sent"] = sum_of(engine.comm.ledger.last_step).elements
+        if rank == 0:
+            answer.write_text(json.dumps(found))
 
 
-def _peak_on_cuda(run: Run) -> int:
-    torch.cuda.synchronize()
-    idle = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - idle
+def _peaks(run: Run) -> dict[str, float]:
+    """The most memory in forward and backward beyond the idle model, in two orders of a step.
+
+    In a plain loop the gradients of the step before are gone when the forward begins; under the
+    Trainer they live until its end.
+    """
+    measure = _peaks_on_cuda if run.device.type == "cuda" else _peaks_on_cpu
+    plain, _, under_trainer = measure([run.pass_through, run.step, run.pass_through], run.rest)
+    return {"peak_mib": plain / 2**20, "trainer_peak_mib": under_trainer / 2**20}
 
 
-def _peak_on_cpu(run: Run) -> int:
-    """The largest sum of live allocations of a step, beyond those before it.
+def _peaks_on_cuda(parts: list[Callable[[], Any]], rest: Callable[[], None]) -> list[int]:
+    """The most bytes in each part, beyond those before the first."""
+    before, peaks = torch.cuda.memory_allocated(), []
+    for part in parts:
+        torch.cuda.reset_peak_memory_stats()
+        part()
+        rest()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    return peaks
 
-    Counted from the allocator's own events, which know nothing of any engine.
+
+def _peaks_on_cpu(parts: list[Callable[[], Any]], rest: Callable[[], None]) -> list[int]:
+    """The same, counted from the allocator's own events, which know nothing of any engine.
+
+    One profile holds all parts: it knows the sizes only of what was allocated within it.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        run()
+        for number, part in enumerate(parts):
+            with torch.profiler.record_function(f"part {number}"):
+                part()
+                rest()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
+    ends = sorted(e["ts"] + e["dur"] for e in events if str(e.get("name")).startswith("part "))
     changes = [e for e in events if e.get("name") == "[memory]"]
-    live = peak = 0
+    peaks, live = [0] * len(parts), 0
     for event in sorted(changes, key=lambda e: e["ts"]):
         live += event["args"]["Bytes"]
-        peak = max(peak, live)
-    return peak
+        number = min(bisect.bisect_left(ends, event["ts"]), len(parts) - 1)
+        peaks[number] = max(peaks[number], live)
+    return peaks
 
 
 def _in_fresh_processes(worker: Callable[..., None], name: str, job: Job) -> dict[str, Any]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with mp.get_context("spawn").Manager() as manager:
-        answer = manager.dict()
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
         processes = 1 if job.fake_world else job.world
-        mp.spawn(worker, (name, job, port, answer), nprocs=processes)
-        return dict(answer)
+        # A server that has imported everything, and done nothing, is forked for each process.
+        mp.set_forkserver_preload(["torch.distributed.fsdp", "torch.profiler", "lightning_zero"])
+        mp.start_processes(worker, (name, job, port, answer), processes, start_method="forkserver")
+        found: dict[str, Any] = json.loads(answer.read_text())
+        return found
 
 
 def compare(names: list[str], job: Job, rounds: int) -> dict[str, dict[str, Any]]:
@@ -397,8 +434,8 @@ def _check_loss(name: str, loss: float, expected: float, job: Job) -> None:
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """A Markdown table of the results."""
     lines = [
-        "| | s/step | ratio | range | peak MiB | sent | between steps MiB |",
-        "|---|---|---|---|---|---|---|",
+        "| | s/step | ratio | range | peak MiB | under the Trainer | sent | between steps MiB |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
         low, high = row["ratio_range"]
@@ -407,7 +444,8 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
         sent = f"{row['sent'] / 1e6:.1f} M" if "sent" in row else ""
         lines.append(
             f"| {name} | {row['seconds']:.3f} | {row['ratio']:.2f} | {low:.2f} to {high:.2f}"
-            f" | {row['peak_mib']:.0f} | {sent} | {f'{states:.1f}' if held else ''} |"
+            f" | {row['peak_mib']:.0f} | {row['trainer_peak_mib']:.0f} | {sent}"
+            f" | {f'{states:.1f}' if held else ''} |"
         )
     return "\n".join(lines)
 

@@ -4,7 +4,8 @@ from lightning_zero.checkpoint.conversion import add_convert_command, convert
 from lightning_zero.checkpoint.directory_save import DirectorySave
 from lightning_zero.checkpoint.inspection import add_inspect_command, damage, describe
 from lightning_zero.checkpoint.mapped_file import load
-from lightning_zero.checkpoint.save import Provenance, Save
+from lightning_zero.checkpoint.provenance import Provenance
+from lightning_zero.checkpoint.save import Save
 from lightning_zero.checkpoint.saver import Saver, collected
 from lightning_zero.checkpoint.spread import Spread
 from lightning_zero.checkpoint.state import (

@@ -17,13 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from lightning_zero.checkpoint.deepspeed_folder import DeepSpeedFolder, is_deepspeed_folder
+from lightning_zero.checkpoint.deepspeed_folder import DeepSpeedFolder
+from lightning_zero.checkpoint.deepspeed_tag import is_deepspeed_folder
 from lightning_zero.checkpoint.deferred import Deferred
 from lightning_zero.checkpoint.directory import is_directory
 from lightning_zero.checkpoint.directory_save import DirectorySave
 from lightning_zero.checkpoint.mapped_file import content, mapped, opened
+from lightning_zero.checkpoint.provenance import Provenance
 from lightning_zero.checkpoint.safetensors import read_safetensors, write_safetensors
-from lightning_zero.checkpoint.save import Provenance, Save
+from lightning_zero.checkpoint.save import Save
 from lightning_zero.checkpoint.spread import Spread
 from lightning_zero.checkpoint.stored import Stored, in_memory
 from lightning_zero.checkpoint.weights import read_weights

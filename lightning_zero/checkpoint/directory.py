@@ -28,8 +28,11 @@ from torch.distributed.checkpoint import filesystem, metadata
 
 from lightning_zero.checkpoint.boxes import Box
 from lightning_zero.checkpoint.chunk import Chunk, read_bytes
-from lightning_zero.checkpoint.save import FORMAT, PROVENANCE, TABLE
+from lightning_zero.checkpoint.provenance import FORMAT, PROVENANCE
 from lightning_zero.checkpoint.stored import Stored
+
+TABLE = ".metadata"
+"""The file that makes a folder a directory of torch.distributed.checkpoint."""
 
 REST = "meta.pt"
 """What is no tensor, under the name that Lightning's strategies give it."""

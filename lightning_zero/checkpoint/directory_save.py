@@ -15,12 +15,10 @@ names share their bytes, and writes to the final name.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import io
 import os
 import pickle
-import secrets
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,22 +35,12 @@ from lightning_zero.checkpoint.agreement import Outcome
 from lightning_zero.checkpoint.archive import Archive
 from lightning_zero.checkpoint.boxes import Box, boxes, dense_stride, inverse, memory_order
 from lightning_zero.checkpoint.content import WEIGHTS, Content
-from lightning_zero.checkpoint.directory import REST, Keys
-from lightning_zero.checkpoint.save import (
-    PROVENANCE,
-    SUFFIX,
-    TABLE,
-    Provenance,
-    check_target,
-    chunks,
-    put_in_place,
-    remove_all,
-    remove_leftovers,
-    target_of,
-    write_at,
-)
+from lightning_zero.checkpoint.directory import REST, TABLE, Keys
+from lightning_zero.checkpoint.provenance import PROVENANCE, Provenance
 from lightning_zero.checkpoint.skeleton import Skeleton, bytes_of
 from lightning_zero.checkpoint.spread import Spread
+from lightning_zero.checkpoint.target import TemporaryFolder
+from lightning_zero.checkpoint.writer import Writer
 from lightning_zero.comm import Comm
 
 
@@ -141,11 +129,11 @@ class DirectorySave:
         """
         keys = self._agreed_keys()
         outcome = Outcome()
-        folder: _Folder | None = None
+        folder: TemporaryFolder | None = None
         try:
             if self.comm.rank == 0:
                 with outcome.attempt():
-                    folder = _Folder(self.path)
+                    folder = TemporaryFolder(self.path)
             self._agree(outcome)
             name = Path(self.comm.broadcast_object(folder and str(folder.path)))
             with outcome.attempt():
@@ -196,10 +184,10 @@ class DirectorySave:
         objects: dict[Keys, _Share] = {}
         position = 0
         name = f"__{self.comm.rank}_0.distcp"
-        with _created(folder / name) as descriptor:
+        with _created(folder / name) as writer:
             for where, content in self._entries.items():
                 if isinstance(content, bytes):
-                    write_at(descriptor, position, content)
+                    writer.write(position, content)
                     objects[where] = _Share("", Box((), ()), name, position, len(content))
                     position += len(content)
             for spread in (self._parts[key] for key in keys if key in self._parts):
@@ -207,11 +195,12 @@ class DirectorySave:
                 if not spread.numel() and self.comm.rank:
                     continue
                 for box, part in boxes_of(spread):
-                    write = functools.partial(_write_from, descriptor, position)
-                    nbytes = write_archive(Skeleton.of(part), write, self._on_written)
+                    write = functools.partial(_write_from, writer, position)
+                    nbytes = write_archive(Skeleton.of(part), write)
+                    self._on_written(part.whole_nbytes)
                     shares.append(_Share(spread.key, box, name, position, nbytes))
                     position += nbytes
-            os.fsync(descriptor)
+            writer.sync()
         return shares, objects
 
     # -- what rank 0 adds --------------------------------------------------------------------------
@@ -294,26 +283,21 @@ def boxes_of(spread: Spread) -> Iterator[tuple[Box, Spread]]:
         yield own, Spread.of(spread.key, part, 0, own.sizes, stride, spread.dtype)
 
 
-def write_archive(
-    skeleton: Skeleton,
-    write: Callable[[int, bytes | memoryview], None],
-    on_written: Callable[[int], object] = lambda nbytes: None,
-) -> int:
-    """Write what ``torch.save`` would write, by places in it; returns the bytes."""
+def write_archive(skeleton: Skeleton, write: Callable[[int, Tensor | bytes], int]) -> int:
+    """Write what ``torch.save`` would write, by places in it; returns the bytes.
+
+    ``write`` takes a place and bytes, and returns their CRC-32.
+    """
     contents: list[Tensor | bytes] = [skeleton.pickled, sys.byteorder.encode(), b"3\n"]
     names = ["data.pkl", "byteorder", "version"]
     for number, stored in enumerate(skeleton.storages):
         names.append(f"data/{number}")
         contents.append(stored.part_bytes if isinstance(stored, Spread) else bytes_of(stored))
     archive = Archive.build((n, len(c)) for n, c in zip(names, contents, strict=True))
-    checksums = []
-    for record, content in zip(archive.records, contents, strict=True):
-        checksum = 0
-        for first, chunk in chunks(content):
-            checksum = zlib.crc32(chunk, checksum)
-            write(record.offset + first, chunk)
-        checksums.append(checksum)
-    on_written(sum(len(content) for content in contents[3:]))
+    checksums = [
+        write(record.offset, content)
+        for record, content in zip(archive.records, contents, strict=True)
+    ]
     for index in range(len(names) + 1):
         write(*archive.seam(index, checksums))
     return archive.nbytes
@@ -328,73 +312,28 @@ def _pickled(value: Any) -> bytes:
             " it. Use checkpoint='file'"
         )
 
-    def write(place: int, content: bytes | memoryview) -> None:
+    def write(place: int, content: Tensor | bytes) -> int:
+        content = content if isinstance(content, bytes) else content.cpu().numpy().tobytes()
         file.seek(place)
         file.write(content)
+        return zlib.crc32(content)
 
     write_archive(skeleton, write)
     return file.getvalue()
 
 
-# -- the folder ------------------------------------------------------------------------------------
-
-
-class _Folder:
-    """A folder that is written under a temporary name and renamed when it is whole.
-
-    While it lives it is locked, as temporary files are; see ``remove_leftovers``.
-    """
-
-    def __init__(self, path: str) -> None:
-        target = target_of(path)
-        if not isinstance(target, Path):
-            raise ValueError(
-                "checkpoint='dcp' needs a disk that all ranks share, not a URL; checkpoint='file'"
-                " writes to any other place too"
-            )
-        self.target = target
-        check_target(target)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(target.parent)
-        self.path, self._descriptor = self._create()
-
-    def _create(self) -> tuple[Path, int]:
-        while True:
-            path = self.target.parent / f".{self.target.name}.{secrets.token_hex(4)}{SUFFIX}"
-            path.mkdir()
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            with contextlib.suppress(OSError):  # a file system without locks: its leftovers stay
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.exists():
-                return path, descriptor
-            os.close(descriptor)  # somebody took it for a leftover before it was locked
-
-    def keep(self) -> None:
-        """Give the folder its final name; its files are synced already."""
-        os.fsync(self._descriptor)
-        put_in_place(self.path, self.target)
-
-    def close(self) -> None:
-        """Let go of the folder, and remove it unless it was kept."""
-        if self.path.exists():
-            remove_all(self.path)
-        os.close(self._descriptor)
-
-
 @contextlib.contextmanager
-def _created(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+def _created(path: Path) -> Iterator[Writer]:
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+    with Writer(path) as writer:
+        yield writer
 
 
-def _write_from(descriptor: int, start: int, place: int, content: bytes | memoryview) -> None:
-    write_at(descriptor, start + place, content)
+def _write_from(writer: Writer, start: int, place: int, content: Tensor | bytes) -> int:
+    return writer.write(start + place, content)
 
 
 def _write_file(path: Path, content: bytes) -> None:
-    with _created(path) as descriptor:
-        write_at(descriptor, 0, content)
-        os.fsync(descriptor)
+    with _created(path) as writer:
+        writer.write(0, content)
+        writer.sync()

@@ -6,9 +6,7 @@
 4. Each rank syncs its writes; checksums go to rank 0, which writes the seams.
 5. When all ranks have synced, rank 0 renames the file.
 
-Whoever dies in between leaves the earlier file under the final name whole. The temporary file is
-locked by rank 0 while it lives; one that nobody locks was left behind by a dead process, and the
-next save removes it.
+Whoever dies in between leaves the earlier file under the final name whole (``target.py``).
 
 Where ranks do not share a file system, or the target is none (``memory://``, ``s3://``), every
 tensor travels through rank 0, one message at a time, into the very same file.
@@ -17,65 +15,31 @@ tensor travels through rank 0, one message at a time, into the very same file.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import fcntl
 import functools
-import json
 import logging
 import os
-import re
-import secrets
-import shutil
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import fsspec
 import torch
-from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
 from lightning_zero.checkpoint.agreement import Outcome
 from lightning_zero.checkpoint.archive import Archive, Record, joined_checksum
 from lightning_zero.checkpoint.chunk import BUFFER_BYTES
+from lightning_zero.checkpoint.provenance import PROVENANCE, Provenance
 from lightning_zero.checkpoint.skeleton import Skeleton, bytes_of, size_of
 from lightning_zero.checkpoint.spread import Spread
+from lightning_zero.checkpoint.target import TemporaryFile, target_of
+from lightning_zero.checkpoint.writer import Writer, write_at
 from lightning_zero.comm import Comm
 
 log = logging.getLogger(__name__)
-
-FORMAT = 1
-"""Number of the file format, to tell files of later versions by."""
-
-PROVENANCE = "lightning_zero.json"
-"""The record that tells who wrote a file."""
-
-TABLE = ".metadata"
-"""The file that makes a folder a directory of torch.distributed.checkpoint."""
-
-SUFFIX = ".saving"
-"""How the names of unfinished files and folders end."""
-
-_ASIDE = ".aside"
-
-_TEMPORARY = re.compile(rf"\.(?P<name>.+)\.[0-9a-f]{{8}}(?P<suffix>{SUFFIX}|{_ASIDE})")
-
-
-@dataclass(frozen=True)
-class Provenance:
-    """Who wrote a file; stage 0 stands for a conversion."""
-
-    stage: int
-    world_size: int
-    precision: str
-    format: int = FORMAT
-
-    def encoded(self) -> bytes:
-        """The content of the record."""
-        return json.dumps(asdict(self)).encode()
 
 
 @dataclass(frozen=True)
@@ -169,11 +133,11 @@ class Save:
     def _write_together(self, plan: _Plan, target: Path) -> bool:
         """Write the file from all ranks; ``False`` if they do not share the file system."""
         outcome = Outcome()
-        temporary: Temporary | None = None
+        temporary: TemporaryFile | None = None
         try:
             if self.comm.rank == 0:
                 with outcome.attempt():
-                    temporary = Temporary(target)
+                    temporary = TemporaryFile(target)
                     temporary.reserve(plan.archive.nbytes)
             self._agree(outcome)
             name = self.comm.broadcast_object(temporary and str(temporary.path))
@@ -199,18 +163,12 @@ class Save:
 
     def _write_parts(self, plan: _Plan, name: str) -> list[_Share]:
         shares = []
-        descriptor = os.open(name, os.O_WRONLY | os.O_CLOEXEC)
-        try:
+        with Writer(name) as writer:
             for index, record, start, part in self._parts(plan):
-                checksum = 0
-                for first, chunk in chunks(part):
-                    checksum = zlib.crc32(chunk, checksum)
-                    write_at(descriptor, record.offset + start + first, chunk)
-                    self._on_written(len(chunk))
+                checksum = writer.write(record.offset + start, part)
+                self._on_written(len(part))
                 shares.append(_Share(index, start, len(part), checksum))
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            writer.sync()
         return shares
 
     # -- through rank 0 ----------------------------------------------------------------------------
@@ -299,7 +257,7 @@ def _tell_once(folder: str) -> None:
     )
 
 
-def _write_seams(archive: Archive, checksums: Sequence[int], temporary: Temporary) -> None:
+def _write_seams(archive: Archive, checksums: Sequence[int], temporary: TemporaryFile) -> None:
     """Write what lies between the records, and sync."""
     for index in range(len(checksums) + 1):
         start, seam = archive.seam(index, checksums)
@@ -335,137 +293,6 @@ def chunks(content: Tensor | bytes | None) -> Iterator[tuple[int, memoryview]]:
         yield number * BUFFER_BYTES, chunk.to("cpu").numpy().data
 
 
-def write_at(descriptor: int, offset: int, content: bytes | memoryview) -> None:
-    """Write all of ``content`` at a place of a file."""
-    view = memoryview(content)
-    while view:
-        written = os.pwrite(descriptor, view, offset)
-        view, offset = view[written:], offset + written
-
-
-# -- targets ---------------------------------------------------------------------------------------
-
-
-class Temporary:
-    """A file that is written under a temporary name and renamed when it is whole."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-        check_target(target)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(target.parent)
-        self.path, self.descriptor = self._create()
-
-    def _create(self) -> tuple[Path, int]:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        while True:
-            path = self.target.parent / f".{self.target.name}.{secrets.token_hex(4)}{SUFFIX}"
-            descriptor = os.open(path, flags, 0o666)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                pass  # somebody took it for a leftover before it was locked
-            except OSError:
-                return path, descriptor  # a file system without locks: its leftovers stay
-            if path.exists():
-                return path, descriptor
-            os.close(descriptor)
-
-    def reserve(self, nbytes: int) -> None:
-        """Give the file its size."""
-        os.truncate(self.descriptor, nbytes)
-
-    def keep(self) -> None:
-        """Give the file its final name; its content is synced already."""
-        put_in_place(self.path, self.target)
-
-    def close(self) -> None:
-        """Let go of the file, and remove it unless it was kept."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path)
-        os.close(self.descriptor)
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove temporary files and folders whose writers are dead: nobody holds their locks."""
-    for path in folder.iterdir():
-        match = _TEMPORARY.fullmatch(path.name)
-        if match is None:
-            continue
-        if match["suffix"] == _ASIDE:
-            _bring_back(path, folder / match["name"])
-            continue
-        with contextlib.suppress(OSError):
-            mode = os.O_RDONLY if path.is_dir() else os.O_RDWR
-            descriptor = os.open(path, mode | os.O_CLOEXEC)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                remove_all(path)
-            finally:
-                os.close(descriptor)
-
-
-def remove_all(path: Path) -> None:
-    """Remove a file, a link, or a folder with what is in it."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        os.unlink(path)
-
-
-def check_target(target: Path) -> None:
-    """Raise an ``IsADirectoryError`` if the name is that of a folder that is no checkpoint."""
-    is_folder = target.is_dir() and not target.is_symlink()
-    if is_folder and any(target.iterdir()) and not (target / TABLE).is_file():
-        raise IsADirectoryError(
-            f"{str(target)!r} is a folder with other things than a checkpoint; save under another"
-            " name"
-        )
-
-
-def put_in_place(temporary: Path, target: Path) -> None:
-    """Give a file or folder its final name; what had the name before goes."""
-    check_target(target)
-    is_folder = target.is_dir() and not target.is_symlink()
-    if not is_folder and not temporary.is_dir():
-        os.replace(temporary, target)
-    elif not os.path.lexists(target):
-        os.rename(temporary, target)
-    else:
-        _exchange(temporary, target)
-        remove_all(temporary)
-    _sync_folder(target.parent)
-
-
-def _exchange(temporary: Path, target: Path) -> None:
-    """Swap two names at once; where the system cannot, one after the other."""
-    swap = getattr(ctypes.CDLL(None), "renameat2", None)
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    if swap and not swap(here, os.fsencode(temporary), here, os.fsencode(target), exchange):
-        return
-    aside = temporary.with_suffix(_ASIDE)
-    os.rename(target, aside)
-    os.rename(temporary, target)
-    os.rename(aside, temporary)
-
-
-def _bring_back(aside: Path, target: Path) -> None:
-    """Undo half an exchange, in the middle of which a process died."""
-    with contextlib.suppress(OSError):
-        if os.path.lexists(target):
-            remove_all(aside)
-        else:
-            os.rename(aside, target)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 class _Sink:
     """Where rank 0 streams to; on the other ranks a place that swallows everything."""
 
@@ -477,7 +304,7 @@ class _Sink:
 
 
 class _FileSink(_Sink):
-    def __init__(self, temporary: Temporary) -> None:
+    def __init__(self, temporary: TemporaryFile) -> None:
         self._temporary = temporary
         self._position = 0
 
@@ -507,7 +334,7 @@ class _RemoteSink(_Sink):
 def _opened(path: str) -> Iterator[_Sink]:
     target = target_of(path)
     if isinstance(target, Path):
-        temporary = Temporary(target)
+        temporary = TemporaryFile(target)
         try:
             yield _FileSink(temporary)
         finally:
@@ -521,16 +348,3 @@ def _opened(path: str) -> Iterator[_Sink]:
         yield sink
         if not sink.is_good:
             file_system.transaction.files.clear()
-
-
-def target_of(path: str) -> Path | str:
-    """A local path where there is one, else the URL."""
-    file_system, local = fsspec.core.url_to_fs(path)
-    return Path(local) if isinstance(file_system, LocalFileSystem) else path
-
-
-def remove(path: str) -> None:
-    """Remove a checkpoint, file or folder, if it exists."""
-    file_system, local = fsspec.core.url_to_fs(path)
-    if file_system.exists(local):
-        file_system.rm(local, recursive=True)

@@ -10,9 +10,11 @@ from typing import Any, Protocol
 import torch
 
 from lightning_zero.checkpoint.agreement import Outcome
-from lightning_zero.checkpoint.save import Provenance, Save, remove
+from lightning_zero.checkpoint.provenance import Provenance
+from lightning_zero.checkpoint.save import Save
 from lightning_zero.checkpoint.skeleton import Skeleton, bytes_of
 from lightning_zero.checkpoint.spread import Spread
+from lightning_zero.checkpoint.target import remove
 from lightning_zero.comm import Comm
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from lightning_zero.checkpoint.mapped_file import read_ahead
 from lightning_zero.checkpoint.spread import Spread
 from lightning_zero.checkpoint.stored import Stored
 from lightning_zero.engine import Engine
@@ -116,26 +117,31 @@ def load_module_state(
         RuntimeError: Names or shapes do not fit; all of them are told, and nothing has changed.
     """
     if engine is not None:
-        state = _laid_out(module, engine, state)
+        state = _prepared(module, engine, state)
     rehearse(module, state, strict=strict)
     with contextlib.nullcontext() if engine is None else engine.writing():
         return module.load_state_dict(state, strict=strict)
 
 
-def _laid_out(module: nn.Module, engine: Engine, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``state`` with stored tensors in their parameters' memory order, to be read in part."""
-    laid_out = dict(state)
+def _prepared(module: nn.Module, engine: Engine, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``state``, ready for each rank to read its parts."""
+    prepared = dict(state)
     for name, value in module.state_dict(keep_vars=True).items():
         piece = engine.piece(value) if isinstance(value, nn.Parameter) else None
-        stored = laid_out.get(name)
-        if piece is not None and isinstance(stored, Stored):
-            laid_out[name] = _like(stored, piece)
-    return laid_out
+        if piece is not None and name in prepared:
+            prepared[name] = _like(prepared[name], piece)
+    return prepared
 
 
 def _like(value: Any, piece: Piece) -> Any:
-    fits = isinstance(value, Stored) and value.shape == torch.Size(piece.slot.shape)
-    return value.laid_out(piece.slot.stride) if fits else value
+    """A stored tensor in the memory order of its parameter; of a mapped one the part is called."""
+    if not isinstance(value, Tensor) or value.shape != torch.Size(piece.slot.shape):
+        return value
+    if isinstance(value, Stored):
+        return value.laid_out(piece.slot.stride)
+    if type(value) is Tensor and value.stride() == piece.slot.stride:
+        read_ahead(piece.part_of(value))
+    return value
 
 
 def rehearse(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:

@@ -1,0 +1,100 @@
+"""A call of a unit's forward, and how autograd tells where its backward is.
+
+Torch has no event for the backward of a module. It begins with the first gradient of the call's
+outputs, and it has ended when the gradients of its inputs are there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.hooks import RemovableHandle
+
+from lightning_zero.tensors import tensors_in
+from lightning_zero.unit import Unit
+
+
+class Call:
+    """One call of a unit's forward.
+
+    Attributes:
+        unit: The unit.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    def watch_inputs(
+        self,
+        value: Any,
+        *,
+        ended: Callable[[Call], None],
+        leaves_done: Callable[[Call], None],
+    ) -> None:
+        """Call ``ended`` when the inputs have their gradients.
+
+        Args:
+            value: The arguments of the call.
+            ended: What to call when the backward of the call has ended.
+            leaves_done: What to call in its stead if all inputs are leaves. A leaf may be done
+                before the graph behind it is, so by itself it does not tell enough.
+        """
+        inputs = _inputs(value)
+        if not inputs:
+            return
+        self.unit.awaited.add(self)
+        inner = [tensor for tensor in inputs if not tensor.is_leaf]
+        if len(inner) == 1:
+            # What torch's hook for several tensors would come to, at half the price.
+            inner[0].register_hook(lambda _: ended(self))  # type: ignore[no-untyped-call]
+        elif inner:
+            register_multi_grad_hook(inner, lambda _: ended(self), mode="all")
+        else:
+            # Torch's hook for several tensors takes no leaves in `torch.autograd.grad`.
+            self._watch_leaves(inputs, leaves_done)
+
+    def _watch_leaves(self, leaves: list[Tensor], done: Callable[[Call], None]) -> None:
+        waiting: dict[int, RemovableHandle] = {}
+
+        def note(number: int, _: Tensor) -> None:
+            waiting.pop(number).remove()
+            if not waiting:
+                done(self)
+
+        for number, leaf in enumerate(leaves):
+            hook = functools.partial(note, number)
+            waiting[number] = leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def watch_outputs(self, value: Any, *, began: Callable[[Call], None]) -> bool:
+        """Call ``began`` at the first gradient of an output; whether there can be one."""
+        outputs = [t for t in tensors_in(value) if t.requires_grad and t.grad_fn is not None]
+        if not outputs:
+            return False
+        # A hook on a view is lost when the view is changed in place; one on its base stays.
+        bases = [tensor._base for tensor in outputs if tensor._base is not None]
+        watched = [*outputs, *(base for base in bases if base.requires_grad)]
+        if len(watched) == 1:
+            watched[0].register_hook(lambda _: began(self))  # type: ignore[no-untyped-call]
+        else:
+            register_multi_grad_hook(watched, lambda _: began(self), mode="any")
+        return True
+
+
+def with_grad(value: Any) -> Iterator[Tensor]:
+    """The tensors inside ``value`` that want a gradient."""
+    return (tensor for tensor in tensors_in(value) if tensor.requires_grad)
+
+
+def _inputs(value: Any) -> list[Tensor]:
+    """The tensors in a module's arguments whose gradients tell that its backward is done.
+
+    An object may be handed from module to module and hold what others left in it (the keys and
+    values that a Transformers decoder caches): gradients that come much later. It counts only where
+    no tensor is given otherwise.
+    """
+    given = [t for t in tensors_in(value, within_objects=False) if t.requires_grad]
+    return given or list(with_grad(value))
