@@ -14,11 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_zero.activation import ActivationCheckpointing
 from lightning_zero.comm import Comm
 from lightning_zero.engine import Engine
-from lightning_zero.memory import LiveBytes, Subject, estimate, estimate_of
+from lightning_zero.memory import LiveBytes, Subject, estimate, estimate_of, kept_beyond
 from lightning_zero.plan import RECIPES
 from lightning_zero.settings import Settings
 from lightning_zero.unit import Unit
@@ -394,7 +395,7 @@ def test_peak_of_all_live_tensors(
     ranks: Any, name: str, precision: str, checkpointing: bool
 ) -> None:
     case, world = PEAKS[name], 2
-    for rows, tolerance in ((4, 0.15), (512, 0.05)):
+    for rows, tolerance in ((4, 0.1), (512, 0.02)):
         predicted = estimate(
             case.build(), stage=3, world_size=world, precision=precision, optimizer=adamw,
             batch=case.batch(rows, 0), step=case.loss, units=is_block,
@@ -405,10 +406,38 @@ def test_peak_of_all_live_tensors(
         # and then a byte for each parameter: flags that the backend's thread has just sent.
         assert alive.held <= alive.alive <= alive.held + 1024
         assert predicted.peak.total == pytest.approx(alive.peak, rel=tolerance)
-        # A plain step of the Transformer in bf16-mixed holds up to 2.2 % less activations than the
-        # engine's, about one tensor between two layers; the others at most as many.
-        activations = 1.0 * alive.activations
-        assert alive.peak <= alive.held + alive.in_flight + alive.received + activations
+        assert alive.peak <= alive.held + alive.in_flight + alive.received + alive.activations
+        assert predicted.most["activations"] == pytest.approx(alive.activations, rel=0.01)
+
+
+def kept_in_half() -> list[Tensor]:
+    """What a step keeps of norms with fp32 weights, and of losses."""
+    bf16 = {"dtype": torch.bfloat16}
+    rows = torch.zeros(64, 8, **bf16).requires_grad_()
+    maps = torch.zeros(64, 8, 4, **bf16).requires_grad_()
+    weight = torch.zeros(8).requires_grad_()
+    mean, variance = torch.zeros(8), torch.zeros(8)
+    return [
+        nn.functional.layer_norm(rows, (8,), weight, weight),
+        nn.functional.layer_norm(rows, (8,)),
+        nn.functional.group_norm(maps, 2, weight, weight),
+        nn.functional.batch_norm(maps, mean, variance, weight, weight, training=True),
+        nn.functional.mse_loss(rows, rows),
+        nn.functional.mse_loss(rows, rows, reduction="none"),
+        nn.functional.smooth_l1_loss(rows, rows),
+        nn.functional.binary_cross_entropy(rows.float(), torch.zeros(64, 8)),
+    ]
+
+
+def test_kernels_keep_what_is_counted_without_data() -> None:
+    with LiveBytes() as real:
+        kept = kept_in_half()
+    with FakeTensorMode(), LiveBytes(kept_beyond=kept_beyond) as fake:
+        kept += kept_in_half()
+    assert real.count() == fake.count()
+    with FakeTensorMode(), LiveBytes() as naive:
+        kept += kept_in_half()
+    assert naive.count() < real.count()
 
 
 def test_a_hundred_billion_parameters_on_meta() -> None:

@@ -217,12 +217,13 @@ def test_command_predicts_offload(capsys: Any, tmp_path: Any) -> None:
     assert "zero2_offload, 8 ranks  zero3_offload, 8 ranks  zero3_nvme, 8 ranks" in out
     assert NO_OFFLOAD_YET in out
     assert (
-        "zero3_nvme, 8 ranks: 8 on a node need 40.0 GB of host memory in a step and 120 GB" in out
+        "zero3_nvme, 8 ranks: 8 on a node, with 40.0 GB of host memory in a step and 120 GB" in out
     )
     assert "Once the strategy offloads, zero3_offload would fit" in out
     page = (tmp_path / "memory.html").read_text()
     assert NO_OFFLOAD_YET in page.replace("&#x27;", "'")
-    assert "host states" in page
+    assert "in host memory" in page
+    assert "in files" in page
 
 
 @pytest.mark.parametrize(

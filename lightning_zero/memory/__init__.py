@@ -4,6 +4,7 @@ from lightning_zero.memory import plot
 from lightning_zero.memory.advice import Limits, advise
 from lightning_zero.memory.command import add_estimate_command
 from lightning_zero.memory.difference import explain
+from lightning_zero.memory.kernel import kept_beyond
 from lightning_zero.memory.live import LiveBytes
 from lightning_zero.memory.prediction import (
     NO_OFFLOAD_YET,
@@ -37,6 +38,7 @@ __all__ = [
     "estimate_table",
     "explain",
     "format_bytes",
+    "kept_beyond",
     "named_offloads",
     "parse_bytes",
     "parse_numel",

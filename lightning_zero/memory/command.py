@@ -122,8 +122,9 @@ def _beside_the_device(found: list[Estimate], limits: Limits) -> Iterator[str]:
         num = limits.on_node(offloaded.world_size)
         disk = num * sum(offloaded.disk.values())
         files = f" and {format_bytes(disk)} in files" if disk else ""
+        ranks = "1 rank" if offloaded.world_size == 1 else f"{offloaded.world_size} ranks"
         yield (
-            f"{offloaded.name}, {offloaded.world_size} ranks: {num} on a node need"
+            f"{offloaded.name}, {ranks}: {num} on a node, with"
             f" {format_bytes(num * offloaded.host_peak)} of host memory in a step{files}."
         )
     if any(one.offload is not None for one in found):

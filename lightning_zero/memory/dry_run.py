@@ -26,6 +26,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_zero.activation import ActivationCheckpointing
+from lightning_zero.memory.kernel import kept_beyond
 from lightning_zero.memory.live import LiveBytes
 from lightning_zero.plan import Recipe
 from lightning_zero.tensors import tensors_in
@@ -108,7 +109,7 @@ def dry_run(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recompute = ActivationCheckpointing(checkpointed)
-    live = LiveBytes()
+    live = LiveBytes(kept_beyond=kept_beyond if device.type == "cpu" else None)
     log = _Log(live)
     with warnings.catch_warnings(), _default_dtype(dtype or torch.get_default_dtype()), mode:
         warnings.simplefilter("ignore")

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+KeptBeyond = Callable[[Any, tuple[Any, ...], Any], Iterable[tuple[Tensor, int]]]
 _Storages = dict[int, "weakref.ref[torch.UntypedStorage]"]
 
 
@@ -27,18 +28,25 @@ class LiveBytes(TorchDispatchMode):
         resizing: Ask every storage for its size after every operation, because something resizes
             them. Without it a storage's first size counts, which is much faster.
         on_operation: Called after every operation.
+        kept_beyond: Says of an operation, its arguments and its result which outputs hold more
+            bytes than their storages show, and how many.
 
     Attributes:
         peak: The most bytes that were alive at once since the last :meth:`restart`.
     """
 
     def __init__(
-        self, *, resizing: bool = False, on_operation: Callable[[], None] | None = None
+        self,
+        *,
+        resizing: bool = False,
+        on_operation: Callable[[], None] | None = None,
+        kept_beyond: KeptBeyond | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self._resizing = resizing
         self._on_operation = on_operation
+        self._kept_beyond = kept_beyond
         self._live: _Storages = {}
         self._ignored: _Storages = {}
         self._total = 0
@@ -66,8 +74,8 @@ class LiveBytes(TorchDispatchMode):
         before, self.peak = self.peak, self.count()
         return before
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+    def _count(self, storage: torch.UntypedStorage, more: int = 0) -> None:
+        key, size = storage._cdata, storage.nbytes() + more
         if key in self._live or key in self._ignored:
             return
         self._total += size
@@ -93,6 +101,9 @@ class LiveBytes(TorchDispatchMode):
             # A number read from a tensor without data (`.item()`, `if x.any()`) is taken as zero.
             dtype = args[0].dtype
             return False if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
+        if self._kept_beyond is not None:
+            for tensor, more in self._kept_beyond(func, args, out):
+                self._count(tensor.untyped_storage(), more)
         for storage in _storages(tree_leaves(out)):
             self._count(storage)
         self.peak = max(self.peak, self.count())

@@ -128,6 +128,8 @@ def scaling(estimates: Sequence[Estimate], *, title: str, limit: int | None = No
     axes.set_ylabel(f"model states, {unit} per rank")
     axes.grid(axis="y", which="major", color="#dddddd", lw=0.7)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    # Between powers of ten only these: a range of less than a decade has labels, too.
+    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
     return figure
 
 
@@ -168,7 +170,8 @@ def _mark_peak(axes: Any, moment: Moment, place: float, scale: float) -> None:
     axes.annotate(
         f"peak {format_bytes(moment.total)}\n{moment.label}",
         (place, moment.total / scale), xytext=(0, 8), textcoords="offset points",
-        ha="center", va="bottom", fontsize=9, color=_INK,
+        ha="center", va="bottom", fontsize=9, color=_INK, zorder=5,
+        bbox={"facecolor": "white", "alpha": 0.8, "lw": 0, "pad": 1},
         arrowprops={"arrowstyle": "-", "color": _INK, "lw": 0.8},
     )  # fmt: skip
 

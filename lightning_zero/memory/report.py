@@ -120,22 +120,20 @@ def _stages(stages: Sequence[Estimate]) -> list[str]:
 def _offloaded(stages: Sequence[Estimate]) -> list[str]:
     if not stages:
         return []
-    on_host = [kind for kind in HOST_KINDS if any(found.host[kind] for found in stages)]
-    on_disk = [kind for kind in RESTING if any(found.disk[kind] for found in stages)]
-    rows: list[Row] = [
-        [
-            found.name,
-            *(found.host[kind] for kind in on_host),
-            found.host_peak,
-            *(found.disk[kind] for kind in on_disk),
+    parts = [f"<p>What rests outside the device, for each rank. {NO_OFFLOAD_YET}</p>"]
+    places = {
+        "in host memory": {found.name: found.host for found in stages},
+        "in files": {found.name: found.disk for found in stages},
+    }
+    for place, held in places.items():
+        shown = [kind for kind in HOST_KINDS if any(kinds.get(kind) for kinds in held.values())]
+        rows: list[Row] = [
+            [name, *(kinds.get(kind, 0) for kind in shown), sum(kinds.values())]
+            for name, kinds in held.items()
         ]
-        for found in stages
-    ]
-    head = ["", *(f"host {kind}" for kind in on_host), "host peak"]
-    return [
-        f"<p>What rests outside the device, for each rank. {NO_OFFLOAD_YET}</p>",
-        _html_table([*head, *(f"disk {kind}" for kind in on_disk)], rows),
-    ]
+        if shown:
+            parts.append(_html_table([place, *shown, "in all"], rows))
+    return parts
 
 
 def _measured(measured: Measured | None) -> list[str]:
