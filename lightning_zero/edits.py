@@ -70,8 +70,8 @@ class Edits:
     def moved(self) -> list[int]:
         """The parameters that were put into storages of their own, by index."""
         with torch._C.DisableTorchFunctionSubclass():
-            actual = [parameter.data_ptr() for parameter in self._parameters]
-        expected = [view.data_ptr() for view in self._shown.views]
+            actual = list(map(Tensor.data_ptr, self._parameters))
+        expected = list(map(Tensor.data_ptr, self._shown.views))
         if actual == expected:
             return []
         pairs = zip(actual, expected, strict=True)

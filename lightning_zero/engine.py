@@ -50,6 +50,7 @@ from lightning_zero.call import Call, with_grad
 from lightning_zero.comm import Comm
 from lightning_zero.comparison import Comparison
 from lightning_zero.hook import Hook
+from lightning_zero.inputs import own_inputs
 from lightning_zero.join import Join
 from lightning_zero.meeting import Subject
 from lightning_zero.piece import Piece
@@ -281,7 +282,7 @@ class Engine(ShardedModule):
 
     # -- forward ---------------------------------------------------------------------------------
 
-    def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         is_recompute = _in_graph_task()
         if is_recompute:
             self._begin_backward()
@@ -291,13 +292,16 @@ class Engine(ShardedModule):
         call = Call(unit)
         unit.calling.append(call)
         self._need(unit, is_backward=is_recompute)
-        if torch.is_grad_enabled():
-            self._hook_grads(unit)
-            call.watch_inputs(
-                [*args, *kwargs.values()],
-                ended=self._after_backward,
-                leaves_done=self._after_leaf_inputs,
-            )
+        if not torch.is_grad_enabled():
+            return None
+        self._hook_grads(unit)
+        args, kwargs = own_inputs(args, kwargs)
+        call.watch_inputs(
+            [*args, *kwargs.values()],
+            ended=self._after_backward,
+            leaves_done=self._after_leaf_inputs,
+        )
+        return args, kwargs
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         call = unit.calling.pop()

@@ -206,7 +206,7 @@ class MemoryMonitor(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Among the ranks on their devices; until then here, as a copy to a device would wait for it.
+        # Among the ranks on their devices; until then here, as copies to a device wait for it.
         self.measured = self._most.to(trainer.strategy.root_device).compute()
         self._most._computed = None
         self._most.cpu()

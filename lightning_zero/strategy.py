@@ -32,14 +32,15 @@ from lightning_zero.callbacks import AdaptedCallbacks
 from lightning_zero.comm import Comm
 from lightning_zero.config import Config
 from lightning_zero.engine import Engine
+from lightning_zero.graph import LoggedGraphs
 from lightning_zero.ledger import Traffic
 from lightning_zero.optimizer_block import SchedulerBlock
 from lightning_zero.options import START_METHODS, Options
 from lightning_zero.precision import ZeROPrecision
-from lightning_zero.requeue import Requeue
 from lightning_zero.same_length import SameLength
 from lightning_zero.saving import SavingStrategy, callbacks_of, unwrapped
 from lightning_zero.settings import Settings, as_dtype
+from lightning_zero.signals import Signals
 from lightning_zero.store import join_group
 from lightning_zero.wrap import UnitPolicy
 
@@ -151,7 +152,8 @@ class ZeROStrategy(SavingStrategy):
         self._recompute: ActivationCheckpointing | None = None
         self._has_failed = False
         self._comm: Comm | None = None
-        self._requeue: Requeue | None = None
+        self._signals: Signals | None = None
+        self._graphs: LoggedGraphs | None = None
         self._announced = ""
 
     # -- precision -------------------------------------------------------------------------------
@@ -230,8 +232,9 @@ class ZeROStrategy(SavingStrategy):
         assert self.engine is not None
         if self._adapted is not None:
             self._adapted.attach(self.engine)
+        self._graphs = LoggedGraphs(trainer.loggers, self.engine)
         if is_fitting:
-            self._requeue = Requeue(trainer, self.engine.comm)
+            self._signals = Signals(trainer, self.engine.comm)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self._load_pending(trainer)
@@ -329,8 +332,8 @@ class ZeROStrategy(SavingStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self._requeue is not None:
-            self._requeue.answer_if_due()
+        if self._signals is not None:
+            self._signals.answer()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -421,9 +424,12 @@ class ZeROStrategy(SavingStrategy):
         if self._recompute is not None:
             self._recompute.remove()
             self._recompute = None
-        if self._requeue is not None:
-            self._requeue.remove()
-            self._requeue = None
+        if self._signals is not None:
+            self._signals.remove()
+            self._signals = None
+        if self._graphs is not None:
+            self._graphs.remove()
+            self._graphs = None
         if self.engine is not None and not self.engine.is_closed:
             restores = self._may_restore(self.engine)
             if restores and self._adapted is not None:

@@ -49,6 +49,9 @@ class Unit:
         name: The module's qualified name; the root's is ``""``.
         module: The module whose forward the unit serves.
         bundles: Its parameters, by dtype and trainability.
+        index: Its number; the root's is the last.
+        label: The name to show.
+        gives_weights_back: Whether whole weights are released after use.
         state: Where its whole weights are.
         is_pinned: Whether they stay whole to the end of the step.
         has_run: Whether this rank used the weights in this step.

@@ -48,6 +48,7 @@ FLOORS = [
     ],
     [
         "schedule",
+        "inputs",
         "call",
         "join",
         "comparison",
@@ -67,7 +68,8 @@ FLOORS = [
         "average",
         "callbacks",
         "same_length",
-        "requeue",
+        "signals",
+        "graph",
         "saving",
         "strategy",
         "monitor",

@@ -151,6 +151,67 @@ class DotProduct(nn.Module):
         return F.scaled_dot_product_attention(x @ self.query, x @ self.key, x)
 
 
+class Layer(nn.Module):
+    """A block that may look at an encoder's output, and hands a bias on to those after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.look = nn.Linear(6, 6)
+
+    def forward(
+        self, x: Tensor, bias: Tensor | None = None, *, encoded: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        y = self.look(x if encoded is None else encoded)
+        bias = y.mean(0) if bias is None else bias
+        return x + torch.tanh(self.linear(x) + y + bias), bias
+
+
+class Translator(nn.Module):
+    """As T5: every layer of the decoder is given the encoder's output, and the first's bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(6, 6)
+        self.encoder = nn.ModuleList([Layer() for _ in range(3)])
+        self.decoder = nn.ModuleList([Layer() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        encoded, bias = self.stem(x), None
+        for layer in self.encoder:
+            encoded, bias = layer(encoded, bias)
+        x, bias = self.stem(x.flip(0)), None
+        for layer in self.decoder:
+            x, bias = layer(x, bias, encoded=encoded)
+        return x
+
+
+class TwoInPlace(nn.Module):
+    """Units that change one of two inputs in place, which are one tensor to some."""
+
+    class Unit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, pair: tuple[Tensor, Tensor], kept: list[Tensor]) -> Tensor:
+            x, y = pair
+            kept.append(self.linear(y) if y is not x else y)
+            x += kept[-1]
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(6, 6)
+        self.units = nn.ModuleList([self.Unit() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, y, kept = self.stem(x), torch.tanh(self.stem(x)), list[Tensor]()
+        for unit in self.units:
+            x = unit((x, y), kept)
+        return self.units[0]((x, x), kept) + torch.stack(kept).sum(0)
+
+
 class _Scale(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -516,6 +577,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Case, int]] = {
     "gradient_of_parameters": (Stack, gradient_of_parameters, 1),
     "adversarial_input": (Stack, adversarial_input, 2),
     "evaluation_between": (Stack, evaluation_between, 2),
+    "encoder_and_decoder": (Translator, backward_of(square), 3),
+    "two_in_place": (TwoInPlace, backward_of(square), 2),
     "frozen_prefix": (FrozenPrefix, backward_of(square), 2),
     "frozen_inside": (FrozenInside, backward_of(square), 2),
     "frozen_inside_adversarial": (FrozenInside, adversarial_input, 2),
@@ -707,10 +770,12 @@ def test_a_touch_within_a_step_gathers(ranks: Pools) -> None:
 # ------------------------------------------------------------------------------------ memory
 
 
-def whole_units(stage: int, prefetch: int, *, reshard: bool) -> list[int]:
+def whole_units(
+    stage: int, prefetch: int, *, reshard: bool, make: Callable[[], nn.Module] | None = None
+) -> list[int]:
     """The most units that were whole besides the root, in each of three steps."""
     how = {} if reshard else {"reshard_after_forward": False}
-    engine = shard(build(lambda: Deep(8)), stage=stage, prefetch=prefetch, **how)
+    engine = shard(build(make or (lambda: Deep(8))), stage=stage, prefetch=prefetch, **how)
     inner = [unit for unit in engine.units if unit is not engine.root]
     peak = [0]
 
@@ -743,6 +808,8 @@ def test_two_units_at_most_are_whole_besides_the_root(ranks: Pools) -> None:
     assert ranks(WORLD).run(whole_units, 3, 0, reshard=True) == [[1, 1, 1]] * WORLD
     assert ranks(WORLD).run(whole_units, 3, 1, reshard=True) == [[1, 2, 2]] * WORLD
     assert ranks(WORLD).run(whole_units, 3, 1, reshard=False) == [[8, 8, 8]] * WORLD
+    for peaks in ranks(WORLD).run(whole_units, 3, 0, reshard=True, make=Translator):
+        assert peaks == [1, 1, 1], "what an encoder gives to all of a decoder keeps no unit whole"
 
 
 def unreduced_bytes(stage: int) -> list[int]:

@@ -407,7 +407,7 @@ def test_peak_of_all_live_tensors(
         assert predicted.peak.total == pytest.approx(alive.peak, rel=tolerance)
         # A plain step of the Transformer in bf16-mixed holds up to 2.2 % less activations than the
         # engine's, about one tensor between two layers; the others at most as many.
-        activations = 1.03 * alive.activations
+        activations = 1.0 * alive.activations
         assert alive.peak <= alive.held + alive.in_flight + alive.received + activations
 
 

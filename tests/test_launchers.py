@@ -183,6 +183,8 @@ def test_torchrun_starts_again_when_a_rank_has_died(digest: str, tmp_path: Path)
 
 QUEUE = """
 import os, signal, sys
+import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from tests.launch import say
 from tests.projects import Regression, make_trainer, rows
@@ -206,13 +208,34 @@ for module in (Interrupted(), Regression()):
     loss = trainer.callback_metrics["val_loss"]
     say(f"rank {trainer.global_rank} {trainer.world_size} {weights:.6f} {loss:.6f}")
     say(f"{len(module.losses)} steps")
+
+class Ended(Regression):
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 0 and self.global_rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_after_backward(self):
+        if len(self.losses) == 1 and self.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+folder = sys.argv[1] + "/end"
+saves = dict(callbacks=[OnExceptionCheckpoint(folder)], enable_checkpointing=True)
+trainer = make_trainer("zero3", devices=2, default_root_dir=folder, **saves)
+module = Ended()
+try:
+    trainer.fit(module, rows())
+except SystemExit as end:
+    say(f"{type(end).__name__} after {len(module.losses)}")
+saved = torch.load(folder + "/on_exception.ckpt")["state_dict"]
+assert all(torch.equal(saved[name], p) for name, p in module.named_parameters())
 """
 
 
 def test_slurm_starts_the_ranks_and_queues_them_again(digest: str, tmp_path: Path) -> None:
     """At the signal to make room one checkpoint is written, from which the next job goes on.
 
-    The signal finds each rank somewhere else; all answer it at the same batch.
+    The signal finds each rank somewhere else; all answer it at the same batch. So they do the
+    signal to end.
     """
     command = tmp_path / "scontrol"
     command.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
@@ -222,6 +245,7 @@ def test_slurm_starts_the_ranks_and_queues_them_again(digest: str, tmp_path: Pat
     assert _lines(finished.stdout) == [f"rank 0 {digest}"] * 2 + [f"rank 1 {digest}"] * 2
     steps = [line for line in finished.stdout.splitlines() if line.endswith("steps")]
     assert steps == ["8 steps", "4 steps"] * 2
+    assert finished.stdout.count("SIGTERMException after 3") == 2
     assert (tmp_path / "asked").read_text() == "requeue 4242\n"
     assert len(list(tmp_path.glob("hpc_ckpt_*.ckpt"))) == 1
 

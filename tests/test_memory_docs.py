@@ -48,7 +48,7 @@ def outputs() -> list[tuple[str, str]]:
 
 def test_the_page_says_what_is_printed() -> None:
     pairs = outputs()
-    assert len(pairs) == 6
+    assert len(pairs) == 8
     for said, printed in pairs:
         assert printed.rstrip() == said.rstrip()
 

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from lightning_zero.checkpoint.deepspeed_folder import DeepSpeedFolder, is_deepspeed_folder
+from lightning_zero.checkpoint.deepspeed_folder import DeepSpeedFolder
+from lightning_zero.checkpoint.deepspeed_tag import is_deepspeed_folder
 from lightning_zero.checkpoint.deferred import Deferred
 from lightning_zero.checkpoint.directory import is_directory
 from lightning_zero.checkpoint.directory_save import DirectorySave

@@ -16,11 +16,8 @@ its loops. The optimizer files hold the masters and the optimizer's states as fl
 
 from __future__ import annotations
 
-import itertools
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +32,20 @@ from lightning_zero.checkpoint.deepspeed_flat import (
     counter,
     part_numel,
 )
+from lightning_zero.checkpoint.deepspeed_optimizer import OptimizerFile
+from lightning_zero.checkpoint.deepspeed_tag import (
+    MODEL,
+    OPTIMIZER,
+    check_ranks,
+    files_by_rank,
+    tag_of,
+)
 from lightning_zero.checkpoint.deferred import Deferred
 from lightning_zero.checkpoint.placeholder import (
     Placeholder,
     placeholders,
     read_with_placeholders,
 )
-
-_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
-_OPTIMIZER = re.compile(
-    r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"
-)
-_CUT_OTHERWISE = re.compile(r"(layer_\d+.*|expp_rank_.*|expert_.*)_states\.pt")
 
 _OF_DEEPSPEED = {
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
@@ -61,91 +60,6 @@ _OLD_PREFIX = "_forward_module."
 """What Lightning before 2.1 put before every name."""
 
 
-def is_deepspeed_folder(path: Path) -> bool:
-    """Whether ``path`` is a folder that DeepSpeed wrote, or the tag's folder in it."""
-    return path.is_dir() and (_is_tag(path) or _tag_inside(path) is not None)
-
-
-# -- files -----------------------------------------------------------------------------------------
-
-
-def _is_tag(folder: Path) -> bool:
-    return any(_MODEL.fullmatch(file.name) for file in folder.glob("*_model_states.pt"))
-
-
-def _tag_inside(folder: Path) -> Path | None:
-    """The tag that ``latest`` names, or the only one there is."""
-    latest = folder / "latest"
-    if latest.is_file() and latest.stat().st_size < 1000:
-        return folder / latest.read_text(errors="replace").strip()
-    tags = [child for child in folder.iterdir() if child.is_dir() and _is_tag(child)]
-    return tags[0] if len(tags) == 1 else None
-
-
-def _tag(path: Path) -> Path:
-    tag = path if _is_tag(path) else _tag_inside(path)
-    if tag is None or not tag.is_dir() or (tag != path and tag.parent != path):
-        named = f"; its file 'latest' names {str(tag)!r}" if tag is not None else ""
-        raise FileNotFoundError(
-            f"{str(path)!r} is no DeepSpeed checkpoint: it has no folder of files"
-            f" *_model_states.pt{named}"
-        )
-    return tag
-
-
-def _by_rank(tag: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
-    """The files of a kind by rank."""
-    found: dict[int, Path] = {}
-    for file in sorted(tag.iterdir()):
-        if _CUT_OTHERWISE.fullmatch(file.name):
-            raise NotImplementedError(
-                f"{str(file)!r} belongs to a model with pipeline stages or experts, which cannot"
-                " be converted."
-            )
-        match = pattern.fullmatch(file.name)
-        if match is None:
-            continue
-        if int(match["mp"]):
-            raise NotImplementedError(
-                f"{str(file)!r} belongs to a model that is cut by tensor parallelism, which cannot"
-                " be converted."
-            )
-        rank = int(match["rank"] or 0)
-        if rank in found:
-            raise ValueError(
-                f"{str(tag)!r} has two files of rank {rank}, {found[rank].name!r} and"
-                f" {file.name!r}: one is left from an earlier save. Remove it."
-            )
-        found[rank] = file
-    return found
-
-
-def _check_ranks(files: Mapping[int, Path], world_size: int) -> None:
-    """Raise unless there is one file of every rank."""
-    example = next(iter(files.values()))
-    # A damaged file may tell any number.
-    missing = list(itertools.islice((n for n in range(world_size) if n not in files), 9))
-    if missing:
-        names = [
-            repr(re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", example.name))
-            for rank in missing[:8]
-        ]
-        more = " and more" if len(missing) > len(names) else ""
-        raise FileNotFoundError(
-            f"{str(example.parent)!r} is not whole: {world_size} ranks wrote it, but"
-            f" {', '.join(names)}{more} is not there. Each node writes the files of its own ranks;"
-            " copy them all into one folder."
-        )
-    if len(files) > world_size:
-        raise ValueError(
-            f"{str(example.parent)!r} has files of {len(files)} ranks, but {world_size} ranks wrote"
-            f" {example.name!r}: the others are left from an earlier save. Remove them."
-        )
-
-
-# -- the folder ------------------------------------------------------------------------------------
-
-
 @contextmanager
 def _understanding(path: Path) -> Iterator[None]:
     """Say of files that hold other things than they should that they do."""
@@ -156,76 +70,6 @@ def _understanding(path: Path) -> Iterator[None]:
             f"{str(path)!r} is damaged, or of a version of DeepSpeed whose files cannot be read:"
             f" {type(error).__name__}: {error}"
         ) from error
-
-
-@dataclass(frozen=True)
-class _Optimizer:
-    """An optimizer file.
-
-    Attributes:
-        path: The file.
-        content: All of it.
-    """
-
-    path: Path
-    content: Mapping[str, Any]
-
-    @classmethod
-    def read(cls, path: Path, *, trust: bool) -> _Optimizer:
-        """Read a file."""
-        found = read_with_placeholders(path, trust=trust)
-        content = found.get("optimizer_state_dict") if isinstance(found, dict) else None
-        if not isinstance(content, dict):
-            raise ValueError(f"{str(path)!r} is no optimizer file of ZeRO.")
-        return cls(path, content)
-
-    def entry(self, key: str) -> Any:
-        """One of the things it holds."""
-        if key not in self.content:
-            raise ValueError(
-                f"{str(self.path)!r} has no {key!r}: it is damaged, or of a version of DeepSpeed"
-                " whose files cannot be read."
-            )
-        return self.content[key]
-
-    @property
-    def stage(self) -> int:
-        """DeepSpeed's stage."""
-        if "zero_stage" not in self.content and "single_partition_of_fp32_groups" in self.content:
-            return 1  # its BF16_Optimizer, which does not tell
-        stage = self.entry("zero_stage")
-        return int(stage.arguments[0]) if isinstance(stage, Placeholder) else int(stage)
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks wrote the checkpoint."""
-        count = self.entry("partition_count")
-        return max(count) if isinstance(count, list) else int(count)
-
-    @property
-    def masters(self) -> list[Tensor]:
-        """This rank's parts of the flat masters."""
-        stage3 = self.stage == 3
-        found = self.entry("fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups")
-        if not all(isinstance(part, Tensor) for part in found):
-            raise ValueError(f"{str(self.path)!r} does not hold the masters of all parameters.")
-        return [part.detach().reshape(-1) for part in found]
-
-    @property
-    def base(self) -> Mapping[str, Any]:
-        """State dict of the optimizer that steps the flat masters."""
-        found = self.entry("optimizer_state_dict" if self.stage == 3 else "base_optimizer_state")
-        if not isinstance(found, dict) or not isinstance(found.get("param_groups"), list):
-            raise NotImplementedError(
-                f"{str(self.path)!r} is an 'elastic' checkpoint, which lacks the optimizer's"
-                " hyperparameters. The weights can be converted alone, with --weights-only."
-            )
-        return found
-
-    def states(self) -> list[Mapping[str, Any]]:
-        """The optimizer's states of each flat vector."""
-        ids = [number for group in self.base["param_groups"] for number in group["params"]]
-        return [self.base["state"].get(number, {}) for number in ids]
 
 
 class DeepSpeedFolder:
@@ -254,20 +98,21 @@ class DeepSpeedFolder:
             self._open(trust=trust)
 
     def _open(self, *, trust: bool) -> None:
-        tag = _tag(self.path)
-        model_files, optimizer_files = _by_rank(tag, _MODEL), _by_rank(tag, _OPTIMIZER)
+        tag = tag_of(self.path)
+        model_files, optimizer_files = files_by_rank(tag, MODEL), files_by_rank(tag, OPTIMIZER)
         if not optimizer_files:
             raise FileNotFoundError(
                 f"{str(tag)!r} has no files *_optim_states.pt, in which ZeRO keeps the fp32"
                 " weights: they were not copied, or it was written with stage 0."
             )
-        some = _Optimizer.read(next(iter(optimizer_files.values())), trust=trust)
+        some = OptimizerFile.read(next(iter(optimizer_files.values())), trust=trust)
         self.stage, self.world_size = some.stage, some.world_size
-        _check_ranks(optimizer_files, self.world_size)
-        _check_ranks(model_files, self.world_size if self.stage == 3 else 1)
+        check_ranks(optimizer_files, self.world_size)
+        check_ranks(model_files, self.world_size if self.stage == 3 else 1)
         self.files = [*model_files.values(), *optimizer_files.values()]
         self._optimizers = [
-            _Optimizer.read(optimizer_files[rank], trust=trust) for rank in range(self.world_size)
+            OptimizerFile.read(optimizer_files[rank], trust=trust)
+            for rank in range(self.world_size)
         ]
         self._models = [
             _read_model(model_files[rank], trust=trust) for rank in range(len(model_files))

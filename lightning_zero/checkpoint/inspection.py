@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_zero.checkpoint.chunk import Chunk, damage_of
-from lightning_zero.checkpoint.deepspeed_folder import DeepSpeedFolder, is_deepspeed_folder
+from lightning_zero.checkpoint.deepspeed_folder import DeepSpeedFolder
+from lightning_zero.checkpoint.deepspeed_tag import is_deepspeed_folder
 from lightning_zero.checkpoint.deferred import Deferred
 from lightning_zero.checkpoint.directory import REST, Directory, StoredObject, is_directory
 from lightning_zero.checkpoint.mapped_file import mapped, opened, provenance, rest_of

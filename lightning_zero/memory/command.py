@@ -114,11 +114,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _beside_the_device(found: list[Estimate], limits: Limits) -> Iterator[str]:
     """What is to be said of host memory and of files."""
-    yield (
-        f"Host memory: {format_bytes(found[0].whole)} per rank before setup and after fit (none if"
-        " the model is built on meta, with restore_weights=False); in a step without offload none"
-        " beside the device's, which on a CPU is the host's."
-    )
+    whole = format_bytes(found[0].whole)
+    yield f"Host memory before setup, if the model is not built on meta: {whole} per rank,"
+    yield "and after fit, unless restore_weights=False. In a step without offload: none beside the"
+    yield "device's, which on a CPU is the host's."
     for offloaded in (one for one in found if one.offload is not None):
         num = limits.on_node(offloaded.world_size)
         disk = num * sum(offloaded.disk.values())

@@ -36,7 +36,7 @@ def estimate_table(estimates: Sequence[Estimate]) -> str:
             **{kind: most[kind] for kind in KINDS},
             "model states": found.model_states,
             "peak": found.peak.total,
-            "saved": saved if found is not estimates[0] and saved > 0 else None,
+            "saved": saved if saved > estimates[0].peak.total // 1000 else None,
             **{f"host {kind}": count for kind, count in found.host.items() if found.offload},
             "host peak": found.host_peak if found.offload else None,
             **{f"disk {kind}": count for kind, count in found.disk.items() if found.offload},

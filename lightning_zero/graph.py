@@ -1,0 +1,63 @@
+"""Loggers that run the model on one rank to draw its graph, as TensorBoard's ``log_graph`` does.
+
+A sharded module cannot be run by one rank alone, and its hooks cannot be traced. So for the time of
+a run the loggers are given an ordinary copy of it, made from weights that all ranks gather.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+
+from lightning_zero.engine import Engine
+
+
+class LoggedGraphs:
+    """Loggers whose ``log_graph`` gets a whole module on rank 0, until :meth:`remove`.
+
+    It holds two whole models there, and one on the other ranks, as long as it takes.
+
+    Args:
+        loggers: The Trainer's.
+        engine: What shards the module.
+    """
+
+    def __init__(self, loggers: Iterable[Any], engine: Engine) -> None:
+        self._loggers = [logger for logger in loggers if _draws(logger)]
+        for logger in self._loggers:
+            logger.log_graph = functools.partial(_log_whole, logger.log_graph, engine)
+
+    def remove(self) -> None:
+        """Give the loggers their own method back."""
+        for logger in self._loggers:
+            del logger.log_graph
+        self._loggers = []
+
+
+def _draws(logger: Any) -> bool:
+    overrides = getattr(type(logger), "log_graph", Logger.log_graph) is not Logger.log_graph
+    # TensorBoard's has it off by default, and a model should not be gathered for nothing.
+    return overrides and bool(getattr(logger, "_log_graph", True))
+
+
+def _log_whole(
+    log_graph: Callable[..., Any], engine: Engine, model: Any, *args: Any, **kwargs: Any
+) -> None:
+    comm, error = engine.comm, None
+    with engine.gathered():
+        if comm.rank == 0:
+            try:
+                whole = copy.deepcopy(model)
+                whole.trainer = model.trainer
+                log_graph(whole, *args, **kwargs)
+            except Exception as raised:
+                error = raised
+    told = comm.broadcast_object(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    if told is not None:
+        raise RuntimeError(f"Rank 0 could not log the graph of the model. {told}")
