@@ -125,9 +125,10 @@ def test_one_rank_of_many_on_the_fake_backend(tmp_path: Path, world: int) -> Non
 
 def test_checkpoints(tmp_path: Path) -> None:
     """Every way saves and loads the same values again, and has its line."""
-    command = ["--megabytes", 3, "--rounds", 1, "--folder", tmp_path]
+    ways = ["file", "directory", "dcp"]
+    command = ["--megabytes", 3, "--rounds", 1, "--folder", tmp_path, "--only", *ways]
     script = "examples/benchmarks/checkpoint.py"
     finished = run_script(script, *command, launcher="plain", timeout=170)
-    lines = re.findall(r"^([a-z.]+) +([\d.]+) +[\d.]+ +([\d.]+) +[\d.]+$", finished.stdout, re.M)
-    assert [name for name, *_ in lines] == ["file", "directory", "gather", "dcp", "torch.save"]
+    lines = re.findall(r"^([a-z.]+)((?: +[\d.]+){5})$", finished.stdout, re.M)
+    assert [name for name, _ in lines] == ways
     assert list(tmp_path.iterdir()) == []
