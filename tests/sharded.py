@@ -84,15 +84,16 @@ def shard(
 
 
 def whole(engine: Engine) -> dict[str, Tensor]:
-    """Copies of the masters at full shape, by name; all ranks call it."""
+    """Copies of the masters at full shape on the CPU, by name; all ranks call it."""
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    masters = {names[id(p)]: value.clone() for p, value in engine.full_parameters()}
+    masters = {names[id(p)]: v.to("cpu", copy=True) for p, v in engine.full_parameters()}
     return {name: masters[name] for name in names.values()}
 
 
 def result_of(engine: Engine, losses: list[float], norms: list[float]) -> Result:
     """What the run leaves behind, with the masters whole."""
-    buffers = {name: b.detach().clone() for name, b in engine.module.named_buffers()}
+    named = engine.module.named_buffers()
+    buffers = {name: b.detach().to("cpu", copy=True) for name, b in named}
     return Result(losses, whole(engine), buffers if engine.comm.rank == 0 else {}, norms)
 
 
@@ -112,8 +113,9 @@ def train(
     """Train as `parity.reference` does, sharded; `how` goes to `shard`."""
     case = MODELS[case] if isinstance(case, str) else case
     recipe = RECIPES[precision]
-    model = case.build(dtype=PRECISIONS[precision].master)
-    engine = shard(model, comm=comm, recipe=recipe, accumulate=policy, **how)
+    device = CPU if comm is None else comm.device
+    model = case.build(dtype=PRECISIONS[precision].master).to(device)
+    engine = shard(model, comm=comm, recipe=recipe, accumulate=policy, device=device, **how)
     optimizer = make_optimizer(model)
     engine.adopt(optimizer)
     scaler = LossScaler() if recipe.loss_scaled else None
@@ -125,8 +127,9 @@ def train(
         for micro in range(accumulate):
             is_last = micro == accumulate - 1
             part = cast_inputs(share(batch, rank, world, micro, accumulate), precision)
+            part = {name: value.to(device) for name, value in part.items()}
             with contextlib.nullcontext() if is_last else engine.no_sync():
-                with engine.step() as watch, surroundings(precision):
+                with engine.step() as watch, surroundings(precision, device):
                     loss = case.loss(model, part)
                     watch(loss)
                 factor = 1.0 if scaler is None else scaler.scale
@@ -157,11 +160,11 @@ def _step(
 
 
 @contextlib.contextmanager
-def surroundings(precision: str) -> Iterator[None]:
+def surroundings(precision: str, device: torch.device = CPU) -> Iterator[None]:
     """What a Lightning precision plugin puts around a forward."""
     autocast = RECIPES[precision].autocast
     if autocast is not None:
-        with torch.autocast("cpu", autocast, cache_enabled=False):
+        with torch.autocast(device.type, autocast, cache_enabled=False):
             yield
         return
     default = torch.get_default_dtype()

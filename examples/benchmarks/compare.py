@@ -323,12 +323,7 @@ def _weighed(rank: int, name: str, job: Job, port: int, answer: Path) -> None:
     """
     job = replace(job, windows=False)
     with _ranks(rank, job, port):
-        run = Run(rank, name, job)
-        for _ in range(2):
-            run()
-        run.contender.optimizer.zero_grad()
-        run.rest()
-        found: dict[str, Any] = {**_peaks(run)}
+        run, found = _peaks(rank, name, job)
         run.step()
         run.rest()
         engine = run.contender.engine
@@ -339,29 +334,67 @@ def _weighed(rank: int, name: str, job: Job, port: int, answer: Path) -> None:
             answer.write_text(json.dumps(found))
 
 
-def _peaks(run: Run) -> dict[str, float]:
+def _peaks(rank: int, name: str, job: Job) -> tuple[Run, dict[str, Any]]:
     """The most memory in forward and backward beyond the idle model, in two orders of a step.
 
-    In a plain loop the gradients of the step before are gone when the forward begins; under the
-    Trainer they live until its end.
+    The idle model is weights, masters and optimizer states; what else stays between steps, as
+    DDP's buckets and our shards of gradients do, is counted. In a plain loop the gradients of the
+    step before are dropped when the forward begins; under the Trainer they live until its end.
     """
-    measure = _peaks_on_cuda if run.device.type == "cuda" else _peaks_on_cpu
-    plain, _, under_trainer = measure([run.pass_through, run.step, run.pass_through], run.rest)
-    return {"peak_mib": plain / 2**20, "trainer_peak_mib": under_trainer / 2**20}
+    runs: list[Run] = []
+
+    def prepare() -> None:
+        runs.append(Run(rank, name, job))
+        runs[0]()
+        runs[0]()
+        runs[0].contender.optimizer.zero_grad()
+        runs[0].rest()
+
+    def pass_through() -> None:
+        runs[0].pass_through()
+        runs[0].rest()
+
+    def step() -> None:
+        runs[0].step()
+        runs[0].rest()
+
+    measure = _peaks_on_cuda if job.device == "cuda" else _peaks_on_cpu
+    _, plain, _, under_trainer = measure([prepare, pass_through, step, pass_through])
+    idle = _model_bytes(runs[0].contender)
+    return runs[0], {
+        "peak_mib": (plain - idle) / 2**20,
+        "trainer_peak_mib": (under_trainer - idle) / 2**20,
+    }
 
 
-def _peaks_on_cuda(parts: list[Callable[[], Any]], rest: Callable[[], None]) -> list[int]:
-    """The most bytes in each part, beyond those before the first."""
-    before, peaks = torch.cuda.memory_allocated(), []
+def _model_bytes(contender: Contender) -> int:
+    """Bytes of weights, masters and optimizer states of this rank."""
+    if contender.engine is not None:
+        held = contender.engine.memory()
+        return held["weights"] + held["master"] + held["states"]
+    optimizer = getattr(contender.optimizer, "optim", contender.optimizer)
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = [*contender.model.parameters(), *states]
+    return sum(_own_part(value).nbytes for value in tensors if isinstance(value, Tensor))
+
+
+def _own_part(tensor: Any) -> Tensor:
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def _peaks_on_cuda(parts: list[Callable[[], Any]]) -> list[int]:
+    """The most live bytes in each part."""
+    peaks = []
     for part in parts:
         torch.cuda.reset_peak_memory_stats()
         part()
-        rest()
-        peaks.append(torch.cuda.max_memory_allocated() - before)
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
     return peaks
 
 
-def _peaks_on_cpu(parts: list[Callable[[], Any]], rest: Callable[[], None]) -> list[int]:
+def _peaks_on_cpu(parts: list[Callable[[], Any]]) -> list[int]:
     """The same, counted from the allocator's own events, which know nothing of any engine.
 
     One profile holds all parts: it knows the sizes only of what was allocated within it.
@@ -371,7 +404,6 @@ def _peaks_on_cpu(parts: list[Callable[[], Any]], rest: Callable[[], None]) -> l
         for number, part in enumerate(parts):
             with torch.profiler.record_function(f"part {number}"):
                 part()
-                rest()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))

@@ -1,0 +1,314 @@
+"""A device: the plain loop's numbers, no waiting of the host, overlap, memory, checkpoints.
+
+Nothing here needs more than one rank. Each test runs on a GPU if there is one; its body is
+rehearsed on the CPU, through the same wire of collectives, where what only a device can show is
+left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from lightning_zero import MemoryMonitor, ZeROStrategy, clip
+from lightning_zero.comm import Comm
+from lightning_zero.engine import Engine
+from lightning_zero.plan import RECIPES
+from lightning_zero.settings import Settings
+from tests.models import MODELS, Block
+from tests.parity import NORMS, assert_parity, reference
+from tests.projects import Regression, rows
+from tests.sharded import sgd, train
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use")
+DEVICES = ["cpu", pytest.param("cuda", marks=NO_GPU)]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[torch.device]:
+    """A device whose only rank this process is."""
+    kind: str = request.param
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    backend = "nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    try:
+        yield torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+    finally:
+        dist.destroy_process_group()
+
+
+def over_collectives(device: torch.device) -> Comm:
+    """The wire of NCCL, whatever the device."""
+    return Comm(device, direct=False)
+
+
+# ---------------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_a_step_is_the_plain_loops(device: torch.device, precision: str) -> None:
+    """Clipping and loss scaling included; a device sums in another order."""
+    case, dtype = MODELS["nested"], RECIPES[precision].weight
+    expected = reference(case, sgd, 4, clip=0.1, precision=precision, full_modules=NORMS)
+    for stage in (1, 2, 3):
+        how = {"stage": stage, "units": "leaves", "comm": over_collectives(device)}
+        actual = train(case, sgd, steps=4, precision=precision, clip_norm=0.1, **how)
+        if device.type == "cpu":
+            assert_parity(actual, expected, ulps=4)
+        else:
+            assert_parity(actual, expected, ulps=64 if dtype is None else 8, dtype=dtype)
+
+
+# ---------------------------------------------------------------------------- steps
+
+WIDTH, NUM_LAYERS = 64, 4
+
+
+class Job:
+    """Layers of one size, each a unit, on a device."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        stage: int = 3,
+        *,
+        width: int = WIDTH,
+        num_rows: int = 32,
+        precision: str = "bf16-mixed",
+    ) -> None:
+        torch.manual_seed(0)
+        self.device, self.recipe = device, RECIPES[precision]
+        self.model = nn.Sequential(*(nn.Linear(width, width) for _ in range(NUM_LAYERS)))
+        self.model.to(device)
+        settings = Settings(stage, recipe=self.recipe, units=[nn.Linear], device=device)
+        self.engine = Engine(self.model, settings, over_collectives(device))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3, fused=True)
+        self.engine.adopt(self.optimizer)
+        self.x = torch.ones(num_rows, width, device=device)
+
+    def step(self) -> Tensor:
+        self.optimizer.zero_grad()
+        with self.engine.step() as watch, self._autocast():
+            loss = self.model(self.x).square().mean()
+            watch(loss)
+        loss.backward()
+        clip.clip_by_norm(self.engine.pieces, self.engine.comm, 0.1)
+        self.optimizer.step()
+        return loss.detach()
+
+    def _autocast(self) -> Any:
+        if self.recipe.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.recipe.autocast, cache_enabled=False)
+
+    def wait(self) -> None:
+        """Let everything that was started end."""
+        for unit in self.engine.units:
+            unit.wait_if_in_flight()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def no_waiting(device: torch.device) -> Iterator[None]:
+    """Torch raises where the host would wait for the device."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_host_never_waits(device: torch.device, stage: int, precision: str) -> None:
+    """Whole steps, clipping included. Only a loss scale must be decided on by the host."""
+    job = Job(device, stage, precision=precision)
+    for _ in range(2):
+        job.step()
+    with no_waiting(device):
+        losses = [job.step() for _ in range(3)]
+    job.wait()
+    assert losses[0] > losses[1] > losses[2]
+    job.engine.close()
+
+
+def test_a_profile_shows_what_a_step_does_and_overlaps(device: torch.device) -> None:
+    is_cuda = device.type == "cuda"
+    # Enough for the device to be behind the host, or nothing could overlap.
+    job = Job(device, width=2048, num_rows=16384) if is_cuda else Job(device)
+    for _ in range(3):
+        job.step()
+    job.wait()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
+    with profile(activities=activities) as seen:
+        for _ in range(4):
+            job.step()
+        job.wait()
+    events = seen.events()
+    assert events is not None
+    names = {event.name for event in events}
+    for number in range(NUM_LAYERS):
+        for verb in ("unshard", "wait", "reduce", "finish_reduce", "reshard"):
+            assert f"zero.{verb} {number}" in names
+    job.engine.close()
+    if is_cuda:
+        on_device = torch.autograd.DeviceType.CUDA
+        kernels = [event for event in events if event.device_type == on_device]
+        # Named ranges are shown on the device too.
+        _assert_overlap([e for e in kernels if not e.name.startswith(("zero.", "nccl:"))])
+
+
+def _assert_overlap(kernels: list[Any]) -> None:
+    """Work on another stream than most runs while that one is busy.
+
+    A rank alone sends nothing, but NCCL moves its reduced gradients on a stream of its own.
+    """
+    streams: dict[int, list[tuple[float, float]]] = {}
+    for kernel in kernels:
+        span = (kernel.time_range.start, kernel.time_range.end)
+        streams.setdefault(kernel.device_resource_id, []).append(span)
+    busiest = max(streams, key=lambda stream: len(streams[stream]))
+    others = [span for stream, spans in streams.items() if stream != busiest for span in spans]
+    assert others, "everything ran on one stream"
+    assert any(
+        start < end_of_other and start_of_other < end
+        for start, end in streams[busiest]
+        for start_of_other, end_of_other in others
+    )
+
+
+# ---------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_allocator_holds_what_is_counted(device: torch.device, stage: int) -> None:
+    """Between steps, to the rounding of each block; within one, no more than two units beyond."""
+    width = 1024 if device.type == "cuda" else 128
+    # What cuBLAS keeps for itself, it takes before the first look.
+    warm = Job(device, stage, width=width)
+    warm.step()
+    warm.wait()
+    warm.engine.close()
+    del warm
+    gc.collect()
+    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    job = Job(device, stage, width=width)
+    for _ in range(2):
+        job.step()
+    job.wait()
+    held = job.engine.memory()
+    unit = (width + 1) * width
+    numel = NUM_LAYERS * unit
+    assert held["weights"] == pytest.approx({1: 2 * numel, 3: 0}[stage], rel=0.01)
+    assert held["master"] == pytest.approx(4 * numel, rel=0.01)
+    assert held["gradients"] == pytest.approx(4 * numel, rel=0.01)
+    assert held["states"] == pytest.approx(8 * numel, rel=0.01)
+    assert held["gathered"] == held["unreduced"] == 0
+    if device.type == "cuda":
+        total = sum(held.values())
+        slack = 4 * 2**20  # inputs, and blocks that are multiples of 512 bytes
+        assert total <= torch.cuda.memory_allocated() - before <= total + slack
+        idle = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        job.step()
+        job.wait()
+        # Two units whole, with weights and gradients in bf16 and gradients in fp32 on their way.
+        peak = torch.cuda.max_memory_allocated() - idle
+        assert 4 * unit <= peak <= 2 * (2 + 2 + 4) * unit + slack
+    job.engine.close()
+
+
+# ---------------------------------------------------------------------------- the Trainer
+
+
+class Project(Regression):
+    """Blocks that may be compiled; nothing is read back to the host."""
+
+    def __init__(self, backend: str | None = None) -> None:
+        super().__init__()
+        for block in self.net.blocks if backend else ():
+            block.compile(backend=backend)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+
+def fit(device: torch.device, module: Project, folder: Path, **options: Any) -> Trainer:
+    ckpt_path = options.pop("ckpt_path", None)
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = Trainer(
+        accelerator="gpu" if device.type == "cuda" else "cpu",
+        devices=1,
+        strategy=ZeROStrategy(3, units={Block}),
+        default_root_dir=folder,
+        enable_checkpointing=False,
+        **{"max_epochs": 1, **quiet, **options},
+    )
+    trainer.fit(module, rows(), ckpt_path=ckpt_path)
+    return trainer
+
+
+def values(module: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().cpu() for name, parameter in module.named_parameters()}
+
+
+def test_a_checkpoint_of_a_device_is_everybodys(device: torch.device, tmp_path: Path) -> None:
+    """What is saved is what was trained, and a run that resumes ends as one that did not stop."""
+    whole, half = Project(), Project()
+    fit(device, whole, tmp_path, max_epochs=2)
+    trainer = fit(device, half, tmp_path, max_epochs=1)
+    path = str(tmp_path / "half.ckpt")
+    trainer.save_checkpoint(path)
+    saved = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
+    for name, value in values(half).items():
+        torch.testing.assert_close(saved[name], value, rtol=0, atol=0)
+    resumed = Project()
+    fit(device, resumed, tmp_path, max_epochs=2, ckpt_path=path)
+    for name, value in values(whole).items():
+        torch.testing.assert_close(values(resumed)[name], value)
+
+
+def test_the_monitor_tells_the_allocators_figures(device: torch.device, tmp_path: Path) -> None:
+    monitor = MemoryMonitor()
+    fit(device, Project(), tmp_path, callbacks=[monitor], precision="bf16-mixed")
+    assert monitor.predicted is not None
+    for point in ("forward", "backward", "step"):
+        held = monitor.measured[point]
+        counted = sum(held[kind] for kind in ("weights", "master", "states", "gradients"))
+        assert counted > 0
+        if device.type == "cuda":
+            assert counted <= held["allocated"] <= held["peak"] <= held["reserved"]
+            assert held["fragmentation"] >= 0
+        else:
+            assert held["resident"] > counted
+    step = monitor.measured["step"]
+    for kind in ("weights", "master", "states", "gradients"):
+        assert step[kind] == monitor.predicted.resting[kind]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_compiled_units(device: torch.device, tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    plain, compiled = Project(), Project("inductor" if device.type == "cuda" else "aot_eager")
+    fit(device, plain, tmp_path)
+    torch._dynamo.utils.counters.clear()
+    fit(device, compiled, tmp_path)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "one for all blocks"
+    for name, value in values(plain).items():
+        torch.testing.assert_close(values(compiled)[name], value, rtol=1e-4, atol=1e-5)
