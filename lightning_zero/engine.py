@@ -206,6 +206,7 @@ class Engine(ShardedModule):
         self._close_step()
         for unit in self.units:
             unit.has_run = False
+            unit.free_dropped_grads()
         self._schedules.begin(with_grad=torch.is_grad_enabled())
         self._unshard(self.root)
         self._prefetch()

@@ -34,7 +34,7 @@ class Reducer:
 
     Attributes:
         partial: Unreduced gradients; ``None`` while there are none.
-        shard: This rank's part of reduced ones; ``None`` before the first reduction.
+        shard: This rank's part of reduced ones; ``None`` while there are none.
         filled: For each parameter, whether :attr:`partial` holds a gradient of it.
         arrived: For each parameter, whether one came in this backward pass.
         used: For each parameter, whether one came since gradients were installed.
@@ -67,6 +67,7 @@ class Reducer:
     def expect(self, *, is_local: bool) -> None:
         """Begin a backward pass; with ``is_local`` one whose gradients stay on this rank."""
         self.hide()
+        self.free_dropped()
         self._is_unscaled |= is_local
         self.arrived = [False] * len(self._pieces)
 
@@ -77,6 +78,12 @@ class Reducer:
             if piece.is_dropped:
                 piece.is_dropped = False
                 self.filled[index] = self.used[index] = False
+
+    def free_dropped(self) -> None:
+        """Free the shard if the user has dropped all gradients in it, with `zero_grad` mostly."""
+        if self.shard is None or self.is_settled or self._in_flight or self._holds_grads:
+            return
+        self.shard, self._shard_views = None, []
 
     def take(self, index: int, grad: Tensor) -> None:
         """Move parameter ``index``'s new gradient into the partial buffer, cast on the way."""
@@ -118,8 +125,8 @@ class Reducer:
         partial = self.partial
         self.partial, self._partial_views = None, []
         self.filled = [False] * len(self._pieces)
-        shard = self._allocated_shard()
         adds = self.is_settled or self._holds_grads
+        shard = self._allocated_shard()
         target = torch.empty_like(shard) if adds else shard
         self._in_flight = [partial.tensor, target] if adds else [partial.tensor]
         work = self._comm.reduce(partial, target, unit=unit, tag=tag)
@@ -150,7 +157,7 @@ class Reducer:
         if self.shard is None:
             layout, master = self._layout, self._plan.master
             with lasting_tensors():
-                self.shard = torch.zeros(
+                self.shard = torch.empty(
                     layout.shard_numel, dtype=master.dtype, device=master.device
                 )
                 for index in range(len(self._pieces)):
