@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import os
 import sys
 import tempfile
 from collections import Counter
@@ -26,6 +25,7 @@ from lightning_zero.ledger import sum_of
 from lightning_zero.meeting import Subject
 from lightning_zero.settings import Settings
 from lightning_zero.unit import Unit
+from lightning_zero.window import Window
 from tests.ranks import Pools
 
 BLOCKS = 4
@@ -225,14 +225,20 @@ class Wide:
         return sum(change for change in changes if change > 0)
 
 
-def _own_windows() -> set[int]:
-    """The windows of this process, by numbers that the kernel gives to no two files at once."""
-    found = set()
-    for file in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            if "memfd:lightning_zero" in os.readlink(f"/proc/self/fd/{file}"):
-                found.add(os.stat(f"/proc/self/fd/{file}").st_ino)
-    return found
+@contextlib.contextmanager
+def _counting(cls: type, maker: str) -> Iterator[list[Any]]:
+    """Notes every call of a method that makes something."""
+    made: list[Any] = []
+    real = getattr(cls, maker)
+    inner = getattr(real, "__func__", real)
+
+    def make(*args: Any) -> Any:
+        made.append(maker)
+        return inner(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cls, maker, classmethod(make) if inner is not real else make)
+        yield made
 
 
 class Made(NamedTuple):
@@ -246,25 +252,32 @@ class Made(NamedTuple):
 
 
 def _made_in_a_step(stage: int, keeps_windows: bool) -> Made:
+    """What the step of ten makes that makes the fewest windows.
+
+    Now and then a rank is ahead of its readers and needs one more, which is kept; so at the latest
+    the step after those that needed one for each layer makes none.
+    """
     job, plain = Wide(stage), Wide(None)
     for _ in range(3):
         job.step()
         plain.step()
     assert job.engine is not None
-    comm, kept, buffers = job.engine.comm, _own_windows(), []
-    if not keeps_windows:
-        comm.fence(Subject.STEP)
-        comm.release_windows()
-    init = Buffer.__init__
-    Buffer.__init__ = lambda *a: buffers.append(a) or init(*a)  # type: ignore[assignment, func-returns-value, method-assign]
-    try:
-        allocated = job.allocated()
-    finally:
-        Buffer.__init__ = init  # type: ignore[method-assign]
-    windows = len(_own_windows() - kept)
-    gathered = sum_of(comm.ledger.last_step, "gather").bytes
+    comm, steps = job.engine.comm, []
+    for _ in range(10):
+        if not keeps_windows:
+            comm.fence(Subject.STEP)
+            comm.release_windows()
+        with (
+            _counting(Window, "create") as own,
+            _counting(Window, "open") as peers,
+            _counting(Buffer, "__init__") as buffers,
+        ):
+            allocated = job.allocated()
+        gathered = sum_of(comm.ledger.last_step, "gather").bytes
+        num_windows = len(own) + len(peers)
+        steps.append(Made(num_windows, len(buffers), allocated, plain.allocated(), gathered))
     job.engine.close()
-    return Made(windows, len(buffers), allocated, plain.allocated(), gathered)
+    return min(steps)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -276,8 +289,7 @@ def test_buffers_are_reused_from_step_to_step(ranks: Pools, stage: int) -> None:
     """
     layer = 4 * (WIDE * WIDE + WIDE)
     for made in ranks(2).run(_made_in_a_step, stage, True):
-        # Now and then a rank is ahead of its readers and needs a third window; it is kept.
-        assert made.windows <= 1
+        assert made.windows == 0
         # The views of a reduce buffer; its memory is a window that exists.
         assert made.buffers <= NUM_WIDE
         # Each rank sends half of what it allocates to gather.
@@ -285,14 +297,14 @@ def test_buffers_are_reused_from_step_to_step(ranks: Pools, stage: int) -> None:
         shards = NUM_WIDE * layer // 2
         flags = 20_000
         assert made.plainly_allocated >= 4 * NUM_WIDE * WIDE * WIDE
-        explained = made.plainly_allocated + shards + gathered + made.windows * layer
+        explained = made.plainly_allocated + shards + gathered
         extra = made.allocated - explained
-        assert abs(extra) <= flags, f"{extra} bytes more than can be explained"
+        assert abs(extra) <= flags, f"{extra} bytes more than explained: {made}"
 
 
 def test_buffers_that_are_not_reused_are_noticed(ranks: Pools) -> None:
     for made in ranks(2).run(_made_in_a_step, 2, False):
-        assert made.windows >= 2
+        assert made.windows >= 2 * 2
 
 
 @contextlib.contextmanager
