@@ -125,7 +125,7 @@ class Bundle:
     def show_resting(self) -> None:
         """Point the parameters at placeholders that send every use to the owner."""
         self._shown, self._is_lent = self.weight, False
-        self.edits.forget()
+        self.edits.forget(self.weight)
         self._guises.rest(self._placeholders)
 
     def guard(self) -> None:
@@ -239,7 +239,7 @@ class Bundle:
             self.weight = Buffer(self.layout, self.weight.tensor.dtype, self.master.device)
             self.weight.release()
             self._shown = self.weight
-            self.edits.forget()
+            self.edits.forget(self.weight)
 
     def memory(self) -> dict[str, int]:
         """Bytes held now, by kind; see ``Engine.memory``."""

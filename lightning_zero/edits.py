@@ -85,9 +85,9 @@ class Edits:
             view.copy_(self._parameters[index])
             resting.point(self._parameters[index], view)
 
-    def forget(self) -> None:
-        """Drop the copies of what was exposed; the parameters show nothing that can be changed."""
-        self._exposed = {}
+    def forget(self, shown: Buffer) -> None:
+        """Drop the copies of what was exposed; ``shown`` holds nothing that can be changed."""
+        self._shown, self._exposed = shown, {}
 
     def _differs(self, index: int) -> bool:
         return not torch.equal(self._exposed[index], self._bytes(index))

@@ -50,7 +50,7 @@ from lightning_zero.call import Call, with_grad
 from lightning_zero.comm import Comm
 from lightning_zero.comparison import Comparison
 from lightning_zero.hook import Hook
-from lightning_zero.inputs import own_inputs
+from lightning_zero.inputs import GivenInputs
 from lightning_zero.join import Join
 from lightning_zero.meeting import Subject
 from lightning_zero.piece import Piece
@@ -95,6 +95,7 @@ class Engine(ShardedModule):
         is_due = any(unit.gives_weights_back for unit in self.units)
         self._comparison = Comparison(self.comm, is_due=is_due)
         self._turns = Turns(self.units, self.comm)
+        self._given = GivenInputs()
         self.is_closed = False
         self.is_restored = False
         self._register_hooks()
@@ -204,9 +205,12 @@ class Engine(ShardedModule):
         self._was_interrupted = False
         self._comparison.wait()
         self._close_step()
+        self._given.forget()
         for unit in self.units:
             unit.has_run = False
             unit.free_dropped_grads()
+            # Also of units whose own hooks a compiled graph leaves out.
+            self._hook_grads(unit)
         self._schedules.begin(with_grad=torch.is_grad_enabled())
         self._unshard(self.root)
         self._prefetch()
@@ -214,7 +218,6 @@ class Engine(ShardedModule):
             if unit.is_inlined:
                 unit.wait_if_in_flight()
         self.root.wait()
-        self._hook_grads(self.root)
         if not broadcasts or self._join.is_open:
             return
         if self.settings.broadcast_buffers and self._broadcasts_next:
@@ -296,7 +299,7 @@ class Engine(ShardedModule):
         if not torch.is_grad_enabled():
             return None
         self._hook_grads(unit)
-        args, kwargs = own_inputs(args, kwargs)
+        args, kwargs = self._given.own(args, kwargs)
         call.watch_inputs(
             [*args, *kwargs.values()],
             ended=self._after_backward,
@@ -382,6 +385,8 @@ class Engine(ShardedModule):
 
     def _after_backward(self, call: Call) -> None:
         unit = call.unit
+        if call in unit.calling:
+            return  # its forward, which still runs, wants a gradient of its own inputs
         unit.end_call(call)
         if self._reduces_now:
             self._turns.advance()

@@ -27,7 +27,10 @@ class LoggedGraphs:
     """
 
     def __init__(self, loggers: Iterable[Any], engine: Engine) -> None:
-        self._loggers = [logger for logger in loggers if _draws(logger)]
+        drawing = [logger for logger in loggers if _draws(logger)]
+        # To gather takes all ranks: of loggers that only some have, no rank draws a whole module.
+        is_everywhere = len(set(engine.comm.gather_objects(len(drawing)))) == 1
+        self._loggers = drawing if is_everywhere else []
         for logger in self._loggers:
             logger.log_graph = functools.partial(_log_whole, logger.log_graph, engine)
 
@@ -39,6 +42,8 @@ class LoggedGraphs:
 
 
 def _draws(logger: Any) -> bool:
+    if type(logger).__name__ == "LitLogger":
+        return False  # its log_graph warns that it draws nothing
     overrides = getattr(type(logger), "log_graph", Logger.log_graph) is not Logger.log_graph
     # TensorBoard's has it off by default, and a model should not be gathered for nothing.
     return overrides and bool(getattr(logger, "_log_graph", True))

@@ -167,8 +167,7 @@ class MemoryMonitor(Callback):
             return
         self._subject = self._subject_of(strategy, trainer, batch)
         chosen = strategy.settings
-        settings: dict[str, Any] = {
-            "rank": strategy.global_rank,
+        self._settings: dict[str, Any] = {
             "num_microbatches": trainer.accumulate_grad_batches,
             "prefetch": chosen.prefetch,
             "reshard_after_forward": chosen.reshard_after_forward,
@@ -176,13 +175,22 @@ class MemoryMonitor(Callback):
             "accumulate": chosen.accumulate,
             "shares_memory": strategy.engine.comm.shares_memory,
         }
-        world_size = strategy.world_size
         try:
-            self.predicted = estimate_of(self._subject, chosen.stage, world_size, **settings)
+            self.predicted = self._estimate(strategy)
         except ValueError as error:
             rank_zero_warn(f"MemoryMonitor predicts no activations: {error}")
             self._subject = self._subject_of(strategy, trainer, batch=None)
-            self.predicted = estimate_of(self._subject, chosen.stage, world_size, **settings)
+            self.predicted = self._estimate(strategy)
+
+    def _estimate(self, strategy: ZeROStrategy) -> Estimate:
+        assert self._subject is not None
+        return estimate_of(
+            self._subject,
+            strategy.settings.stage,
+            strategy.world_size,
+            rank=strategy.global_rank,
+            **self._settings,
+        )
 
     def _subject_of(self, strategy: ZeROStrategy, trainer: pl.Trainer, batch: Any) -> Subject:
         assert strategy.engine is not None
@@ -234,8 +242,7 @@ class MemoryMonitor(Callback):
                     self._subject,
                     (0, 1, 2, 3),
                     [trainer.world_size],
-                    num_microbatches=trainer.accumulate_grad_batches,
-                    shares_memory=strategy.engine.comm.shares_memory,
+                    **self._settings,
                 )
             write_report(
                 self.report,

@@ -19,7 +19,7 @@ from lightning_zero.buffer import Buffer, lasting_tensors
 from lightning_zero.comm import Comm, ReduceBuffer, Work
 from lightning_zero.gradient import LocalGrad
 from lightning_zero.layout import Layout
-from lightning_zero.piece import Piece
+from lightning_zero.piece import Piece, drop_all
 from lightning_zero.plan import Plan
 
 
@@ -54,6 +54,7 @@ class Reducer:
         self.is_settled = False
         self._partial_views: list[Tensor] = []
         self._shard_views: list[Tensor] = []
+        self._places = [layout.piece_in_shard(i, comm.rank) for i in range(len(pieces))]
         self._in_flight: list[Tensor] = []
         self._is_unscaled = False
         # The average is taken in the pass that moves a gradient, as DDP does, when that costs
@@ -66,8 +67,8 @@ class Reducer:
 
     def expect(self, *, is_local: bool) -> None:
         """Begin a backward pass; with ``is_local`` one whose gradients stay on this rank."""
-        self.hide()
         self.free_dropped()
+        self.hide()
         self._is_unscaled |= is_local
         self.arrived = [False] * len(self._pieces)
 
@@ -81,9 +82,10 @@ class Reducer:
 
     def free_dropped(self) -> None:
         """Free the shard if the user has dropped all gradients in it, with `zero_grad` mostly."""
-        if self.shard is None or self.is_settled or self._in_flight or self._holds_grads:
+        if self.shard is None or self.is_settled or self._in_flight:
             return
-        self.shard, self._shard_views = None, []
+        if drop_all(self._pieces):
+            self.shard, self._shard_views = None, []
 
     def take(self, index: int, grad: Tensor) -> None:
         """Move parameter ``index``'s new gradient into the partial buffer, cast on the way."""
@@ -160,9 +162,7 @@ class Reducer:
                 self.shard = torch.empty(
                     layout.shard_numel, dtype=master.dtype, device=master.device
                 )
-                for index in range(len(self._pieces)):
-                    first, stop = layout.piece_in_shard(index, self._comm.rank)
-                    self._shard_views.append(self.shard[first:stop])
+                self._shard_views = [self.shard[first:stop] for first, stop in self._places]
         return self.shard
 
     def _settle(self) -> None:

@@ -419,17 +419,17 @@ class ZeROStrategy(SavingStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._current_saver is not None:
-            self._current_saver.close()
-        if self._recompute is not None:
-            self._recompute.remove()
-            self._recompute = None
         if self._signals is not None:
             self._signals.remove()
             self._signals = None
         if self._graphs is not None:
             self._graphs.remove()
             self._graphs = None
+        if self._recompute is not None:
+            self._recompute.remove()
+            self._recompute = None
+        if self._current_saver is not None:
+            self._current_saver.close()
         if self.engine is not None and not self.engine.is_closed:
             restores = self._may_restore(self.engine)
             if restores and self._adapted is not None:

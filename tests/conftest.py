@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import os
 import resource
 from collections.abc import Iterator
 
@@ -22,3 +23,17 @@ def ranks() -> Iterator[Pools]:
     pools = Pools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment() -> Iterator[None]:
+    """Take back what a test leaves in `os.environ`.
+
+    A Trainer that runs in this process tells its rank there, and scripts that later tests start
+    would take themselves for started ones.
+    """
+    before = dict(os.environ)
+    yield
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)

@@ -18,12 +18,14 @@ import fsspec
 import pytest
 import torch
 import torch.distributed as dist
+from fsspec.implementations.memory import MemoryFile
 
 from lightning_zero.checkpoint import Provenance, Saver, damage, describe, load
 from lightning_zero.checkpoint.mapped_file import mapped
 from lightning_zero.checkpoint.provenance import FORMAT
 from lightning_zero.checkpoint.spread import Spread
 from lightning_zero.comm import Comm
+from lightning_zero.meeting import Subject
 from tests.ranks import Pools
 
 CPU = torch.device("cpu")
@@ -100,6 +102,28 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(ranks: Pools, tmp_path: Path
     assert "lambda" in strange
     assert os.listdir(tmp_path) == ["file.ckpt"]
     assert torch.load(tmp_path / "file.ckpt", weights_only=True)["fill"] == 1.0
+
+
+class RefusedAtTheEnd(MemoryFile):
+    """A file of a store that takes all of it and then refuses it."""
+
+    def commit(self) -> None:
+        raise OSError("the store refuses the file")
+
+
+def fail_to_upload() -> list[str]:
+    comm = Comm(CPU)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fsspec.implementations.memory.MemoryFile", RefusedAtTheEnd)
+        found = [told(Saver(comm).save, some(comm, 1.0), "memory://folder/a.ckpt", PROVENANCE)]
+    comm.fence(Subject.STEP)  # the ranks have not parted
+    return found
+
+
+def test_an_upload_that_is_refused_fails_on_all(ranks: Pools) -> None:
+    first, second = ranks(2).run(fail_to_upload)
+    assert first == second
+    assert "on rank 0: the store refuses the file" in first[0]
 
 
 def read_from_own_folder(folder: str, path: str) -> str:

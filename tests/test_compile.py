@@ -129,6 +129,33 @@ def test_only_a_graph_of_several_units_waits_for_all_of_them(ranks: Pools) -> No
         assert set(found["body", 3][0]) <= {"root"}
 
 
+class Thawing(Silent):
+    """A block that learns from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.1, optimizer=torch.optim.SGD)
+        self.net.blocks[1].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            for name, parameter in self.named_parameters():
+                if "blocks.1" in name:
+                    parameter.requires_grad = True
+
+
+def _thawed(stage: int) -> list[list[float]]:
+    torch._dynamo.reset()
+    modules = [Thawing(), _compile_body(Thawing())]
+    for module in modules:
+        fit(module, stage, max_epochs=3)
+    return [module.losses for module in modules]
+
+
+def test_compiled_units_that_are_unfrozen_are_averaged(ranks: Pools) -> None:
+    for losses, compiled in ranks(2).run(_thawed, 2, timeout=120):
+        assert compiled == pytest.approx(losses, rel=1e-5)
+
+
 def _with_inductor(strategy: Any) -> Run:
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters

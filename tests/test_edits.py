@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -148,6 +149,24 @@ def _nested() -> str:
 
 def test_gathered_may_be_nested_for_reading(ranks: Pools) -> None:
     assert all("to the outer one" in message for message in ranks(2).run(_nested))
+
+
+def _lent_after_gathered(stage: int) -> list[bool]:
+    engine, _ = _engine(stage)
+    with engine.gathered():
+        lent = [
+            weakref.ref(bundle.edits._shown) for unit in engine.units for bundle in unit.bundles
+        ]
+    found = [ref() is not None for ref in lent]
+    engine.close()
+    return found
+
+
+def test_gathered_weights_are_freed(ranks: Pools) -> None:
+    """What weights were gathered into, beside their own buffers, is gone with the context."""
+    first, second = ranks(2).run(_lent_after_gathered, 3)
+    assert first == second
+    assert not any(first)
 
 
 def _nan_at(owner: int) -> tuple[bool, bool]:

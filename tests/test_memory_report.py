@@ -187,6 +187,25 @@ def test_command_on_a_configuration(capsys: Any) -> None:
     assert "842,496 parameters, 32-true" in out
 
 
+def test_command_reads_what_a_configuration_gives_the_strategy(capsys: Any, tmp_path: Path) -> None:
+    def unreduced(more: str) -> int:
+        config = tmp_path / "config.yaml"
+        config.write_text(
+            "trainer:\n  devices: 2\n  accumulate_grad_batches: 4\n  strategy:\n"
+            f"    class_path: lightning_zero.ZeROStrategy\n    init_args: {{stage: 3{more}}}\n"
+        )
+        code, out, _ = run(
+            capsys, str(config), "--model", GPT, "--optimizer", "sgd", "--stages", "3"
+        )
+        assert code == 0
+        assert ("Not read from the strategy's init_args: units." in out) == ("units" in more)
+        row = next(line for line in out.splitlines() if line.startswith("unreduced"))
+        return parse_bytes(row.removeprefix("unreduced").strip())
+
+    # All units' gradients wait for the last microbatch.
+    assert unreduced(", accumulate: local, units: [x]") > 1.2 * unreduced("")
+
+
 def test_command_on_a_hugging_face_configuration(capsys: Any, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

@@ -184,7 +184,7 @@ class DirectorySave:
         objects: dict[Keys, _Share] = {}
         position = 0
         name = f"__{self.comm.rank}_0.distcp"
-        with _created(folder / name) as writer:
+        with _created(folder / name, self._on_written) as writer:
             for where, content in self._entries.items():
                 if isinstance(content, bytes):
                     writer.write(position, content)
@@ -197,7 +197,6 @@ class DirectorySave:
                 for box, part in boxes_of(spread):
                     write = functools.partial(_write_from, writer, position)
                     nbytes = write_archive(Skeleton.of(part), write)
-                    self._on_written(part.whole_nbytes)
                     shares.append(_Share(spread.key, box, name, position, nbytes))
                     position += nbytes
             writer.sync()
@@ -323,9 +322,11 @@ def _pickled(value: Any) -> bytes:
 
 
 @contextlib.contextmanager
-def _created(path: Path) -> Iterator[Writer]:
+def _created(
+    path: Path, on_written: Callable[[int], object] = lambda nbytes: None
+) -> Iterator[Writer]:
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
-    with Writer(path) as writer:
+    with Writer(path, on_written) as writer:
         yield writer
 
 

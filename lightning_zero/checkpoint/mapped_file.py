@@ -31,6 +31,7 @@ _COPY_BYTES = 8 * 2**20
 
 _libc = ctypes.CDLL(None)
 _WILL_NEED = 3  # MADV_WILLNEED, the same on Linux and macOS
+_ADVISED_BYTES = 2**17  # what Linux reads for one advice, at least; of more it drops the rest
 
 
 def load(path: str, comm: Comm, *, weights_only: bool = True) -> Any:
@@ -67,10 +68,12 @@ def read_ahead(value: Tensor) -> None:
     """
     if value.device.type != "cpu" or not value.numel() or not value.is_contiguous():
         return
-    first, nbytes = value.data_ptr(), value.nbytes
-    begin = first // mmap.PAGESIZE * mmap.PAGESIZE
+    stop = value.data_ptr() + value.nbytes
+    begin = value.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     # An advice: where the memory is no file's, the system says no or does nothing.
-    _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(first + nbytes - begin), _WILL_NEED)
+    for place in range(begin, stop, _ADVISED_BYTES):
+        nbytes = min(stop - place, _ADVISED_BYTES)
+        _libc.madvise(ctypes.c_void_p(place), ctypes.c_size_t(nbytes), _WILL_NEED)
 
 
 def local_directory(path: str) -> Path | None:

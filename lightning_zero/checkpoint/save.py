@@ -163,10 +163,9 @@ class Save:
 
     def _write_parts(self, plan: _Plan, name: str) -> list[_Share]:
         shares = []
-        with Writer(name) as writer:
+        with Writer(name, self._on_written) as writer:
             for index, record, start, part in self._parts(plan):
                 checksum = writer.write(record.offset + start, part)
-                self._on_written(len(part))
                 shares.append(_Share(index, start, len(part), checksum))
             writer.sync()
         return shares
@@ -201,6 +200,7 @@ class Save:
             with outcome.attempt():
                 sink.write(plan.archive.seam(len(checksums), checksums)[1])
                 sink.commit(is_good=outcome.is_good)
+                stack.close()  # a store may refuse a file at its very end
             self._agree(outcome)
 
     def _record(self, index: int, plan: _Plan, sizes: dict[int, Any]) -> Iterator[memoryview]:

@@ -13,6 +13,7 @@ import errno
 import mmap
 import os
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -33,9 +34,13 @@ class Writer:
 
     Args:
         path: The file; others may write elsewhere in it at the same time.
+        on_written: Called with the number of bytes, now and then.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(
+        self, path: Path | str, on_written: Callable[[int], object] = lambda nbytes: None
+    ) -> None:
+        self._on_written = on_written
         self._file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         self._direct = _open_directly(path)
         self._buffer: mmap.mmap | None = None
@@ -79,6 +84,7 @@ class Writer:
                 self._write_directly(place + start, chunk)
             checksum = zlib.crc32(chunk, checksum)
             start += len(chunk)
+            self._on_written(len(chunk))
         return checksum
 
     def sync(self) -> None:
@@ -87,7 +93,9 @@ class Writer:
 
     def _aligned(self, content: Tensor) -> memoryview:
         if self._buffer is None:
-            self._buffer = mmap.mmap(-1, BUFFER_BYTES)
+            # Private, as memory is that counts for the limits of a process.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._buffer = mmap.mmap(-1, BUFFER_BYTES, flags=flags)
         chunk = memoryview(self._buffer)[: len(content)]
         torch.frombuffer(chunk, dtype=torch.uint8).copy_(content)
         return chunk
@@ -97,7 +105,7 @@ class Writer:
         try:
             written = os.pwrite(self._direct, chunk, place) if self._direct is not None else 0
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
             self._give_up_direct()  # opened so, but its blocks are larger or it cannot after all
         # What does not fit any more is for the ordinary way, which says why.
@@ -127,7 +135,5 @@ def _open_directly(path: Path | str) -> int | None:
         return None  # macOS
     try:
         return os.open(path, os.O_WRONLY | os.O_CLOEXEC | direct)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return None
+    except OSError:
+        return None  # the ordinary way is open already

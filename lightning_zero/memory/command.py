@@ -23,6 +23,7 @@ from lightning_zero.memory.source import (
 from lightning_zero.memory.subject import Subject
 from lightning_zero.memory.tables import estimate_table
 from lightning_zero.plan import RECIPES
+from lightning_zero.settings import as_dtype
 
 _EXAMPLES = """examples:
   lightning-zero estimate 10B --ranks 8 64 --precision bf16-mixed --device-memory 80GB
@@ -33,6 +34,15 @@ _EXAMPLES = """examples:
   lightning-zero estimate path/to/hugging_face_model --ranks 8 \\
       --batch "input_ids=int64[1,2048]" "labels=int64[1,2048]"
 """
+
+
+_CHECKPOINTING = "activation_checkpointing"
+
+_READ_OPTIONS = ("prefetch", "reshard_after_forward", "reduce_dtype", "accumulate")
+"""Those of the strategy's arguments that the engine's memory depends on."""
+
+_WITHOUT_MEMORY = {"stage", "checkpoint", "broadcast_buffers", "restore_weights", "launcher"}
+"""Those that a step's memory does not depend on; the stages are all shown."""
 
 
 def add_estimate_command(commands: Any) -> None:
@@ -57,7 +67,7 @@ def add_estimate_command(commands: Any) -> None:
     parser.add_argument("--optimizer", help="a name of torch.optim")
     parser.add_argument("--batch", nargs="*", default=[], help='one rank\'s: "int64[4,128]"')
     parser.add_argument("--activation-checkpointing", action="store_true")
-    parser.add_argument("--accumulate-grad-batches", type=int, default=1)
+    parser.add_argument("--accumulate-grad-batches", type=int, help="by default as in the YAML")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument(
         "--offload",
@@ -84,15 +94,22 @@ def run(options: argparse.Namespace) -> int:
         source, named = model_of_config(config, options.model)
         arguments = {**named, **arguments}
     trainer = config.get("trainer") or {}
+    chosen = _options_of(trainer)
     subject = Subject(
         find_model(source, arguments),
         precision=options.precision or str(trainer.get("precision") or "32-true"),
         optimizer=options.optimizer,
         batch=parse_batch(options.batch),
-        checkpointing=options.activation_checkpointing,
+        checkpointing=options.activation_checkpointing or chosen.pop(_CHECKPOINTING, None) is True,
         device=torch.device(options.device),
     )
-    settings = {"num_microbatches": options.accumulate_grad_batches}
+    microbatches = options.accumulate_grad_batches or trainer.get("accumulate_grad_batches") or 1
+    settings = {
+        "num_microbatches": microbatches,
+        **{name: chosen.pop(name) for name in _READ_OPTIONS if name in chosen},
+    }
+    if "reduce_dtype" in settings:
+        settings["reduce_dtype"] = as_dtype(settings["reduce_dtype"])
     offloads = named_offloads(*dict.fromkeys(options.offload), ratio=options.offload_ratio)
     device, host = (
         parse_bytes(text) if text else None for text in (options.device_memory, options.host_memory)
@@ -105,6 +122,8 @@ def run(options: argparse.Namespace) -> int:
     found = compare(subject, stages, ranks, offloads=offloads, **settings)
     print("\n\n".join(_texts(subject, found)))
     print("\n" + "\n".join(_beside_the_device(found, limits)))
+    if unread := sorted(set(chosen) - _WITHOUT_MEMORY):
+        print(f"\nNot read from the strategy's init_args: {', '.join(unread)}.")
     if device is not None:
         print(f"\n{advise(subject, found, limits, **settings)}")
     if options.report is not None:
@@ -151,6 +170,12 @@ def _report(folder: Path, found: list[Estimate], limit: int | None) -> Path:
         scaling=found if len(found) > len(own) else (),
         device_memory=limit,
     )
+
+
+def _options_of(trainer: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that a configuration gives the strategy."""
+    strategy = trainer.get("strategy")
+    return dict(strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
 
 
 def _ranks_of(trainer: dict[str, Any]) -> int | None:

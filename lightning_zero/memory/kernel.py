@@ -9,6 +9,7 @@ Torch predicts shapes and dtypes, and here it predicts less than is kept (torch 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import torch
@@ -38,7 +39,9 @@ def kept_beyond(func: Any, args: tuple[Any, ...], out: Any) -> Iterator[tuple[Te
     """
     if func in _LOSSES:
         if out.shape != args[0].shape:
-            yield out, (args[0].numel() - 1) * out.itemsize
+            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
+            numel = prod(shape)
+            yield out, max(0, numel - 1) * out.itemsize
     elif func in _WEIGHT_OF_NORM:
         weight = args[_WEIGHT_OF_NORM[func]]
         for statistic in out[1:3] if weight is not None else ():

@@ -59,7 +59,8 @@ class Estimate:
             return f"zero{self.stage}" if self.stage else "ddp"
         ratio = "" if self.offload.ratio == 1 else f" {self.offload.ratio:.0%}"
         for medium, word in (("cpu", "offload"), ("nvme", "nvme")):
-            if self.offload == Offload.of_stage(self.stage, medium, ratio=self.offload.ratio):
+            named = named_offloads(medium, ratio=self.offload.ratio)
+            if (self.stage, self.offload) in named:
                 return f"zero{self.stage}_{word}{ratio}"
         homes = {"optimizer": self.offload.optimizer, "weights": self.offload.weights}
         moved = [f"{kind} on {medium}" for kind, medium in homes.items() if medium]
