@@ -50,7 +50,6 @@ from lightning_zero.call import Call, with_grad
 from lightning_zero.comm import Comm
 from lightning_zero.comparison import Comparison
 from lightning_zero.hook import Hook
-from lightning_zero.inputs import GivenInputs
 from lightning_zero.join import Join
 from lightning_zero.meeting import Subject
 from lightning_zero.piece import Piece
@@ -95,7 +94,6 @@ class Engine(ShardedModule):
         is_due = any(unit.gives_weights_back for unit in self.units)
         self._comparison = Comparison(self.comm, is_due=is_due)
         self._turns = Turns(self.units, self.comm)
-        self._given = GivenInputs()
         self.is_closed = False
         self.is_restored = False
         self._register_hooks()
@@ -205,10 +203,8 @@ class Engine(ShardedModule):
         self._was_interrupted = False
         self._comparison.wait()
         self._close_step()
-        self._given.forget()
         for unit in self.units:
             unit.has_run = False
-            unit.free_dropped_grads()
             # Also of units whose own hooks a compiled graph leaves out.
             self._hook_grads(unit)
         self._schedules.begin(with_grad=torch.is_grad_enabled())
@@ -286,7 +282,7 @@ class Engine(ShardedModule):
 
     # -- forward ---------------------------------------------------------------------------------
 
-    def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
         is_recompute = _in_graph_task()
         if is_recompute:
             self._begin_backward()
@@ -297,15 +293,13 @@ class Engine(ShardedModule):
         unit.calling.append(call)
         self._need(unit, is_backward=is_recompute)
         if not torch.is_grad_enabled():
-            return None
+            return
         self._hook_grads(unit)
-        args, kwargs = self._given.own(args, kwargs)
         call.watch_inputs(
             [*args, *kwargs.values()],
             ended=self._after_backward,
             leaves_done=self._after_leaf_inputs,
         )
-        return args, kwargs
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         call = unit.calling.pop()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -185,15 +184,3 @@ class Piece(Parameter):
     def __repr__(self) -> str:  # type: ignore[override]
         shape = tuple(self.parameter.shape)
         return f"Piece [{self.start}:{self.stop}] of a parameter of shape {shape}, {self.dtype}"
-
-
-def drop_all(pieces: Sequence[Piece]) -> bool:
-    """Let go of the pieces' gradients, if the user has dropped all of them."""
-    with torch._C.DisableTorchFunctionSubclass():
-        for piece in pieces:
-            is_dropped = piece.shown is not None and _GRAD.__get__(piece.parameter) is None
-            if _GRAD.__get__(piece) is not None and not is_dropped:
-                return False
-        for piece in pieces:
-            _GRAD.__set__(piece, None)
-    return True

@@ -19,7 +19,7 @@ from lightning_zero.buffer import Buffer, lasting_tensors
 from lightning_zero.comm import Comm, ReduceBuffer, Work
 from lightning_zero.gradient import LocalGrad
 from lightning_zero.layout import Layout
-from lightning_zero.piece import Piece, drop_all
+from lightning_zero.piece import Piece
 from lightning_zero.plan import Plan
 
 
@@ -33,8 +33,8 @@ class Reducer:
         comm: The ranks.
 
     Attributes:
-        partial: Unreduced gradients; ``None`` while there are none.
-        shard: This rank's part of reduced ones; ``None`` while there are none.
+        partial: Unreduced gradients; ``None`` before the first reduction.
+        shard: This rank's part of reduced ones; ``None`` before the first reduction.
         filled: For each parameter, whether :attr:`partial` holds a gradient of it.
         arrived: For each parameter, whether one came in this backward pass.
         used: For each parameter, whether one came since gradients were installed.
@@ -67,7 +67,6 @@ class Reducer:
 
     def expect(self, *, is_local: bool) -> None:
         """Begin a backward pass; with ``is_local`` one whose gradients stay on this rank."""
-        self.free_dropped()
         self.hide()
         self._is_unscaled |= is_local
         self.arrived = [False] * len(self._pieces)
@@ -79,13 +78,6 @@ class Reducer:
             if piece.is_dropped:
                 piece.is_dropped = False
                 self.filled[index] = self.used[index] = False
-
-    def free_dropped(self) -> None:
-        """Free the shard if the user has dropped all gradients in it, with `zero_grad` mostly."""
-        if self.shard is None or self.is_settled or self._in_flight:
-            return
-        if drop_all(self._pieces):
-            self.shard, self._shard_views = None, []
 
     def take(self, index: int, grad: Tensor) -> None:
         """Move parameter ``index``'s new gradient into the partial buffer, cast on the way."""
@@ -159,7 +151,7 @@ class Reducer:
         if self.shard is None:
             layout, master = self._layout, self._plan.master
             with lasting_tensors():
-                self.shard = torch.empty(
+                self.shard = torch.zeros(
                     layout.shard_numel, dtype=master.dtype, device=master.device
                 )
                 self._shard_views = [self.shard[first:stop] for first, stop in self._places]

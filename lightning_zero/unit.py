@@ -279,11 +279,6 @@ class Unit:
         self._num_missing = sum(wants)
         self.is_trainable, self.wants_grads = all(wants), any(wants)
 
-    def free_dropped_grads(self) -> None:
-        """Free the memory of gradients that the user has dropped."""
-        for bundle in self.bundles:
-            bundle.reducer.free_dropped()
-
     def show_local_grads(self) -> None:
         """Show the gradients of a backward pass that are not sent."""
         for bundle in self.bundles:

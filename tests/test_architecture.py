@@ -48,7 +48,6 @@ FLOORS = [
     ],
     [
         "schedule",
-        "inputs",
         "call",
         "join",
         "comparison",

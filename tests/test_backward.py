@@ -858,8 +858,6 @@ def test_two_units_at_most_are_whole_besides_the_root(ranks: Pools) -> None:
     assert ranks(WORLD).run(whole_units, 3, 0, reshard=True) == [[1, 1, 1]] * WORLD
     assert ranks(WORLD).run(whole_units, 3, 1, reshard=True) == [[1, 2, 2]] * WORLD
     assert ranks(WORLD).run(whole_units, 3, 1, reshard=False) == [[8, 8, 8]] * WORLD
-    for peaks in ranks(WORLD).run(whole_units, 3, 0, reshard=True, make=Translator):
-        assert max(peaks) <= 2, "what an encoder gives to all of a decoder keeps no unit whole"
 
 
 def unreduced_bytes(stage: int) -> list[int]:
