@@ -27,13 +27,15 @@ def ranks() -> Iterator[Pools]:
 
 @pytest.fixture(autouse=True)
 def _clean_environment() -> Iterator[None]:
-    """Take back what a test leaves in `os.environ`.
+    """Take back what a test leaves in `os.environ`, and the number of threads.
 
     A Trainer that runs in this process tells its rank there, and scripts that later tests start
-    would take themselves for started ones.
+    would take themselves for started ones. It also lets torch use all cores, whose sums have other
+    bits than those of the ranks.
     """
     before = dict(os.environ)
     yield
+    torch.set_num_threads(1)
     for name in set(os.environ) - set(before):
         del os.environ[name]
     os.environ.update(before)
