@@ -499,18 +499,20 @@ class Engine(ShardedModule):
         self.is_closed = True
         for unit in self.units:
             unit.let_go()
-        if restore:
-            self._restore()
-        self.comm.release_windows()
-        self.comm.watch.leave()
+        try:
+            if restore:
+                self._restore()
+        finally:
+            self.comm.release_windows()
+            self.comm.watch.leave()
 
     def _restore(self) -> None:
-        self.is_restored = True
         for parameter, whole in self.full_parameters():
             resting.unguard(parameter)
             parameter.data = whole.to("cpu", copy=True)
         for unit in self.units:
             unit.retire()
+        self.is_restored = True
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
