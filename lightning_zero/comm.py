@@ -71,6 +71,12 @@ class Comm:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             on_gloo = dist.get_backend() == "gloo"
             is_direct = on_gloo if direct is None else direct
+            if is_direct and self.world_size > 1 and device.type != "cpu":
+                raise ValueError(
+                    f"Weights are on a device of type {device.type!r}, but the process group's"
+                    f" backend is {dist.get_backend()!r}, whose messages reach no memory but the"
+                    " host's. Take the device's own: ZeROStrategy(process_group_backend='nccl')."
+                )
             if not on_gloo:
                 # Small decisions travel between the hosts, so that they never stall the device.
                 self._control = group_for("small talk", of_hosts=True)

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from tests.launch import run_script
 from tests.ranks import ROOT
@@ -96,6 +97,37 @@ def test_a_wrong_loss_is_not_compared(compare: Any) -> None:
     # Without the wire losses mean nothing; in bf16 they agree to fewer digits.
     for other in (compare.Job(fake_world=8), compare.Job(precision="bf16-mixed")):
         assert compare.compare(["ddp", "zero3"], other, 1)["zero3"]["ratio"] == 1.0
+
+
+def test_a_device_is_timed_without_waiting_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, done = load("compare"), []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.place = len(done)
+            done.append("mark")
+
+        def elapsed_time(self, other: Event) -> float:
+            return 500.0 * (other.place - self.place)
+
+    class Run:
+        job = module.Job(warmup=1, steps=2)
+
+        def __call__(self) -> int:
+            done.append("step")
+            return len(done)
+
+        def settle(self) -> None:
+            done.append("wait")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    times, loss = module._times_on_cuda(Run())
+    assert done == ["step", "wait", "step", "mark", "step", "mark", "step", "mark", "wait"]
+    assert times == [1.0, 1.0]
+    assert loss == 7
 
 
 @pytest.mark.parametrize("world", [8, 64])
