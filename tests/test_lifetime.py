@@ -36,8 +36,9 @@ def _parts_of(engine: Engine) -> Watched:
             parts[f"weights of {name}"] = bundle.weight.tensor.untyped_storage()
             if bundle.plan.has_master or bundle.plan.gives_weights_back:
                 parts[f"masters of {name}"] = bundle.master.untyped_storage()
-            if bundle.reducer.shard is not None:
-                parts[f"gradients of {name}"] = bundle.reducer.shard.untyped_storage()
+            grads = [piece.reduced for piece in bundle.pieces if piece.reduced is not None]
+            if grads:
+                parts[f"gradients of {name}"] = grads[0].untyped_storage()
     parts |= {f"piece of {piece.slot.name}": piece for piece in engine.pieces}
     return _watch(parts)
 
