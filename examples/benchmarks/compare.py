@@ -9,8 +9,9 @@ times are divided by DDP's of the same round, so a machine that drifts cancels o
 runs ahead of the device, as in training, and a step is timed on the device. Memory and traffic come
 from separate runs that are not timed. A contender whose losses differ from DDP's is not compared.
 
-``--fake-world N`` runs rank 0 of N alone, with collectives that move nothing: memory and the
-overhead of host and device without the wire; its losses mean nothing and are not checked.
+``--fake-world N`` runs rank 0 of N alone, with torch's fake collectives: memory and the overhead of
+host and device without the wire. They send nothing, but copy this rank's own part to where those of
+others belong, N small copies for each gather; losses mean nothing and are not checked.
 """
 
 from __future__ import annotations
