@@ -14,7 +14,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -32,12 +32,12 @@ from lightning_zero.engine import Engine
 from lightning_zero.optim import check_can_be_cut, state_bytes
 from lightning_zero.plan import RECIPES
 from lightning_zero.settings import Settings
-from lightning_zero.wires import Backend
+from lightning_zero.wires import Backend, backend
 from tests.models import MODELS, Block
 from tests.parity import NORMS, assert_parity, reference
 from tests.projects import Regression, rows
 from tests.ranks import Pools
-from tests.sharded import sgd, train
+from tests.sharded import adamw, sgd, train
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use")
 DEVICES = ["cpu", pytest.param("cuda", marks=NO_GPU)]
@@ -206,6 +206,68 @@ def test_the_host_reads_nothing_in_a_step(unreadable: torch.device) -> None:
         assert engine.memory()["states"] > 0
         with pytest.raises(RuntimeError):
             float(norm)
+
+
+class Late:
+    """A collective that does everything when it is waited for, as a device may.
+
+    Until then what it writes is not a number, and what it reads may neither change nor be freed.
+    """
+
+    pending: ClassVar[set[Late]] = set()
+
+    def __init__(self, collective: Any, out: Tensor, source: Tensor, group: Any) -> None:
+        self._collective, self._out, self._source, self._group = collective, out, source, group
+        self._read = source.clone().view(torch.uint8)
+        out.fill_(torch.nan)
+        if out.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
+            # A gather in place writes what others send, not this.
+            source.view(torch.uint8).copy_(self._read)
+        self._blank = out.isnan()
+        self.pending.add(self)
+
+    def wait(self) -> None:
+        assert self._source.untyped_storage().nbytes(), "freed before it was sent"
+        now = self._source.view(torch.uint8)
+        assert torch.equal(now, self._read), "changed before it was sent"
+        assert torch.equal(self._out.isnan(), self._blank), "written to before it arrived"
+        self._collective(self._out, self._source, group=self._group)
+        self.pending.discard(self)
+
+
+def late(collective: Any) -> Any:
+    @torch.no_grad()
+    def start(out: Tensor, source: Tensor, *, group: Any, async_op: bool) -> Late:
+        assert async_op
+        return Late(collective, out, source, group)
+
+    return start
+
+
+def train_late() -> None:
+    """Two ranks, whose numbers are those of collectives that are done at once."""
+    comm = Comm(torch.device("cpu"), direct=False)
+    precisions = {"leaves": "32-true", "nested": "bf16-mixed"}
+    ways = [
+        {"stage": stage, "units": units, "precision": precision, "accumulate": accumulate}
+        for stage in (1, 2, 3)
+        for accumulate, (units, precision) in enumerate(precisions.items(), start=1)
+    ]
+    for how in ways:
+        expected = train("nested", adamw, clip_norm=0.1, comm=comm, steps=2, **how)
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("_all_gather", "_reduce_scatter"):
+                patch.setattr(backend, name, late(getattr(backend, name)))
+            actual = train("nested", adamw, clip_norm=0.1, comm=comm, steps=2, **how)
+        assert not Late.pending, how
+        assert actual.losses == expected.losses, how
+        assert actual.norms == expected.norms, how
+        for name, value in expected.params.items():
+            assert torch.equal(actual.params[name], value), (how, name)
+
+
+def test_nothing_is_used_or_freed_before_it_has_arrived(ranks: Pools) -> None:
+    ranks(2).run(train_late)
 
 
 # ---------------------------------------------------------------------------- optimizers
