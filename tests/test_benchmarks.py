@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from lightning_zero import estimate
 from lightning_zero.wires.wire import sum_into
 from tests.launch import run_script
 from tests.ranks import ROOT, Pools
@@ -75,6 +78,31 @@ def test_contenders_side_by_side(tmp_path: Path) -> None:
     least = {"ddp": 2 * whole, "zero1": whole / 2, "zero3": whole / 2, "fsdp2": whole / 2}
     for name, row in measured.items():
         assert least[name] <= row["peak_mib"] <= row["trainer_peak_mib"] < 5 * whole, name
+    for stage in (1, 3):
+        peak = measured[f"zero{stage}"]["trainer_peak_mib"]
+        assert peak == pytest.approx(predicted_peak(stage), rel=0.03)
+
+
+def predicted_peak(stage: int) -> float:
+    """The estimate's peak beyond weights, masters and optimizer states, in MiB."""
+    compare = load("compare")
+    job = compare.Job(**SIZES)
+
+    def loss(model: nn.Module, tokens: Tensor) -> Tensor:
+        logits = model(tokens[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    batch = torch.zeros(job.batch, job.length + 1, dtype=torch.int64)
+    found = estimate(
+        lambda: compare.GPT(job),
+        stage=stage,
+        world_size=2,
+        optimizer="AdamW",
+        batch=batch,
+        step=loss,
+    )
+    still = sum(found.resting[kind] for kind in ("weights", "master", "states"))
+    return (found.peak.total - still) / 2**20
 
 
 @pytest.fixture

@@ -148,6 +148,7 @@ def dry_run(
                 with _autocast(recipe, device):
                     loss = (step or default_step)(module, batch)
                 _check_loss(module, loss)
+                log.begin_backward()
                 loss.backward()  # type: ignore[no-untyped-call]
         except Exception as error:
             raise ValueError(
@@ -194,6 +195,10 @@ class _Log:
         begin = functools.partial(self._begin_forward, name)
         yield unit.register_forward_pre_hook(begin, with_kwargs=True)
         yield unit.register_forward_hook(lambda _, __, output: self._end_forward(name, output))
+
+    def begin_backward(self) -> None:
+        """The loss is there; what follows, up to the last unit, is the root's backward."""
+        self._begin(None, is_backward=True)
 
     def close(self) -> list[Stretch]:
         """The stretches from begin to end; those in which nothing ran are left out."""
