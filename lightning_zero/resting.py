@@ -360,40 +360,43 @@ def _owner(parameter: Parameter) -> Owner:
     return _owners[id(parameter)]
 
 
+class Guise:
+    """A class for each of some parameters, to be put on by turns with another one."""
+
+    def __init__(self, mixin: type, parameters: Sequence[Parameter]) -> None:
+        self._classes = [(p, _class(mixin, type(p))) for p in parameters]
+
+    def put_on(self, data: Sequence[Tensor]) -> None:
+        """Let the parameters be of these classes, and ``data`` their own."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for (parameter, cls), tensor in zip(self._classes, data, strict=True):
+                surface.SET_DATA(parameter, tensor)
+                parameter.__class__ = cls
+
+    def put_on_alone(self) -> None:
+        """Let the parameters be of these classes, their data staying what it is."""
+        for parameter, cls in self._classes:
+            parameter.__class__ = cls
+
+
 class Guises:
     """The classes that parameters of one owner have by turns, made once for all steps.
 
     Args:
         parameters: They are known to be the owner's from now on.
         owner: Whoever is told of their uses.
+
+    Attributes:
+        resting: Every use of the parameters goes to the owner.
+        whole: The owner is told of every use of their ``data``.
     """
 
     def __init__(self, parameters: Sequence[Parameter], owner: Owner) -> None:
         for parameter in parameters:
             unguard(parameter)
             _belong(parameter, owner)
-        self._resting = [(p, _class(Resting, type(p))) for p in parameters]
-        self._whole = [(p, _class(Whole, type(p))) for p in parameters]
-
-    def rest(self, stand_ins: Sequence[Tensor]) -> None:
-        """Put ``stand_ins`` in the place of the parameters' data; every use goes to the owner."""
-        self._put_on(self._resting, stand_ins)
-
-    def show(self, views: Sequence[Tensor]) -> None:
-        """Let the parameters be ``views``; the owner is told of every use of their ``data``."""
-        self._put_on(self._whole, views)
-
-    def guard(self) -> None:
-        """Send every use to the owner, the data staying where it is."""
-        for parameter, cls in self._resting:
-            parameter.__class__ = cls
-
-    @staticmethod
-    def _put_on(guises: list[tuple[Parameter, type[Parameter]]], data: Sequence[Tensor]) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            for (parameter, cls), tensor in zip(guises, data, strict=True):
-                surface.SET_DATA(parameter, tensor)
-                parameter.__class__ = cls
+        self.resting = Guise(Resting, parameters)
+        self.whole = Guise(Whole, parameters)
 
 
 def unguard(parameter: Parameter) -> None:
