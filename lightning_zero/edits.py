@@ -46,8 +46,7 @@ class Edits:
         self._exposed = {}
 
     def _now(self) -> list[int]:
-        with torch._C.DisableTorchFunctionSubclass():
-            return list(map(_VERSION, self._parameters))
+        return list(map(_VERSION, self._parameters))
 
     def expose(self, index: int) -> None:
         """Keep what parameter ``index`` is now, since no version will tell of its changes."""

@@ -44,7 +44,7 @@ class Messages(Wire):
 
     @override
     def gather(self, whole: Tensor, shard: Shared, *, unit: str, tag: int) -> Work:
-        parts = whole.view(self.world_size, -1)
+        parts = whole.chunk(self.world_size)
         own = parts[self.rank]
         copy(own, shard.own)
         meeting = self.watch.begin(weights_of(unit))
@@ -56,7 +56,7 @@ class Messages(Wire):
 
     @override
     def reduce(self, partial: ReduceBuffer, out: Tensor, *, unit: str, tag: int) -> Work:
-        parts = list(partial.tensor.view(self.world_size, -1))
+        parts = partial.tensor.chunk(self.world_size)
         own = parts[self.rank]
         inbox = {peer: self._borrow(own) for peer in self.sources}
         meeting = self.watch.begin(gradients_of(unit))
