@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint bench
+.PHONY: train test lint bench wires
 .DEFAULT_GOAL := test
 
 # Train a small GPT under stage 3 on two processes; ARGS adds to the command line.
@@ -20,6 +20,10 @@ lint: .venv/stamp
 # Step time, memory and traffic beside DDP, FSDP and others; ARGS adds to the command line.
 bench: .venv/stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore examples/benchmarks/compare.py $(ARGS)
+
+# Every wire beside torch's own collectives: what `Comm` chooses by; ARGS adds to the command line.
+wires: .venv/stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore examples/benchmarks/wires.py $(ARGS)
 
 # torch comes first and alone, so that the build for this machine is found before anything
 # else asks for it.

@@ -66,7 +66,7 @@ class Bundle:
         self.reducer = Reducer(self.pieces, self.layout, plan, comm)
         base = resting.placeholder(plan.weight.dtype, plan.weight.device)
         self._placeholders = [base.expand(slot.shape) for slot in self.layout.slots]
-        self._guises = resting.Guises(self.parameters, owner)
+        self._guises = resting.Guises(named, owner)
         self.show_whole()
 
     # -- weights ---------------------------------------------------------------------------------
@@ -222,6 +222,11 @@ class Bundle:
             same = piece.to(part.dtype) == part
             piece.data.copy_(torch.where(same, piece.detach(), part.to(piece.dtype)))
         self.edits.begin(self._shown)
+
+    def let_go(self) -> None:
+        """End the parameters' time with their owner; gradients in pieces are not shown any more."""
+        self.reducer.hide()
+        self._guises.end()
 
     def retire(self) -> None:
         """Keep no more than this rank's pieces; nobody reads the weights any more."""

@@ -2,11 +2,15 @@
 
 Torch has no event for the backward of a module. It begins with the first gradient of the call's
 outputs, and it has ended when the gradients of its inputs are there.
+
+Graphs hold the hooks that tell, and may be held for long: by a module that keeps its loss. Python's
+garbage collector does not see through them, so nothing that holds a module hangs on a graph.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,14 +23,17 @@ from lightning_zero.unit import Unit
 
 
 class Call:
-    """One call of a unit's forward.
-
-    Attributes:
-        unit: The unit.
-    """
+    """One call of a unit's forward."""
 
     def __init__(self, unit: Unit) -> None:
-        self.unit = unit
+        self._unit = weakref.ref(unit)
+
+    @property
+    def unit(self) -> Unit:
+        """The unit; whoever is told of a call holds all units."""
+        unit = self._unit()
+        assert unit is not None
+        return unit
 
     def watch_inputs(
         self,
@@ -91,6 +98,32 @@ class Call:
         else:
             register_multi_grad_hook(watched, functools.partial(began, self), mode="any")
         return True
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A bound ``method`` for a graph to call, which does not keep its object alive.
+
+    Called when that one is gone it raises :func:`too_late`.
+    """
+    # Not `WeakMethod`, which is Python again, for every event of every unit.
+    found, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
+
+    def call(*args: Any) -> None:
+        alive = found()
+        if alive is None:
+            raise too_late()
+        function(alive, *args)
+
+    return call
+
+
+def too_late() -> RuntimeError:
+    """What to tell whoever goes backward when the weights that a graph saved are gone."""
+    return RuntimeError(
+        "A backward pass began from a forward that ran before the module's training ended. The"
+        " weights that it saved were given back, and the ranks average no more gradients. Run the"
+        " forward again."
+    )
 
 
 def with_grad(value: Any) -> list[Tensor]:

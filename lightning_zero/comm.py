@@ -71,6 +71,12 @@ class Comm:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             on_gloo = dist.get_backend() == "gloo"
             is_direct = on_gloo if direct is None else direct
+            if is_direct and self.world_size > 1 and device.type != "cpu":
+                raise ValueError(
+                    f"Weights are on a device of type {device.type!r}, but the process group's"
+                    f" backend is {dist.get_backend()!r}, whose messages reach no memory but the"
+                    " host's. Take the device's own: ZeROStrategy(process_group_backend='nccl')."
+                )
             if not on_gloo:
                 # Small decisions travel between the hosts, so that they never stall the device.
                 self._control = group_for("small talk", of_hosts=True)
@@ -80,11 +86,17 @@ class Comm:
         self.wire = self._choose(is_direct=is_direct, may_share=windows is not False)
 
     def _choose(self, *, is_direct: bool, may_share: bool) -> Wire:
+        """The fastest wire of those that can be had, by ``examples/benchmarks/wires.py``."""
         if not is_direct:
+            # NCCL reduce-scatters and gathers on the device's own links, sends no more than it
+            # must, and knows no tags by which messages of two units could be told apart.
             return Backend(self.meetings, self.device, group_for("weights"), group_for("gradients"))
         may_share = may_share and self.device.type == "cpu" and self.world_size > 1
         if may_share and Windows.can_see_peers(self.meetings):
+            # Nothing is sent at all; a gather even needs no peer to take part.
             return Windows(self.meetings, self.device)
+        # Gloo's reduce-scatter sends the whole buffer and adds up in an order of its own. Messages
+        # send each rank its part, (N - 1) / N of it in all, and are added in the ranks' order.
         return Messages(self.meetings, self.device)
 
     def _start_watch(self) -> Watch:

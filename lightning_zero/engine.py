@@ -46,7 +46,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_zero import resting
 from lightning_zero.adoption import Adoption
 from lightning_zero.bundle import Bundle
-from lightning_zero.call import Call, with_grad
+from lightning_zero.call import Call, too_late, weakly, with_grad
 from lightning_zero.comm import Comm
 from lightning_zero.comparison import Comparison
 from lightning_zero.hook import Hook
@@ -96,6 +96,10 @@ class Engine(ShardedModule):
         self._turns = Turns(self.units, self.comm)
         self.is_closed = False
         self.is_restored = False
+        self._on_outputs_grad = weakly(self._before_backward)
+        self._on_inputs_grad = weakly(self._after_backward)
+        self._on_leaf_inputs_grad = weakly(self._after_leaf_inputs)
+        self._on_step_grad = weakly(self._hold)
         self._register_hooks()
         for unit in self.units:
             unit.reshard()
@@ -234,13 +238,15 @@ class Engine(ShardedModule):
             return
         # A second backward over the same graph comes when the step is closed: gather again what has
         # no unit of its own to do so.
-        held = [self.root, *(unit for unit in self.units if unit.is_pinned)]
-        register_multi_grad_hook(watched, functools.partial(self._hold, held), mode="any")
+        pinned = (unit.index for unit in self.units if unit.is_pinned)
+        held = [self.root.index, *pinned]
+        register_multi_grad_hook(watched, functools.partial(self._on_step_grad, held), mode="any")
         self._awaits_backward = True
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _hold(self, units: Iterable[Unit], _: Tensor) -> None:
+    def _hold(self, indices: Iterable[int], _: Tensor) -> None:
         self._begin_backward()
+        units = [self.units[index] for index in indices]
         for unit in units:
             unit.unshard()
         for unit in units:
@@ -260,17 +266,8 @@ class Engine(ShardedModule):
     def touch(self, parameter: Parameter) -> None:
         """Make a parameter readable outside its unit's forward, or say why it cannot be."""
         name, unit, _, _ = self._places[id(parameter)]
-        if self.is_restored or unit.is_lent:
-            raise RuntimeError(
-                f"A view of parameter {name!r} was kept beyond the training step in which it was"
-                " taken; the memory was given back. Clone what is to last: `p.detach().clone()`"
-            )
-        if self.is_closed:
-            raise RuntimeError(
-                f"Parameter {name!r} was left sharded when its training ended, because of"
-                " restore_weights=False or because other ranks had died. Load its values from a"
-                " checkpoint, or train with restore_weights=True."
-            )
+        if unit.is_lent:
+            raise resting.kept_too_long(name)
         if self.in_step:
             self._unshard(unit)
             # Whoever reads it may save it for a backward of which no event tells.
@@ -301,15 +298,15 @@ class Engine(ShardedModule):
             self._hook_grads(unit)
         call.watch_inputs(
             [*args, *kwargs.values()],
-            ended=self._after_backward,
-            leaves_done=self._after_leaf_inputs,
+            ended=self._on_inputs_grad,
+            leaves_done=self._on_leaf_inputs_grad,
         )
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         call = unit.calling.pop()
         outputs = tensors_in(output)
         wants_grad = torch.is_grad_enabled() and call.watch_outputs(
-            outputs, began=self._before_backward
+            outputs, began=self._on_outputs_grad
         )
         if _in_graph_task():
             return
@@ -353,6 +350,8 @@ class Engine(ShardedModule):
     def _begin_backward(self) -> None:
         if self._in_backward:
             return
+        if self.is_closed:
+            raise too_late()
         if self._join.is_open:
             raise RuntimeError(
                 "A backward pass began within `lightning_zero.join`, where ranks may run different"
@@ -502,18 +501,22 @@ class Engine(ShardedModule):
             handle.remove()
         self._handles = []
         self.is_closed = True
-        if restore:
-            self._restore()
-        self.comm.release_windows()
-        self.comm.watch.leave()
+        for unit in self.units:
+            unit.let_go()
+        try:
+            if restore:
+                self._restore()
+        finally:
+            self.comm.release_windows()
+            self.comm.watch.leave()
 
     def _restore(self) -> None:
-        self.is_restored = True
         for parameter, whole in self.full_parameters():
             resting.unguard(parameter)
             parameter.data = whole.to("cpu", copy=True)
         for unit in self.units:
             unit.retire()
+        self.is_restored = True
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._pytree import tree_map_only
 
 from lightning_zero.comm import Comm
@@ -138,6 +139,11 @@ class GradFace(_Exported):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Gradient in pieces over the ranks, of shape {tuple(self.shape)}, {self.dtype}"
+
+
+# Else torch's `clip_grad_norm_` asks for one norm after the other on a device, each in a message of
+# its own. Private, and what torch itself does for DTensor.
+_foreach_supported_types.append(GradFace)  # type: ignore[arg-type]
 
 
 class LocalGrad(_Exported):

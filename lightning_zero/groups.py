@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import weakref
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -65,18 +66,49 @@ def give_up() -> None:
     A message that nobody sends, waited for so shortly, makes gloo close all connections of its
     group. (Its `abort` does nothing.)
     """
+    give_up_devices()
     if not dist.is_initialized():
         return
-    world = dist.group.WORLD
     peer = (dist.get_rank() + 1) % dist.get_world_size()
-    for group in (world, *_groups.get(world, {}).values()):
-        with contextlib.suppress(RuntimeError):
-            if dist.get_backend(group) == "gloo":
+    for group in _all_groups():
+        if dist.get_backend(group) == "gloo":
+            with contextlib.suppress(RuntimeError):
                 nobody = dist.irecv(torch.empty(1, device="cpu"), peer, group=group, tag=2**20)
                 assert nobody is not None
                 nobody.wait(timedelta(milliseconds=1))
-            else:
+
+
+def give_up_devices() -> None:
+    """End what devices wait for; between the hosts everything goes on."""
+    groups = [group for group in _all_groups() if dist.get_backend(group) not in ("gloo", "fake")]
+    with _together(groups):
+        for group in groups:
+            with contextlib.suppress(RuntimeError):
                 group.abort()
+
+
+@contextlib.contextmanager
+def _together(groups: list[Any]) -> Iterator[None]:
+    """All at once: a communicator that is ended alone may wait for another's (pytorch 119797)."""
+    backends = [backend for group in groups if (backend := _nccl_of(group)) is not None][:1]
+    for backend in backends:
+        backend._group_start()
+    yield
+    for backend in backends:
+        backend._group_end()
+
+
+def _nccl_of(group: Any) -> Any:
+    with contextlib.suppress(RuntimeError):
+        backend = group._get_backend(torch.device("cuda"))
+        return backend if hasattr(backend, "_group_start") else None
+    return None
+
+
+def _all_groups() -> list[Any]:
+    if not dist.is_initialized():
+        return []
+    return [dist.group.WORLD, *_groups.get(dist.group.WORLD, {}).values()]
 
 
 def _new_group(backend: str | None = None) -> Any:

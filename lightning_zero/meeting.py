@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.groups import group_for
+from lightning_zero.groups import give_up_devices, group_for
 from lightning_zero.watch import Watch, parted
 
 
@@ -68,6 +68,11 @@ class Meetings:
     def note(self, event: str) -> None:
         """Count an event that all ranks must have had, in this order, at the next meeting."""
         self._course = zlib.crc32(event.encode(), self._course)
+
+    @property
+    def has_notes(self) -> bool:
+        """Whether events were counted of which nothing but the order is known."""
+        return self._course != 0
 
     def call(self, subject: Subject, flags: Tensor | None = None) -> Called:
         """Come to a meeting; waiting replaces ``flags`` (``[n]``, uint8) by their maximum."""
@@ -124,4 +129,10 @@ class Called:
         places: list[Any] = [None] * self._meetings.world_size
         here = watch.describe(self._subject.value)
         dist.all_gather_object(places, here, group=self._meetings.group)
-        raise RuntimeError(parted(places))
+        verdict = parted(places)
+        if self._meetings.has_notes:
+            # Collectives of which nothing but the order is known may have met the wrong ones, or
+            # wait on a device for ones that never come: no more can be built on them.
+            watch.verdict = verdict
+            give_up_devices()
+        raise RuntimeError(verdict)

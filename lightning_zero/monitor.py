@@ -102,6 +102,7 @@ class MemoryMonitor(Callback):
         self._own: dict[str, int] = {}
         self._subject: Subject | None = None
         self._most = MostBytes()
+        self._is_logged = False
 
     # -- the points ------------------------------------------------------------------------------
 
@@ -155,6 +156,7 @@ class MemoryMonitor(Callback):
     def _look(self, point: str, trainer: pl.Trainer) -> None:
         held = {**held_by(trainer), **allocated_on(trainer.strategy.root_device)}
         self._most.update(point, held)
+        self._is_logged = False
         if point == "step":
             self._own = held
 
@@ -228,10 +230,12 @@ class MemoryMonitor(Callback):
                 },
                 step=trainer.global_step,
             )
+        self._is_logged = True
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.on_train_epoch_end(trainer, pl_module)
+        if not self._is_logged:
+            self.on_train_epoch_end(trainer, pl_module)
         self._explain(trainer)
         rank_zero_info(self.text(trainer.world_size))
         if self.report is not None and trainer.is_global_zero:

@@ -11,10 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.optim.optimizer import _foreach_supported_types
 
 from lightning_zero.piece import Piece
 
 FindPiece = Callable[[Parameter], Piece | None]
+
+# On a device torch's optimizers step all tensors at once unless told otherwise, but only those of
+# classes in this list. Private, and what torch itself does for DTensor.
+_foreach_supported_types.append(Piece)
 
 _CURE = (
     "ZeRO gives each rank a flat part of every parameter, which only an element-wise optimizer"
@@ -40,8 +45,12 @@ def check_can_be_cut(optimizer: Optimizer) -> None:
         if any(_same_options(options, other) for other in tried):
             continue
         tried.append(options)
-        whole = torch.linspace(-1, 1, 24).view(6, 4)
-        grads = [torch.linspace(1, 2, 24).sin().view(6, 4) * (step + 1) for step in range(3)]
+        device = _device_of(group)
+        whole = torch.linspace(-1, 1, 24, device=device).view(6, 4)
+        grads = [
+            torch.linspace(1, 2, 24, device=device).sin().view(6, 4) * (step + 1)
+            for step in range(3)
+        ]
         try:
             expected = _step_toy(optimizer, options, whole, grads)
             flat = [grad.flatten() for grad in grads]
@@ -57,6 +66,12 @@ def check_can_be_cut(optimizer: Optimizer) -> None:
             raise ValueError(
                 f"{name} steps the parts of a parameter differently from the whole. {_CURE}"
             )
+
+
+def _device_of(group: Mapping[str, Any]) -> torch.device:
+    """Where a toy is stepped: some optimizers have kernels for one kind of device only."""
+    devices = (parameter.device for parameter in group["params"])
+    return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
 
 
 def _same_options(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -81,21 +96,26 @@ def _step_toy(
 def _twin(optimizer: Optimizer, options: dict[str, Any], toy: Parameter) -> Optimizer:
     """An optimizer of the same class and options that owns only ``toy``."""
     cls = optimizer._optimizer if hasattr(optimizer, "_optimizer") else optimizer
+    options, defaults = (_without_capture(each) for each in (options, cls.defaults))
     try:
-        return type(cls)(
-            [{**copy.deepcopy(options), "params": [toy]}], **copy.deepcopy(cls.defaults)
-        )
+        return type(cls)([{**options, "params": [toy]}], **defaults)
     except TypeError:
         # A constructor with other arguments than its defaults: copy everything but what belongs to
         # the user's parameters.
         twin = copy.copy(cls)
         twin.__dict__ = dict(cls.__dict__)
         twin.state = defaultdict(dict)
-        twin.param_groups = [{**copy.deepcopy(options), "params": [toy]}]
+        twin.param_groups = [{**options, "params": [toy]}]
         for name, value in cls.__dict__.items():
             if isinstance(value, OrderedDict):
                 twin.__dict__[name] = OrderedDict()
         return twin
+
+
+def _without_capture(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the options for a toy; what a CUDA graph may capture, torch refuses on a host."""
+    copied = copy.deepcopy(dict(options))
+    return {**copied, "capturable": False} if "capturable" in copied else copied
 
 
 def point_at_pieces(optimizer: Optimizer, find_piece: FindPiece) -> None:

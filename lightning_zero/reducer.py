@@ -5,11 +5,14 @@ bundle's gradients. Its reduction leaves the average of all ranks in the **shard
 piece shows its part::
 
     autograd -> take -> partial -> reduce -> shard -> install -> grad of pieces and parameters
+
+A shard lives as long as a piece shows a part of it: what ``zero_grad`` drops is free at once.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -33,12 +36,11 @@ class Reducer:
         comm: The ranks.
 
     Attributes:
-        partial: Unreduced gradients; ``None`` before the first reduction.
-        shard: This rank's part of reduced ones; ``None`` before the first reduction.
+        partial: Unreduced gradients; ``None`` while there are none.
         filled: For each parameter, whether :attr:`partial` holds a gradient of it.
         arrived: For each parameter, whether one came in this backward pass.
         used: For each parameter, whether one came since gradients were installed.
-        is_settled: Whether :attr:`shard` holds reduced gradients that are not installed yet.
+        fresh: The shard of reduced gradients that are not installed yet, if there are any.
     """
 
     def __init__(self, pieces: Sequence[Piece], layout: Layout, plan: Plan, comm: Comm) -> None:
@@ -47,13 +49,12 @@ class Reducer:
         self._plan = plan
         self._comm = comm
         self.partial: ReduceBuffer | None = None
-        self.shard: Tensor | None = None
+        self.fresh: Tensor | None = None
         self.filled = [False] * len(pieces)
         self.arrived = [False] * len(pieces)
         self.used = [False] * len(pieces)
-        self.is_settled = False
         self._partial_views: list[Tensor] = []
-        self._shard_views: list[Tensor] = []
+        self._shown: weakref.ref[Tensor] | None = None
         self._places = [layout.piece_in_shard(i, comm.rank) for i in range(len(pieces))]
         self._in_flight: list[Tensor] = []
         self._is_unscaled = False
@@ -119,10 +120,8 @@ class Reducer:
         partial = self.partial
         self.partial, self._partial_views = None, []
         self.filled = [False] * len(self._pieces)
-        adds = self.is_settled or self._holds_grads
-        shard = self._allocated_shard()
-        target = torch.empty_like(shard) if adds else shard
-        self._in_flight = [partial.tensor, target] if adds else [partial.tensor]
+        target = self._new_shard()
+        self._in_flight = [partial.tensor, target]
         work = self._comm.reduce(partial, target, unit=unit, tag=tag)
         is_scaled = self._early_scale != 1.0 and not self._is_unscaled
         late_scale = 1.0 if is_scaled else 1 / self._comm.world_size
@@ -133,37 +132,40 @@ class Reducer:
         """Wait for a reduction; what it reads and writes had to live until then."""
         work.wait()
         self._in_flight = []
-        shard = self._allocated_shard()
         if late_scale != 1.0:
             target.mul_(late_scale)
-        if target is not shard:
-            if not self.is_settled:
-                self._settle()
-            shard.add_(target)
-        self.is_settled = True
+        earlier = self._earlier()
+        self.fresh = target if earlier is None else earlier.add_(target)
 
-    @property
-    def _holds_grads(self) -> bool:
-        """Whether reduced gradients of earlier backward passes are kept."""
-        return True in [piece.reduced is not None for piece in self._pieces]
+    def _earlier(self) -> Tensor | None:
+        """The shard of gradients to which new ones are added; ``None`` if there are none."""
+        if self.fresh is not None:
+            return self.fresh
+        held = [piece.reduced for piece in self._pieces]
+        if not [grad for grad in held if grad is not None]:
+            return None
+        shard = self._living_shard()
+        if shard is None:
+            shard = self._new_shard()
+        # The user may have dropped or replaced some.
+        for (start, stop), grad in zip(self._places, held, strict=True):
+            part = shard[start:stop]
+            if grad is None:
+                part.zero_()
+            elif grad.data_ptr() != part.data_ptr():
+                part.copy_(grad)
+        return shard
 
-    def _allocated_shard(self) -> Tensor:
-        if self.shard is None:
-            layout, master = self._layout, self._plan.master
-            with lasting_tensors():
-                self.shard = torch.zeros(
-                    layout.shard_numel, dtype=master.dtype, device=master.device
-                )
-                self._shard_views = [self.shard[first:stop] for first, stop in self._places]
-        return self.shard
+    def _living_shard(self) -> Tensor | None:
+        """The shard of which pieces show parts, or are about to."""
+        if self.fresh is not None:
+            return self.fresh
+        return self._shown() if self._shown is not None else None
 
-    def _settle(self) -> None:
-        """Make the shard hold what the pieces hold: the user may have dropped or replaced some."""
-        for piece, view in zip(self._pieces, self._shard_views, strict=True):
-            if piece.reduced is None:
-                view.zero_()
-            elif piece.reduced is not view:
-                view.copy_(piece.reduced)
+    def _new_shard(self) -> Tensor:
+        master = self._plan.master
+        with lasting_tensors():
+            return torch.empty(self._layout.shard_numel, dtype=master.dtype, device=master.device)
 
     # -- from the shard to optimizer and user ----------------------------------------------------
 
@@ -178,16 +180,19 @@ class Reducer:
     def install(self, has_grads: Sequence[bool]) -> None:
         """End a backward pass: show the gradients that any rank has to optimizer and user."""
         self.arrived = [False] * len(self._pieces)
-        if not self.is_settled:
+        fresh, self.fresh = self.fresh, None
+        if fresh is None:
             for piece, has_grad in zip(self._pieces, has_grads, strict=True):
                 if has_grad:
                     piece.show_grad()
             return
-        self.is_settled = False
         self.used = [False] * len(self._pieces)
-        for piece, part, has_grad in zip(self._pieces, self._shard_views, has_grads, strict=True):
+        self._shown = weakref.ref(fresh)
+        for piece, (start, stop), has_grad in zip(
+            self._pieces, self._places, has_grads, strict=True
+        ):
             if has_grad:
-                piece.install(part)
+                piece.install(fresh[start:stop])
 
     def show_local(self) -> None:
         """End a backward pass whose gradients stay on this rank: show them, as DDP does."""
@@ -201,7 +206,7 @@ class Reducer:
     def drop(self) -> None:
         """Forget what arrived or was reduced and is not shown to the optimizer yet."""
         self.partial, self._partial_views, self._in_flight = None, [], []
-        self.is_settled = self._is_unscaled = False
+        self.fresh, self._is_unscaled = None, False
         for piece in self._pieces:
             if piece.local is not None:
                 piece.hide_grad()
@@ -210,8 +215,9 @@ class Reducer:
 
     def memory(self) -> dict[str, int]:
         """Bytes held now, by kind; see ``Engine.memory``."""
+        shard = self._living_shard()
         partial = self.partial.tensor.nbytes if self.partial is not None else 0
         return {
-            "gradients": self.shard.nbytes if self.shard is not None else 0,
+            "gradients": shard.nbytes if shard is not None else 0,
             "unreduced": partial + sum(tensor.nbytes for tensor in self._in_flight),
         }

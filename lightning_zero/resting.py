@@ -10,6 +10,9 @@ memory away: its ``data``, and the methods that return views. What is done to ``
 from the version counter by which changes in place are noticed, and another tensor put in its place
 would be trained by nobody. What may outlive the memory becomes a :class:`View`.
 
+Who owns a parameter is known here for as long as that owner lives and has not let go of it. Nobody
+is kept alive for it: parameters outlive their training, and may go through another one.
+
 Swapping ``__class__`` is what torch does for ``UninitializedParameter``; it stays in this room. The
 alternative, a second ``Parameter`` object in ``module._parameters``, loses the identity that
 optimizers, ties, EMA dictionaries and hooks rely on.
@@ -50,11 +53,78 @@ class Owner(Protocol):
     def gives_back(self, parameter: Parameter) -> bool:
         """Whether the memory of a readable ``parameter`` will be given back while views live."""
 
-    def name(self, parameter: Parameter) -> str:
-        """The qualified name of ``parameter``."""
+
+class Nobody:
+    """Owns a parameter that its owner has let go of, or whose owner is gone.
+
+    Args:
+        name: The parameter's qualified name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def touch(self, parameter: Parameter) -> None:
+        """Say that nobody can make a parameter readable that was left at rest."""
+        raise RuntimeError(
+            f"Parameter {self._name!r} was left sharded when its training ended, because of"
+            " restore_weights=False, because other ranks had died or because its engine was never"
+            " closed. Load its values from a checkpoint into a new module, or train with"
+            " restore_weights=True."
+        )
+
+    def write(self, parameter: Parameter, value: Tensor) -> None:
+        """Refuse as :meth:`touch` does: there is no memory for the value."""
+        self.touch(parameter)
+
+    def expose(self, parameter: Parameter) -> None:
+        """Nothing follows the changes of a readable parameter any more."""
+
+    def replace(self, parameter: Parameter, data: Tensor) -> None:
+        """Let ``data`` be what a readable parameter is."""
+        point(parameter, data)
+
+    def gives_back(self, parameter: Parameter) -> bool:
+        """Readable memory stays."""
+        return False
 
 
-_owners: dict[int, Owner] = {}
+class Tie:
+    """That a parameter is somebody's, until that one lets go of it or is gone.
+
+    Args:
+        owner: Whose; it is not kept alive.
+        name: The parameter's qualified name.
+    """
+
+    __slots__ = ("_owner", "name")
+
+    def __init__(self, owner: Owner, name: str) -> None:
+        self._owner: Callable[[], Owner | None] = weakref.ref(owner)
+        self.name = name
+
+    @property
+    def owner(self) -> Owner:
+        """The owner, or who answers in his place."""
+        owner = self._owner()
+        return Nobody(self.name) if owner is None else owner
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is no owner any more."""
+        return self._owner() is None
+
+    def end(self) -> None:
+        """Let go."""
+        self._owner = _nobody
+
+
+def _nobody() -> None:
+    return None
+
+
+_ties: dict[int, Tie] = {}
+"""The last tie of each parameter that lives, by its ``id``."""
 
 
 class Resting:
@@ -212,12 +282,12 @@ def _keep_address(parameter: Parameter) -> None:
     Raises:
         RuntimeError: Torch has no way to do so on the parameter's device.
     """
-    owner = _owner(parameter)
-    if not owner.gives_back(parameter):
+    tie = _ties[id(parameter)]
+    if not tie.owner.gives_back(parameter):
         return
     if parameter.device.type != "cpu":
         raise RuntimeError(
-            f"The address of parameter {owner.name(parameter)!r} cannot be given away: its memory"
+            f"The address of parameter {tie.name!r} cannot be given away: its memory"
             " is given back when its module is done. Give away a copy: `p.detach().clone()`"
         )
     with torch._C.DisableTorchFunctionSubclass():
@@ -236,9 +306,11 @@ class View(Tensor):
 
     Attributes:
         parameter: The parameter that it is a view of.
+        tie: Whose the parameter was when the view was taken.
     """
 
     parameter: Parameter
+    tie: Tie
 
     @classmethod
     def __torch_function__(
@@ -253,19 +325,18 @@ class View(Tensor):
 
     def touch(self) -> None:
         """Make the parameter readable, or raise."""
-        if isinstance(self.parameter, Resting) or self._is_lost:
-            _owner(self.parameter).touch(self.parameter)
+        if self.tie.has_ended:
+            # Also where numpy keeps the memory, which the parameter has left; and where another
+            # owner has the parameter now, in other memory.
+            raise kept_too_long(self.tie.name)
+        if isinstance(self.parameter, Resting) or self._is_gone:
+            self.tie.owner.touch(self.parameter)
 
     @property
-    def _is_lost(self) -> bool:
-        """Whether the parameter, which does not rest, has left the memory for good, or it is gone.
-
-        Memory that numpy knows of stays when the parameter has left it. A parameter that is lent
-        comes back.
-        """
+    def _is_gone(self) -> bool:
+        """Whether the memory is; a parameter that is lent comes back to it."""
         with torch._C.DisableTorchFunctionSubclass():
-            is_gone = self.untyped_storage().nbytes() == 0
-        return is_gone or not isinstance(self.parameter, Whole)
+            return self.untyped_storage().nbytes() == 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return copy.deepcopy(self._ordinary(), memo)
@@ -280,6 +351,14 @@ class View(Tensor):
         self.touch()
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
+
+
+def kept_too_long(name: str) -> RuntimeError:
+    """What to tell whoever reads a view of a parameter that has left the memory for good."""
+    return RuntimeError(
+        f"A view of parameter {name!r} was kept beyond the training step in which it was"
+        " taken; the memory was given back. Clone what is to last: `p.detach().clone()`"
+    )
 
 
 def _lasting(result: Any, parameters: list[Parameter]) -> Any:
@@ -308,7 +387,8 @@ def _lasting_views(value: Any, storages: dict[int, Parameter]) -> Any:
 def _become_view(tensor: Tensor, parameter: Parameter) -> None:
     # Not `as_subclass`, which adds a node to the graph.
     tensor.__class__ = View
-    cast(View, tensor).parameter = parameter
+    view = cast(View, tensor)
+    view.parameter, view.tie = parameter, _ties[id(parameter)]
 
 
 def keep(tensor: Tensor, parameters: Iterable[Parameter]) -> None:
@@ -344,20 +424,18 @@ def _class(mixin: type, cls: type[Parameter]) -> type[Parameter]:
     return cast("type[Parameter]", type(name, (mixin, cls), {}))
 
 
-def _belong(parameter: Parameter, owner: Owner) -> None:
+def _tie(parameter: Parameter, owner: Owner, name: str) -> Tie:
     key = id(parameter)
-    known = _owners.get(key)
-    if known is owner:
-        return
-    if known is None:
+    if key not in _ties:
         # A number means something only as long as its parameter lives. Torch's own dictionary with
         # weak keys asks more of every reshard than all the rest of it.
-        weakref.finalize(parameter, _owners.pop, key, None)
-    _owners[key] = owner
+        weakref.finalize(parameter, _ties.pop, key, None)
+    _ties[key] = Tie(owner, name)
+    return _ties[key]
 
 
 def _owner(parameter: Parameter) -> Owner:
-    return _owners[id(parameter)]
+    return _ties[id(parameter)].owner
 
 
 class Guise:
@@ -378,25 +456,38 @@ class Guise:
         for parameter, cls in self._classes:
             parameter.__class__ = cls
 
+    def take_off(self) -> None:
+        """Let those parameters that are of these classes be ordinary again."""
+        for parameter, cls in self._classes:
+            if type(parameter) is cls:
+                unguard(parameter)
+
 
 class Guises:
     """The classes that parameters of one owner have by turns, made once for all steps.
 
     Args:
-        parameters: They are known to be the owner's from now on.
-        owner: Whoever is told of their uses.
+        named: The parameters. They are known to be the owner's until :meth:`end`.
+        owner: Whoever is told of their uses. It is not kept alive.
 
     Attributes:
         resting: Every use of the parameters goes to the owner.
         whole: The owner is told of every use of their ``data``.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], owner: Owner) -> None:
+    def __init__(self, named: Sequence[tuple[str, Parameter]], owner: Owner) -> None:
+        parameters = [parameter for _, parameter in named]
         for parameter in parameters:
             unguard(parameter)
-            _belong(parameter, owner)
+        self._ties = [_tie(parameter, owner, name) for name, parameter in named]
         self.resting = Guise(Resting, parameters)
         self.whole = Guise(Whole, parameters)
+
+    def end(self) -> None:
+        """Let go of the parameters: readable ones are ordinary again, those at rest stay so."""
+        for tie in self._ties:
+            tie.end()
+        self.whole.take_off()
 
 
 def unguard(parameter: Parameter) -> None:

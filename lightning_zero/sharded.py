@@ -82,10 +82,6 @@ class ShardedModule(ABC):
     def touch(self, parameter: Parameter) -> None:
         """Make a parameter readable, or raise and say why it cannot be."""
 
-    def name(self, parameter: Parameter) -> str:
-        """The qualified name of a parameter."""
-        return self._places[id(parameter)][0]
-
     def expose(self, parameter: Parameter) -> None:
         """Notice that the ``data`` of a readable parameter is handed out."""
         _, _, bundle, index = self._places[id(parameter)]

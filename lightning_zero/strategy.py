@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -414,44 +414,63 @@ class ZeROStrategy(SavingStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._has_failed = True
-        if self.engine is not None:
+        if self.engine is not None and not self.engine.is_closed:
             self.engine.reset()
 
     @override
     def teardown(self) -> None:
-        if self._signals is not None:
-            self._signals.remove()
-            self._signals = None
-        if self._graphs is not None:
-            self._graphs.remove()
-            self._graphs = None
-        if self._recompute is not None:
-            self._recompute.remove()
-            self._recompute = None
+        assert self.accelerator is not None
+        assert self.cluster_environment is not None
+        stand_ins = (self._signals, self._graphs, self._recompute)
+        self._signals = self._graphs = self._recompute = None
+        # One may raise, of a full disk or of ranks that have died: all others are ended still.
+        with ExitStack() as endings:
+            for end in reversed(
+                [
+                    *(stand_in.remove for stand_in in stand_ins if stand_in is not None),
+                    self._end_saves,
+                    self._end_engine,
+                    self._end_callbacks,
+                    self._move_to_host,
+                    self.precision_plugin.teardown,
+                    self.accelerator.teardown,
+                    self.checkpoint_io.teardown,
+                    self.cluster_environment.teardown,
+                    self._leave_ranks,
+                ]
+            ):
+                endings.callback(end)
+
+    def _end_saves(self) -> None:
         if self._current_saver is not None:
             self._current_saver.close()
-        if self.engine is not None and not self.engine.is_closed:
-            restores = self._may_restore(self.engine)
+
+    def _end_engine(self) -> None:
+        if self.engine is None or self.engine.is_closed:
+            return
+        restores = self._may_restore(self.engine)
+        try:
             if restores and self._adapted is not None:
                 self._adapted.gather()
+        finally:
             self.engine.close(restore=restores)
-        if self._adapted is not None:
-            self._adapted.remove()
-            self._adapted = None
-        is_whole = self.engine is None or self.engine.is_restored
+
+    def _end_callbacks(self) -> None:
+        adapted, self._adapted = self._adapted, None
+        if adapted is not None:
+            adapted.remove()
+
+    def _move_to_host(self) -> None:
+        """Leave the optimizers, and the module if it is whole, as DDP leaves them."""
         _optimizers_to_device(self.optimizers, torch.device("cpu"))
         module = self.lightning_module
-        if module is not None:
-            if self._layer_sync and module._trainer is not None and is_whole:
-                self._layer_sync.revert(module)
-            if is_whole:
-                module.cpu()
-        self.precision_plugin.teardown()
-        assert self.accelerator is not None
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
-        assert self.cluster_environment is not None
-        self.cluster_environment.teardown()
+        if module is None or not (self.engine is None or self.engine.is_restored):
+            return
+        if self._layer_sync and module._trainer is not None:
+            self._layer_sync.revert(module)
+        module.cpu()
+
+    def _leave_ranks(self) -> None:
         if self._comm is not None:
             self._comm.leave()
 

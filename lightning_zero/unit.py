@@ -270,10 +270,14 @@ class Unit:
         for bundle in self.bundles:
             bundle.reducer.drop()
 
+    def let_go(self) -> None:
+        """Leave the parameters to themselves, as they are."""
+        for bundle in self.bundles:
+            bundle.let_go()
+
     def retire(self) -> None:
         """Free the weights after the parameters were pointed elsewhere."""
         for bundle in self.bundles:
-            bundle.reducer.hide()
             bundle.retire()
         self.state = State.RESTING
 

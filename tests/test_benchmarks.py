@@ -11,9 +11,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
+from lightning_zero.wires.wire import sum_into
 from tests.launch import run_script
-from tests.ranks import ROOT
+from tests.ranks import ROOT, Pools
 from tests.test_bytes_and_traffic import padded
 
 LAYERS, DIM, VOCABULARY, LENGTH = 3, 128, 64, 16
@@ -98,6 +100,37 @@ def test_a_wrong_loss_is_not_compared(compare: Any) -> None:
         assert compare.compare(["ddp", "zero3"], other, 1)["zero3"]["ratio"] == 1.0
 
 
+def test_a_device_is_timed_without_waiting_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, done = load("compare"), []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.place = len(done)
+            done.append("mark")
+
+        def elapsed_time(self, other: Event) -> float:
+            return 500.0 * (other.place - self.place)
+
+    class Run:
+        job = module.Job(warmup=1, steps=2)
+
+        def __call__(self) -> int:
+            done.append("step")
+            return len(done)
+
+        def settle(self) -> None:
+            done.append("wait")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    times, loss = module._times_on_cuda(Run())
+    assert done == ["step", "wait", "step", "mark", "step", "mark", "step", "mark", "wait"]
+    assert times == [1.0, 1.0]
+    assert loss == 7
+
+
 @pytest.mark.parametrize("world", [8, 64])
 def test_one_rank_of_many_on_the_fake_backend(tmp_path: Path, world: int) -> None:
     """In this process: what ``--fake-world`` starts another one for."""
@@ -132,3 +165,66 @@ def test_checkpoints(tmp_path: Path) -> None:
     lines = re.findall(r"^([a-z.]+)((?: +[\d.]+){5})$", finished.stdout, re.M)
     assert [name for name, _ in lines] == ways
     assert list(tmp_path.iterdir()) == []
+
+
+WIRES = ["windows", "messages", "backend"]
+WAYS = [
+    *[f"{wire} gather" for wire in WIRES],
+    *["all_gather_into_tensor", "broadcast"],
+    *[f"{wire} reduce" for wire in WIRES],
+    *["all_to_all_single + sum", "reduce_scatter_tensor", "all_reduce"],
+]
+
+
+def test_wires_side_by_side(tmp_path: Path) -> None:
+    """Two real ranks: a line and a row for each way and size, with the elements that were sent."""
+    command = ["--mib", 0.25, 0.5, "--rounds", 2, "--devices", "cpu", "--output", tmp_path]
+    script = "examples/benchmarks/wires.py"
+    finished = run_script(script, *command, launcher="plain", timeout=170)
+    line = r"^\| (\w.*?)( \(chosen\))? \| [\d.]+ \| [\d.]+ to [\d.]+ \|"
+    lines = [(way, bool(mark)) for way, mark in re.findall(line, finished.stdout, re.MULTILINE)]
+    assert lines == [(way, way.startswith("windows")) for way in WAYS] * 2
+    rows = json.loads((tmp_path / "wires.json").read_text())["rows"]
+    assert [(row["way"], row["is_chosen"]) for row in rows] == lines
+    assert [row["mib"] for row in rows] == [0.25] * len(WAYS) + [0.5] * len(WAYS)
+    for row in rows:
+        numel, wire = row["mib"] * 2**20 / 4, row["way"].split()[0]
+        assert row["ms_range"][0] <= row["ms"] <= row["ms_range"][1]
+        assert row["sent"] == (numel / 2 if wire in WIRES else None)
+        # The kernel, where it counts, counts tokens and barriers too.
+        if row["on_sockets"] is not None and wire in ("windows", "messages"):
+            least = numel / 2 if wire == "messages" else 0
+            assert least <= row["on_sockets"] < least + numel / 8, row
+
+
+def _wrong_ways() -> dict[str, str]:
+    """What is said of each; all the others are right, or this raises."""
+    wires = load("wires")
+    job = wires.Job(world=torch.distributed.get_world_size(), mib=(1 / 64,), rounds=1, warmup=0)
+    assert [row["way"] for row in wires.compare(job)] == WAYS
+    values = wires.Values(1000, torch.device("cpu"))
+    exact, rounded = wires.all_to_all_and_sum(values), wires.all_reduce(values)
+    backwards = [values.shard(whole) for whole in reversed(values.everybodys)]
+    candidates = {
+        "another order": exact._replace(run=lambda _: sum_into(exact.out, backwards)),
+        "another order, in which it may be": exact._replace(
+            run=lambda _: sum_into(exact.out, backwards), is_exact=False
+        ),
+        "one rank alone": rounded._replace(run=lambda _: None),
+        "nothing": wires.all_gather_into_tensor(values)._replace(run=lambda _: None),
+    }
+    said = {}
+    for name, way in candidates.items():
+        try:
+            wires.measure({name: way}, job)
+        except RuntimeError as error:
+            said[name] = str(error)
+    return said
+
+
+def test_a_wrong_way_has_no_time(ranks: Pools) -> None:
+    """Among three ranks, whose sums have more than one order."""
+    for said in ranks(3).run(_wrong_ways, timeout=120):
+        assert list(said) == ["another order", "one rank alone", "nothing"]
+        for name, error in said.items():
+            assert re.match(rf"{name} is wrong by up to (nan|[\d.e-]+): its time", error)

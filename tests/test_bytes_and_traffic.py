@@ -68,9 +68,12 @@ def planned(engine: Engine) -> Kinds:
             terms = bundle.plan.resting_bytes(
                 bundle.layout.numel, world, trainable=bundle.trainable
             )
+            sizes = [piece.numel() for piece in bundle.pieces if piece.numel()]
+            if not sizes:
+                # Only padding falls to this rank: no piece keeps a part of the shard.
+                terms["gradients"] = 0
             kinds.update(terms)
             if bundle.trainable:
-                sizes = [piece.numel() for piece in bundle.pieces if piece.numel()]
                 kinds["states"] += sum(2 * size * bundle.dtype.itemsize + 4 for size in sizes)
     kinds["buffers"] = sum(buffer.nbytes for buffer in engine.module.buffers())
     return dict(kinds)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,16 +21,22 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_zero import MemoryMonitor, ZeROStrategy, clip
+from lightning_zero import MemoryMonitor, ZeROStrategy, clip, groups, meta
+from lightning_zero.checkpoint import optimizer_state
 from lightning_zero.comm import Comm
 from lightning_zero.engine import Engine
+from lightning_zero.optim import check_can_be_cut, state_bytes
 from lightning_zero.plan import RECIPES
 from lightning_zero.settings import Settings
+from lightning_zero.wires import Backend
 from tests.models import MODELS, Block
 from tests.parity import NORMS, assert_parity, reference
 from tests.projects import Regression, rows
+from tests.ranks import Pools
 from tests.sharded import sgd, train
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use")
@@ -145,6 +153,92 @@ def test_the_host_never_waits(device: torch.device, stage: int, precision: str) 
     job.wait()
     assert losses[0] > losses[1] > losses[2]
     job.engine.close()
+
+
+class _Filled:
+    """Stands for what gives values to models on meta."""
+
+    def __init__(self, *args: Any) -> None: ...
+
+    def fill(self, owners: Any) -> None: ...
+
+    def finish(self, gathered: Any) -> None: ...
+
+
+@pytest.fixture
+def unreadable(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """A device whose numbers nobody can read, of rank 0 of four.
+
+    Whatever would make the host wait for a GPU raises here: ``item``, ``if tensor``, copies to and
+    from the host, and operations between the two.
+    """
+    monkeypatch.setattr(meta, "Blank", _Filled)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        yield torch.device("meta")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_host_reads_nothing_in_a_step(unreadable: torch.device) -> None:
+    """Every stage, precision and way to step, over the wire of NCCL; clipping included."""
+    cases = itertools.product((1, 2, 3), ("32-true", "bf16-mixed", "bf16-true"), (False, True))
+    for stage, precision, foreach in cases:
+        recipe = RECIPES[precision]
+        with unreadable:
+            layers = (nn.Linear(8, 8) for _ in range(3))
+            model = nn.Sequential(*layers, nn.BatchNorm1d(8)).to(recipe.weight)
+            x = torch.ones(4, 8, dtype=recipe.weight)
+        settings = Settings(stage, recipe=recipe, units=[nn.Linear], device=unreadable)
+        engine = Engine(model, settings)
+        assert isinstance(engine.comm.wire, Backend)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+        engine.adopt(optimizer)
+        for _ in range(2):
+            optimizer.zero_grad()
+            with engine.step() as watch:
+                loss = model(x).square().mean()
+                watch(loss)
+            loss.backward()
+            norm = clip.clip_by_norm(engine.pieces, engine.comm, 0.1)
+            clip.clip_by_value(engine.pieces, 0.1)
+            optimizer.step()
+        assert engine.memory()["states"] > 0
+        with pytest.raises(RuntimeError):
+            float(norm)
+
+
+# ---------------------------------------------------------------------------- optimizers
+
+
+def test_torchs_functions_take_all_gradients_at_once(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for plain parameters: optimizers by default, and a clipping with a single message."""
+    job = Job(device, precision="32-true")
+    loss = job.model(job.x).square().mean()
+    loss.backward()
+    sums = []
+    monkeypatch.setattr(Comm, "sum", lambda _, tensor: sums.append(tensor.numel()))
+    nn.utils.clip_grad_norm_(job.model.parameters(), 0.1)
+    assert sums == [2 * NUM_LAYERS]
+    optimizers = sys.modules["torch.optim.optimizer"]
+    monkeypatch.setattr(
+        optimizers, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "cuda"]
+    )
+    choose: Any = optimizers._default_to_fused_or_foreach
+    assert choose(job.engine.pieces, differentiable=False) == (False, True)
+    job.optimizer.step()
+    job.engine.close()
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "NAdam", "RAdam", "ASGD"])
+def test_an_optimizer_that_a_graph_may_capture(name: str) -> None:
+    """Torch lets it step nothing on a host; whether it can be cut is found out all the same."""
+    weight = nn.Parameter(torch.ones(3, 3))
+    optimizer = getattr(torch.optim, name)([weight], lr=0.01, capturable=True)
+    check_can_be_cut(optimizer)
+    assert state_bytes(optimizer, optimizer.param_groups[0], torch.float32).per_element >= 4
 
 
 def test_a_profile_shows_what_a_step_does_and_overlaps(device: torch.device) -> None:
@@ -281,6 +375,72 @@ def test_a_checkpoint_of_a_device_is_everybodys(device: torch.device, tmp_path: 
     fit(device, resumed, tmp_path, max_epochs=2, ckpt_path=path)
     for name, value in values(whole).items():
         torch.testing.assert_close(values(resumed)[name], value)
+
+
+def test_states_travel_between_hosts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that is unpickled takes memory on the device that it came from: of another rank."""
+    job = Job(device)
+    job.step()
+    with FakeTensorMode():
+        count = torch.ones((), device="cuda")
+    for state in job.optimizer.state.values():
+        state["step"] = count
+    sent: list[Any] = []
+
+    def gathered(_: Comm, value: Any) -> list[Any]:
+        sent.extend(entry for state in value.values() for entry in state.values())
+        return [value]
+
+    monkeypatch.setattr(Comm, "gather_objects", gathered)
+    whole = optimizer_state(job.optimizer, job.engine, "optimizer 0")["state"]
+    assert {entry.device.type for entry in sent if isinstance(entry, Tensor)} == {"cpu"}
+    assert {name: tuple(value.shape) for name, value in whole[0].items()} == {
+        "step": (),
+        "exp_avg": (WIDTH, WIDTH),
+        "exp_avg_sq": (WIDTH, WIDTH),
+    }
+    job.engine.close()
+
+
+# ---------------------------------------------------------------------------- groups
+
+
+def on_gloo() -> None:
+    with pytest.raises(ValueError, match=r"type 'cuda'.*'gloo'.*process_group_backend='nccl'"):
+        Comm(torch.device("cuda", 0))
+
+
+def test_a_device_needs_a_backend_of_its_own(ranks: Pools) -> None:
+    ranks(2).run(on_gloo)
+
+
+class Group:
+    """Notes its end; its device's communicators are ended together."""
+
+    def __init__(self, kind: str, events: list[str]) -> None:
+        self.kind, self.events = kind, events
+
+    def _get_backend(self, device: torch.device) -> Group:
+        assert device.type == "cuda"
+        return self
+
+    def _group_start(self) -> None:
+        self.events.append("start")
+
+    def _group_end(self) -> None:
+        self.events.append("end")
+
+    def abort(self) -> None:
+        self.events.append(f"abort {self.kind}")
+
+
+def test_devices_are_given_up_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    all_groups = [Group(kind, events) for kind in ("nccl", "gloo", "nccl", "fake")]
+    monkeypatch.setattr(groups, "_all_groups", lambda: all_groups)
+    monkeypatch.setattr(dist, "get_backend", lambda group: group.kind)
+    groups.give_up_devices()
+    assert events == ["start", "abort nccl", "abort nccl", "end"]
 
 
 def test_the_monitor_tells_the_allocators_figures(device: torch.device, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import functools
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -142,25 +143,24 @@ def measure(
     for watch in (contextlib.nullcontext(), LiveBytes(on_operation=look)):
         with watch:
             for micro in range(num_microbatches):
-                run_microbatch(engine, case, recipe.autocast, dtype, micro == num_microbatches - 1)
+                loss = loss_of_microbatch(engine, case, recipe.autocast, dtype)
+                if micro == 0:
+                    optimizer.zero_grad()  # as the Trainer does
+                is_last = micro == num_microbatches - 1
+                with contextlib.nullcontext() if is_last else engine.no_sync():
+                    loss.backward()
             optimizer.step()
-            optimizer.zero_grad()
     engine._close_step()
     return Measured(engine.memory(), dict(most))
 
 
-def run_microbatch(
-    engine: Engine, case: Case, autocast: torch.dtype | None, dtype: torch.dtype, is_last: bool
-) -> None:
+def loss_of_microbatch(
+    engine: Engine, case: Case, autocast: torch.dtype | None, dtype: torch.dtype
+) -> Tensor:
     batch = case.batch(4, 0)
     batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
     with torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False):
-        loss = case.loss(engine.module, batch)
-    if is_last:
-        loss.backward()
-        return
-    with engine.no_sync():
-        loss.backward()
+        return case.loss(engine.module, batch)
 
 
 DTYPES = {
@@ -326,10 +326,9 @@ def live_peak(name: str, rows: int, precision: str, checkpointing: bool) -> Aliv
         engine.adopt(optimizer)
         for _ in range(2):
             live.restart()
-            run_step(model, case, rows, recipe.autocast)
+            run_step(model, case, rows, recipe.autocast, before_backward=optimizer.zero_grad)
             peak = live.restart()
             optimizer.step()
-            optimizer.zero_grad()
         held, alive = sum(engine.memory().values()), live.count()
     recompute.remove()
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
@@ -337,10 +336,17 @@ def live_peak(name: str, rows: int, precision: str, checkpointing: bool) -> Aliv
     return Alive(peak, held, alive, *_in_flight(engine), activations)
 
 
-def run_step(model: nn.Module, case: Case, rows: int, autocast: torch.dtype | None) -> None:
+def run_step(
+    model: nn.Module,
+    case: Case,
+    rows: int,
+    autocast: torch.dtype | None,
+    before_backward: Callable[[], None] = lambda: None,
+) -> None:
     batch = case.batch(rows, 0)
     with torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False):
         loss = case.loss(model, batch)
+    before_backward()
     loss.backward()
 
 
@@ -395,7 +401,7 @@ def test_peak_of_all_live_tensors(
     ranks: Any, name: str, precision: str, checkpointing: bool
 ) -> None:
     case, world = PEAKS[name], 2
-    for rows, tolerance in ((4, 0.1), (512, 0.02)):
+    for rows, tolerance in ((4, 0.09), (512, 0.012)):
         predicted = estimate(
             case.build(), stage=3, world_size=world, precision=precision, optimizer=adamw,
             batch=case.batch(rows, 0), step=case.loss, units=is_block,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,18 +62,18 @@ def fit(
     folder: str,
     strategy: str | int,
     precision: str = "32-true",
-    monitor: type[MemoryMonitor] = MemoryMonitor,
+    monitor: Callable[..., MemoryMonitor] = MemoryMonitor,
     **changes: Any,
 ) -> tuple[MemoryMonitor, list[str]]:
     """Train four batches; returns the monitor and the names that were logged."""
     callback = monitor(report=folder)
-    world = dist.get_world_size()
+    world, epochs = dist.get_world_size(), changes.pop("epochs", 1)
     zero: Any = strategy
     if isinstance(strategy, int):
         zero = ZeROStrategy(strategy, units=is_block)
     logger = CSVLogger(folder)
     trainer = Trainer(
-        strategy=zero, accelerator="cpu", devices=world, precision=precision, max_epochs=1,
+        strategy=zero, accelerator="cpu", devices=world, precision=precision, max_epochs=epochs,
         logger=logger, callbacks=[callback], enable_progress_bar=False, enable_checkpointing=False,
         enable_model_summary=False, log_every_n_steps=1, num_sanity_val_steps=1,
     )  # fmt: skip
@@ -133,6 +136,18 @@ def test_the_table_explains_itself(ranks: Any, tmp_path: Path) -> None:
     assert page.count("<svg") == 2
     assert "http-equiv" not in page
     assert "<script" not in page
+
+
+def count_logged(folder: str) -> int:
+    """How many lines of the log tell of memory, after two epochs."""
+    fit(folder, 3, monitor=partial(MemoryMonitor, predict=False), epochs=2)
+    dist.barrier()  # rank 0 has written
+    with next(Path(folder).glob("**/metrics.csv")).open() as file:
+        return sum(bool(row["memory/setup/weights"]) for row in csv.DictReader(file))
+
+
+def test_every_epoch_is_logged_once(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2).run(count_logged, str(tmp_path)) == [2, 2]
 
 
 def differences(result: dict) -> dict[str, str]:

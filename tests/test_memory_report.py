@@ -32,9 +32,13 @@ GPT = f"{ROOT}/examples/train_gpt.py:GPT"
 
 @pytest.fixture(scope="module")
 def subject() -> Subject:
+    return subject_of(4)
+
+
+def subject_of(rows: int) -> Subject:
     case = MODELS["transformer"]
     return Subject(
-        case.build(), batch=case.batch(4, 0), step=case.loss, units=is_block,
+        case.build(), batch=case.batch(rows, 0), step=case.loss, units=is_block,
         device=torch.device("cpu"),
     )  # fmt: skip
 
@@ -123,7 +127,8 @@ def test_the_line_is_the_formula() -> None:
         )
 
 
-def test_advice_names_the_least_sharding(subject: Subject) -> None:
+def test_advice_names_the_least_sharding() -> None:
+    subject = subject_of(64)
     stages = compare(subject, (0, 1, 2, 3), [2])
     roomy = advise(subject, stages, stages[0].peak.total)
     assert roomy.startswith("On 2 ranks, ddp fits: ")

@@ -226,6 +226,17 @@ def test_command_predicts_offload(capsys: Any, tmp_path: Any) -> None:
     assert "in files" in page
 
 
+def test_command_knows_the_nodes_of_a_configuration(capsys: Any, tmp_path: Any) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("trainer: {devices: 4, num_nodes: 2, precision: bf16-mixed}\n")
+    words = [str(config), "--model", "torch.nn:Linear", "--args", "in_features=8"]
+    words += ["out_features=8", "--offload", "cpu", "--stages", "3"]
+    for more, on_node in (([], 4), (["--ranks-per-node", "2"], 2), (["--ranks", "2"], 2)):
+        code, out, _ = run(capsys, *words, *more)
+        assert code == 0
+        assert f" ranks: {on_node} on a node, with" in out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -282,11 +282,12 @@ def _made_in_a_step(stage: int, keeps_windows: bool) -> Made:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_buffers_are_reused_from_step_to_step(ranks: Pools, stage: int) -> None:
-    """A step allocates what a plain one does, and at stage 3 the weights that it gathers.
+    """A step allocates what a plain one does, its shards of gradients, and what it gathers.
 
     Whole gradients are autograd's own, as in a plain step; the buffers that they are reduced from
     are windows that exist.
     """
+    shards = NUM_WIDE * 4 * (WIDE * WIDE + WIDE) // 2
     for made in ranks(2).run(_made_in_a_step, stage, True):
         assert made.windows == 0
         # The views of a reduce buffer; its memory is a window that exists.
@@ -295,7 +296,7 @@ def test_buffers_are_reused_from_step_to_step(ranks: Pools, stage: int) -> None:
         gathered = 2 * made.gathered if stage == 3 else 0
         flags = 20_000
         assert made.plainly_allocated >= 4 * NUM_WIDE * WIDE * WIDE
-        explained = made.plainly_allocated + gathered
+        explained = made.plainly_allocated + shards + gathered
         extra = made.allocated - explained
         assert abs(extra) <= flags, f"{extra} bytes more than explained: {made}"
 
@@ -423,7 +424,7 @@ def _calls(num_units: int, num_layers: int, stage: int) -> Calls:
     return Calls(own, everything)
 
 
-@pytest.mark.parametrize(("stage", "per_unit"), [(1, 140), (2, 140), (3, 175)])
+@pytest.mark.parametrize(("stage", "per_unit"), [(1, 145), (2, 145), (3, 180)])
 def test_python_per_unit_is_bounded(stage: int, per_unit: int) -> None:
     """What a unit costs in a whole step, beside what its parameters cost."""
     few, more, larger = (_calls(*how, stage) for how in ((2, 1), (6, 1), (6, 5)))

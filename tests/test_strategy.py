@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -270,6 +272,63 @@ def _skip_on_all_ranks(strategy: Any) -> Run:
 
 def test_no_loss_on_all_ranks_is_an_error_and_the_module_trains_on(ranks: Pools) -> None:
     assert_like_ddp(ranks(2).run(under_all, _skip_on_all_ranks))
+
+
+class _Plugin(TorchCheckpointIO):
+    """A checkpoint plugin of the user's, which is told of the end."""
+
+    def __init__(self) -> None:
+        self.is_broken = self.was_told = False
+
+    def teardown(self) -> None:
+        self.was_told = True
+        if self.is_broken:
+            _give_up()
+
+
+def _give_up() -> None:
+    raise OSError("it cannot be ended")
+
+
+class _Breaks(Callback):
+    """Makes one of what the strategy ends raise."""
+
+    def __init__(self, broken: str) -> None:
+        self.broken = broken
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        strategy = trainer.strategy
+        self.comm = strategy.engine.comm
+        if self.broken == "saver":
+            strategy._current_saver.close = _give_up
+        elif self.broken == "weights":
+            strategy.engine._restore = _give_up
+        else:
+            strategy.checkpoint_io.is_broken = True
+
+
+def _end_in_spite_of_errors() -> None:
+    for broken in ("saver", "weights", "plugin"):
+        module, breaks = Regression(), _Breaks(broken)
+        trainer = make_trainer(make_strategy(3, checkpoint_io=_Plugin()), callbacks=[breaks])
+        with pytest.raises(OSError, match="it cannot be ended"):
+            trainer.fit(module, rows(4))
+        strategy, comm = trainer.strategy, breaks.comm
+        assert strategy.engine.is_closed
+        assert strategy.checkpoint_io.was_told
+        assert comm.watch._has_left
+        # The Trainer answers signals by itself again.
+        assert not {"_sigterm_notifier_fn"} & set(vars(trainer._signal_connector))
+        if broken == "weights":
+            with pytest.raises(RuntimeError, match="was left sharded"):
+                module.net.blocks[0].linear.weight.sum()
+        else:
+            assert {type(parameter) for parameter in module.parameters()} == {Parameter}
+            fit(module, 3)
+
+
+def test_everything_is_ended_though_one_end_fails(ranks: Pools) -> None:
+    ranks(2).run(_end_in_spite_of_errors, timeout=120)
 
 
 def test_unsupported_arguments() -> None:

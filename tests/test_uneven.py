@@ -9,6 +9,7 @@ import re
 import time
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_zero import join
 from lightning_zero.comm import Comm
 from lightning_zero.engine import Engine
+from lightning_zero.meeting import Subject
 from lightning_zero.watch import Whereabouts, _is_proven, _is_still
 from tests.models import Blocks
 from tests.projects import WAYS, WIDTH, Regression, make_trainer, rows, wired
@@ -188,6 +190,22 @@ def test_a_backward_that_one_rank_leaves_out_is_found_by_the_watch(ranks: Pools)
     found = str(error.value)
     assert found.count("The ranks have parted") >= 2
     assert re.search(r"rank 0 waits in step 2 for the begin of a backward pass", found)
+
+
+def part_in_a_meeting() -> None:
+    apart, together = Comm(CPU, direct=False), Comm(CPU)
+    apart.meetings.note(f"the weights of blocks.{apart.rank}")
+    for comm in (apart, together):
+        odd = Subject.END if comm is together and comm.rank else Subject.FORWARD
+        with pytest.raises(RuntimeError, match="The ranks have parted"):
+            comm.meetings.call(odd).wait()
+    # Weights that met the wrong ones cannot be put together again; by their tags others can.
+    assert not apart.is_whole(timedelta(seconds=60))
+    assert together.is_whole(timedelta(seconds=60))
+
+
+def test_nothing_is_restored_over_collectives_out_of_step(ranks: Pools) -> None:
+    ranks(2).run(part_in_a_meeting)
 
 
 def without(model: Blocks, x: Tensor, block: int | None) -> Tensor:

@@ -5,9 +5,9 @@
     python examples/benchmarks/compare.py --device cuda --fake-world 64 --only zero3 fsdp2
 
 Every contender runs in fresh processes. Rounds are interleaved (A B C A B C), and each round's step
-times are divided by DDP's of the same round, so a machine that drifts cancels out. Memory and
-traffic come from separate runs that are not timed. A contender whose losses differ from DDP's is
-not compared.
+times are divided by DDP's of the same round, so a machine that drifts cancels out. On CUDA the host
+runs ahead of the device, as in training, and a step is timed on the device. Memory and traffic come
+from separate runs that are not timed. A contender whose losses differ from DDP's is not compared.
 
 ``--fake-world N`` runs rank 0 of N alone, with collectives that move nothing: memory and the
 overhead of host and device without the wire; its losses mean nothing and are not checked.
@@ -19,6 +19,7 @@ import argparse
 import bisect
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -237,7 +238,8 @@ class Run:
         with self.device:
             model = GPT(job)
         self.contender = CONTENDERS[name](model, job)
-        self.data = torch.Generator().manual_seed(rank)
+        # Made where it is used: a copy from the host would wait for all that was started before.
+        self.data = torch.Generator(self.device).manual_seed(rank)
 
     def __call__(self) -> Tensor:
         loss = self.pass_through()
@@ -248,7 +250,7 @@ class Run:
         """Forward and backward, in the Trainer's order: old gradients live until the backward."""
         job, contender = self.job, self.contender
         shape = (job.batch, job.length + 1)
-        tokens = torch.randint(job.vocabulary, shape, generator=self.data).to(self.device)
+        tokens = torch.randint(job.vocabulary, shape, generator=self.data, device=self.device)
         autocast = RECIPES[job.precision].autocast
         context = (
             torch.autocast(self.device.type, autocast, cache_enabled=False)
@@ -292,7 +294,8 @@ def _ranks(rank: int, job: Job, port: int) -> Iterator[None]:
     else:
         backend = "nccl" if job.device == "cuda" else "gloo"
         address = f"tcp://127.0.0.1:{port}"
-        dist.init_process_group(backend, address, rank=rank, world_size=job.world)
+        device = torch.device("cuda", rank) if job.device == "cuda" else None
+        dist.init_process_group(backend, address, rank=rank, world_size=job.world, device_id=device)
     try:
         yield
     finally:
@@ -301,18 +304,44 @@ def _ranks(rank: int, job: Job, port: int) -> Iterator[None]:
 
 def _timed(rank: int, name: str, job: Job, port: int, answer: Path) -> None:
     with _ranks(rank, job, port):
-        run, times = Run(rank, name, job), []
-        for _ in range(job.warmup + job.steps):
-            run.settle()
-            start = time.perf_counter()
-            loss = run()
-            if job.device == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-        # Weights of stages 1 and 2 are still on their way: the next step's start waits for them.
+        run = Run(rank, name, job)
+        times, loss = (_times_on_cuda if job.device == "cuda" else _times_on_cpu)(run)
         if rank == 0:
-            seconds = statistics.median(times[job.warmup :])
+            seconds = statistics.median(times)
             answer.write_text(json.dumps({"seconds": seconds, "loss": float(loss)}))
+
+
+def _times_on_cpu(run: Run) -> tuple[list[float], Tensor]:
+    """Seconds of each step, which all ranks begin together, and the last loss.
+
+    Weights of stages 1 and 2 are still on their way then: the next step's start waits for them.
+    """
+    times = []
+    for _ in range(run.job.warmup + run.job.steps):
+        run.settle()
+        start = time.perf_counter()
+        loss = run()
+        times.append(time.perf_counter() - start)
+    return times[run.job.warmup :], loss
+
+
+def _times_on_cuda(run: Run) -> tuple[list[float], Tensor]:
+    """The same, from the end of one step on the device to that of the next.
+
+    Nothing waits in between, as in training: the host is ahead of the device, and weights of stages
+    1 and 2 travel behind the next step.
+    """
+    for _ in range(run.job.warmup):
+        run()
+    run.settle()
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(run.job.steps + 1)]
+    run()
+    ends[0].record()
+    for end in ends[1:]:
+        loss = run()
+        end.record()
+    run.settle()
+    return [a.elapsed_time(b) / 1000 for a, b in itertools.pairwise(ends)], loss
 
 
 def _weighed(rank: int, name: str, job: Job, port: int, answer: Path) -> None:

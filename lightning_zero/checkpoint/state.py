@@ -83,8 +83,12 @@ class _PerElement:
 
 
 def _describe(key: str, value: Any, piece: Any) -> Any:
-    is_cut = isinstance(piece, Piece) and isinstance(value, Tensor) and value.shape == piece.shape
-    return _PerElement(value.dtype) if is_cut and key != "step" else value
+    if not isinstance(value, Tensor):
+        return value
+    is_cut = isinstance(piece, Piece) and value.shape == piece.shape
+    # On the host: whoever unpickles a tensor of a device puts it on the device of that number, so
+    # each rank would take memory on the devices of all others.
+    return _PerElement(value.dtype) if is_cut and key != "step" else value.to("cpu")
 
 
 def _entry(key: str, mine: Any, entry: Any, piece: Any) -> Any:

@@ -62,7 +62,7 @@ def add_estimate_command(commands: Any) -> None:
     parser.add_argument("--args", nargs="*", default=[], help="name=value that the class takes")
     parser.add_argument("--model", help="the class, if the configuration does not name it")
     parser.add_argument("--stages", nargs="+", type=int, help="by default 0 (DDP) 1 2 3")
-    parser.add_argument("--ranks", nargs="+", type=int, help="by default 8")
+    parser.add_argument("--ranks", nargs="+", type=int, help="by default as in the YAML, else 8")
     parser.add_argument("--precision", choices=list(RECIPES), help="as in the Trainer")
     parser.add_argument("--optimizer", help="a name of torch.optim")
     parser.add_argument("--batch", nargs="*", default=[], help='one rank\'s: "int64[4,128]"')
@@ -80,7 +80,11 @@ def add_estimate_command(commands: Any) -> None:
     parser.add_argument("--offload-ratio", type=float, default=1.0, help="the share offloaded")
     parser.add_argument("--device-memory", help="such as 80GB, to be told what fits")
     parser.add_argument("--host-memory", help="a node's, such as 512GB; also a limit for what fits")
-    parser.add_argument("--ranks-per-node", type=int, help="by default all ranks, up to 8")
+    parser.add_argument(
+        "--ranks-per-node",
+        type=int,
+        help="by default the devices of a YAML with several nodes, else all ranks, up to 8",
+    )
     parser.add_argument("--report", type=Path, help="a folder for memory.json and memory.html")
     parser.set_defaults(run=run)
 
@@ -116,7 +120,10 @@ def run(options: argparse.Namespace) -> int:
     )
     if host is not None and device is None:
         raise ValueError("--host-memory tells what fits together with --device-memory; give both.")
-    limits = Limits(device or 0, host, options.ranks_per_node)
+    ranks_per_node = options.ranks_per_node
+    if ranks_per_node is None and (trainer.get("num_nodes") or 1) > 1:
+        ranks_per_node = _devices_of(trainer)
+    limits = Limits(device or 0, host, ranks_per_node)
     ranks = options.ranks or [_ranks_of(trainer) or 8]
     stages = (0, 1, 2, 3) if options.stages is None else options.stages
     found = compare(subject, stages, ranks, offloads=offloads, **settings)
@@ -179,5 +186,10 @@ def _options_of(trainer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ranks_of(trainer: dict[str, Any]) -> int | None:
-    devices, nodes = trainer.get("devices"), trainer.get("num_nodes") or 1
-    return devices * nodes if isinstance(devices, int) and devices > 0 else None
+    devices = _devices_of(trainer)
+    return None if devices is None else devices * (trainer.get("num_nodes") or 1)
+
+
+def _devices_of(trainer: dict[str, Any]) -> int | None:
+    devices = trainer.get("devices")
+    return devices if isinstance(devices, int) and devices > 0 else None

@@ -74,6 +74,8 @@ def _causes(subject: Subject, engine: Engine) -> Iterator[Cause]:
             kinds = bundle.plan.resting_bytes(
                 bundle.layout.numel, bundle.layout.world_size, trainable=bundle.trainable
             )
+            if not any(piece.numel() for piece in bundle.pieces):
+                kinds["gradients"] = 0
             for kind, count in kinds.items():
                 yield Cause(kind, where, count, held.get(kind, 0))
             for name, piece in zip(names, bundle.pieces, strict=True):

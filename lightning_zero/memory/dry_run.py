@@ -32,8 +32,22 @@ from lightning_zero.plan import Recipe
 from lightning_zero.tensors import tensors_in
 
 Step = Callable[[nn.Module, Any], Tensor]
-Event = int | str
-"""The number of a parameter whose gradient is there, or the name of a unit whose backward ended."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that becomes of gradients.
+
+    Attributes:
+        subject: The number of a parameter whose gradient is there, or the name of a unit whose
+            backward ended.
+        before: The most bytes of activations that were alive since the event before.
+        now: Bytes of activations, with the gradient that came.
+    """
+
+    subject: int | str
+    before: int = 0
+    now: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,14 +57,20 @@ class Stretch:
     Attributes:
         unit: The unit that runs; ``None`` for what the module does between units.
         is_backward: Whether it is the unit's backward.
-        activations: The most bytes of activations that were alive in it.
-        events: What happened to gradients, in order.
+        activations: The most bytes of activations that were alive in it, after its last event.
+        events: What became of gradients, in order.
     """
 
     unit: str | None
     is_backward: bool
     activations: int
     events: tuple[Event, ...] = ()
+
+    @property
+    def most(self) -> int:
+        """The most bytes of activations that were alive in it."""
+        events = (max(event.before, event.now) for event in self.events)
+        return max(self.activations, *events, 0)
 
 
 def skeleton(
@@ -183,8 +203,13 @@ class _Log:
 
     def take_grad(self, number: int, parameter: Tensor) -> None:
         """Note that a parameter's gradient is there, and drop it."""
+        self._note(number)
         parameter.grad = None
-        self._events.append(number)
+        self._live.restart()
+
+    def _note(self, subject: int | str) -> None:
+        before = self._live.restart()
+        self._events.append(Event(subject, before, self._live.count()))
 
     def _begin(self, unit: str | None, *, is_backward: bool) -> None:
         if (unit, is_backward) != self._now:
@@ -205,7 +230,7 @@ class _Log:
     def _end_backward(self, name: str) -> None:
         self._awaited[name] -= 1
         if not self._awaited[name]:
-            self._events.append(name)
+            self._note(name)
 
     def _end_forward(self, name: str, output: Any) -> None:
         self._begin(None, is_backward=False)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lightning_zero.memory.dry_run import Event, Stretch
-from lightning_zero.memory.reduction import Reductions
+from lightning_zero.memory.reduction import Instant, Reductions
 from lightning_zero.memory.staging import staged_in_pass, staged_in_step
 from lightning_zero.memory.terms import KINDS, RESTING, Kinds, UnitTerms
 from lightning_zero.plan import Medium
@@ -16,14 +16,15 @@ _LABELS = {"rest": "at rest", "step": "optimizer's step"}
 
 @dataclass(frozen=True)
 class Moment:
-    """What a rank holds at a point of a step.
+    """What a rank holds in a part of a step.
 
     Attributes:
         unit: The unit that runs; the root's is ``""``.
         phase: ``"forward"``, ``"backward"``, ``"step"`` (only with offload) or ``"rest"``.
-        kinds: Bytes on the device by kind.
+        kinds: Bytes on the device by kind, when they are most in all.
         host: Bytes in host memory beside the device's, by kind.
         disk: Bytes in files, by kind.
+        at_other_times: The most bytes on the device of kinds that are most when others are less.
     """
 
     unit: str
@@ -31,6 +32,7 @@ class Moment:
     kinds: Kinds
     host: Kinds = field(default_factory=dict)
     disk: Kinds = field(default_factory=dict)
+    at_other_times: Kinds = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -85,16 +87,12 @@ def moments(
     found, place = [], -1
     for stretch in stretches:
         place += stretch.unit is not None
-        unreduced, flushed = next(passing)
         kinds = {
             **resting,
-            "gradients": resting["gradients"] + flushed,
             "gathered": max(
                 sum(by_name[name].whole for name in names)
                 for names in _whole_sets(needs, place, stretch, list(by_name), pace)
             ),
-            "unreduced": unreduced,
-            "activations": stretch.activations,
         }
         coming = {str(need.unit) for need in needs[max(place, 0) : place + 1 + pace.prefetch]}
         coming |= {""} if place <= 0 else set()
@@ -102,8 +100,12 @@ def moments(
             [by_name[name] for name in coming], units, adds_gradients=adds and stretch.is_backward
         )
         phase = "backward" if stretch.is_backward else "forward"
-        found.append(Moment(stretch.unit or "", phase, kinds, {**host, "staging": staging}, disk))
-    still = {**dict.fromkeys(KINDS, 0), **resting, "unreduced": next(passing)[0]}
+        instants = next(passing)
+        most = {kind: max(getattr(one, kind) for one in instants) for kind in Instant._fields}
+        kinds |= max(instants, key=sum)._asdict()
+        beside = {**host, "staging": staging}
+        found.append(Moment(stretch.unit or "", phase, kinds, beside, disk, most))
+    still = {**dict.fromkeys(KINDS, 0), **resting, **next(passing)[-1]._asdict()}
     if pace.offloads:
         found.append(Moment("", "step", still, {**host, "staging": staged_in_step(units)}, disk))
     found.append(Moment("", "rest", still, {**host, "staging": 0}, disk))
@@ -130,28 +132,32 @@ def _resting(units: Sequence[UnitTerms], medium: Medium) -> Kinds:
 
 def _gradients(
     units: Sequence[UnitTerms], stretches: Sequence[Stretch], pace: Pace
-) -> Iterator[tuple[int, int]]:
-    """Unreduced and flushed bytes in every stretch of the last microbatch, and after it."""
+) -> Iterator[list[Instant]]:
+    """What is held of gradients in every stretch of the last microbatch, and after it."""
     reductions = Reductions(units, _turns(units, stretches), shares_memory=pace.shares_memory)
     events = [event for stretch in stretches for event in stretch.events]
     ways = [pace.reduces_every] * (pace.num_microbatches - 1)
-    if pace.shares_memory:
-        # Buffers stay from step to step, so the step before decides how many there are.
-        for sends in (*ways, True):
-            _go_backward(reductions, events, sends=sends)
-        reductions.step()
+    # The step before leaves gradients, which live until the next backward, and buffers.
+    for sends in (*ways, True):
+        _go_backward(reductions, events, sends=sends)
+    reductions.step()
     for sends in ways:
         _go_backward(reductions, events, sends=sends)
-    reductions.begin(sends=True)
-    reductions.look()
+    has_begun = False
     for number, stretch in enumerate(stretches, start=1):
+        reductions.look()
+        if stretch.is_backward and not has_begun:
+            reductions.begin(sends=True)
+            has_begun = True
         for event in stretch.events:
             reductions.take(event)
+        reductions.note(stretch.activations)
         if number == len(stretches):
             reductions.finish()
         yield reductions.look()
     reductions.step()
-    yield reductions.held, 0
+    reductions.note(0)
+    yield reductions.look()
 
 
 def _go_backward(reductions: Reductions, events: Sequence[Event], *, sends: bool) -> None:

@@ -84,7 +84,8 @@ class Estimate:
     @property
     def most(self) -> Kinds:
         """The most of each kind on the device, whenever it is held."""
-        return {kind: max(moment.kinds[kind] for moment in self.moments) for kind in KINDS}
+        held = [kinds for m in self.moments for kinds in (m.kinds, m.at_other_times)]
+        return {kind: max(kinds.get(kind, 0) for kinds in held) for kind in KINDS}
 
     @property
     def host(self) -> Kinds:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -11,22 +12,33 @@ from lightning_zero.memory.dry_run import Event
 from lightning_zero.memory.terms import BundleTerms, UnitTerms
 
 
+class Instant(NamedTuple):
+    """Bytes on the device at one time.
+
+    Attributes:
+        gradients: Reduced ones, with those on their way to host memory.
+        unreduced: Those before and during their reduction, and what that needs.
+        activations: What forward and backward hold beside.
+    """
+
+    gradients: int
+    unreduced: int
+    activations: int
+
+
 class Reductions:
     """Goes through backward passes as the engine's turns do, and counts bytes.
 
     A unit's gradients are copied, one by one as they arrive, into a buffer of their own; when all
-    are there the unit is reduced, as soon as those before it in the order of turns have been, and
-    the one before it is waited for. Receive buffers are kept to the end of the backward pass.
+    are there the unit is reduced into a shard, as soon as those before it in the order of turns
+    have been, and the one before it is waited for. Receive buffers are kept to the end of the
+    backward pass, shards until they are dropped: the Trainer does so before the next backward.
 
     Args:
         units: The terms of all units, the root last.
         turns: The units in the order in which they are reduced.
         shares_memory: Whether ranks read each other's buffers. They are then kept from step to
             step, and how many there are depends on who is how far: what is counted is the most.
-
-    Attributes:
-        most: The most bytes since the last :meth:`look`.
-        most_flushed: The most bytes of reduced gradients on their way to host memory.
     """
 
     def __init__(
@@ -43,23 +55,25 @@ class Reductions:
         self._shares_memory = shares_memory
         self._filled: dict[BundleTerms, set[int]] = {}
         self._reduced: dict[BundleTerms, set[int]] = {}
-        self._settled: set[BundleTerms] = set()
+        self._shards: set[BundleTerms] = set()
         self._missing: dict[int, int] = {}
         self._passed: set[int] = set()
         self._sends = True
         self._left: list[UnitTerms] = []
         self._under_way: UnitTerms | None = None
-        self._in_flight: list[tuple[BundleTerms, int]] = []
+        self._in_flight: list[BundleTerms] = []
         self._boxes: Counter[tuple[int, torch.dtype]] = Counter()
         self._unread: list[BundleTerms] = []
         self._num_buffers = 0
         self._flushing: list[int] = []
-        self.most = self.most_flushed = 0
+        self._activations = 0
+        self._instants: list[Instant] = []
 
     # -- a backward pass -------------------------------------------------------------------------
 
     def begin(self, *, sends: bool) -> None:
         """Begin a backward pass, whose gradients are reduced if it ``sends``."""
+        self._shards &= set(self._reduced)
         self._missing = {
             id(unit): sum(len(bundle.members) for bundle in unit.bundles) for unit in self._units
         }
@@ -69,14 +83,16 @@ class Reductions:
 
     def take(self, event: Event) -> None:
         """A gradient arrives, or the backward of a unit has ended."""
-        if isinstance(event, str):
-            self._passed |= {id(unit) for unit in self._units if unit.name == event}
+        self.note(event.before)
+        self.note(event.now)
+        if isinstance(event.subject, str):
+            self._passed |= {id(unit) for unit in self._units if unit.name == event.subject}
             self._advance()
             return
-        unit, bundle = self._places[event]
-        self._fill(bundle, {event})
+        unit, bundle = self._places[event.subject]
+        self._fill(bundle, {event.subject})
         self._missing[id(unit)] -= 1
-        self._note()
+        self.note(event.now)
         if not self._missing[id(unit)]:
             self._advance()
 
@@ -90,20 +106,24 @@ class Reductions:
             if any(self._filled.get(bundle) for bundle in unit.bundles):
                 self._reduce(unit)
         self._end_reduction()
-        self._settled = set()
+        # What this rank has no piece of, or what nobody used, is not shown.
+        self._shards = {b for b in self._shards if self._reduced[b] & b.owned}
         self._boxes.clear()
         self._flushing = []
 
     def step(self) -> None:
-        """An optimizer step, which drops reduced gradients and waits for all readers."""
+        """An optimizer step, after which gradients are dropped; it waits for all readers."""
         self._reduced, self._unread = {}, []
 
-    def look(self) -> tuple[int, int]:
-        """:attr:`most` and :attr:`most_flushed`, which begin anew at what is held now."""
-        before = self.most, self.most_flushed
-        self.most = self.most_flushed = 0
-        self._note()
-        return before
+    def note(self, activations: int) -> None:
+        """Remember what is held now, beside so many bytes of activations."""
+        self._activations = activations
+        self._instants.append(Instant(self.gradients, self.unreduced, activations))
+
+    def look(self) -> list[Instant]:
+        """What was held at every instant since the last look."""
+        seen, self._instants = self._instants, []
+        return seen
 
     # -- turns -----------------------------------------------------------------------------------
 
@@ -123,22 +143,20 @@ class Reductions:
             self._fill(bundle, set())
             arrived = self._filled.pop(bundle)
             reduced = self._reduced.setdefault(bundle, set())
-            adds = bundle in self._settled or bool(reduced & bundle.owned)
-            self._in_flight.append((bundle, bundle.target if adds else 0))
+            self._in_flight.append(bundle)
             boxes[bundle.box] += bundle.num_boxes
-            self._settled.add(bundle)
             reduced |= arrived
         self._boxes |= boxes
         self._under_way = unit
         self._flushing = [*self._flushing[-1:], unit.flushed]
-        self._note()
+        self.note(self._activations)
 
     def _end_reduction(self) -> None:
         if self._under_way is None:
             return
         # A peer that has come to this reduction has read the buffers of the one before.
-        self._unread = [bundle for bundle, _ in self._in_flight]
-        self._in_flight, self._under_way = [], None
+        self._unread, self._in_flight, self._under_way = self._in_flight, [], None
+        self._shards |= set(self._unread)
 
     def _fill(self, bundle: BundleTerms, members: Iterable[int]) -> None:
         if bundle not in self._filled:
@@ -149,18 +167,18 @@ class Reductions:
 
     # -- bytes -----------------------------------------------------------------------------------
 
-    def _note(self) -> None:
-        self.most = max(self.most, self.held)
-        self.most_flushed = max(self.most_flushed, sum(self._flushing))
+    @property
+    def gradients(self) -> int:
+        """Bytes of reduced gradients, now."""
+        return sum(bundle.target for bundle in self._shards) + sum(self._flushing)
 
     @property
-    def held(self) -> int:
-        """Bytes of gradients and of what their reductions need, now."""
-        targets = sum(target for _, target in self._in_flight)
+    def unreduced(self) -> int:
+        """Bytes of gradients before and during their reduction, and of what that needs, now."""
+        targets = sum(bundle.target for bundle in self._in_flight)
         if self._shares_memory:
             return targets + self.kept
-        partials = sum(bundle.partial for bundle in self._filled)
-        partials += sum(bundle.partial for bundle, _ in self._in_flight)
+        partials = sum(bundle.partial for bundle in (*self._filled, *self._in_flight))
         boxes = sum(n * numel * dtype.itemsize for (numel, dtype), n in self._boxes.items())
         return partials + targets + boxes
 

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from lightning_zero.draft import BundleDraft, UnitDraft, draft_units
 from lightning_zero.engine import Engine
-from lightning_zero.memory.dry_run import Step, Stretch, dry_run, skeleton
+from lightning_zero.memory.dry_run import Event, Step, Stretch, dry_run, skeleton
 from lightning_zero.memory.moments import Moment, Pace, moments, without_units
-from lightning_zero.memory.terms import RESTING, StateOf, terms_of_drafts
+from lightning_zero.memory.terms import KINDS, RESTING, StateOf, terms_of_drafts
 from lightning_zero.optim import StateBytes, check_can_be_cut, state_bytes
 from lightning_zero.piece import Piece
 from lightning_zero.plan import RECIPES, Offload
@@ -183,17 +183,26 @@ class Subject:
         resting["gradients"] = grads
         resting["states"] = sum(state_of(p).of(p.numel()) for p in trainable)
         resting["buffers"] = self._buffers
+        if self.module is None:
+            return [Moment("", "rest", {**dict.fromkeys(KINDS, 0), **resting})]
         # Beside the gradients DDP keeps buckets of the same size, which it sends.
-        passing = {"gathered": 0, "unreduced": grads if self.module is not None else 0}
-        found = [
-            Moment(
-                stretch.unit or "",
-                "backward" if stretch.is_backward else "forward",
-                {**resting, **passing, "activations": stretch.activations},
-            )
-            for stretch in (self.stretches(is_cast=False) if self.module is not None else ())
-        ]
-        return [*found, Moment("", "rest", {**resting, **passing, "activations": 0})]
+        still = {**resting, "gathered": 0, "unreduced": grads, "activations": 0}
+        found, held, has_begun = [], grads, False
+        for stretch in self.stretches(is_cast=False):
+            if stretch.is_backward and not has_begun:
+                # The Trainer has just dropped the gradients of the step before.
+                held, has_begun = 0, True
+            instants = []
+            for event in stretch.events:
+                instants.append((held, max(event.before, event.now)))
+                if isinstance(event.subject, int):
+                    held += self._parameters[event.subject].nbytes
+            gradients, activations = max([*instants, (held, stretch.activations)], key=sum)
+            kinds = {**still, "gradients": gradients, "activations": activations}
+            most = {"gradients": held, "activations": stretch.most}
+            phase = "backward" if stretch.is_backward else "forward"
+            found.append(Moment(stretch.unit or "", phase, kinds, at_other_times=most))
+        return [*found, Moment("", "rest", still)]
 
     def _drafts(self, settings: Settings) -> list[UnitDraft]:
         if self.module is not None:
@@ -281,9 +290,9 @@ def _in_order(module: nn.Module, drafts: Sequence[UnitDraft]) -> Iterator[Stretc
     numbers = {id(p): number for number, p in enumerate(module.parameters())}
     *inner, root = drafts
 
-    def events(draft: UnitDraft) -> tuple[int, ...]:
+    def events(draft: UnitDraft) -> tuple[Event, ...]:
         named = (pair for bundle in draft.bundles for pair in bundle.named)
-        return tuple(numbers[id(p)] for _, p in named if p.requires_grad)
+        return tuple(Event(numbers[id(p)]) for _, p in named if p.requires_grad)
 
     yield Stretch(None, False, 0)
     yield from (Stretch(draft.name, False, 0) for draft in inner)

@@ -44,7 +44,7 @@ class BundleTerms:
         members: Its trainable parameters, by their number in the module.
         owned: Those of which this rank has a piece.
         partial: Bytes of whole gradients before they are reduced.
-        target: Bytes of a second gradient shard, into which later microbatches are reduced.
+        target: Bytes of the shard that they are reduced into.
         box: Elements and dtype of what one other rank sends for a reduction.
         num_boxes: How many others send.
     """

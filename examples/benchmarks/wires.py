@@ -1,0 +1,396 @@
+"""Every wire of the package beside torch's own collectives: times, elements sent, the same sums.
+
+    python examples/benchmarks/wires.py                       # gloo, and NCCL where there are GPUs
+    python examples/benchmarks/wires.py --mib 64 --rounds 50 --devices cpu --world 4
+
+``Comm`` takes one of three wires; here is what it chooses by. A size is that of the whole tensor,
+of which each of N ranks has, or wants, a shard of 1/N. Ours, the chosen one marked:
+
+* ``windows``, ``messages``, ``backend``: the package's wires, as ``Comm`` calls them. ``gather``
+  fills the whole tensor from every rank's shard, ``reduce`` writes the sum of this rank's shard.
+
+Torch's, on the default group:
+
+* ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` do the same.
+* ``all_to_all_single + sum`` sends every rank its part, and adds up what has come.
+* ``all_reduce`` and ``broadcast`` leave whole tensors everywhere, as DDP's gradients and buffers.
+
+All processes live through all rounds, rounds are interleaved (A B C A B C), and a round's time is
+the slowest rank's, from a barrier to the use of the result; inputs are written before. Every result
+of every round is compared with what each rank can work out alone: bit for bit, or to rounding where
+a backend adds three summands and more in an order of its own. *Sent* are rank 0's elements as our
+ledger counts them, *through sockets* as the kernel does for all connections of the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import socket
+import statistics
+import struct
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import nan
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from lightning_zero.comm import Comm
+from lightning_zero.layout import ALIGNMENT
+from lightning_zero.ledger import sum_of
+from lightning_zero.wires.wire import sum_into
+
+# torch 2.13 renamed the two and warns about the old names.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is run on one kind of device."""
+
+    device: str = "cpu"
+    world: int = 2
+    mib: tuple[float, ...] = (1, 16, 64)
+    rounds: int = 21
+    warmup: int = 3
+
+    @property
+    def backend(self) -> str:
+        return "nccl" if self.device == "cuda" else "gloo"
+
+
+class Values:
+    """One tensor for each rank, which all ranks know, and what becomes of them.
+
+    Attributes:
+        everybodys: The tensors, whole.
+        own: This rank's.
+        gathered: Every rank's shard of its own tensor.
+        total: The sum of all, added up in the order of the ranks.
+    """
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        # Shards are aligned, as every layout's are.
+        numel = -(-numel // (ALIGNMENT * self.world)) * ALIGNMENT * self.world
+        seeds = [torch.Generator().manual_seed(rank) for rank in range(self.world)]
+        self.everybodys = [torch.randn(numel, generator=seed).to(device) for seed in seeds]
+        self.own = self.everybodys[self.rank]
+        shards = [whole.view(self.world, -1)[r] for r, whole in enumerate(self.everybodys)]
+        self.gathered = torch.cat(shards)
+        self.total = torch.empty_like(self.own)
+        sum_into(self.total, self.everybodys)
+
+    def shard(self, whole: Tensor) -> Tensor:
+        """This rank's."""
+        return whole.view(self.world, -1)[self.rank]
+
+    @property
+    def has_one_order(self) -> bool:
+        """Whether a sum has the same bits, whoever adds up."""
+        return self.world <= 2
+
+
+class Way(NamedTuple):
+    """One way from what the ranks have to what they want.
+
+    ``given`` writes its input and is not timed; ``run`` is, and leaves ``expected`` in ``out``.
+    """
+
+    out: Tensor
+    expected: Tensor
+    run: Callable[[Any], Any]
+    given: Callable[[], Any] = lambda: None
+    comm: Comm | None = None
+    is_exact: bool = True
+
+    def __call__(self) -> float:
+        """Seconds of this rank from a barrier to the use of the result."""
+        self.out.fill_(nan)
+        given = self.given()
+        settle(self.out.device)
+        start = time.perf_counter()
+        self.run(given)
+        if self.out.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    def check(self, name: str) -> None:
+        """Compare the result with what it must be."""
+        tolerance = {"rtol": 0, "atol": 0} if self.is_exact else {"rtol": 1e-5, "atol": 1e-5}
+        if not torch.allclose(self.out, self.expected, **tolerance):
+            worst = float((self.out - self.expected).abs().max())
+            raise RuntimeError(f"{name} is wrong by up to {worst}: its time would say nothing.")
+
+
+def settle(device: torch.device) -> None:
+    """Let everything that was started end, on all ranks."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def our_gather(comm: Comm, values: Values) -> Way:
+    part, out = values.shard(values.own), torch.empty_like(values.own)
+    master = comm.share(part.numel(), part.dtype)
+    master.own.copy_(part)
+
+    def run(_: None) -> None:
+        comm.gather(out, master, unit="", tag=1).wait()
+
+    return Way(out, values.gathered, run, comm=comm)
+
+
+def our_reduce(comm: Comm, values: Values) -> Way:
+    out = torch.empty_like(values.shard(values.own))
+
+    def given() -> Any:
+        buffer = comm.reduce_buffer(values.own.numel(), out.dtype)
+        buffer.tensor.copy_(values.own)
+        return buffer
+
+    def run(buffer: Any) -> None:
+        comm.reduce(buffer, out, unit="", tag=1).wait()
+
+    is_exact = wire_of(comm) != "backend" or values.has_one_order
+    return Way(out, values.shard(values.total), run, given, comm, is_exact)
+
+
+def all_gather_into_tensor(values: Values) -> Way:
+    part, out = values.shard(values.own), torch.empty_like(values.own)
+    return Way(out, values.gathered, lambda _: _all_gather(out, part))
+
+
+def broadcast(values: Values) -> Way:
+    out = torch.empty_like(values.own)
+    first = values.everybodys[0]
+    given = (lambda: out.copy_(first)) if values.rank == 0 else (lambda: None)
+    return Way(out, first, lambda _: dist.broadcast(out, 0), given)
+
+
+def reduce_scatter_tensor(values: Values) -> Way:
+    whole, out = torch.empty_like(values.own), torch.empty_like(values.shard(values.own))
+    return Way(
+        out,
+        values.shard(values.total),
+        lambda _: _reduce_scatter(out, whole),
+        lambda: whole.copy_(values.own),
+        is_exact=values.has_one_order,
+    )
+
+
+def all_to_all_and_sum(values: Values) -> Way:
+    inbox, out = torch.empty_like(values.own), torch.empty_like(values.shard(values.own))
+
+    def run(_: None) -> None:
+        dist.all_to_all_single(inbox, values.own)
+        sum_into(out, list(inbox.view(values.world, -1)))
+
+    return Way(out, values.shard(values.total), run)
+
+
+def all_reduce(values: Values) -> Way:
+    out = torch.empty_like(values.own)
+    return Way(
+        out,
+        values.total,
+        lambda _: dist.all_reduce(out),
+        lambda: out.copy_(values.own),
+        is_exact=values.has_one_order,
+    )
+
+
+GATHERS = {"all_gather_into_tensor": all_gather_into_tensor, "broadcast": broadcast}
+REDUCES = {
+    "all_to_all_single + sum": all_to_all_and_sum,
+    "reduce_scatter_tensor": reduce_scatter_tensor,
+    "all_reduce": all_reduce,
+}
+"""Torch's own ways, beside our two verbs."""
+
+
+def wire_of(comm: Comm) -> str:
+    return type(comm.wire).__name__.lower()
+
+
+def wires(device: torch.device) -> dict[str, Comm]:
+    """A ``Comm`` on each wire that can be had here; the first is on the one it chooses."""
+    found = [Comm(device)]
+    if found[0].wire.reads_peers:
+        found.append(Comm(device, windows=False))
+    if dist.get_backend() == "gloo":
+        found.append(Comm(device, direct=False))
+    return {wire_of(comm): comm for comm in found}
+
+
+def ways(comms: dict[str, Comm], values: Values) -> dict[str, Way]:
+    """Every way of this backend by its name: first those that gather, then those that add up."""
+    return {
+        **{f"{name} gather": our_gather(comm, values) for name, comm in comms.items()},
+        **{name: build(values) for name, build in GATHERS.items()},
+        **{f"{name} reduce": our_reduce(comm, values) for name, comm in comms.items()},
+        **{name: build(values) for name, build in REDUCES.items()},
+    }
+
+
+def traffic(name: str, way: Way) -> dict[str, int | None]:
+    """What one run sends, which is not timed: our ledger's elements, and the sockets'."""
+    noted = way.comm and sum_of(way.comm.ledger.total).elements
+    bytes_before = socket_bytes()
+    way()
+    # Beyond the barrier all has been read, and so has been sent.
+    settle(way.out.device)
+    way.check(name)
+    sent = None if way.comm is None else sum_of(way.comm.ledger.total).elements - noted
+    itemsize = way.out.element_size()
+    on_sockets = None
+    if bytes_before is not None and dist.get_backend() == "gloo":
+        on_sockets = (socket_bytes() - bytes_before) // itemsize
+    return {"sent": sent, "on_sockets": on_sockets}
+
+
+def socket_bytes() -> int | None:
+    """Bytes that this process's TCP connections have sent; ``None`` if the system does not tell."""
+    total = 0
+    try:
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                    total += _sent_on(int(name))
+    except (OSError, AttributeError, struct.error):
+        return None
+    return total
+
+
+def _sent_on(descriptor: int) -> int:
+    with socket.socket(fileno=os.dup(descriptor)) as connection:
+        if connection.family not in (socket.AF_INET, socket.AF_INET6):
+            return 0
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    # tcpi_bytes_sent and tcpi_bytes_retrans of Linux' struct tcp_info.
+    sent, again = struct.unpack_from("=QQ", info, 200)
+    return int(sent - again)
+
+
+def measure(candidates: dict[str, Way], job: Job) -> dict[str, dict[str, Any]]:
+    """Each way's median and range in milliseconds, and its traffic."""
+    rows: dict[str, dict[str, Any]] = {name: traffic(name, way) for name, way in candidates.items()}
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(job.warmup + job.rounds):
+        for name, way in candidates.items():
+            times[name].append(1000 * way())
+            way.check(name)
+    everybodys: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybodys, times)
+    for name, row in rows.items():
+        rounds = list(zip(*(times[name] for times in everybodys), strict=True))
+        slowest = [max(round_) for round_ in rounds[job.warmup :]]
+        row.update(ms=statistics.median(slowest), ms_range=[min(slowest), max(slowest)])
+    return rows
+
+
+def compare(job: Job) -> list[dict[str, Any]]:
+    """The rows of all sizes, on this rank of a process group."""
+    device = torch.device(job.device)
+    comms = wires(device)
+    chosen = next(iter(comms))
+    found = []
+    for mib in job.mib:
+        values = Values(int(mib * 2**20) // 4, device)
+        for name, row in measure(ways(comms, values), job).items():
+            place = {"backend": job.backend, "world": job.world, "mib": mib, "way": name}
+            found.append({**place, **row, "is_chosen": name.split()[0] == chosen})
+        for comm in comms.values():
+            comm.release_scratch()
+            comm.release_windows()
+    for comm in comms.values():
+        comm.leave()
+    return found
+
+
+def work(rank: int, job: Job, folder: str) -> None:
+    """One rank from its start to its end."""
+    torch.set_num_threads(1)
+    if job.device == "cuda":
+        torch.cuda.set_device(rank)
+    store = dist.FileStore(f"{folder}/store", job.world)
+    dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.world)
+    rows = compare(job)
+    if rank == 0:
+        Path(folder, "rows.json").write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+def in_fresh_processes(job: Job) -> list[dict[str, Any]]:
+    """The rows of all sizes."""
+    with tempfile.TemporaryDirectory() as folder:
+        # A server that has imported everything, and done nothing, is forked for each process.
+        mp.set_forkserver_preload(["torch.distributed", "lightning_zero"])
+        mp.start_processes(work, (job, folder), job.world, start_method="forkserver")
+        rows: list[dict[str, Any]] = json.loads(Path(folder, "rows.json").read_text())
+        return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A Markdown table for each backend and size."""
+    lines: list[str] = []
+    headings = [f"{row['backend']}, {row['world']} ranks, {row['mib']:g} MiB" for row in rows]
+    for number, (row, heading) in enumerate(zip(rows, headings, strict=True)):
+        if heading not in headings[:number]:
+            lines += ["", f"| {heading} | ms | range | sent | through sockets |", "|---" * 5 + "|"]
+        low, high = row["ms_range"]
+        lines.append(
+            f"| {row['way']}{' (chosen)' if row['is_chosen'] else ''} | {row['ms']:.2f}"
+            f" | {low:.2f} to {high:.2f}"
+            f" | {_millions(row['sent'])} | {_millions(row['on_sockets'])} |"
+        )
+    return "\n".join(lines[1:])
+
+
+def _millions(elements: int | None) -> str:
+    return "" if elements is None else f"{elements / 1e6:.2f} M"
+
+
+def _machine() -> str:
+    chip = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        chip = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return ", ".join([f"torch {torch.__version__}", chip, f"{os.cpu_count()} cores", *gpus])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    here = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    parser.add_argument("--devices", nargs="+", choices=here, default=here)
+    parser.add_argument("--world", type=int, default=2, help="ranks; no more than GPUs on them")
+    parser.add_argument("--mib", type=float, nargs="+", default=Job.mib, help="whole tensors")
+    parser.add_argument("--rounds", type=int, default=Job.rounds)
+    parser.add_argument("--output", type=Path, help="folder for wires.json")
+    options = parser.parse_args()
+    rows = []
+    for device in options.devices:
+        world = options.world if device == "cpu" else min(options.world, torch.cuda.device_count())
+        rows += in_fresh_processes(Job(device, world, tuple(options.mib), options.rounds))
+    print(f"{time.strftime('%Y-%m-%d')}, {_machine()}, median of {options.rounds} rounds\n")
+    print(table(rows))
+    if options.output is not None:
+        options.output.mkdir(parents=True, exist_ok=True)
+        report = {"machine": _machine(), "rounds": options.rounds, "rows": rows}
+        (options.output / "wires.json").write_text(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()
