@@ -57,19 +57,15 @@ class Buffer:
         self._nbytes = self.tensor.nbytes
 
     @property
-    def is_allocated(self) -> bool:
-        """Whether the buffer has memory."""
-        return self.nbytes == self._nbytes
-
-    @property
     def nbytes(self) -> int:
         """Bytes that the buffer holds now."""
         return min(self.tensor.untyped_storage().nbytes(), self._nbytes)
 
     def allocate(self) -> None:
         """Take memory; the content is undefined."""
-        if not self.is_allocated:
-            self.tensor.untyped_storage().resize_(self._nbytes)
+        storage = self.tensor.untyped_storage()
+        if storage.nbytes() < self._nbytes:
+            storage.resize_(self._nbytes)
 
     def release(self) -> None:
         """Give the memory back; views stay, unreadable until the buffer is filled again."""

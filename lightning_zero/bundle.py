@@ -60,6 +60,8 @@ class Bundle:
             piece.face = GradFace(piece, self.weight.tensor, comm, assemble)
         self._shown = self.weight
         self._is_lent = False
+        # Whether whole weights lie in another storage than the masters.
+        self._has_copies = plan.has_master or plan.gives_weights_back
         self.edits = Edits(self.parameters, self.layout, self.weight)
         self.reducer = Reducer(self.pieces, self.layout, plan, comm)
         base = resting.placeholder(plan.weight.dtype, plan.weight.device)
@@ -114,23 +116,20 @@ class Bundle:
 
     def show_whole(self, *, is_new: bool = True) -> None:
         """Point the parameters at the weights; with ``is_new`` nothing in them is an edit yet."""
-        self._show(self.weight)
+        self._shown, self._is_lent = self.weight, False
+        self._guises.whole.put_on(self.weight.views)
         if is_new:
             self.edits.begin(self.weight)
-
-    def _show(self, whole: Buffer, *, is_lent: bool = False) -> None:
-        self._shown, self._is_lent = whole, is_lent
-        self._guises.show(whole.views)
 
     def show_resting(self) -> None:
         """Point the parameters at placeholders that send every use to the owner."""
         self._shown, self._is_lent = self.weight, False
         self.edits.forget(self.weight)
-        self._guises.rest(self._placeholders)
+        self._guises.resting.put_on(self._placeholders)
 
     def guard(self) -> None:
         """Send every use to the owner, the data staying where it is."""
-        self._guises.guard()
+        self._guises.resting.put_on_alone()
 
     def full(self) -> Buffer:
         """A new buffer with the whole master, gathered now; in the parameters' own dtype."""
@@ -158,7 +157,8 @@ class Bundle:
     def lend(self, *, is_whole: bool) -> Buffer:
         """Point the parameters at whole masters; returns what holds them."""
         lent = self.weight if is_whole and not self.plan.has_master else self.full()
-        self._show(lent, is_lent=True)
+        self._shown, self._is_lent = lent, True
+        self._guises.whole.put_on(lent.views)
         self.edits.begin(lent)
         return lent
 
@@ -176,11 +176,6 @@ class Bundle:
     def edited(self) -> list[int]:
         """Whole parameters whose changes are not in the masters."""
         return self.edits.changed if self._has_copies else self.edits.moved
-
-    @property
-    def _has_copies(self) -> bool:
-        """Whether whole weights lie in another storage than the masters."""
-        return self.plan.has_master or self.plan.gives_weights_back
 
     def expose(self, index: int) -> None:
         """Keep what parameter ``index`` is now, since no version will tell of its changes."""

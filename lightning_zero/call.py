@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -39,14 +39,15 @@ class Call:
         self,
         value: Any,
         *,
-        ended: Callable[[Call], None],
+        ended: Callable[[Call, Any], None],
         leaves_done: Callable[[Call], None],
     ) -> None:
         """Call ``ended`` when the inputs have their gradients.
 
         Args:
             value: The arguments of the call.
-            ended: What to call when the backward of the call has ended.
+            ended: What to call when the backward of the call has ended, with it and what torch
+                tells.
             leaves_done: What to call in its stead if all inputs are leaves. A leaf may be done
                 before the graph behind it is, so by itself it does not tell enough.
         """
@@ -57,9 +58,9 @@ class Call:
         inner = [tensor for tensor in inputs if not tensor.is_leaf]
         if len(inner) == 1:
             # What torch's hook for several tensors would come to, at half the price.
-            inner[0].register_hook(lambda _: ended(self))  # type: ignore[no-untyped-call]
+            inner[0].register_hook(functools.partial(ended, self))  # type: ignore[no-untyped-call]
         elif inner:
-            register_multi_grad_hook(inner, lambda _: ended(self), mode="all")
+            register_multi_grad_hook(inner, functools.partial(ended, self), mode="all")
         else:
             # Torch's hook for several tensors takes no leaves in `torch.autograd.grad`.
             self._watch_leaves(inputs, leaves_done)
@@ -76,18 +77,26 @@ class Call:
             hook = functools.partial(note, number)
             waiting[number] = leaf.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def watch_outputs(self, value: Any, *, began: Callable[[Call], None]) -> bool:
-        """Call ``began`` at the first gradient of an output; whether there can be one."""
-        outputs = [t for t in tensors_in(value) if t.requires_grad and t.grad_fn is not None]
-        if not outputs:
+    def watch_outputs(
+        self, tensors: Iterable[Tensor], *, began: Callable[[Call, Any], None]
+    ) -> bool:
+        """Call ``began`` at the first gradient of an output; whether there can be one.
+
+        Args:
+            tensors: What the call returned.
+            began: What to call, with this call and what torch tells.
+        """
+        watched = [t for t in tensors if t.requires_grad and t.grad_fn is not None]
+        if not watched:
             return False
         # A hook on a view is lost when the view is changed in place; one on its base stays.
-        bases = [tensor._base for tensor in outputs if tensor._base is not None]
-        watched = [*outputs, *(base for base in bases if base.requires_grad)]
+        for base in [tensor._base for tensor in watched]:
+            if base is not None and base.requires_grad:
+                watched.append(base)
         if len(watched) == 1:
-            watched[0].register_hook(lambda _: began(self))  # type: ignore[no-untyped-call]
+            watched[0].register_hook(functools.partial(began, self))  # type: ignore[no-untyped-call]
         else:
-            register_multi_grad_hook(watched, lambda _: began(self), mode="any")
+            register_multi_grad_hook(watched, functools.partial(began, self), mode="any")
         return True
 
 
@@ -96,13 +105,14 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
 
     Called when that one is gone it raises :func:`too_late`.
     """
-    found = weakref.WeakMethod(method)
+    # Not `WeakMethod`, which is Python again, for every event of every unit.
+    found, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
 
     def call(*args: Any) -> None:
         alive = found()
         if alive is None:
             raise too_late()
-        alive(*args)
+        function(alive, *args)
 
     return call
 
@@ -116,9 +126,9 @@ def too_late() -> RuntimeError:
     )
 
 
-def with_grad(value: Any) -> Iterator[Tensor]:
+def with_grad(value: Any) -> list[Tensor]:
     """The tensors inside ``value`` that want a gradient."""
-    return (tensor for tensor in tensors_in(value) if tensor.requires_grad)
+    return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
 
 
 def _inputs(value: Any) -> list[Tensor]:
@@ -129,4 +139,4 @@ def _inputs(value: Any) -> list[Tensor]:
     no tensor is given otherwise.
     """
     given = [t for t in tensors_in(value, within_objects=False) if t.requires_grad]
-    return given or list(with_grad(value))
+    return given or with_grad(value)

@@ -148,7 +148,8 @@ class Comm:
 
         Dtypes may differ: masters are cast on the way.
         """
-        self._note(unit, "gather", whole)
+        sent = shard.own.numel() * (self.world_size - 1)
+        self.ledger.note(unit, "gather", sent, whole.element_size())
         return self.wire.gather(whole, shard, unit=unit, tag=tag)
 
     def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
@@ -160,12 +161,9 @@ class Comm:
 
         ``partial`` (``[world_size * n]``) is given up; ``out`` may have another dtype.
         """
-        self._note(unit, "reduce", partial.tensor)
+        sent = out.numel() * (self.world_size - 1)
+        self.ledger.note(unit, "reduce", sent, partial.tensor.element_size())
         return self.wire.reduce(partial, out, unit=unit, tag=tag)
-
-    def _note(self, unit: str, verb: str, whole: Tensor) -> None:
-        numel = whole.numel() // self.world_size * (self.world_size - 1)
-        self.ledger.note(unit, verb, numel, whole.element_size())
 
     def drop_outgrown_windows(self) -> None:
         """Free reduce buffers that a larger unit outgrew; behind a fence, when all are read."""

@@ -20,6 +20,8 @@ from lightning_zero import resting
 from lightning_zero.buffer import Buffer, lasting_tensors
 from lightning_zero.layout import Layout
 
+_VERSION = Tensor._version.__get__  # type: ignore[attr-defined]
+
 
 class Edits:
     """Watches the parameters that show a buffer.
@@ -44,7 +46,7 @@ class Edits:
         self._exposed = {}
 
     def _now(self) -> list[int]:
-        return [parameter._version for parameter in self._parameters]
+        return list(map(_VERSION, self._parameters))
 
     def expose(self, index: int) -> None:
         """Keep what parameter ``index`` is now, since no version will tell of its changes."""

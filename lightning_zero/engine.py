@@ -77,7 +77,7 @@ class Engine(ShardedModule):
     def __init__(self, module: nn.Module, settings: Settings, comm: Comm | None = None) -> None:
         super().__init__(module, settings, comm or Comm(settings.device))
         self._handles: list[RemovableHandle] = []
-        self._unheard = {unit.index: _places(unit) for unit in self.units}
+        self._unheard = {unit: _places(unit) for unit in self.units}
         self._reduces_always = any(
             bundle.plan.reduces_every_microbatch for unit in self.units for bundle in unit.bundles
         )
@@ -86,7 +86,7 @@ class Engine(ShardedModule):
         self._awaits_backward = False
         self._in_backward = False
         self._last_backward: Unit | None = None
-        self._syncs = True
+        self._syncs = self._reduces_now = True
         self._broadcasts_next = True
         self._keeps_graph = False
         self._was_interrupted = False
@@ -135,7 +135,7 @@ class Engine(ShardedModule):
     def _hook_grads(self, unit: Unit) -> None:
         """Listen for gradients, also of parameters that were unfrozen since last time."""
         frozen = []
-        for bundle, index in self._unheard[unit.index]:
+        for bundle, index in self._unheard.pop(unit, ()):
             parameter = bundle.parameters[index]
             if parameter.requires_grad:
                 hook = functools.partial(self._on_grad, unit, bundle, index)
@@ -143,7 +143,8 @@ class Engine(ShardedModule):
                 self._handles.append(handle)
             else:
                 frozen.append((bundle, index))
-        self._unheard[unit.index] = frozen
+        if frozen:
+            self._unheard[unit] = frozen
 
     # -- the step --------------------------------------------------------------------------------
 
@@ -209,7 +210,8 @@ class Engine(ShardedModule):
         self._close_step()
         for unit in self.units:
             unit.has_run = False
-            # Also of units whose own hooks a compiled graph leaves out.
+        # Also of units whose own hooks a compiled graph leaves out.
+        for unit in list(self._unheard):
             self._hook_grads(unit)
         self._schedules.begin(with_grad=torch.is_grad_enabled())
         self._unshard(self.root)
@@ -228,7 +230,7 @@ class Engine(ShardedModule):
         self._depth = max(self._depth - 1, 0)
         if self._depth or self._in_backward:
             return
-        watched = list(with_grad(outputs)) if torch.is_grad_enabled() else []
+        watched = with_grad(outputs) if torch.is_grad_enabled() else []
         if not watched:
             self._close_step()
             if not self._join.asks:
@@ -258,7 +260,8 @@ class Engine(ShardedModule):
         self._awaits_backward = False
         for unit in self.units:
             unit.is_pinned = False
-            unit.reshard()
+            if unit.state is not State.RESTING:
+                unit.reshard()
 
     def touch(self, parameter: Parameter) -> None:
         """Make a parameter readable outside its unit's forward, or say why it cannot be."""
@@ -291,7 +294,8 @@ class Engine(ShardedModule):
         self._need(unit, is_backward=is_recompute)
         if not torch.is_grad_enabled():
             return
-        self._hook_grads(unit)
+        if unit in self._unheard:
+            self._hook_grads(unit)
         call.watch_inputs(
             [*args, *kwargs.values()],
             ended=self._on_inputs_grad,
@@ -300,15 +304,17 @@ class Engine(ShardedModule):
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         call = unit.calling.pop()
+        outputs = tensors_in(output)
         wants_grad = torch.is_grad_enabled() and call.watch_outputs(
-            output, began=self._on_outputs_grad
+            outputs, began=self._on_outputs_grad
         )
         if _in_graph_task():
             return
-        if sum(unit.keep(tensor) for tensor in tensors_in(output)):
-            # The module gave away a view of its weights, which lives on.
-            unit.is_pinned = True
-        is_next = unit.index in (need.unit for need in self._schedules.now.ahead(1))
+        for tensor in outputs:
+            # The module may have given away a view of its weights, which lives on.
+            unit.is_pinned |= unit.keep(tensor)
+        ahead = self._schedules.now.ahead(1)
+        is_next = bool(ahead) and ahead[0].unit == unit.index
         if is_next or (wants_grad and not self.settings.reshard_after_forward):
             unit.idle()
         else:
@@ -318,7 +324,8 @@ class Engine(ShardedModule):
     def _need(self, unit: Unit, *, is_backward: bool) -> None:
         """Make a unit whole, and start on those that are needed after it."""
         self._schedules.now.record(Need(unit.index, is_backward))
-        self._unshard(unit)
+        if unit.state is State.RESTING:
+            self._unshard(unit)
         before, self._last_backward = self._last_backward, unit if is_backward else None
         if before is None or before is unit or not before.will_be_given_back:
             self._prefetch()
@@ -340,10 +347,6 @@ class Engine(ShardedModule):
 
     # -- backward --------------------------------------------------------------------------------
 
-    @property
-    def _reduces_now(self) -> bool:
-        return self._syncs or self._reduces_always
-
     def _begin_backward(self) -> None:
         if self._in_backward:
             return
@@ -357,6 +360,7 @@ class Engine(ShardedModule):
         self._in_backward = True
         self._last_backward = None
         self._keeps_graph = torch.is_grad_enabled()
+        self._reduces_now = self._syncs or self._reduces_always
         with torch._C.DisableTorchFunctionSubclass():
             for unit in self.units:
                 unit.expect(is_local=not self._reduces_now)
@@ -366,7 +370,7 @@ class Engine(ShardedModule):
         # and a plain `loss.backward()` in user code has nobody else to tell us.
         torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
-    def _before_backward(self, call: Call) -> None:
+    def _before_backward(self, call: Call, _: Any) -> None:
         unit = call.unit
         self._begin_backward()
         unit.in_backward.add(call)
@@ -376,12 +380,12 @@ class Engine(ShardedModule):
             # its own backward will want them.
             unit.is_pinned = True
 
-    def _after_backward(self, call: Call) -> None:
+    def _after_backward(self, call: Call, _: Any = None) -> None:
         unit = call.unit
         if call in unit.calling:
             return  # its forward, which still runs, wants a gradient of its own inputs
         unit.end_call(call)
-        if self._reduces_now:
+        if self._reduces_now and not unit.is_complete:
             self._turns.advance()
         # A unit that is called with its own output begins one backward before it ends another.
         if not unit.in_backward:

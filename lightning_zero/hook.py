@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.eval_frame import skip_code
 
 
@@ -40,13 +41,19 @@ class Hook:
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """What ``function`` says of ``module``; nothing of any other."""
-        is_inlined = torch.compiler.is_dynamo_compiling() and self._is_needless is not None
-        if is_inlined and self._is_needless():  # type: ignore[misc]
-            return None
-        return self._call(module, *args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            is_needless = self._is_needless is not None and self._is_needless()
+            return None if is_needless else self._call(module, *args, **kwargs)
+        if get_eval_frame_callback() is not None:
+            # Between two pieces of compiled code, torch's compiler looks at whatever is called.
+            return self._call(module, *args, **kwargs)
+        if self._function is not None and module is self._module:
+            return self._function(module, *args, **kwargs)
+        return None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """What ``function`` says of ``module``, hidden from torch's compiler."""
         if self._function is not None and module is self._module:
             return self._function(module, *args, **kwargs)
         return None

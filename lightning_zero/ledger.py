@@ -13,17 +13,20 @@ class Sent(NamedTuple):
     bytes: int = 0
     collectives: int = 0
 
-    def plus(self, other: Sent, sign: int = 1) -> Sent:
-        """The sum of both, or with ``sign=-1`` the difference."""
+    def plus(self, other: Sent) -> Sent:
+        """The sum of both."""
         return Sent(
-            self.elements + sign * other.elements,
-            self.bytes + sign * other.bytes,
-            self.collectives + sign * other.collectives,
+            self.elements + other.elements,
+            self.bytes + other.bytes,
+            self.collectives + other.collectives,
         )
 
 
 Traffic = Mapping[tuple[str, str], Sent]
 """What was sent for each unit, by the verb ``"gather"`` (weights) or ``"reduce"`` (gradients)."""
+
+Counts = dict[tuple[str, str, int, int], int]
+"""How often each collective came: by unit, verb, elements and their size in bytes."""
 
 
 class Ledger:
@@ -31,29 +34,45 @@ class Ledger:
 
     Elements are those that any algorithm must send at least: a rank's share ``(N - 1) / N`` of a
     buffer over ``N`` ranks, padding included.
-
-    Attributes:
-        total: Everything since the start.
-        last_step: What was sent between the ends of the last two optimizer steps.
     """
 
     def __init__(self) -> None:
-        self.total: dict[tuple[str, str], Sent] = {}
-        self.last_step: Traffic = {}
-        self._before: dict[tuple[str, str], Sent] = {}
+        # How often each collective came; what all of them sent is added up for those who ask.
+        self._before: Counts = {}
+        self._last: Counts = {}
+        self._now: Counts = {}
 
     def note(self, unit: str, verb: str, elements: int, itemsize: int) -> None:
         """Enter one collective."""
-        sent = Sent(elements, elements * itemsize, 1)
-        self.total[unit, verb] = self.total.get((unit, verb), Sent()).plus(sent)
+        collective = unit, verb, elements, itemsize
+        self._now[collective] = self._now.get(collective, 0) + 1
 
     def end_step(self) -> None:
         """Close the account of a step and open the next."""
-        changes = {
-            key: sent.plus(self._before.get(key, Sent()), -1) for key, sent in self.total.items()
-        }
-        self.last_step = {key: sent for key, sent in changes.items() if sent.collectives}
-        self._before = dict(self.total)
+        self._before = _joined(self._before, self._now)
+        self._last, self._now = self._now, {}
+
+    @property
+    def total(self) -> Traffic:
+        """Everything since the start."""
+        return _sums(_joined(self._before, self._now))
+
+    @property
+    def last_step(self) -> Traffic:
+        """What was sent between the ends of the last two optimizer steps."""
+        return _sums(self._last)
+
+
+def _joined(some: Counts, more: Counts) -> Counts:
+    return {key: some.get(key, 0) + more.get(key, 0) for key in {**some, **more}}
+
+
+def _sums(counts: Counts) -> Traffic:
+    sums: dict[tuple[str, str], Sent] = {}
+    for (unit, verb, elements, itemsize), count in counts.items():
+        sent = Sent(count * elements, count * elements * itemsize, count)
+        sums[unit, verb] = sums.get((unit, verb), Sent()).plus(sent)
+    return sums
 
 
 def sum_of(traffic: Traffic, verb: str | None = None) -> Sent:

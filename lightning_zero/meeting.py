@@ -114,8 +114,7 @@ class Called:
         """
         if self._work is None:
             return
-        with self._meetings.watch.waiting(self._meeting):
-            self._work.wait()
+        self._meetings.watch.wait(self._meeting, [self._work])
         self._work = None
         header = self._message[: 2 * _HEADER]
         if not torch.equal(header[:_HEADER], 255 - header[_HEADER:]):

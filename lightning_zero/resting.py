@@ -438,12 +438,41 @@ def _owner(parameter: Parameter) -> Owner:
     return _ties[id(parameter)].owner
 
 
+class Guise:
+    """A class for each of some parameters, to be put on by turns with another one."""
+
+    def __init__(self, mixin: type, parameters: Sequence[Parameter]) -> None:
+        self._classes = [(p, _class(mixin, type(p))) for p in parameters]
+
+    def put_on(self, data: Sequence[Tensor]) -> None:
+        """Let the parameters be of these classes, and ``data`` their own."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for (parameter, cls), tensor in zip(self._classes, data, strict=True):
+                surface.SET_DATA(parameter, tensor)
+                parameter.__class__ = cls
+
+    def put_on_alone(self) -> None:
+        """Let the parameters be of these classes, their data staying what it is."""
+        for parameter, cls in self._classes:
+            parameter.__class__ = cls
+
+    def take_off(self) -> None:
+        """Let those parameters that are of these classes be ordinary again."""
+        for parameter, cls in self._classes:
+            if type(parameter) is cls:
+                unguard(parameter)
+
+
 class Guises:
     """The classes that parameters of one owner have by turns, made once for all steps.
 
     Args:
         named: The parameters. They are known to be the owner's until :meth:`end`.
         owner: Whoever is told of their uses. It is not kept alive.
+
+    Attributes:
+        resting: Every use of the parameters goes to the owner.
+        whole: The owner is told of every use of their ``data``.
     """
 
     def __init__(self, named: Sequence[tuple[str, Parameter]], owner: Owner) -> None:
@@ -451,36 +480,14 @@ class Guises:
         for parameter in parameters:
             unguard(parameter)
         self._ties = [_tie(parameter, owner, name) for name, parameter in named]
-        self._resting = [(p, _class(Resting, type(p))) for p in parameters]
-        self._whole = [(p, _class(Whole, type(p))) for p in parameters]
-
-    def rest(self, stand_ins: Sequence[Tensor]) -> None:
-        """Put ``stand_ins`` in the place of the parameters' data; every use goes to the owner."""
-        self._put_on(self._resting, stand_ins)
-
-    def show(self, views: Sequence[Tensor]) -> None:
-        """Let the parameters be ``views``; the owner is told of every use of their ``data``."""
-        self._put_on(self._whole, views)
-
-    def guard(self) -> None:
-        """Send every use to the owner, the data staying where it is."""
-        for parameter, cls in self._resting:
-            parameter.__class__ = cls
+        self.resting = Guise(Resting, parameters)
+        self.whole = Guise(Whole, parameters)
 
     def end(self) -> None:
         """Let go of the parameters: readable ones are ordinary again, those at rest stay so."""
         for tie in self._ties:
             tie.end()
-        for parameter, _ in self._whole:
-            if isinstance(parameter, Whole):
-                unguard(parameter)
-
-    @staticmethod
-    def _put_on(guises: list[tuple[Parameter, type[Parameter]]], data: Sequence[Tensor]) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            for (parameter, cls), tensor in zip(guises, data, strict=True):
-                surface.SET_DATA(parameter, tensor)
-                parameter.__class__ = cls
+        self.whole.take_off()
 
 
 def unguard(parameter: Parameter) -> None:

@@ -154,7 +154,7 @@ class ShardedModule(ABC):
         if self.comm.world_size == 1:
             return
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in self.module.buffers():
+        for buffer in _buffers(self.module):
             by_dtype.setdefault(buffer.dtype, []).append(buffer)
         for buffers in by_dtype.values():
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
@@ -313,6 +313,24 @@ class ShardedModule(ABC):
         )
         kinds["buffers"] = sum(buffer.nbytes for buffer in self.module.buffers())
         return kinds
+
+
+def _buffers(module: nn.Module) -> list[Tensor]:
+    """The module's buffers now, in an order that is the same on all ranks.
+
+    Torch's own way through a tree of modules is several generators deep for every module.
+    """
+    buffers: dict[int, Tensor | None] = {}
+    seen: set[nn.Module | None] = {None}
+    left: list[nn.Module | None] = [module]
+    while left:
+        one = left.pop()
+        if one is not None and one not in seen:
+            seen.add(one)
+            left.extend(one._modules.values())
+            for buffer in one._buffers.values():
+                buffers[id(buffer)] = buffer
+    return [buffer for buffer in buffers.values() if buffer is not None]
 
 
 def _owners(module: nn.Module) -> dict[int, nn.Module]:

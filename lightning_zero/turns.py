@@ -65,11 +65,13 @@ class Turns:
 
     def advance(self) -> None:
         """Start the reductions whose turn has come."""
-        left = self._turns_left()
-        while left and (left[0].is_complete or left[0].is_passed or not left[0].has_run):
-            if left[0] is self._units[-1] and not left[0].is_complete:
-                return
+        left = self._left if self._left is not None else self._turns_left()
+        while left and (left[0].is_complete or self._is_over(left[0])):
             self._reduce(left.pop(0))
+
+    def _is_over(self, unit: Unit) -> bool:
+        """Whether no further gradient of ``unit`` is expected, though some are missing."""
+        return unit is not self._units[-1] and (unit.is_passed or not unit.has_run)
 
     def _turns_left(self) -> list[Unit]:
         if self._left is None:

@@ -62,6 +62,7 @@ class Unit:
         in_backward: The calls whose backward has begun and not ended.
         is_trainable: Whether every parameter wants a gradient in this backward pass.
         wants_grads: Whether any does.
+        is_complete: Whether all that want a gradient got one in this backward pass.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Unit:
         self._finishes: list[Callable[[], None]] = []
         self._num_missing = 0
         self.is_trainable = self.wants_grads = False
+        self.is_complete = True
         self.label = name or "root"
         self.gives_weights_back = any(bundle.plan.gives_weights_back for bundle in self.bundles)
         # Numbers that no bundle of another unit has; a unit has under 16.
@@ -149,27 +151,29 @@ class Unit:
         for bundle in self.bundles:
             bundle.guard()
 
+    @span("unshard")
     def _gather(self, *, only_stepped: bool = False) -> None:
-        with span(f"zero.unshard {self.label}"):
-            self._works = [
-                bundle.gather(self.label, tag)
-                for tag, bundle in self._tagged
-                if not only_stepped or bundle.may_be_stepped
-            ]
-            self.state = State.IN_FLIGHT
+        self._works = [
+            bundle.gather(self.label, tag)
+            for tag, bundle in self._tagged
+            if not only_stepped or bundle.may_be_stepped
+        ]
+        self.state = State.IN_FLIGHT
 
     def wait(self) -> None:
         """Make the weights readable; they must be whole or on their way."""
-        if self.state is State.WHOLE:
-            if self._is_idle:
-                self._is_idle = False
-                for bundle in self.bundles:
-                    bundle.show_whole(is_new=False)
-            return
+        if self.state is not State.WHOLE:
+            self._arrive()
+        elif self._is_idle:
+            self._is_idle = False
+            for bundle in self.bundles:
+                bundle.show_whole(is_new=False)
+
+    @span("wait")
+    def _arrive(self) -> None:
         assert self.state is State.IN_FLIGHT, f"{self.label} is waited for but was not unsharded"
-        with span(f"zero.wait {self.label}"):
-            for work in self._works:
-                work.wait()
+        for work in self._works:
+            work.wait()
         self._works = []
         for bundle in self.bundles:
             bundle.show_whole()
@@ -186,7 +190,10 @@ class Unit:
 
     def keep_edits(self) -> None:
         """Let the masters follow what users changed in whole weights, on all ranks."""
-        if self.state is not State.WHOLE or not any(bundle.edited for bundle in self.bundles):
+        if self.state is not State.WHOLE:
+            return
+        edited = [bundle for bundle in self.bundles if bundle.edited]
+        if not edited:
             return
         comm = self.bundles[0].comm
         comm.fence(Subject.EDIT)
@@ -206,12 +213,16 @@ class Unit:
         if self.state is State.RESTING or self.is_pinned or not self.gives_weights_back:
             return
         self._is_idle = False
-        self.wait()
+        if self.state is State.IN_FLIGHT:
+            self.wait()
         self.keep_edits()
-        with span(f"zero.reshard {self.label}"):
-            for bundle in self.bundles:
-                bundle.show_resting()
-                bundle.weight.release()
+        self._release()
+
+    @span("reshard")
+    def _release(self) -> None:
+        for bundle in self.bundles:
+            bundle.show_resting()
+            bundle.weight.release()
         self.state = State.RESTING
 
     def wait_if_in_flight(self) -> None:
@@ -273,7 +284,7 @@ class Unit:
     @property
     def has_arrivals(self) -> bool:
         """Whether a gradient arrived that is not reduced yet."""
-        return any(any(bundle.reducer.filled) for bundle in self.bundles)
+        return True in [True in bundle.reducer.filled for bundle in self.bundles]
 
     def expect(self, *, is_local: bool) -> None:
         """Begin a backward pass: make room for gradients, and note how many are wanted."""
@@ -281,6 +292,7 @@ class Unit:
             bundle.reducer.expect(is_local=is_local)
         wants = [p.requires_grad for bundle in self.bundles for p in bundle.parameters]
         self._num_missing = sum(wants)
+        self.is_complete = not self._num_missing
         self.is_trainable, self.wants_grads = all(wants), any(wants)
 
     def show_local_grads(self) -> None:
@@ -308,28 +320,26 @@ class Unit:
         """Take in a gradient that autograd just finished; whether it was the last one wanted."""
         self._num_missing -= not reducer.arrived[index]
         reducer.take(index, grad)
-        return self._num_missing == 0
+        self.is_complete = not self._num_missing
+        return self.is_complete
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every parameter that wants a gradient got one in this backward pass."""
-        return self._num_missing == 0
-
+    @span("reduce")
     def reduce(self) -> None:
         """Start to average the gradients that arrived over the ranks."""
         self.finish_reduce()
-        with span(f"zero.reduce {self.label}"):
-            self._finishes = [
-                bundle.reducer.reduce(self.label, tag)
-                for tag, bundle in self._tagged
-                if any(parameter.requires_grad for parameter in bundle.parameters)
-            ]
+        self._finishes = [
+            bundle.reducer.reduce(self.label, tag)
+            for tag, bundle in self._tagged
+            if True in [parameter.requires_grad for parameter in bundle.parameters]
+        ]
 
     def finish_reduce(self) -> None:
         """End the reductions that were started."""
-        if not self._finishes:
-            return
-        with span(f"zero.finish_reduce {self.label}"):
-            finishes, self._finishes = self._finishes, []
-            for finish in finishes:
-                finish()
+        if self._finishes:
+            self._finish_reduce()
+
+    @span("finish_reduce")
+    def _finish_reduce(self) -> None:
+        finishes, self._finishes = self._finishes, []
+        for finish in finishes:
+            finish()

@@ -55,6 +55,7 @@ class Window:
         with lasting_tensors():
             self._memory = torch.from_file(path, shared=True, size=self._size, dtype=torch.uint8)
             self.readers = self._memory[address.capacity :].view(torch.int64)
+        self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     @classmethod
     def create(cls, capacity: int, world_size: int) -> Window:
@@ -82,17 +83,22 @@ class Window:
         """Bytes of data."""
         return self.address.capacity
 
-    def view(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """The first ``numel`` elements."""
-        num_bytes = numel * dtype.itemsize
-        self.touched_bytes = max(self.touched_bytes, num_bytes)
-        with lasting_tensors():
-            return self._memory[:num_bytes].view(dtype)
+    def view(self, numel: int, dtype: torch.dtype, *, start: int = 0) -> Tensor:
+        """``numel`` elements from ``start`` on; the same tensor whenever they are asked for."""
+        view = self._views.get((start, numel, dtype))
+        if view is None:
+            first, stop = start * dtype.itemsize, (start + numel) * dtype.itemsize
+            self.touched_bytes = max(self.touched_bytes, stop)
+            with lasting_tensors():
+                view = self._memory[first:stop].view(dtype)
+            self._views[start, numel, dtype] = view
+        return view
 
     def is_read_by_all(self, owner: int) -> bool:
         """Whether every rank but ``owner`` has read all publications."""
         readers = self.readers.tolist()
-        return all(seen == self.num_published for rank, seen in enumerate(readers) if rank != owner)
+        del readers[owner]
+        return readers.count(self.num_published) == len(readers)
 
 
 def _is_window(path: str) -> bool:

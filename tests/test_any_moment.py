@@ -703,7 +703,8 @@ def test_every_method_that_returns_views_is_watched() -> None:
     parameter = Parameter(torch.ones(4, 4, 2))
     storage = parameter.untyped_storage().data_ptr()
     owner: Any = _GivesBack()
-    resting.Guises([("weight", parameter)], owner).show([parameter.data])
+    guises = resting.Guises([("weight", parameter)], owner)
+    guises.whole.put_on([parameter.data])
     watched, missed = set(), set()
     for name in sorted(set(dir(Tensor)) - NO_VIEWS):
         for result in _results(parameter, name):

@@ -381,17 +381,34 @@ class Stack(nn.Sequential):
     """Layers that are one unit."""
 
 
-def _calls(num_units: int, num_layers: int, stage: int) -> int:
-    """Calls of the package's functions in a step that has warmed up."""
+class Calls(NamedTuple):
+    """How many functions are called: the package's, and all that Python runs."""
+
+    own: float
+    all: float
+
+    def minus(self, other: Calls, times: float = 1) -> Calls:
+        """What is left without ``other``."""
+        return Calls(self.own - times * other.own, self.all - times * other.all)
+
+    def over(self, number: int) -> Calls:
+        """The same for one of so many."""
+        return Calls(self.own / number, self.all / number)
+
+
+def _calls(num_units: int, num_layers: int, stage: int) -> Calls:
+    """Calls in a step that has warmed up."""
     layers = [[nn.Linear(WIDTH, WIDTH) for _ in range(num_layers)] for _ in range(num_units)]
     model = nn.Sequential(*(Stack(*stack) for stack in layers), nn.Linear(WIDTH, WIDTH))
     job = Job(model, units=[Stack], stage=stage)
     package = lightning_zero.__path__[0]
-    calls = 0
+    own = everything = 0
 
     def count(frame: Any, event: str, _: Any) -> None:
-        nonlocal calls
-        calls += event == "call" and frame.f_code.co_filename.startswith(package)
+        nonlocal own, everything
+        if event == "call":
+            everything += 1
+            own += frame.f_code.co_filename.startswith(package)
 
     for _ in range(3):
         job.step()
@@ -404,18 +421,19 @@ def _calls(num_units: int, num_layers: int, stage: int) -> int:
         sys.setprofile(None)
         gc.enable()
     job.engine.close()
-    return calls
+    return Calls(own, everything)
 
 
-@pytest.mark.parametrize(
-    ("stage", "per_unit", "per_parameter"), [(1, 200, 12), (2, 200, 12), (3, 255, 12)]
-)
-def test_python_per_unit_is_bounded(stage: int, per_unit: int, per_parameter: int) -> None:
+@pytest.mark.parametrize(("stage", "per_unit"), [(1, 145), (2, 145), (3, 180)])
+def test_python_per_unit_is_bounded(stage: int, per_unit: int) -> None:
+    """What a unit costs in a whole step, beside what its parameters cost."""
     few, more, larger = (_calls(*how, stage) for how in ((2, 1), (6, 1), (6, 5)))
-    in_a_parameter = (larger - more) / (6 * 8)
-    in_a_unit = (more - few) / 4 - 2 * in_a_parameter
-    assert in_a_unit <= per_unit
-    assert in_a_parameter <= per_parameter
+    in_a_parameter = larger.minus(more).over(6 * 8)
+    in_a_unit = more.minus(few).over(4).minus(in_a_parameter, times=2)
+    assert in_a_unit.own <= per_unit
+    # Torch's own functions too, of which a plain step of such a unit calls some ten.
+    assert in_a_unit.all <= per_unit + 40
+    assert in_a_parameter.own <= 12
 
 
 def test_a_profile_reads_like_the_source() -> None:

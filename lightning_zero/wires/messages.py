@@ -8,7 +8,8 @@ so two ranks that disagree about the order of units never mix their data.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,26 +44,25 @@ class Messages(Wire):
 
     @override
     def gather(self, whole: Tensor, shard: Shared, *, unit: str, tag: int) -> Work:
-        parts = whole.view(self.world_size, -1)
+        parts = whole.chunk(self.world_size)
         own = parts[self.rank]
         copy(own, shard.own)
         meeting = self.watch.begin(weights_of(unit))
         if not whole.numel():
             return Arrived()
-        receives = [dist.irecv(parts[peer], peer, tag=4 * tag) for peer in self.sources]
-        sends = [dist.isend(own, peer, tag=4 * tag) for peer in self.targets]
-        return Pending(self.watch, meeting, started(receives, sends))
+        receives = {peer: parts[peer] for peer in self.sources}
+        works = start(receives, dict.fromkeys(self.targets, own), 4 * tag)
+        return Pending(self.watch, meeting, works)
 
     @override
     def reduce(self, partial: ReduceBuffer, out: Tensor, *, unit: str, tag: int) -> Work:
-        parts = list(partial.tensor.view(self.world_size, -1))
+        parts = partial.tensor.chunk(self.world_size)
         own = parts[self.rank]
         inbox = {peer: self._borrow(own) for peer in self.sources}
         meeting = self.watch.begin(gradients_of(unit))
         if not own.numel():
             return Arrived()
-        receives = [dist.irecv(box, peer, tag=4 * tag + 1) for peer, box in inbox.items()]
-        sends = [dist.isend(parts[peer], peer, tag=4 * tag + 1) for peer in self.targets]
+        works = start(inbox, {peer: parts[peer] for peer in self.targets}, 4 * tag + 1)
 
         def add_up() -> None:
             # In the order of the ranks, so that every stage and every rank gets the same bits.
@@ -70,7 +70,7 @@ class Messages(Wire):
             for box in inbox.values():
                 self._give_back(box)
 
-        return Pending(self.watch, meeting, started(receives, sends), add_up)
+        return Pending(self.watch, meeting, works, add_up)
 
     def _borrow(self, like: Tensor) -> Tensor:
         self._lent_bytes += like.nbytes
@@ -93,6 +93,11 @@ class Messages(Wire):
         return boxes + self._lent_bytes
 
 
-def started(*works: Sequence[Work | None]) -> list[Work]:
-    """Those works that there is something to wait for."""
-    return [work for group in works for work in group if work is not None]
+def start(receives: Mapping[int, Tensor], sends: Mapping[int, Tensor], tag: int) -> list[Work]:
+    """Start to receive from and to send to peers, by their ranks."""
+    # Not `irecv` and `isend`, whose checks take longer than the messages of a small unit.
+    group: Any = dist.group.WORLD
+    return [
+        *[group.recv([tensor], peer, tag) for peer, tensor in receives.items()],
+        *[group.send([tensor], peer, tag) for peer, tensor in sends.items()],
+    ]

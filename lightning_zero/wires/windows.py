@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_zero.meeting import Meetings, Subject
 from lightning_zero.window import Address, Window, are_supported
-from lightning_zero.wires.messages import Messages, started
+from lightning_zero.wires.messages import Messages, start
 from lightning_zero.wires.wire import (
     Arrived,
     Pending,
@@ -70,7 +70,7 @@ class Windows(Messages):
     def gather(self, whole: Tensor, shard: Shared, *, unit: str, tag: int) -> Work:
         if shard.everybodys is None:
             return super().gather(whole, shard, unit=unit, tag=tag)
-        for part, source in zip(whole.view(self.world_size, -1), shard.everybodys, strict=True):
+        for part, source in zip(whole.chunk(self.world_size), shard.everybodys, strict=True):
             copy(part, source)
         return Arrived()
 
@@ -89,20 +89,19 @@ class Windows(Messages):
     @override
     def reduce(self, partial: ReduceBuffer, out: Tensor, *, unit: str, tag: int) -> Work:
         """Tell peers where the buffer is; when theirs are full, sum over them and say so."""
-        own, numel, dtype = partial.window, partial.tensor.numel(), partial.tensor.dtype
+        own, dtype, part = partial.window, partial.tensor.dtype, out.numel()
         assert own is not None
         own.num_published += 1
         mine = torch.tensor([*own.address, own.num_published], device="cpu")
         theirs = {peer: torch.empty_like(mine) for peer in self.sources}
         meeting = self.watch.begin(gradients_of(unit))
-        receives = [dist.irecv(box, peer, tag=4 * tag + 2) for peer, box in theirs.items()]
-        sends = [dist.isend(mine, peer, tag=4 * tag + 2) for peer in self.targets]
+        works = start(theirs, dict.fromkeys(self.targets, mine), 4 * tag + 2)
 
         def add_up() -> None:
             tokens = {peer: box.tolist() for peer, box in theirs.items()}
             windows = {peer: self._peer(Address(*t[:-1])) for peer, t in tokens.items()}
             summands = [
-                windows.get(rank, own).view(numel, dtype).view(self.world_size, -1)[self.rank]
+                windows.get(rank, own).view(part, dtype, start=self.rank * part)
                 for rank in range(self.world_size)
             ]
             sum_into(out, summands)
@@ -110,7 +109,7 @@ class Windows(Messages):
                 window.readers[self.rank] = tokens[peer][-1]
             self._free.append(own)
 
-        return Pending(self.watch, meeting, started(receives, sends), add_up)
+        return Pending(self.watch, meeting, works, add_up)
 
     def _peer(self, address: Address) -> Window:
         if address not in self._peers:

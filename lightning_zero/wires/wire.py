@@ -46,9 +46,7 @@ class Pending:
 
     def wait(self) -> None:
         """Return when all have arrived and what follows is done."""
-        with self._watch.waiting(self._meeting):
-            for work in self._works:
-                work.wait()
+        self._watch.wait(self._meeting, self._works)
         if self._finish is not None:
             self._finish()
 
@@ -151,9 +149,8 @@ def gradients_of(unit: str) -> str:
     return f"the gradients of {unit}"
 
 
-@torch.no_grad()
 def sum_into(out: Tensor, summands: list[Tensor]) -> None:
-    """Write the sum to ``out``, added up in the order of the list."""
+    """Write the sum to ``out``, added up in the order of the list; none wants a gradient."""
     first, *rest = summands
     if rest and first.dtype == out.dtype:
         torch.add(first, rest.pop(0), out=out)
@@ -163,8 +160,10 @@ def sum_into(out: Tensor, summands: list[Tensor]) -> None:
         out.add_(summand)
 
 
-@torch.no_grad()
 def copy(out: Tensor, source: Tensor) -> None:
-    """Write ``source`` to ``out``, which may have another dtype, unless it lies there already."""
+    """Write ``source`` to ``out``, which may have another dtype, unless it lies there already.
+
+    Neither wants a gradient. To turn gradients off would cost more than the copy of a small unit.
+    """
     if out.data_ptr() != source.data_ptr():
         out.copy_(source)
