@@ -83,6 +83,9 @@ class Engine(ShardedModule):
         )
         self._schedules = Schedules()
         self._depth = 0
+        # The depth's sign: torch's compiler would make the code anew for every depth.
+        self._is_inside = False
+        self._is_called = False
         self._awaits_backward = False
         self._in_backward = False
         self._last_backward: Unit | None = None
@@ -121,10 +124,9 @@ class Engine(ShardedModule):
             if any(module is unit.module for unit in self.units[:-1]):
                 continue
             needless = functools.partial(_needs_nothing, self.root)
-            enter, leave = (
-                Hook(module, function, needless)
-                for function in (self._enter_root, self._leave_root)
-            )
+            is_root = module is self.module
+            enter = Hook(module, self._enter_root, self._needs_no_entry if is_root else needless)
+            leave = Hook(module, self._leave_root, self._needs_no_exit if is_root else needless)
             self._handles += [
                 module.register_forward_pre_hook(enter, prepend=True),
                 module.register_forward_hook(leave, always_call=True),
@@ -193,16 +195,28 @@ class Engine(ShardedModule):
 
     def _enter_root(self, module: nn.Module, args: Any) -> None:
         # What DDP does for a call of the module itself, it does not for one of a child in a hook.
-        self._enter(broadcasts=module is self.module)
+        is_root = module is self.module
+        self._enter(broadcasts=is_root)
+        self._is_called |= is_root
 
     def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._is_called &= module is not self.module
         self._leave(output)
+
+    def _needs_no_entry(self) -> bool:
+        """Whether a compiled graph may hold a call of the module: a step has been entered."""
+        return self._is_inside and _needs_nothing(self.root)
+
+    def _needs_no_exit(self) -> bool:
+        """Whether the call that a compiled graph ends began in one."""
+        return not self._is_called and _needs_nothing(self.root)
 
     def _enter(self, *, broadcasts: bool = True) -> None:
         if self._in_backward and not _in_graph_task():
             # An exception ended the backward pass, and nobody told us.
             self.reset()
         self._depth += 1
+        self._is_inside = True
         if self._depth > 1 or self._in_backward:
             return
         self._was_interrupted = False
@@ -228,6 +242,7 @@ class Engine(ShardedModule):
 
     def _leave(self, outputs: Any) -> None:
         self._depth = max(self._depth - 1, 0)
+        self._is_inside = self._depth > 0
         if self._depth or self._in_backward:
             return
         watched = with_grad(outputs) if torch.is_grad_enabled() else []
@@ -471,6 +486,7 @@ class Engine(ShardedModule):
     def reset(self) -> None:
         """Forget a step that an exception ended; the next one starts clean."""
         self._depth = 0
+        self._is_inside = self._is_called = False
         self._in_backward = self._keeps_graph = False
         self._join.abandon()
         self._comparison.abandon()

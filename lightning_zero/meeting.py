@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.groups import give_up_devices, group_for
+from lightning_zero.span import unseen
 from lightning_zero.watch import Watch, parted
 
 
@@ -102,9 +103,10 @@ class Called:
         if flags is not None:
             self._message[2 * _HEADER : 2 * _HEADER + num_flags] = flags
         self._meeting = meetings.watch.begin(subject.value)
-        self._work = dist.all_reduce(
-            self._message, dist.ReduceOp.MAX, group=meetings.group, async_op=True
-        )
+        with unseen():
+            self._work = dist.all_reduce(
+                self._message, dist.ReduceOp.MAX, group=meetings.group, async_op=True
+            )
 
     def wait(self) -> None:
         """Return when all have come.

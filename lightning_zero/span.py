@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -14,6 +15,26 @@ class Labelled(Protocol):
     """Whatever has a name to show."""
 
     label: str
+
+
+def unseen() -> contextlib.AbstractContextManager[object]:
+    """A context in which what is started may end after a profiler that listens now has stopped.
+
+    Torch's works write the end of their own range when they are waited for, to memory that the
+    profiler has freed by then: the process dies, at once or later. So they get none; the range of
+    the verb that starts them stays.
+    """
+    return _without_ranges() if torch.autograd._profiler_enabled() else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _without_ranges() -> Iterator[None]:
+    # Private: torch has no public way to say so.
+    torch.autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch.autograd._enable_record_function(True)
 
 
 Owner = TypeVar("Owner", bound=Labelled)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from lightning_zero.engine import Engine
+from lightning_zero.settings import Settings
 from tests.projects import Regression, Run, assert_like_ddp, fit, rows, under_all
 from tests.ranks import Pools
 
@@ -190,3 +194,67 @@ def _recompiles(stage: int) -> int:
 def test_blocks_are_compiled_once(ranks: Pools) -> None:
     """The hooks around a unit neither break its graph nor compile it anew."""
     assert ranks(2).run(_recompiles, 3) == ranks(2).run(_recompiles, "ddp")
+
+
+class _Normed(nn.Sequential):
+    """Buffers that every rank changes in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+
+
+def _loop(stage: int | None, *, compiles: bool = True, in_step: bool = False) -> dict[str, Any]:
+    """A loop without a Trainer over a model that is compiled as a whole: what it comes to."""
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    torch.manual_seed(0)
+    model = nn.Sequential(_Normed(), _Normed(), nn.Linear(4, 1))
+    engine = stage and Engine(model, Settings(stage=stage, units={_Normed}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if engine:
+        engine.adopt(optimizer)
+    call = torch.compile(model, backend="eager") if compiles else model
+    buffers, losses = [], []
+    torch.manual_seed(dist.get_rank())
+    for number in range(6):
+        # The first calls come before any step of the optimizer: the weights have been there always.
+        with engine.step() if engine and in_step else contextlib.nullcontext():
+            loss = call(torch.randn(8, 4)).square().mean()
+        losses.append(loss.item())
+        loss.backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        buffers.append([buffer.clone() for buffer in model.buffers()])
+    if engine:
+        engine.close()
+    return {
+        "losses": losses,
+        "buffers": buffers,
+        "graphs": counters["stats"].get("unique_graphs", 0),
+        "captured": counters["stats"].get("calls_captured", 0),
+        "breaks": sum(counters["graph_break"].values()),
+    }
+
+
+def _loops(stage: int) -> list[dict[str, Any]]:
+    return [
+        _loop(stage, compiles=False),
+        _loop(stage),
+        _loop(stage, in_step=True),
+        _loop(None),
+    ]
+
+
+def test_a_compiled_model_enters_its_steps_without_a_trainer(ranks: Pools) -> None:
+    """Its buffers are rank 0's at every call, and its graph is still one and the same."""
+    for stage in (1, 2):
+        for expected, called, stepped, plain in ranks(2).run(_loops, stage, timeout=120):
+            assert called["losses"] == expected["losses"]
+            torch.testing.assert_close(called["buffers"], expected["buffers"], rtol=0, atol=0)
+            assert stepped["losses"] == expected["losses"]
+            for counted in (called, stepped):
+                assert counted["graphs"] == plain["graphs"] == 1
+                assert counted["captured"] == plain["captured"]
+            assert (stepped["breaks"], plain["breaks"]) == (0, 0)

@@ -17,6 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_zero.meeting import Meetings
+from lightning_zero.span import unseen
 from lightning_zero.wires.wire import (
     Arrived,
     Pending,
@@ -51,7 +52,8 @@ class Messages(Wire):
         if not whole.numel():
             return Arrived()
         receives = {peer: parts[peer] for peer in self.sources}
-        works = start(receives, dict.fromkeys(self.targets, own), 4 * tag)
+        with unseen():
+            works = start(receives, dict.fromkeys(self.targets, own), 4 * tag)
         return Pending(self.watch, meeting, works)
 
     @override
