@@ -433,7 +433,7 @@ def test_python_per_unit_is_bounded(stage: int, per_unit: int) -> None:
     in_a_unit = more.minus(few).over(4).minus(in_a_parameter, times=2)
     assert in_a_unit.own <= per_unit
     # Torch's own functions too, of which a plain step of such a unit calls some ten.
-    assert in_a_unit.all <= per_unit + 40
+    assert in_a_unit.all <= per_unit + 45
     assert in_a_parameter.own <= 12
 
 
