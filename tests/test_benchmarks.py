@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import re
 import sys
+from math import nan
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,8 +33,10 @@ ROOT_SIZES = [VOCABULARY * DIM, LENGTH * DIM, DIM, DIM, VOCABULARY * DIM]
 
 
 def load(name: str) -> Any:
-    """A benchmark as a module."""
+    """A benchmark as a module, which finds its neighbours as when it is run."""
     path = ROOT / "examples" / "benchmarks" / f"{name}.py"
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(f"benchmark_{name}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -65,14 +69,26 @@ def test_contenders_side_by_side(tmp_path: Path) -> None:
     measured = report["rows"]
     assert list(measured) == names
     assert measured["ddp"]["ratio_range"] == [1.0, 1.0]
+    assert all(len(row["seconds_by_round"]) == 1 for row in measured.values())
     base = measured["ddp"]["loss"]
     assert all(row["loss"] == pytest.approx(base, rel=1e-4) for row in measured.values())
     # Stage 3 gathers all but the root and the last block twice.
     once, again = held(2), (LAYERS - 1) * padded(BLOCK, 2) // 2
     assert measured["zero1"]["sent"] == 2 * once
     assert measured["zero3"]["sent"] == 2 * once + again
+    for name in ("zero1", "zero3"):
+        # What the kernel counts, where it does, are our messages, their heads and small talk.
+        sent = measured[name]["sent"] * 4
+        assert sent <= measured[name].get("socket_bytes", sent) < 1.1 * sent
     assert measured["zero3"]["bytes"]["weights"] == 4 * once
     assert measured["zero1"]["bytes"]["weights"] == 8 * once
+    numel = LAYERS * sum(BLOCK) + sum(ROOT_SIZES)
+    of_ddp = {"weights": 4 * numel, "master": 0, "gradients": 4 * numel}
+    assert measured["ddp"]["bytes"].items() >= of_ddp.items()
+    assert 8 * numel < measured["ddp"]["bytes"]["states"] < 8.1 * numel
+    # Every dimension is even: FSDP2 pads nothing.
+    of_fsdp2 = {kind: nbytes // 2 for kind, nbytes in of_ddp.items()}
+    assert measured["fsdp2"]["bytes"].items() >= of_fsdp2.items()
     # DDP's whole gradients and their buckets; of ours a shard and at least one unit beside it.
     whole = 4 * (LAYERS * sum(BLOCK) + sum(ROOT_SIZES)) / 2**20
     least = {"ddp": 2 * whole, "zero1": whole / 2, "zero3": whole / 2, "fsdp2": whole / 2}
@@ -107,12 +123,14 @@ def predicted_peak(stage: int) -> float:
 
 @pytest.fixture
 def compare(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The benchmark, with answers in place of processes; ``wrong`` ends at another loss."""
+    """The benchmark, with answers in place of processes; some contenders end at another loss."""
     module = load("compare")
     answer = {"seconds": 1.0, "peak_mib": 1.0, "trainer_peak_mib": 1.0}
+    others = {"zero3": itertools.repeat(4.002), "zero2": iter([4.1, 4.0, 4.0])}
+    others["fsdp1"] = itertools.repeat(nan)
 
     def answers(worker: Any, name: str, job: Any) -> dict[str, Any]:
-        return {**answer, "loss": 4.002 if name == "zero3" else 4.0}
+        return {**answer, "loss": next(others[name]) if name in others else 4.0}
 
     monkeypatch.setattr(module, "_in_fresh_processes", answers)
     return module
@@ -121,8 +139,13 @@ def compare(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_wrong_loss_is_not_compared(compare: Any) -> None:
     job = compare.Job()
     assert list(compare.compare(["ddp", "fsdp2"], job, 2)) == ["ddp", "fsdp2"]
-    with pytest.raises(RuntimeError, match=r"zero3 ends at loss 4.002, the first contender at 4.0"):
+    with pytest.raises(RuntimeError, match=r"zero3 ends at loss 4.002, ddp at 4.0"):
         compare.compare(["ddp", "zero3"], job, 1)
+    with pytest.raises(RuntimeError, match=r"fsdp1 ends at loss nan, ddp at 4.0"):
+        compare.compare(["no traffic", "ddp", "fsdp1"], job, 1)
+    # Of the first of two rounds.
+    with pytest.raises(RuntimeError, match=r"zero2 ends at loss 4.1"):
+        compare.compare(["ddp", "zero2"], job, 2)
     # Without the wire losses mean nothing; in bf16 they agree to fewer digits.
     for other in (compare.Job(fake_world=8), compare.Job(precision="bf16-mixed")):
         assert compare.compare(["ddp", "zero3"], other, 1)["zero3"]["ratio"] == 1.0
@@ -157,6 +180,20 @@ def test_a_device_is_timed_without_waiting_for_it(monkeypatch: pytest.MonkeyPatc
     assert done == ["step", "wait", "step", "mark", "step", "mark", "step", "mark", "wait"]
     assert times == [1.0, 1.0]
     assert loss == 7
+
+
+def test_fake_ranks_cannot_do_everything(
+    compare: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare.default_names(compare.Job())[0] == "ddp"
+    names = compare.default_names(compare.Job(fake_world=8))
+    assert names[0] == "no traffic"
+    assert set(compare.CONTENDERS) - set(names) == {"ddp", "zero redundancy"}
+    monkeypatch.setattr(sys, "argv", ["compare.py", "--fake-world", "8", "--only", "zero3", "ddp"])
+    with pytest.raises(SystemExit):
+        compare.main()
+    said = capsys.readouterr().err
+    assert "ddp needs real ranks, got --fake-world: leave it out of --only." in said
 
 
 @pytest.mark.parametrize("world", [8, 64])

@@ -5,13 +5,19 @@
     python examples/benchmarks/compare.py --device cuda --fake-world 64 --only zero3 fsdp2
 
 Every contender runs in fresh processes. Rounds are interleaved (A B C A B C), and each round's step
-times are divided by DDP's of the same round, so a machine that drifts cancels out. On CUDA the host
-runs ahead of the device, as in training, and a step is timed on the device. Memory and traffic come
-from separate runs that are not timed. A contender whose losses differ from DDP's is not compared.
+times are divided by the first contender's, DDP's, of the same round, so a machine that drifts
+cancels out. On CUDA the host runs ahead of the device, as in training, and a step is timed on the
+device. Memory and traffic come from separate runs that are not timed. A contender that ends a round
+at another loss than DDP is not compared.
+
+*Sent* are the elements of our ledger, *through sockets* what the kernel has counted for everyone, a
+step's, where ranks talk through gloo. Both are without windows, which send nothing. *Page faults*
+are a step's too, of those that follow the timed ones.
 
 ``--fake-world N`` runs rank 0 of N alone, with torch's fake collectives: memory and the overhead of
 host and device without the wire. They send nothing, but copy this rank's own part to where those of
-others belong, N small copies for each gather; losses mean nothing and are not checked.
+others belong, N small copies for each gather; losses mean nothing and are not checked. There the
+first contender is a step without traffic, as DDP cannot run.
 """
 
 from __future__ import annotations
@@ -23,7 +29,6 @@ import importlib.util
 import itertools
 import json
 import os
-import platform
 import socket
 import statistics
 import sys
@@ -34,6 +39,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import machine
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -198,9 +204,12 @@ def _deepspeed(stage: int) -> Callable[[nn.Module, Job], Contender]:
     def build(model: nn.Module, job: Job) -> Contender:
         import deepspeed
 
+        # Its buckets hold 500 M elements if not told: here the largest unit's, as ours do.
+        bucket = max(12 * job.dim, job.vocabulary) * job.dim
+        sizes = {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
         config = {
             "train_micro_batch_size_per_gpu": job.batch,
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": {"stage": stage, **sizes},
             "zero_allow_untested_optimizer": True,
             "bf16": {"enabled": job.precision == "bf16-mixed"},
         }
@@ -227,6 +236,9 @@ CONTENDERS: dict[str, Callable[[nn.Module, Job], Contender]] = {
 }
 if importlib.util.find_spec("deepspeed"):
     CONTENDERS.update({f"deepspeed {stage}": _deepspeed(stage) for stage in (1, 2, 3)})
+
+NEED_OTHERS = ("ddp", "zero redundancy")
+"""Not to be had on torch's fake backend: DDP waits for a sum that does not come from there."""
 
 
 class Run:
@@ -286,6 +298,7 @@ class Run:
 @contextlib.contextmanager
 def _ranks(rank: int, job: Job, port: int) -> Iterator[None]:
     torch.set_num_threads(job.threads)
+    os.environ["LOCAL_RANK"] = str(rank)  # DeepSpeed asks for it.
     if job.device == "cuda":
         torch.cuda.set_device(rank)
     if job.fake_world:
@@ -303,13 +316,22 @@ def _ranks(rank: int, job: Job, port: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+NUM_FAULTY = 2
+"""Steps whose page faults are counted."""
+
+
 def _timed(rank: int, name: str, job: Job, port: int, answer: Path) -> None:
     with _ranks(rank, job, port):
         run = Run(rank, name, job)
         times, loss = (_times_on_cuda if job.device == "cuda" else _times_on_cpu)(run)
+        found = {"seconds": statistics.median(times), "loss": float(loss)}
+        run.settle()
+        before = machine.page_faults()
+        for _ in range(NUM_FAULTY):
+            run()
+        found["page_faults"] = (machine.page_faults() - before) // NUM_FAULTY
         if rank == 0:
-            seconds = statistics.median(times)
-            answer.write_text(json.dumps({"seconds": seconds, "loss": float(loss)}))
+            answer.write_text(json.dumps(found))
 
 
 def _times_on_cpu(run: Run) -> tuple[list[float], Tensor]:
@@ -356,10 +378,14 @@ def _weighed(rank: int, name: str, job: Job, port: int, answer: Path) -> None:
         run, found = _peaks(rank, name, job)
         run.step()
         run.rest()
-        engine = run.contender.engine
+        found["bytes"] = _bytes_by_kind(run.contender)
+        engine, before = run.contender.engine, machine.socket_bytes()
+        run()
+        run.rest()
         if engine is not None:
-            found["bytes"] = engine.memory()
             found["sent"] = sum_of(engine.comm.ledger.last_step).elements
+        if before is not None and dist.get_backend() == "gloo":
+            found["socket_bytes"] = machine.socket_bytes() - before
         if rank == 0:
             answer.write_text(json.dumps(found))
 
@@ -397,15 +423,42 @@ def _peaks(rank: int, name: str, job: Job) -> tuple[Run, dict[str, Any]]:
     }
 
 
+def _bytes_by_kind(contender: Contender) -> dict[str, int]:
+    """What this rank holds between steps, in the engine's words; not what peers keep for messages.
+
+    A master is what the optimizer steps and the model does not have.
+    """
+    if contender.engine is not None:
+        return contender.engine.memory()
+    optimizer: Any = contender.optimizer
+    for inner in ("optim", "optimizer"):  # ZeroRedundancyOptimizer's and DeepSpeed's
+        optimizer = getattr(optimizer, inner, optimizer)
+    weights = list(contender.model.parameters())
+    # Its groups may be empty between steps; it has states of all that it steps.
+    stepped = list(optimizer.state)
+    # DeepSpeed's stage 3 leaves an empty parameter behind, and hangs the shard on it.
+    resting = _storages([getattr(weight, "ds_tensor", weight) for weight in weights])
+    masters = _storages(stepped)
+    return {
+        "weights": sum(resting.values()),
+        "master": sum(nbytes for place, nbytes in masters.items() if place not in resting),
+        "gradients": sum(_storages([p.grad for p in [*weights, *stepped]]).values()),
+        "states": sum(
+            sum(_storages(list(state.values())).values()) for state in optimizer.state.values()
+        ),
+    }
+
+
 def _model_bytes(contender: Contender) -> int:
     """Bytes of weights, masters and optimizer states of this rank."""
-    if contender.engine is not None:
-        held = contender.engine.memory()
-        return held["weights"] + held["master"] + held["states"]
-    optimizer = getattr(contender.optimizer, "optim", contender.optimizer)
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    tensors = [*contender.model.parameters(), *states]
-    return sum(_own_part(value).nbytes for value in tensors if isinstance(value, Tensor))
+    held = _bytes_by_kind(contender)
+    return held["weights"] + held["master"] + held["states"]
+
+
+def _storages(values: list[Any]) -> dict[int, int]:
+    """Bytes of the tensors among some values by where they are, this rank's part of each."""
+    parts = [_own_part(value) for value in values if isinstance(value, Tensor)]
+    return {part.data_ptr(): part.nbytes for part in parts if part.numel()}
 
 
 def _own_part(tensor: Any) -> Tensor:
@@ -464,50 +517,55 @@ def _in_fresh_processes(worker: Callable[..., None], name: str, job: Job) -> dic
 
 def compare(names: list[str], job: Job, rounds: int) -> dict[str, dict[str, Any]]:
     """Ratios to the first of ``names``, memory and traffic of each."""
-    times: dict[str, list[float]] = {name: [] for name in names}
-    losses: dict[str, float] = {}
+    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    right = next((name for name in names if name != "no traffic"), names[0])
     for number in range(rounds):
         for name in names:
             answer = _in_fresh_processes(_timed, name, job)
-            times[name].append(answer["seconds"])
-            losses[name] = answer["loss"]
+            answers[name].append(answer)
             print(f"round {number + 1}: {name} {answer['seconds']:.3f} s", file=sys.stderr)
+            if not job.fake_world and name != "no traffic":
+                _check_loss((name, answer["loss"]), (right, answers[right][number]["loss"]), job)
+    times = {name: [answer["seconds"] for answer in found] for name, found in answers.items()}
     rows = {}
     for name in names:
         ratios = [own / base for own, base in zip(times[name], times[names[0]], strict=True)]
         rows[name] = {
+            **answers[name][-1],
             "seconds": statistics.median(times[name]),
+            "seconds_by_round": times[name],
             "ratio": statistics.median(ratios),
             "ratio_range": [min(ratios), max(ratios)],
-            "loss": losses[name],
             **_in_fresh_processes(_weighed, name, job),
         }
-        if not job.fake_world and name != "no traffic":
-            _check_loss(name, losses[name], losses[names[0]], job)
     return rows
 
 
-def _check_loss(name: str, loss: float, expected: float, job: Job) -> None:
+def _check_loss(found: tuple[str, float], expected: tuple[str, float], job: Job) -> None:
+    (name, loss), (right, right_loss) = found, expected
     tolerance = 1e-4 if job.precision == "32-true" else 2e-2
-    if abs(loss - expected) > tolerance * abs(expected):
-        raise RuntimeError(f"{name} ends at loss {loss}, the first contender at {expected}.")
+    # A NaN is never near.
+    if not abs(loss - right_loss) <= tolerance * abs(right_loss):
+        raise RuntimeError(f"{name} ends at loss {loss}, {right} at {right_loss}.")
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """A Markdown table of the results."""
+    base = next(iter(rows))
     lines = [
-        "| | s/step | ratio | range | peak MiB | under the Trainer | sent | between steps MiB |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| | s/step | ratio to {base} | range | peak MiB | under the Trainer"
+        " | sent | through sockets MB | between steps MiB | page faults |",
+        "|---" * 10 + "|",
     ]
     for name, row in rows.items():
         low, high = row["ratio_range"]
-        held = row.get("bytes", {})
-        states = sum(held.get(kind, 0) for kind in ("weights", "master", "states")) / 2**20
+        states = sum(row["bytes"][kind] for kind in ("weights", "master", "states")) / 2**20
         sent = f"{row['sent'] / 1e6:.1f} M" if "sent" in row else ""
+        on_sockets = f"{row['socket_bytes'] / 1e6:.1f}" if "socket_bytes" in row else ""
         lines.append(
             f"| {name} | {row['seconds']:.3f} | {row['ratio']:.2f} | {low:.2f} to {high:.2f}"
-            f" | {row['peak_mib']:.0f} | {row['trainer_peak_mib']:.0f} | {sent}"
-            f" | {f'{states:.1f}' if held else ''} |"
+            f" | {row['peak_mib']:.0f} | {row['trainer_peak_mib']:.0f} | {sent} | {on_sockets}"
+            f" | {states:.1f} | {row['page_faults']} |"
         )
     return "\n".join(lines)
 
@@ -523,7 +581,10 @@ def plot(rows: dict[str, dict[str, Any]], path: Path) -> None:
     names = list(rows)[::-1]
     colors = ["tab:blue" if name.startswith("zero") else "tab:gray" for name in names]
     for axis, key, title in zip(
-        axes, ("ratio", "peak_mib"), ("step time / DDP", "peak beyond idle, MiB"), strict=True
+        axes,
+        ("ratio", "peak_mib"),
+        (f"step time / {names[-1]}", "peak beyond idle, MiB"),
+        strict=True,
     ):
         bars = axis.barh(names, [rows[name][key] for name in names], color=colors)
         axis.bar_label(bars, fmt="%.2f" if key == "ratio" else "%.0f", padding=3)
@@ -532,16 +593,6 @@ def plot(rows: dict[str, dict[str, Any]], path: Path) -> None:
         axis.margins(x=0.15)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-
-
-def _machine() -> str:
-    chip = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        chip = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    if torch.cuda.is_available():
-        chip = torch.cuda.get_device_name()
-    return f"torch {torch.__version__}, {chip}, {os.cpu_count()} cores"
 
 
 def main() -> None:
@@ -554,16 +605,28 @@ def main() -> None:
     for name, default in choices.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     arguments = vars(parser.parse_args())
-    names, rounds = arguments.pop("only") or list(CONTENDERS), arguments.pop("rounds")
+    names, rounds = arguments.pop("only"), arguments.pop("rounds")
     output = arguments.pop("output")
     job = Job(**arguments)
-    rows = compare(names, job, rounds)
-    print(f"\n{time.strftime('%Y-%m-%d')}, {_machine()}, {job.precision}\n\n{table(rows)}")
+    unable = [name for name in names or () if job.fake_world and name in NEED_OTHERS]
+    if unable:
+        parser.error(f"{unable[0]} needs real ranks, got --fake-world: leave it out of --only.")
+    rows = compare(names or default_names(job), job, rounds)
+    date, here = time.strftime("%Y-%m-%d"), machine.description()
+    print(f"\n{date}, {here}, {job.precision}\n\n{table(rows)}")
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
-        report = {"machine": _machine(), "job": asdict(job), "rows": rows}
+        report = {"date": date, "machine": here, "job": asdict(job), "rows": rows}
         (output / "compare.json").write_text(json.dumps(report, indent=2))
         plot(rows, output / "compare.png")
+
+
+def default_names(job: Job) -> list[str]:
+    """All that can be had; on the fake backend ratios are to a step without any traffic."""
+    if not job.fake_world:
+        return list(CONTENDERS)
+    able = [name for name in CONTENDERS if name not in (*NEED_OTHERS, "no traffic")]
+    return ["no traffic", *able]
 
 
 if __name__ == "__main__":

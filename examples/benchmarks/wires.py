@@ -25,13 +25,8 @@ ledger counts them, *through sockets* as the kernel does for all connections of 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import platform
-import socket
 import statistics
-import struct
 import tempfile
 import time
 from collections.abc import Callable
@@ -40,6 +35,7 @@ from math import nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import machine
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -247,7 +243,7 @@ def ways(comms: dict[str, Comm], values: Values) -> dict[str, Way]:
 def traffic(name: str, way: Way) -> dict[str, int | None]:
     """What one run sends, which is not timed: our ledger's elements, and the sockets'."""
     noted = way.comm and sum_of(way.comm.ledger.total).elements
-    bytes_before = socket_bytes()
+    bytes_before = machine.socket_bytes()
     way()
     # Beyond the barrier all has been read, and so has been sent.
     settle(way.out.device)
@@ -256,31 +252,8 @@ def traffic(name: str, way: Way) -> dict[str, int | None]:
     itemsize = way.out.element_size()
     on_sockets = None
     if bytes_before is not None and dist.get_backend() == "gloo":
-        on_sockets = (socket_bytes() - bytes_before) // itemsize
+        on_sockets = (machine.socket_bytes() - bytes_before) // itemsize
     return {"sent": sent, "on_sockets": on_sockets}
-
-
-def socket_bytes() -> int | None:
-    """Bytes that this process's TCP connections have sent; ``None`` if the system does not tell."""
-    total = 0
-    try:
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(FileNotFoundError):
-                if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                    total += _sent_on(int(name))
-    except (OSError, AttributeError, struct.error):
-        return None
-    return total
-
-
-def _sent_on(descriptor: int) -> int:
-    with socket.socket(fileno=os.dup(descriptor)) as connection:
-        if connection.family not in (socket.AF_INET, socket.AF_INET6):
-            return 0
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-    # tcpi_bytes_sent and tcpi_bytes_retrans of Linux' struct tcp_info.
-    sent, again = struct.unpack_from("=QQ", info, 200)
-    return int(sent - again)
 
 
 def measure(candidates: dict[str, Way], job: Job) -> dict[str, dict[str, Any]]:
@@ -325,7 +298,13 @@ def work(rank: int, job: Job, folder: str) -> None:
     if job.device == "cuda":
         torch.cuda.set_device(rank)
     store = dist.FileStore(f"{folder}/store", job.world)
-    dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.world)
+    dist.init_process_group(
+        job.backend,
+        store=store,
+        rank=rank,
+        world_size=job.world,
+        device_id=torch.device("cuda", rank) if job.device == "cuda" else None,
+    )
     rows = compare(job)
     if rank == 0:
         Path(folder, "rows.json").write_text(json.dumps(rows))
@@ -362,15 +341,6 @@ def _millions(elements: int | None) -> str:
     return "" if elements is None else f"{elements / 1e6:.2f} M"
 
 
-def _machine() -> str:
-    chip = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        chip = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    return ", ".join([f"torch {torch.__version__}", chip, f"{os.cpu_count()} cores", *gpus])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     here = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -384,11 +354,13 @@ def main() -> None:
     for device in options.devices:
         world = options.world if device == "cpu" else min(options.world, torch.cuda.device_count())
         rows += in_fresh_processes(Job(device, world, tuple(options.mib), options.rounds))
-    print(f"{time.strftime('%Y-%m-%d')}, {_machine()}, median of {options.rounds} rounds\n")
+    date = time.strftime("%Y-%m-%d")
+    print(f"{date}, {machine.description()}, median of {options.rounds} rounds\n")
     print(table(rows))
     if options.output is not None:
         options.output.mkdir(parents=True, exist_ok=True)
-        report = {"machine": _machine(), "rounds": options.rounds, "rows": rows}
+        report = {"date": date, "machine": machine.description(), "rounds": options.rounds}
+        report["rows"] = rows
         (options.output / "wires.json").write_text(json.dumps(report, indent=2))
 
 
