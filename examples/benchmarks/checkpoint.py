@@ -192,7 +192,8 @@ def work(rank: int, world: int, name: str, folder: str, megabytes: int, results:
         for part in shards.parts:
             part.zero_()
     results.put(numbers)
-    dist.destroy_process_group()
+    # The group ends with its process: to destroy it may wait for ever, as in `compare.py`.
+    dist.barrier()
 
 
 def measure(name: str, world: int, megabytes: int, folder: str | None) -> list[float]:

@@ -308,7 +308,9 @@ def work(rank: int, job: Job, folder: str) -> None:
     rows = compare(job)
     if rank == 0:
         Path(folder, "rows.json").write_text(json.dumps(rows))
-    dist.destroy_process_group()
+    # The group ends with its process. To destroy it waits, with Python's lock, for gloo's threads,
+    # which now and then wait for that lock to free what a collective held.
+    settle(torch.device(job.device))
 
 
 def in_fresh_processes(job: Job) -> list[dict[str, Any]]:
