@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import time
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
@@ -18,6 +19,8 @@ import torch.distributed as dist
 
 _groups: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 """By default group and purpose; weak, as a group that is referred to outlives its destruction."""
+
+_SECONDS_TO_LET_GO = 0.05
 
 
 def group_for(purpose: str, *, of_hosts: bool = False) -> Any:
@@ -42,6 +45,7 @@ def new_group_of_hosts() -> Any:
 def destroy(group: Any) -> None:
     """End a group whose messages have all arrived, unless the default group has ended it."""
     if dist.is_initialized():
+        _let_go()
         with contextlib.suppress(ValueError):
             dist.destroy_process_group(group)
 
@@ -57,7 +61,17 @@ def end_at_exit() -> None:
 
 def _end() -> None:
     if dist.is_initialized():
+        _let_go()
         dist.destroy_process_group()
+
+
+def _let_go() -> None:
+    """Let gloo's threads free what they have sent, for which they need the interpreter.
+
+    Torch (2.13) joins them without giving it up. A group that ended right behind its last message
+    waited for ever once in fifty times.
+    """
+    time.sleep(_SECONDS_TO_LET_GO)
 
 
 def give_up() -> None:
