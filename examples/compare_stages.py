@@ -134,6 +134,8 @@ def rank_main(rank: int, folder: str, options: argparse.Namespace) -> None:
     if rank == 0:
         show(results, options)
     dist.barrier()
+    # Gloo's threads free their last message, for which they need the interpreter.
+    time.sleep(0.1)
     dist.destroy_process_group()
 
 

@@ -95,8 +95,9 @@ def test_contenders_side_by_side(tmp_path: Path) -> None:
     for name, row in measured.items():
         assert least[name] <= row["peak_mib"] <= row["trainer_peak_mib"] < 5 * whole, name
     for stage in (1, 3):
-        peak = measured[f"zero{stage}"]["trainer_peak_mib"]
-        assert peak == pytest.approx(predicted_peak(stage), rel=0.03)
+        peak, predicted = measured[f"zero{stage}"]["trainer_peak_mib"], predicted_peak(stage)
+        # One run: what a thread of the backend frees may count as alive, of a block or two.
+        assert 0.97 * predicted <= peak <= 1.03 * predicted + 2 * 4 * sum(BLOCK) / 2**20
 
 
 def predicted_peak(stage: int) -> float:
@@ -125,7 +126,7 @@ def predicted_peak(stage: int) -> float:
 def compare(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The benchmark, with answers in place of processes; some contenders end at another loss."""
     module = load("compare")
-    answer = {"seconds": 1.0, "peak_mib": 1.0, "trainer_peak_mib": 1.0}
+    answer = {"seconds": 1.0, "page_faults": 1, "peak_mib": 1.0, "trainer_peak_mib": 1.0}
     others = {"zero3": itertools.repeat(4.002), "zero2": iter([4.1, 4.0, 4.0])}
     others["fsdp1"] = itertools.repeat(nan)
 
@@ -194,6 +195,16 @@ def test_fake_ranks_cannot_do_everything(
         compare.main()
     said = capsys.readouterr().err
     assert "ddp needs real ranks, got --fake-world: leave it out of --only." in said
+
+
+def test_the_least_peak_counts() -> None:
+    runs = [
+        {"peak_mib": 3.0, "trainer_peak_mib": 4.0, "sent": 1},
+        {"peak_mib": 2.0, "trainer_peak_mib": 5.0, "sent": 2},
+    ]
+    assert load("compare")._least_peaks(runs) == {
+        "peak_mib": 2.0, "trainer_peak_mib": 4.0, "sent": 2,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("world", [8, 64])

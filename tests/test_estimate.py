@@ -477,6 +477,24 @@ print(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
     assert int(done.stdout) * 1024 < 10**9
 
 
+def test_gradients_of_ddp_live_as_long_as_they_are_shown() -> None:
+    """Until the Trainer drops them before a backward; all the time if microbatches add to them."""
+    case = PEAKS["tower"]
+    once, added = (
+        estimate(
+            case.build(), stage=0, world_size=2, optimizer=adamw, batch=case.batch(4, 0),
+            step=case.loss, units=is_block, accumulate_grad_batches=number,
+        )
+        for number in (1, 4)
+    )  # fmt: skip
+    whole = once.resting["gradients"]
+    assert {m.kinds["gradients"] for m in once.moments if m.phase == "forward"} == {whole}
+    first = next(m for m in once.moments if m.phase == "backward")
+    assert first.kinds["gradients"] == 0
+    assert {moment.kinds["gradients"] for moment in added.moments} == {whole}
+    assert added.peak.total > once.peak.total
+
+
 def test_adam_weighs_sixteen_bytes_a_parameter() -> None:
     numel = 10 * 10**9
     for precision in ("32-true", "bf16-mixed"):

@@ -147,7 +147,7 @@ def dry_run(
             with live:
                 with _autocast(recipe, device):
                     loss = (step or default_step)(module, batch)
-                _check_loss(module, loss)
+                _check_loss(loss)
                 log.begin_backward()
                 loss.backward()  # type: ignore[no-untyped-call]
         except Exception as error:
@@ -201,7 +201,7 @@ class _Log:
         self._begin(None, is_backward=True)
 
     def close(self) -> list[Stretch]:
-        """The stretches from begin to end; those in which nothing ran are left out."""
+        """The stretches from begin to end."""
         self._begin(None, is_backward=True)
         self._cut()
         return self._stretches
@@ -298,7 +298,7 @@ def _autocast(recipe: Recipe, device: torch.device) -> AbstractContextManager[An
     return torch.autocast(device.type, recipe.autocast, cache_enabled=False)
 
 
-def _check_loss(module: nn.Module, loss: Any) -> None:
+def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.grad_fn is None:
         raise TypeError("the step returned no loss with a gradient.")
 

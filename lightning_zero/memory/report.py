@@ -78,7 +78,14 @@ def facts_of(found: Estimate) -> dict[str, Any]:
         "disk": found.disk,
         "offload": None if found.offload is None else asdict(found.offload),
         "moments": [
-            {"at": m.label, "kinds": m.kinds, "host": m.host, "disk": m.disk} for m in found.moments
+            {
+                "at": m.label,
+                "kinds": m.kinds,
+                "at_other_times": m.at_other_times,
+                "host": m.host,
+                "disk": m.disk,
+            }
+            for m in found.moments
         ],
     }
 

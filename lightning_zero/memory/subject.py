@@ -147,7 +147,7 @@ class Subject:
                 f" weights, or stage 1 to 3 to offload the optimizer, got {offload}."
             )
         if stage == 0:
-            return self._under_ddp()
+            return self._under_ddp(adds_gradients=num_microbatches > 1)
         for optimizer in self._optimizers:
             check_can_be_cut(optimizer)
         chosen = Settings(stage, self.recipe, self.units, device=_META, **settings)
@@ -174,7 +174,8 @@ class Subject:
             return without_units(terms, pace)
         return moments(terms, self.stretches(is_cast=True), self._buffers, pace)
 
-    def _under_ddp(self) -> list[Moment]:
+    def _under_ddp(self, *, adds_gradients: bool) -> list[Moment]:
+        """A step's last microbatch; earlier ones' gradients are there if new ones are added."""
         trainable = [p for p in self._parameters if p.requires_grad]
         state_of = self._state_of
         grads = sum(p.nbytes for p in trainable)
@@ -191,11 +192,11 @@ class Subject:
         for stretch in self.stretches(is_cast=False):
             if stretch.is_backward and not has_begun:
                 # The Trainer has just dropped the gradients of the step before.
-                held, has_begun = 0, True
+                held, has_begun = grads if adds_gradients else 0, True
             instants = []
             for event in stretch.events:
                 instants.append((held, max(event.before, event.now)))
-                if isinstance(event.subject, int):
+                if isinstance(event.subject, int) and not adds_gradients:
                     held += self._parameters[event.subject].nbytes
             gradients, activations = max([*instants, (held, stretch.activations)], key=sum)
             kinds = {**still, "gradients": gradients, "activations": activations}
