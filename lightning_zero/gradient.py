@@ -101,8 +101,8 @@ class GradFace(_Exported):
             return args[0]._take_in(args[1])
         if name == "linalg_vector_norm" and _is_of_all(args):
             return _norms([args[0]], _order(args, kwargs))[0].to(kwargs.get("dtype"))
-        if name == "_foreach_norm" and all(isinstance(one, GradFace) for one in args[0]):
-            return list(_norms(args[0], _order(args, kwargs)).to(kwargs.get("dtype")).unbind())
+        if name == "_foreach_norm":
+            return _norm_of_each(args[0], _order(args, kwargs), kwargs.get("dtype"))
         if _changes_elements(func, name):
             return _change(func, args, kwargs)
         if func._schema.is_mutable and _holds_face(args[0]):
@@ -268,6 +268,20 @@ def _norms(faces: Sequence[GradFace], order: float) -> Tensor:
     powers = local.pow(order)
     faces[0].comm.sum(powers)
     return powers.pow(1 / order)
+
+
+def _norm_of_each(
+    tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None
+) -> list[Tensor]:
+    """The norms of faces, in one message, and of tensors that are whole, in their order."""
+    faces = [one for one in tensors if isinstance(one, GradFace)]
+    norms = iter(_norms(faces, order).to(dtype).unbind())
+    return [
+        next(norms)
+        if isinstance(one, GradFace)
+        else torch.linalg.vector_norm(one, order, dtype=dtype)
+        for one in tensors
+    ]
 
 
 def _order(args: Sequence[Any], kwargs: dict[str, Any]) -> float:

@@ -107,9 +107,11 @@ def _together(groups: list[Any]) -> Iterator[None]:
     backends = [backend for group in groups if (backend := _nccl_of(group)) is not None][:1]
     for backend in backends:
         backend._group_start()
-    yield
-    for backend in backends:
-        backend._group_end()
+    try:
+        yield
+    finally:
+        for backend in backends:
+            backend._group_end()
 
 
 def _nccl_of(group: Any) -> Any:

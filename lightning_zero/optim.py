@@ -115,7 +115,10 @@ def _twin(optimizer: Optimizer, options: dict[str, Any], toy: Parameter) -> Opti
 def _without_capture(options: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the options for a toy; what a CUDA graph may capture, torch refuses on a host."""
     copied = copy.deepcopy(dict(options))
-    return {**copied, "capturable": False} if "capturable" in copied else copied
+    if copied.get("capturable"):
+        # Neither takes torch a learning rate in a tensor, for several parameters at once.
+        copied.update(capturable=False, foreach=False)
+    return copied
 
 
 def point_at_pieces(optimizer: Optimizer, find_piece: FindPiece) -> None:

@@ -215,9 +215,16 @@ class Reducer:
 
     def memory(self) -> dict[str, int]:
         """Bytes held now, by kind; see ``Engine.memory``."""
+        held = [piece.reduced for piece in self._pieces]
         shard = self._living_shard()
+        # What the user put in the place of a part of the shard has memory of its own.
+        others = [
+            grad.nbytes
+            for grad in held
+            if grad is not None and (shard is None or grad._base is not shard)
+        ]
         partial = self.partial.tensor.nbytes if self.partial is not None else 0
         return {
-            "gradients": shard.nbytes if shard is not None else 0,
+            "gradients": (shard.nbytes if shard is not None else 0) + sum(others),
             "unreduced": partial + sum(tensor.nbytes for tensor in self._in_flight),
         }

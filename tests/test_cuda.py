@@ -298,6 +298,11 @@ def test_torchs_functions_take_all_gradients_at_once(
 def test_an_optimizer_that_a_graph_may_capture(name: str) -> None:
     """Torch lets it step nothing on a host; whether it can be cut is found out all the same."""
     weight = nn.Parameter(torch.ones(3, 3))
+    if name in ("Adam", "AdamW"):
+        rate = torch.tensor(0.01)
+        check_can_be_cut(
+            getattr(torch.optim, name)([weight], lr=rate, capturable=True, foreach=True)
+        )
     optimizer = getattr(torch.optim, name)([weight], lr=0.01, capturable=True)
     check_can_be_cut(optimizer)
     assert state_bytes(optimizer, optimizer.param_groups[0], torch.float32).per_element >= 4

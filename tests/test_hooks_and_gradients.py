@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm as lightning_grad_norm
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from lightning_zero import full_grad, gathered, grad_norm
+from lightning_zero.engine import Engine
 from lightning_zero.gradient import GradFace
+from lightning_zero.settings import Settings
 from tests.projects import STAGES, Regression, Run, assert_like_ddp, fit, rows, under_all
 from tests.ranks import Pools
 
@@ -293,3 +295,35 @@ def test_overrides_are_called_once_per_step(
     steps = runs[0]["ddp"].notes.count("clip")
     assert steps == {1: 6, 2: 4}[accumulate]
     assert_like_ddp(runs)
+
+
+def engine_with_grads() -> tuple[nn.Linear, Engine]:
+    model = nn.Linear(4, 3)
+    engine = Engine(model, Settings(stage=2))
+    engine.adopt(torch.optim.SGD(model.parameters(), 0.1))
+    model(torch.ones(2, 4)).sum().backward()
+    return model, engine
+
+
+def test_norms_of_shown_and_plain_gradients_gather_nothing(mocker: Any) -> None:
+    model, engine = engine_with_grads()
+    whole = mocker.spy(GradFace, "whole")
+    plain = torch.arange(3.0)
+    grads = [plain, model.weight.grad, model.bias.grad]
+    norms = torch._foreach_norm(grads, 2)
+    # Both rows of the batch are ones, and the loss is a sum.
+    expected = [plain.norm(), torch.full((3, 4), 2.0).norm(), torch.full((3,), 2.0).norm()]
+    torch.testing.assert_close(norms, expected)
+    assert whole.call_count == 0
+    engine.close()
+
+
+def test_gradients_that_users_put_in_are_counted() -> None:
+    model, engine = engine_with_grads()
+    shard = engine.memory()["gradients"]
+    model.weight.grad = torch.ones(3, 4)
+    assert engine.memory()["gradients"] == shard + model.weight.nbytes
+    model.bias.grad = torch.ones(3)
+    # No piece shows a part of the shard any more, and it is gone.
+    assert engine.memory()["gradients"] == model.weight.nbytes + model.bias.nbytes
+    engine.close()

@@ -53,8 +53,7 @@ class Messages(Wire):
         if not whole.numel():
             return Arrived()
         receives = {peer: parts[peer] for peer in self.sources}
-        with unseen():
-            works = start(receives, dict.fromkeys(self.targets, own), 4 * tag)
+        works = start(receives, dict.fromkeys(self.targets, own), 4 * tag)
         return Pending(self.watch, meeting, works)
 
     @override
@@ -100,7 +99,8 @@ def start(receives: Mapping[int, Tensor], sends: Mapping[int, Tensor], tag: int)
     """Start to receive from and to send to peers, by their ranks."""
     # Not `irecv` and `isend`, whose checks take longer than the messages of a small unit.
     group: Any = dist.group.WORLD
-    return [
-        *[group.recv([tensor], peer, tag) for peer, tensor in receives.items()],
-        *[group.send([tensor], peer, tag) for peer, tensor in sends.items()],
-    ]
+    with unseen():
+        return [
+            *[group.recv([tensor], peer, tag) for peer, tensor in receives.items()],
+            *[group.send([tensor], peer, tag) for peer, tensor in sends.items()],
+        ]
