@@ -116,6 +116,11 @@ class Piece(Parameter):
     def reduced(self, value: Tensor | None) -> None:
         _GRAD.__set__(self, value)
 
+    @property
+    def kept(self) -> Tensor | None:
+        """What :attr:`reduced` was when it was last asked for; its memory is there until then."""
+        return _GRAD.__get__(self)  # type: ignore[no-any-return]
+
     def install(self, reduced: Tensor) -> None:
         """Let ``reduced`` be the piece's gradient, and the face the parameter's."""
         with torch._C.DisableTorchFunctionSubclass():

@@ -215,7 +215,7 @@ class Reducer:
 
     def memory(self) -> dict[str, int]:
         """Bytes held now, by kind; see ``Engine.memory``."""
-        held = [piece.reduced for piece in self._pieces]
+        held = [piece.kept for piece in self._pieces]
         shard = self._living_shard()
         # What the user put in the place of a part of the shard has memory of its own.
         others = [

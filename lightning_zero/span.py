@@ -24,7 +24,10 @@ def unseen() -> contextlib.AbstractContextManager[object]:
     profiler has freed by then: the process dies, at once or later. So they get none; the range of
     the verb that starts them stays.
     """
-    return _without_ranges() if torch.autograd._profiler_enabled() else contextlib.nullcontext()
+    return _without_ranges() if torch.autograd._profiler_enabled() else _NOTHING
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -322,8 +322,10 @@ def test_gradients_that_users_put_in_are_counted() -> None:
     model, engine = engine_with_grads()
     shard = engine.memory()["gradients"]
     model.weight.grad = torch.ones(3, 4)
+    assert [piece.reduced is None for piece in engine.pieces] == [False, False]
     assert engine.memory()["gradients"] == shard + model.weight.nbytes
     model.bias.grad = torch.ones(3)
+    assert [piece.reduced is None for piece in engine.pieces] == [False, False]
     # No piece shows a part of the shard any more, and it is gone.
     assert engine.memory()["gradients"] == model.weight.nbytes + model.bias.nbytes
     engine.close()
