@@ -1,16 +1,17 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint bench wires
+.PHONY: train test lint bench wires gpu
 .DEFAULT_GOAL := test
 
 # Train a small GPT under stage 3 on two processes; ARGS adds to the command line.
 train: .venv/stamp
 	OMP_NUM_THREADS=1 $(BIN)/python examples/train_gpt.py fit --config examples/zero3.yaml $(ARGS)
 
-# Lint, types and tests; ARGS adds to pytest's command line.
+# Lint, types and the tests that are not slow (MARKS= runs all); ARGS adds to pytest's command line.
+MARKS = not slow
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m "$(MARKS)" $(ARGS)
 
 lint: .venv/stamp
 	$(BIN)/ruff check .
@@ -24,6 +25,10 @@ bench: .venv/stamp
 # Every wire beside torch's own collectives: what `Comm` chooses by; ARGS adds to the command line.
 wires: .venv/stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore examples/benchmarks/wires.py $(ARGS)
+
+# Tests and comparison on a machine with a GPU, by the Python and torch that are there.
+gpu:
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(PYTHON) -W ignore examples/benchmarks/gpu.py $(ARGS)
 
 # torch comes first and alone, so that the build for this machine is found before anything
 # else asks for it.

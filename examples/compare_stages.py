@@ -19,6 +19,7 @@ import statistics
 import tempfile
 import time
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_zero
-from lightning_zero.memory import format_bytes
+from lightning_zero.memory.size import format_bytes
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 KINDS = ("weights", "gradients", "master", "states")
@@ -57,7 +58,7 @@ class Transformer(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-class Watch(Callback):
+class Watchdog(Callback):
     """Times the steps and counts what is sent in the last one."""
 
     def __init__(self) -> None:
@@ -75,13 +76,13 @@ class Watch(Callback):
 
     def _sent(self, trainer: Trainer) -> int | None:
         engine = getattr(trainer.strategy, "engine", None)
-        return None if engine is None else sum(engine.comm.sent.values())
+        return None if engine is None else sum(engine.comm.transport.ledger.elements.values())
 
 
 def train(strategy: str, options: argparse.Namespace) -> dict[str, Any]:
     """What one rank holds, sends and takes under `strategy`."""
     torch.manual_seed(0)
-    monitor, watch = lightning_zero.MemoryMonitor(predict=False), Watch()
+    monitor, watch = lightning_zero.MemoryMonitor(predict=False), Watchdog()
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -161,14 +162,19 @@ def show(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> Non
         print(f"{name:<12}" + "".join(f"{cell:>14}" for cell in cells))
 
 
-def main() -> None:
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options of a command line, by default this program's."""
     parser = argparse.ArgumentParser(description="DDP and the stages of ZeRO side by side.")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--precision", default="32-true", choices=["32-true", "bf16-mixed"])
-    options = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    options = parse()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(rank_main, (folder, options), nprocs=options.ranks)
 

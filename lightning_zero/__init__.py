@@ -9,13 +9,10 @@ Importing the package registers its strategies with Lightning::
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_zero import mirror
-from lightning_zero.access import full_grad, gathered, grad_norm, join
 from lightning_zero.checkpoint import load_weights
+from lightning_zero.engine import full_grad, gathered, grad_norm, join
 from lightning_zero.memory import estimate
-from lightning_zero.monitor import MemoryMonitor
-from lightning_zero.precision import ZeROPrecision
-from lightning_zero.strategy import ZeROStrategy
-from lightning_zero.traffic import TrafficMonitor
+from lightning_zero.trainer import MemoryMonitor, TrafficMonitor, ZeROPrecision, ZeROStrategy
 
 __all__ = [
     "MemoryMonitor",

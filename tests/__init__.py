@@ -1,5 +1,6 @@
-"""Tests of `lightning_zero`; README.md in this folder says which file holds what."""
+"""Tests of `lightning_zero`; README.md in this folder says what is where."""
 
 import pytest
 
-pytest.register_assert_rewrite("tests.models", "tests.parity")
+for name in ("by_trainer", "models", "parity"):
+    pytest.register_assert_rewrite(f"tests.oracle.{name}")

@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import gc
 import os
 import resource
 from collections.abc import Iterator
@@ -7,7 +8,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.ranks import Pools
+from tests.oracle.ranks import Pools
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what is there for good: torch alone is 400,000 objects."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure() -> None:

@@ -3,11 +3,11 @@
     python examples/benchmarks/wires.py                       # gloo, and NCCL where there are GPUs
     python examples/benchmarks/wires.py --mib 64 --rounds 50 --devices cpu --world 4
 
-``Comm`` takes one of three wires; here is what it chooses by. A size is that of the whole tensor,
-of which each of N ranks has, or wants, a shard of 1/N. Ours, the chosen one marked:
+``Communicator`` takes one of three transports; here is what it chooses by. A size is that of the
+whole tensor, of which each of N ranks has, or wants, a shard of 1/N. Ours, the chosen one marked:
 
-* ``windows``, ``messages``, ``backend``: the package's wires, as ``Comm`` calls them. ``gather``
-  fills the whole tensor from every rank's shard, ``reduce`` writes the sum of this rank's shard.
+* ``windows``, ``messages``, ``backend``: the package's wires, as ``Communicator`` calls them.
+  ``gather`` fills the whole tensor from all shards, ``reduce`` writes the sum of this rank's shard.
 
 Torch's, on the default group:
 
@@ -41,10 +41,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from lightning_zero.comm import Comm
-from lightning_zero.layout import ALIGNMENT
-from lightning_zero.ledger import sum_of
-from lightning_zero.wires.wire import sum_into
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.traffic import sum_of
+from lightning_zero.comm.transport import sum_into
+from lightning_zero.plan.layout import ALIGNMENT
 
 # torch 2.13 renamed the two and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -108,7 +108,7 @@ class Way(NamedTuple):
     expected: Tensor
     run: Callable[[Any], Any]
     given: Callable[[], Any] = lambda: None
-    comm: Comm | None = None
+    comm: Communicator | None = None
     is_exact: bool = True
 
     def __call__(self) -> float:
@@ -137,27 +137,27 @@ def settle(device: torch.device) -> None:
     dist.barrier()
 
 
-def our_gather(comm: Comm, values: Values) -> Way:
+def our_gather(comm: Communicator, values: Values) -> Way:
     part, out = values.shard(values.own), torch.empty_like(values.own)
-    master = comm.share(part.numel(), part.dtype)
+    master = comm.transport.share(part.numel(), part.dtype)
     master.own.copy_(part)
 
     def run(_: None) -> None:
-        comm.gather(out, master, unit="", tag=1).wait()
+        comm.transport.gather(out, master, unit="", tag=1).wait()
 
     return Way(out, values.gathered, run, comm=comm)
 
 
-def our_reduce(comm: Comm, values: Values) -> Way:
+def our_reduce(comm: Communicator, values: Values) -> Way:
     out = torch.empty_like(values.shard(values.own))
 
     def given() -> Any:
-        buffer = comm.reduce_buffer(values.own.numel(), out.dtype)
+        buffer = comm.transport.reduce_buffer(values.own.numel(), out.dtype)
         buffer.tensor.copy_(values.own)
         return buffer
 
     def run(buffer: Any) -> None:
-        comm.reduce(buffer, out, unit="", tag=1).wait()
+        comm.transport.reduce(out, buffer, unit="", tag=1).wait()
 
     is_exact = wire_of(comm) != "backend" or values.has_one_order
     return Way(out, values.shard(values.total), run, given, comm, is_exact)
@@ -216,21 +216,24 @@ REDUCES = {
 """Torch's own ways, beside our two verbs."""
 
 
-def wire_of(comm: Comm) -> str:
-    return type(comm.wire).__name__.lower()
+NAMES = {"SharedMemory": "windows", "PointToPoint": "messages", "Collectives": "backend"}
 
 
-def wires(device: torch.device) -> dict[str, Comm]:
-    """A ``Comm`` on each wire that can be had here; the first is on the one it chooses."""
-    found = [Comm(device)]
-    if found[0].wire.reads_peers:
-        found.append(Comm(device, windows=False))
+def wire_of(comm: Communicator) -> str:
+    return NAMES[type(comm.transport).__name__]
+
+
+def wires(device: torch.device) -> dict[str, Communicator]:
+    """A ``Communicator`` on each wire that can be had here; the first is on the one it chooses."""
+    found = [Communicator(device)]
+    if found[0].transport.reads_peers:
+        found.append(Communicator(device, windows=False))
     if dist.get_backend() == "gloo":
-        found.append(Comm(device, direct=False))
+        found.append(Communicator(device, direct=False))
     return {wire_of(comm): comm for comm in found}
 
 
-def ways(comms: dict[str, Comm], values: Values) -> dict[str, Way]:
+def ways(comms: dict[str, Communicator], values: Values) -> dict[str, Way]:
     """Every way of this backend by its name: first those that gather, then those that add up."""
     return {
         **{f"{name} gather": our_gather(comm, values) for name, comm in comms.items()},
@@ -242,13 +245,13 @@ def ways(comms: dict[str, Comm], values: Values) -> dict[str, Way]:
 
 def traffic(name: str, way: Way) -> dict[str, int | None]:
     """What one run sends, which is not timed: our ledger's elements, and the sockets'."""
-    noted = way.comm and sum_of(way.comm.ledger.total).elements
+    noted = way.comm and sum_of(way.comm.transport.ledger.total).elements
     bytes_before = machine.socket_bytes()
     way()
     # Beyond the barrier all has been read, and so has been sent.
     settle(way.out.device)
     way.check(name)
-    sent = None if way.comm is None else sum_of(way.comm.ledger.total).elements - noted
+    sent = None if way.comm is None else sum_of(way.comm.transport.ledger.total).elements - noted
     itemsize = way.out.element_size()
     on_sockets = None
     if bytes_before is not None and dist.get_backend() == "gloo":
@@ -285,10 +288,10 @@ def compare(job: Job) -> list[dict[str, Any]]:
             place = {"backend": job.backend, "world": job.world, "mib": mib, "way": name}
             found.append({**place, **row, "is_chosen": name.split()[0] == chosen})
         for comm in comms.values():
-            comm.release_scratch()
-            comm.release_windows()
+            comm.transport.release_scratch()
+            comm.transport.release()
     for comm in comms.values():
-        comm.leave()
+        comm.control.leave()
     return found
 
 

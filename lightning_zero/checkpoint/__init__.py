@@ -1,41 +1,85 @@
-"""Saving and loading: sharded state as the plain file that DDP would have written."""
+"""Saving and loading: sharded state as the plain file that DDP would have written, or a directory.
 
-from lightning_zero.checkpoint.conversion import add_convert_command, convert
-from lightning_zero.checkpoint.directory_save import DirectorySave
-from lightning_zero.checkpoint.inspection import add_inspect_command, damage, describe
-from lightning_zero.checkpoint.mapped_file import load
-from lightning_zero.checkpoint.provenance import Provenance
-from lightning_zero.checkpoint.save import Save
+============== ====================================================================================
+state          state dicts of a sharded module and its optimizers, and loading them
+save           one save: agree, write, seal, rename
+saver          the saves of a run, in this thread or behind the training
+load           reading a checkpoint, of which each rank reads its own ranges
+checksums      CRCs of records and of their blocks, and checking what is read
+weights        ``load_weights``: pretrained weights into a module, sharded or not
+safetensors    files of that format
+``values/``    what stands for tensors in a checkpoint that is written or read
+``file/``      the plain file of ``torch.save``
+``dcp/``       directories of torch.distributed.checkpoint
+============== ====================================================================================
+"""
+
+from lightning_zero.checkpoint.dcp.directory import Directory, StoredObject, is_directory
+from lightning_zero.checkpoint.dcp.save import DirectorySave
+from lightning_zero.checkpoint.file.format import REST, Provenance
+from lightning_zero.checkpoint.file.save import FileSave
+from lightning_zero.checkpoint.load import (
+    check_values,
+    content,
+    load,
+    mapped,
+    opened,
+    provenance,
+    rest_of,
+    unreadable,
+)
+from lightning_zero.checkpoint.safetensors import read_safetensors, write_safetensors
 from lightning_zero.checkpoint.saver import Saver, collected
-from lightning_zero.checkpoint.spread import Spread
 from lightning_zero.checkpoint.state import (
     check_optimizer_states,
+    check_ranges,
     load_module_state,
     load_optimizer_state,
     module_state,
     optimizer_state,
+    ranges_of_optimizers,
     rehearse,
 )
-from lightning_zero.checkpoint.weights import load_weights
+from lightning_zero.checkpoint.values.chunk import Chunk, damage_of
+from lightning_zero.checkpoint.values.deferred import Deferred
+from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor, in_memory
+from lightning_zero.checkpoint.values.sharded_value import ShardedValue
+from lightning_zero.checkpoint.weights import load_weights, read_weights
 
 __all__ = [
+    "REST",
+    "Chunk",
+    "Deferred",
+    "Directory",
     "DirectorySave",
+    "FileSave",
+    "LazyTensor",
     "Provenance",
-    "Save",
     "Saver",
-    "Spread",
-    "add_convert_command",
-    "add_inspect_command",
+    "ShardedValue",
+    "StoredObject",
     "check_optimizer_states",
+    "check_ranges",
+    "check_values",
     "collected",
-    "convert",
-    "damage",
-    "describe",
+    "content",
+    "damage_of",
+    "in_memory",
+    "is_directory",
     "load",
     "load_module_state",
     "load_optimizer_state",
     "load_weights",
+    "mapped",
     "module_state",
+    "opened",
     "optimizer_state",
+    "provenance",
+    "ranges_of_optimizers",
+    "read_safetensors",
+    "read_weights",
     "rehearse",
+    "rest_of",
+    "unreadable",
+    "write_safetensors",
 ]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.skeleton import bytes_of
+from lightning_zero.checkpoint.file.skeleton import bytes_of
 
 INDEX = "model.safetensors.index.json"
 """The file that says which tensor lies in which file of a folder, as Hugging Face has it."""
@@ -46,7 +46,7 @@ _MOST_HEADER_BYTES = 100_000_000
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, or of a folder with an index or one file, mapped.
+    """Return the tensors of a file, or of a folder with an index or one file, mapped.
 
     Raises:
         FileNotFoundError: A file that the index names is missing.

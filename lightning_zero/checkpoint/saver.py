@@ -5,31 +5,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from lightning_zero.checkpoint.agreement import Outcome
-from lightning_zero.checkpoint.provenance import Provenance
+from lightning_zero.checkpoint.file.atomic import remove
+from lightning_zero.checkpoint.file.format import Provenance
+from lightning_zero.checkpoint.file.save import FileSave
+from lightning_zero.checkpoint.file.skeleton import Skeleton, bytes_of
 from lightning_zero.checkpoint.save import Save
-from lightning_zero.checkpoint.skeleton import Skeleton, bytes_of
-from lightning_zero.checkpoint.spread import Spread
-from lightning_zero.checkpoint.target import remove
-from lightning_zero.comm import Comm
-
-
-class Job(Protocol):
-    """One save of one checkpoint."""
-
-    def detach(self, comm: Comm) -> None:
-        """Copy what is needed, so that :meth:`run` may run in another thread."""
-
-    def run(self) -> None:
-        """Write it."""
+from lightning_zero.checkpoint.values.sharded_value import ShardedValue
+from lightning_zero.comm import Control, Outcome
 
 
 class Saver:
-    """Writes and removes checkpoints; all ranks call every method together.
+    """A writer and remover of checkpoints; all ranks call every method together.
 
     In the background a save ends its part in training when this rank's values are copied to host
     memory. The next save waits for it. Removals queue up behind it and are left out when it failed,
@@ -39,9 +29,9 @@ class Saver:
         comm: The ranks.
     """
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comm: Control) -> None:
         self.comm = comm
-        self._apart: Comm | None = None
+        self._background: Control | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
         self._removals: list[Future[None]] = []
@@ -54,11 +44,11 @@ class Saver:
         provenance: Provenance,
         *,
         in_background: bool = False,
-        kind: Callable[..., Job] = Save,
+        kind: Callable[..., Save] = FileSave,
     ) -> None:
         """Write ``checkpoint`` to ``path``; in the background, return when it is copied.
 
-        ``kind`` makes the job, of the checkpoint, path, ranks and provenance: a file by default.
+        ``kind`` is the format: a file by default.
         """
         self.wait()
         path = self._agree(path)
@@ -66,9 +56,9 @@ class Saver:
         if not in_background:
             save.run()
             return
-        self._apart = self._apart or self.comm.apart()
+        self._background = self._background or self.comm.separate()
         self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        save.detach(self._apart)
+        save.detach(self._background)
         self._running = self._executor.submit(save.run)
 
     def _agree(self, path: str) -> str:
@@ -78,7 +68,7 @@ class Saver:
         return agreed
 
     def path_of(self, path: str) -> str:
-        """Where the file is that this rank saved as ``path``: rank 0 may have chosen."""
+        """Return where the file is that this rank saved as ``path``: rank 0 may have chosen."""
         return self._agreed.get(path, path)
 
     def remove(self, path: str) -> None:
@@ -116,23 +106,23 @@ class Saver:
                 self._executor = None
 
 
-def collected(checkpoint: Any, comm: Comm) -> Any:
-    """``checkpoint`` with whole tensors on rank 0; unchanged on the others. A collective.
+def collected(checkpoint: Any, comm: Control) -> Any:
+    """Return ``checkpoint`` with whole tensors on rank 0, unchanged on the others. A collective.
 
-    For writers that know nothing of spread tensors. Rank 0 needs host memory for all of them.
+    For writers that know nothing of sharded values. Rank 0 needs host memory for all of them.
     """
     outcome, mine = Outcome(), Skeleton(b"", ())
     with outcome.attempt():
         mine = Skeleton.of(checkpoint)
     outcome.agree(comm, "Saving")
-    spreads = mine.spreads()
+    values = mine.sharded_values()
     whole: dict[str, torch.Tensor] = {}
-    for key in comm.broadcast_object(list(spreads)):
-        spread = spreads[key]
-        part = spread.part_bytes
+    for key in comm.broadcast_object(list(values)):
+        value = values[key]
+        part = value.part_bytes
         target = torch.empty(0, dtype=torch.uint8)
         if comm.rank == 0:
-            whole[key] = torch.empty_strided(spread.shape, spread.stride(), dtype=spread.dtype)
+            whole[key] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
             target = bytes_of(whole[key].untyped_storage())
         position = 0
         for _, message in comm.collect(part, comm.gather_objects(len(part))):
@@ -142,8 +132,8 @@ def collected(checkpoint: Any, comm: Comm) -> Any:
 
 
 def _with(value: Any, whole: dict[str, torch.Tensor]) -> Any:
-    """A copy of nested containers with whole tensors in place of spread ones."""
-    if isinstance(value, Spread):
+    """Copy nested containers with whole tensors in place of sharded values."""
+    if isinstance(value, ShardedValue):
         return whole[value.key]
     if isinstance(value, dict):
         twin = copy.copy(value)

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.agreement import Outcome
-from lightning_zero.checkpoint.content import weights_of
-from lightning_zero.checkpoint.directory import is_directory
-from lightning_zero.checkpoint.mapped_file import mapped, opened
+from lightning_zero.checkpoint.dcp.content import weights_of
+from lightning_zero.checkpoint.dcp.directory import is_directory
+from lightning_zero.checkpoint.load import compare, identity_of, mapped, opened
 from lightning_zero.checkpoint.safetensors import read_safetensors
 from lightning_zero.checkpoint.state import load_module_state
+from lightning_zero.comm import Outcome
 from lightning_zero.engine import engine_of
 
 
@@ -37,22 +37,25 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
 
     Raises:
         FileNotFoundError: There is no such file, on some rank.
-        RuntimeError: Names or shapes do not fit. All are told, and nothing was loaded.
-        ValueError: The file is damaged, or it does not hold weights.
+        RuntimeError: Names or shapes do not fit. All are named, and nothing was loaded.
+        ValueError: The file is damaged, is not the same on all ranks, or holds no weights.
     """
     engine = engine_of(module.parameters())
     is_meta = any(p.is_meta for p in [*module.parameters(), *module.buffers()])
     if engine is None and is_meta:
         raise RuntimeError(
-            f"{type(module).__name__} is on the meta device and not sharded yet, so it has no room"
-            " for weights. Call load_weights in `on_fit_start`, or materialize the module first."
+            f"{type(module).__name__} is on the meta device and not sharded yet, so it cannot take"
+            " weights. Call load_weights in `on_fit_start`, or materialize the module first."
         )
     outcome = Outcome()
     weights: Mapping[str, Tensor] = {}
+    identity = ""
     with outcome.attempt():
         weights = read_weights(path)
+        identity = identity_of(Path(path)) if Path(path).exists() else ""
     if engine is not None:
-        outcome.agree(engine.comm, f"Loading {os.fspath(path)!r}")
+        outcome.agree(engine.comm.control, f"Loading {os.fspath(path)!r}")
+        compare(os.fspath(path), identity, engine.comm.control)
     elif outcome.error is not None:
         raise outcome.error
     try:
@@ -64,7 +67,7 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
 def read_weights(
     path: str | os.PathLike[str], *, weights_only: bool = True
 ) -> Mapping[str, Tensor]:
-    """The weights in a file or folder, by name, mapped; see :func:`mapped` for ``weights_only``."""
+    """Return the weights in a file or folder, by name, mapped; see ``mapped``."""
     place = Path(path)
     if is_directory(place):
         return weights_of(opened(place), weights_only=weights_only)
@@ -83,7 +86,7 @@ def read_weights(
 
 
 def _with_ties(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``weights``, and under its other names a tied parameter that a file holds only once."""
+    """Return ``weights``, and tied parameters that a file holds only once under all their names."""
     complete = dict(weights)
     known: dict[int, list[str]] = {}
     for name, value in module.state_dict(keep_vars=True).items():

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_zero.memory.model import ModelPlan
 from lightning_zero.memory.prediction import Estimate, compare, estimate_of, named_offloads
 from lightning_zero.memory.size import format_bytes
-from lightning_zero.memory.subject import Subject
 
 _MOST_RANKS = 2**14
 _RANKS_OF_NODE = 8
@@ -16,7 +16,7 @@ _RANKS_OF_NODE = 8
 
 @dataclass(frozen=True)
 class Limits:
-    """What a rank may hold.
+    """Limits of device and host memory.
 
     Attributes:
         device_memory: Bytes of one device.
@@ -33,23 +33,23 @@ class Limits:
             raise ValueError(f"Expected ranks per node >= 1, got {self.ranks_per_node}.")
 
     def on_node(self, world_size: int) -> int:
-        """How many of ``world_size`` ranks share a host."""
+        """Return how many of ``world_size`` ranks share a host."""
         return min(world_size, self.ranks_per_node or _RANKS_OF_NODE)
 
     def admits(self, found: Estimate) -> bool:
-        """Whether a step of ``found`` fits the device and the host."""
+        """Return whether a step of ``found`` fits the device and the host."""
         node = found.host_peak * self.on_node(found.world_size)
         is_on_host = self.host_memory is None or node <= self.host_memory
         return found.peak.total <= self.device_memory and is_on_host
 
 
 def advise(
-    subject: Subject, estimates: Sequence[Estimate], limits: Limits | int, **settings: Any
+    model: ModelPlan, estimates: Sequence[Estimate], limits: Limits | int, **settings: Any
 ) -> str:
     """One paragraph for each number of ranks: the least sharding that fits, or what would.
 
     Args:
-        subject: What was estimated.
+        model: What was estimated.
         estimates: Several stages over one or more numbers of ranks.
         limits: What a rank may hold, or bytes of one device.
         settings: What the estimates were made with.
@@ -59,14 +59,14 @@ def advise(
     lines = []
     for world_size in dict.fromkeys(found.world_size for found in estimates):
         own = [e for e in estimates if e.world_size == world_size and e.offload is None]
-        lines += _advise_ranks(subject, own, world_size, limits, settings)
-    if not subject.has_activations:
+        lines += _advise_ranks(model, own, world_size, limits, settings)
+    if not model.has_activations:
         lines.append("Activations are not counted: give a batch to count them too.")
     return "\n".join(lines)
 
 
 def _advise_ranks(
-    subject: Subject,
+    model: ModelPlan,
     own: Sequence[Estimate],
     world_size: int,
     limits: Limits,
@@ -79,7 +79,7 @@ def _advise_ranks(
         line = f"On {ranks}, {fits.name} fits: {format_bytes(fits.peak.total)} at most, of {limit}."
         return [line, *_outside_of_steps(fits, limits)]
     if not own:
-        return [f"On {ranks}:", *_offloaded(subject, world_size, limits, settings)]
+        return [f"On {ranks}:", *_offloaded(model, world_size, limits, settings)]
     least = min(own, key=lambda found: found.peak.total)
     too_much = format_bytes(least.peak.total)
     if least.peak.total <= limits.device_memory:
@@ -87,7 +87,7 @@ def _advise_ranks(
         assert limits.host_memory is not None
         too_much = f"{format_bytes(node)} in its node's host memory"
         limit = format_bytes(limits.host_memory)
-    cures = _cures(subject, world_size, limits, settings)
+    cures = _cures(model, world_size, limits, settings)
     return [
         f"On {ranks}, nothing fits: {least.name} holds {too_much} of {limit}. "
         + (cures or "Use a larger device.")
@@ -95,7 +95,7 @@ def _advise_ranks(
 
 
 def _outside_of_steps(found: Estimate, limits: Limits) -> list[str]:
-    """What is to be said of host memory before setup and after ``fit``."""
+    """Return warnings about host memory before setup and after ``fit``."""
     num = limits.on_node(found.world_size)
     if limits.host_memory is None or num * found.whole <= limits.host_memory:
         return []
@@ -106,30 +106,30 @@ def _outside_of_steps(found: Estimate, limits: Limits) -> list[str]:
     ]
 
 
-def _cures(subject: Subject, world_size: int, limits: Limits, settings: dict[str, Any]) -> str:
+def _cures(model: ModelPlan, world_size: int, limits: Limits, settings: dict[str, Any]) -> str:
     cures = []
-    now = estimate_of(subject, 3, world_size, **settings)
-    if subject.has_activations and not subject.checkpointing:
-        leaner = estimate_of(subject.checkpointed(), 3, world_size, **settings)
+    now = estimate_of(model, 3, world_size, **settings)
+    if model.has_activations and not model.checkpointing:
+        leaner = estimate_of(model.checkpointed(), 3, world_size, **settings)
         if leaner.peak.total < 0.95 * now.peak.total:
             cures.append(
                 f"activation checkpointing brings zero3 to {format_bytes(leaner.peak.total)}"
             )
     if 2 * now.peak.kinds["activations"] > now.peak.total:
         cures.append("a smaller batch per rank helps most: activations are more than half")
-    more = _enough_ranks(subject, world_size, limits, settings)
+    more = _enough_ranks(model, world_size, limits, settings)
     if more is not None:
         cures.append(f"zero3 fits on {more} ranks")
     text = "; ".join(cures)
     sentences = [f"{text[0].upper()}{text[1:]}."] if text else []
-    return " ".join([*sentences, *_offloaded(subject, world_size, limits, settings)])
+    return " ".join([*sentences, *_offloaded(model, world_size, limits, settings)])
 
 
 def _offloaded(
-    subject: Subject, world_size: int, limits: Limits, settings: dict[str, Any]
+    model: ModelPlan, world_size: int, limits: Limits, settings: dict[str, Any]
 ) -> list[str]:
     """The least offload that would fit, if any does."""
-    tried = compare(subject, (), [world_size], offloads=named_offloads("cpu", "nvme"), **settings)
+    tried = compare(model, (), [world_size], offloads=named_offloads("cpu", "nvme"), **settings)
     found = next((one for one in tried if limits.admits(one)), None)
     if found is None:
         return []
@@ -143,11 +143,11 @@ def _offloaded(
 
 
 def _enough_ranks(
-    subject: Subject, world_size: int, limits: Limits, settings: dict[str, Any]
+    model: ModelPlan, world_size: int, limits: Limits, settings: dict[str, Any]
 ) -> int | None:
     more = 2 * world_size
     while more <= _MOST_RANKS:
-        if limits.admits(estimate_of(subject, 3, more, **settings)):
+        if limits.admits(estimate_of(model, 3, more, **settings)):
             return more
         more *= 2
     return None

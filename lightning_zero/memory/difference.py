@@ -1,4 +1,4 @@
-"""Why a rank holds between steps what was not predicted: by kind, with names."""
+"""Explanations of differences between predicted and measured bytes: by kind, with names."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.engine import Engine
+from lightning_zero.memory.model import ModelPlan
 from lightning_zero.memory.size import format_bytes
-from lightning_zero.memory.subject import Subject
 from lightning_zero.memory.terms import RESTING
 
 
@@ -24,17 +24,17 @@ class Cause(NamedTuple):
 
 
 def explain(
-    subject: Subject, engine: Engine, predicted: Mapping[str, int], measured: Mapping[str, int]
+    model: ModelPlan, engine: Engine, predicted: Mapping[str, int], measured: Mapping[str, int]
 ) -> list[str]:
-    """One sentence for each kind of resting bytes that differs.
+    """Return one sentence for each kind of resting bytes that differs.
 
     Args:
-        subject: What the prediction was made for, taken from ``engine`` before its first step.
+        model: What the prediction was made for, taken from ``engine`` before its first step.
         engine: What was measured.
         predicted: Bytes by kind.
         measured: Bytes by kind.
     """
-    found = [cause for cause in _causes(subject, engine) if cause.predicted != cause.held]
+    found = [cause for cause in _causes(model, engine) if cause.predicted != cause.held]
     lines = []
     for kind in RESTING:
         difference = measured[kind] - predicted[kind]
@@ -65,23 +65,23 @@ def _reason(causes: list[Cause], difference: int) -> str:
     return "; ".join(parts) + "."
 
 
-def _causes(subject: Subject, engine: Engine) -> Iterator[Cause]:
-    for unit in engine.units:
-        for bundle in unit.bundles:
-            names = [slot.name for slot in bundle.layout.slots]
+def _causes(model: ModelPlan, engine: Engine) -> Iterator[Cause]:
+    for unit in engine.sharded.units:
+        for flat in unit.flat_parameters:
+            names = [slot.name for slot in flat.layout.slots]
             where = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
-            held = bundle.memory()
-            kinds = bundle.plan.resting_bytes(
-                bundle.layout.numel, bundle.layout.world_size, trainable=bundle.trainable
+            held = flat.memory()
+            kinds = flat.plan.resting_bytes(
+                flat.layout.numel, flat.layout.world_size, trainable=flat.trainable
             )
-            if not any(piece.numel() for piece in bundle.pieces):
+            if not any(piece.numel() for piece in flat.pieces):
                 kinds["gradients"] = 0
             for kind, count in kinds.items():
                 yield Cause(kind, where, count, held.get(kind, 0))
-            for name, piece in zip(names, bundle.pieces, strict=True):
-                foreseen = subject.state_bytes(piece.parameter, piece.numel())
-                yield Cause("states", name, foreseen, _states_of(piece, engine.optimizers))
-    expected = subject.buffer_bytes
+            for name, piece in zip(names, flat.pieces, strict=True):
+                foreseen = model.state_bytes(piece.parameter, piece.numel())
+                yield Cause("states", name, foreseen, _states_of(piece, engine.sharded.optimizers))
+    expected = model.buffer_bytes
     actual = {name: buffer.nbytes for name, buffer in engine.module.named_buffers()}
     for name in {**expected, **actual}:
         yield Cause("buffers", name, expected.get(name, 0), actual.get(name, 0))

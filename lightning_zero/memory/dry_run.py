@@ -1,4 +1,4 @@
-"""One training step on tensors without data: what the activations weigh, and when.
+"""One training step on tensors without data: its events, and the bytes of activations at each.
 
 The user's own ``training_step`` and its backward run on fake tensors (shapes, dtypes and storages,
 no numbers), so the memory of a model that fits nowhere is known in seconds. Whatever is alive and
@@ -12,10 +12,8 @@ import copy
 import functools
 import inspect
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,58 +23,20 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_zero.activation import ActivationCheckpointing
-from lightning_zero.memory.kernel import kept_beyond
-from lightning_zero.memory.live import LiveBytes
+from lightning_zero.engine import ActivationCheckpointing
+from lightning_zero.memory.cpu_kernels import kept_beyond
+from lightning_zero.memory.live_bytes import LiveBytes
+from lightning_zero.memory.trace import Event, Kind
 from lightning_zero.plan import Recipe
 from lightning_zero.tensors import tensors_in
 
 Step = Callable[[nn.Module, Any], Tensor]
 
 
-@dataclass(frozen=True)
-class Event:
-    """Something that becomes of gradients.
-
-    Attributes:
-        subject: The number of a parameter whose gradient is there, or the name of a unit whose
-            backward ended.
-        before: The most bytes of activations that were alive since the event before.
-        now: Bytes of activations, with the gradient that came.
-    """
-
-    subject: int | str
-    before: int = 0
-    now: int = 0
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """A part of a step during which the same units are needed.
-
-    Attributes:
-        unit: The unit that runs; ``None`` for what the module does between units.
-        is_backward: Whether it is the unit's backward.
-        activations: The most bytes of activations that were alive in it, after its last event.
-        events: What became of gradients, in order.
-    """
-
-    unit: str | None
-    is_backward: bool
-    activations: int
-    events: tuple[Event, ...] = ()
-
-    @property
-    def most(self) -> int:
-        """The most bytes of activations that were alive in it."""
-        events = (max(event.before, event.now) for event in self.events)
-        return max(self.activations, *events, 0)
-
-
-def skeleton(
+def meta_copy(
     module: nn.Module, dtype_of: Callable[[Tensor], torch.dtype] | None = None
 ) -> nn.Module:
-    """A copy of ``module`` whose parameters and buffers lie on ``meta``; its data is not copied.
+    """Return a copy of ``module`` with parameters and buffers on ``meta``; no data is copied.
 
     Hooks and the Trainer are left behind.
 
@@ -110,13 +70,13 @@ def dry_run(
     step: Step | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device,
-) -> list[Stretch]:
-    """The stretches of one step of ``module``, a :func:`skeleton` that is used up.
+) -> list[Event]:
+    """Return the events of one step of ``module``, a :func:`meta_copy` that is used up.
 
     Args:
         module: The model on ``meta``.
         batch: One rank's batch; only shapes and dtypes matter.
-        units: Modules whose forward and backward begin a stretch, by name.
+        units: The units' modules, by name.
         recipe: Whose autocast surrounds the step.
         casts: The dtype in which forward sees a parameter.
         checkpointed: Modules whose activations are recomputed in backward.
@@ -148,7 +108,7 @@ def dry_run(
                 with _autocast(recipe, device):
                     loss = (step or default_step)(module, batch)
                 _check_loss(loss)
-                log.begin_backward()
+                log.note(Kind.LOSS)
                 loss.backward()  # type: ignore[no-untyped-call]
         except Exception as error:
             raise ValueError(
@@ -160,15 +120,15 @@ def dry_run(
             recompute.remove()
             for handle in handles:
                 handle.remove()
-    return log.close()
+    log.note(Kind.END)
+    return log.events
 
 
 def default_step(module: nn.Module, batch: Any) -> Tensor:
-    """The loss of ``training_step``, of the output's ``loss``, or the sum of all outputs."""
+    """Return the loss of ``training_step``, of the output's ``loss``, or the sum of all outputs."""
     training_step = getattr(module, "training_step", None)
     if training_step is not None:
-        takes_index = "batch_idx" in inspect.signature(training_step).parameters
-        output = training_step(batch, **({"batch_idx": 0} if takes_index else {}))
+        output = training_step(*[batch, 0][: _num_positional(training_step)])
     elif isinstance(batch, Mapping):
         output = module(**batch)
     else:
@@ -180,69 +140,61 @@ def default_step(module: nn.Module, batch: Any) -> Tensor:
     return sum((t.sum() for t in tensors_in(output) if t.requires_grad), torch.zeros(()))
 
 
+def _num_positional(function: Callable[..., Any]) -> int | None:
+    """Return how many arguments ``function`` takes by position, whatever their names."""
+    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return None
+    return sum(
+        kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        for kind in kinds
+    )
+
+
 class _Log:
-    """Cuts a step into stretches as units come up."""
+    """Notes the events of a step as they happen."""
 
     def __init__(self, live: LiveBytes) -> None:
         self._live = live
-        self._now: tuple[str | None, bool] = (None, False)
-        self._stretches: list[Stretch] = []
-        self._events: list[Event] = []
-        self._awaited: Counter[str] = Counter()
+        self._running: list[int] = []
+        self._num_calls = 0
+        self.events: list[Event] = []
+
+    def note(self, kind: Kind, unit: str = "", call: int = -1, parameter: int = -1) -> None:
+        """Note that something happens."""
+        before = self._live.restart()
+        self.events.append(Event(kind, unit, call, parameter, before, self._live.count()))
 
     def listen(self, name: str, unit: nn.Module) -> Iterator[Any]:
-        """Hooks that notice the unit's forward and backward."""
+        """Hook the unit's forward, and through it its backward."""
         begin = functools.partial(self._begin_forward, name)
         yield unit.register_forward_pre_hook(begin, with_kwargs=True)
         yield unit.register_forward_hook(lambda _, __, output: self._end_forward(name, output))
 
-    def begin_backward(self) -> None:
-        """The loss is there; what follows, up to the last unit, is the root's backward."""
-        self._begin(None, is_backward=True)
-
-    def close(self) -> list[Stretch]:
-        """The stretches from begin to end."""
-        self._begin(None, is_backward=True)
-        self._cut()
-        return self._stretches
-
     def take_grad(self, number: int, parameter: Tensor) -> None:
         """Note that a parameter's gradient is there, and drop it."""
-        self._note(number)
+        self.note(Kind.GRAD, parameter=number)
         parameter.grad = None
         self._live.restart()
 
-    def _note(self, subject: int | str) -> None:
-        before = self._live.restart()
-        self._events.append(Event(subject, before, self._live.count()))
-
-    def _begin(self, unit: str | None, *, is_backward: bool) -> None:
-        if (unit, is_backward) != self._now:
-            self._cut()
-            self._now = (unit, is_backward)
-
-    def _cut(self) -> None:
-        events, self._events = tuple(self._events), []
-        self._stretches.append(Stretch(*self._now, self._live.restart(), events))
-
     def _begin_forward(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        self._begin(name, is_backward=False)
+        call = self._num_calls
+        self._num_calls += 1
+        self._running.append(call)
+        self.note(Kind.FORWARD, name, call)
         inner = [t for t in tensors_in((args, kwargs)) if t.requires_grad and not t.is_leaf]
         if inner and torch.is_grad_enabled():
-            self._awaited[name] += 1
-            register_multi_grad_hook(inner, lambda _: self._end_backward(name), mode="all")
-
-    def _end_backward(self, name: str) -> None:
-        self._awaited[name] -= 1
-        if not self._awaited[name]:
-            self._note(name)
+            register_multi_grad_hook(
+                inner, lambda _: self.note(Kind.BACKWARD_END, name, call), mode="all"
+            )
 
     def _end_forward(self, name: str, output: Any) -> None:
-        self._begin(None, is_backward=False)
+        call = self._running.pop()
+        self.note(Kind.FORWARD_END, name, call)
         outputs = [t for t in tensors_in(output) if t.grad_fn is not None]
         if outputs:
             register_multi_grad_hook(
-                outputs, lambda _: self._begin(name, is_backward=True), mode="any"
+                outputs, lambda _: self.note(Kind.BACKWARD, name, call), mode="any"
             )
 
 

@@ -6,12 +6,13 @@ one colour in all of them, from what rests at the bottom to what comes and goes 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning_zero.memory.moments import Moment
 from lightning_zero.memory.prediction import Estimate
 from lightning_zero.memory.size import format_bytes
+from lightning_zero.memory.snapshots import Snapshot
 from lightning_zero.memory.terms import KINDS
 
 if TYPE_CHECKING:
@@ -29,10 +30,11 @@ COLOURS = {
 }
 _STAGE_COLOURS = {0: "#555555", 1: "#1f5a96", 2: "#e4572e", 3: "#0b7a75"}
 _INK = "#222222"
+_LIMIT = "#b00020"
 
 
 def has_matplotlib() -> bool:
-    """Whether the ``plot`` extra is installed."""
+    """Return whether the ``plot`` extra is installed."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -40,40 +42,49 @@ def has_matplotlib() -> bool:
     return True
 
 
-def timeline(moments: Sequence[Moment], *, title: str, limit: int | None = None) -> Figure:
-    """One step from left to right, what is held stacked by kind.
+def timeline(snapshots: Sequence[Snapshot], *, title: str, limit: int | None = None) -> Figure:
+    """Draw one step from left to right, the bytes held stacked by kind.
 
     Args:
-        moments: The stretches of a step, as in ``Estimate.moments``.
-        title: What is shown.
+        snapshots: The snapshots of a step, as in ``Estimate.snapshots``.
+        title: The heading.
         limit: A device's memory, drawn as a line.
     """
     figure, axes = _figure(9.0, 4.4, title)
-    edges = list(range(len(moments) + 1))
+    edges = list(range(len(snapshots) + 1))
     bottom = [0.0] * len(edges)
-    scale, unit = _scale(max(moment.total for moment in moments))
-    for kind in _present([moment.kinds for moment in moments]):
-        heights = [moment.kinds[kind] / scale for moment in moments]
+    scale, unit = _scale(max(snapshot.total for snapshot in snapshots))
+    for kind in _present([snapshot.kinds for snapshot in snapshots]):
+        heights = [snapshot.kinds[kind] / scale for snapshot in snapshots]
         top = [low + h for low, h in zip(bottom, [*heights, heights[-1]], strict=True)]
         axes.fill_between(edges, bottom, top, step="post", color=COLOURS[kind], label=kind, lw=0)
         bottom = top
     axes.step(edges, bottom, where="post", color=_INK, lw=0.8)
-    peak = max(range(len(moments)), key=lambda index: moments[index].total)
-    _mark_peak(axes, moments[peak], peak + 0.5, scale)
-    _name_phases(axes, moments)
+    peak = max(range(len(snapshots)), key=lambda index: snapshots[index].total)
+    height = 1.22 * max([*bottom, (limit or 0) / scale])
+    label = snapshots[peak].total / scale + 0.03 * height
     if limit is not None:
-        axes.axhline(limit / scale, color="#b00020", ls="--", lw=1.2)
-        axes.annotate(f"device: {format_bytes(limit)}", (0.2, limit / scale), color="#b00020",
-                      va="bottom", fontsize=9)  # fmt: skip
-    axes.set_xlim(0, len(moments))
-    axes.set_ylim(0, 1.18 * max([*bottom, (limit or 0) / scale]))
+        line = limit / scale
+        # The label of the line stands where that of the peak does not, and neither on the line.
+        is_left = peak >= len(snapshots) / 2
+        axes.axhline(line, color=_LIMIT, ls="--", lw=1.2)
+        axes.annotate(f"device: {format_bytes(limit)}", (0.01 if is_left else 0.99, line),
+                      xycoords=("axes fraction", "data"), xytext=(0, 4),
+                      textcoords="offset points", ha="left" if is_left else "right", va="bottom",
+                      color=_LIMIT, fontsize=9)  # fmt: skip
+        if label - 0.04 * height < line < label + 0.14 * height:
+            label = line + 0.03 * height
+    _name_phases(axes, snapshots)
+    _mark_peak(axes, snapshots[peak], peak + 0.5, scale, label)
+    axes.set_xlim(0, len(snapshots))
+    axes.set_ylim(0, max(height, label + 0.15 * height))
     axes.set_ylabel(f"{unit} per rank")
     _legend(axes)
     return figure
 
 
 def stages(columns: Mapping[str, Mapping[str, int]], *, title: str) -> Figure:
-    """Bytes by kind, one bar for each strategy; the first is what the others save against."""
+    """Draw bytes by kind, one bar for each strategy; the others are compared with the first."""
     figure, axes = _figure(9.0, 1.3 + 0.62 * len(columns), title)
     totals = [sum(kinds.get(kind, 0) for kind in KINDS) for kinds in columns.values()]
     scale, unit = _scale(max(totals))
@@ -84,11 +95,11 @@ def stages(columns: Mapping[str, Mapping[str, int]], *, title: str) -> Figure:
         left = [start + width for start, width in zip(left, widths, strict=True)]
     for place, total in enumerate(totals):
         saved = 1 - total / totals[0]
-        less = f"   {saved:.0%} less" if place and saved > 0.005 else ""
+        less = f"   {saved:.0%} less than {next(iter(columns))}" if saved > 0.005 else ""
         axes.annotate(f" {format_bytes(total)}{less}", (total / scale, place), va="center",
                       fontsize=10, color=_INK)  # fmt: skip
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.3 * max(totals) / scale)
+    axes.set_xlim(0, 1.35 * max(totals) / scale)
     axes.set_xlabel(f"{unit} per rank")
     axes.tick_params(axis="y", length=0, labelsize=11)
     _legend(axes)
@@ -96,11 +107,11 @@ def stages(columns: Mapping[str, Mapping[str, int]], *, title: str) -> Figure:
 
 
 def scaling(estimates: Sequence[Estimate], *, title: str, limit: int | None = None) -> Figure:
-    """Model states against the number of ranks: dots with padding, lines the formula."""
+    """Draw model states against the number of ranks: dots with padding, lines the formula."""
     figure, axes = _figure(9.0, 4.4, title)
     scale, unit = _scale(max(found.model_states for found in estimates))
     worlds = sorted({found.world_size for found in estimates})
-    ends: dict[str, tuple[list[str], Estimate]] = {}
+    ends: dict[str, _End] = {}
     for stage in sorted({found.stage for found in estimates}):
         own = [found for found in estimates if found.stage == stage]
         fixed, shared = replicated_and_sharded(own)
@@ -109,32 +120,58 @@ def scaling(estimates: Sequence[Estimate], *, title: str, limit: int | None = No
         axes.plot(worlds, line, color=colour, lw=1.5)
         places = [found.world_size for found in own]
         axes.plot(places, [count / scale for count in dots], "o", color=colour, ms=5)
-        ends.setdefault(format_bytes(dots[-1]), ([], own[-1]))[0].append(own[-1].name)
-    for text, (names, last) in ends.items():
-        place = (last.world_size, last.model_states / scale)
-        colour = _STAGE_COLOURS[int(names[-1][-1]) if last.stage else 0]
-        axes.annotate(f"  {', '.join(names)}: {text}", place, color=colour,
-                      va="center", fontsize=10, fontweight="bold")  # fmt: skip
+        text = format_bytes(dots[-1])
+        names = ends[text].names if text in ends else ()
+        ends[text] = _End((*names, own[-1].name), dots[-1] / scale, colour)
+    texts = [(f"{', '.join(end.names)}: {text}", end) for text, end in ends.items()]
     if limit is not None:
-        axes.axhline(limit / scale, color="#b00020", ls="--", lw=1.2)
-        axes.annotate(f"device: {format_bytes(limit)} ", (1.0, limit / scale), va="bottom",
-                      ha="right", xycoords=("axes fraction", "data"), color="#b00020",
-                      fontsize=9)  # fmt: skip
+        axes.plot(worlds, [limit / scale] * len(worlds), color=_LIMIT, ls="--", lw=1.2)
+        texts.append((f"device: {format_bytes(limit)}", _End((), limit / scale, _LIMIT)))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.minorticks_off()
     axes.set_xticks(worlds, [str(world) for world in worlds])
-    axes.set_xlim(worlds[0] / 1.15, worlds[-1] * 3.2)
-    axes.set_xlabel("ranks")
-    axes.set_ylabel(f"model states, {unit} per rank")
-    axes.grid(axis="y", which="major", color="#dddddd", lw=0.7)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    # Between powers of ten only these: a range of less than a decade has labels, too.
-    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
+    axes.set_xlim(worlds[0] / 1.1, worlds[-1] * 1.1)
+    ticks = _ticks(*axes.dataLim.intervaly)
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_ylim(ticks[0], ticks[-1])
+    axes.set_xlabel("number of ranks (logarithmic scale)")
+    axes.set_ylabel(f"model states, {unit} per rank (logarithmic scale)")
+    axes.grid(axis="y", color="#dddddd", lw=0.7)
+    _name_ends(axes, texts)
     return figure
 
 
+class _End(NamedTuple):
+    """Where lines end that are one at this point."""
+
+    names: tuple[str, ...]
+    value: float
+    colour: str
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Return round numbers around ``low`` to ``high``, the ticks of a logarithmic axis."""
+    mantissas = (1, 2, 5) if high > 4 * low else (1, 1.5, 2, 3, 4, 5, 6, 8)
+    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
+    ticks = [float(f"{mantissa}e{power}") for power in powers for mantissa in mantissas]
+    first = max(index for index, tick in enumerate(ticks) if tick < low)
+    last = min(index for index, tick in enumerate(ticks) if tick > high)
+    return ticks[first : last + 1]
+
+
+def _name_ends(axes: Any, texts: Sequence[tuple[str, _End]]) -> None:
+    """Write names beside the ends of lines, moved apart where two would touch."""
+    low, high = (math.log(value) for value in axes.get_ylim())
+    place = -math.inf
+    for text, end in sorted(texts, key=lambda pair: pair[1].value):
+        place = max((math.log(end.value) - low) / (high - low), place + 0.06)
+        axes.annotate(text, (1.01, place), xycoords="axes fraction", color=end.colour,
+                      va="center", fontsize=10, fontweight="bold")  # fmt: skip
+
+
 def replicated_and_sharded(estimates: Sequence[Estimate]) -> tuple[float, float]:
-    """The two numbers of the formula ``replicated + sharded / ranks`` behind one stage's bytes."""
+    """Return both numbers of the formula ``replicated + sharded / ranks`` of one stage's bytes."""
     first, last = estimates[0], estimates[-1]
     if first.stage == 0 or first.world_size == last.world_size:
         return float(first.model_states), 0.0
@@ -166,27 +203,28 @@ def _scale(largest: float) -> tuple[float, str]:
     return 1.0, "bytes"
 
 
-def _mark_peak(axes: Any, moment: Moment, place: float, scale: float) -> None:
+def _mark_peak(axes: Any, snapshot: Snapshot, place: float, scale: float, height: float) -> None:
+    """Name the peak at ``height``; the label hides the lines behind it."""
     axes.annotate(
-        f"peak {format_bytes(moment.total)}\n{moment.label}",
-        (place, moment.total / scale), xytext=(0, 8), textcoords="offset points",
+        f"peak {format_bytes(snapshot.total)}\n{snapshot.label}",
+        (place, snapshot.total / scale), xytext=(place, height),
         ha="center", va="bottom", fontsize=9, color=_INK, zorder=5,
-        bbox={"facecolor": "white", "alpha": 0.8, "lw": 0, "pad": 1},
+        bbox={"facecolor": "white", "lw": 0, "pad": 1},
         arrowprops={"arrowstyle": "-", "color": _INK, "lw": 0.8},
     )  # fmt: skip
 
 
-def _name_phases(axes: Any, moments: Sequence[Moment]) -> None:
-    """Write each phase below its stretch of the axis, with lines between them."""
+def _name_phases(axes: Any, snapshots: Sequence[Snapshot]) -> None:
+    """Write each phase below its part of the axis, with lines between them."""
     starts = [0]
-    for index in range(1, len(moments)):
-        if moments[index].phase != moments[index - 1].phase:
+    for index in range(1, len(snapshots)):
+        if snapshots[index].phase != snapshots[index - 1].phase:
             starts.append(index)
-    ends = [*starts[1:], len(moments)]
+    ends = [*starts[1:], len(snapshots)]
     for start in starts[1:]:
         axes.axvline(start, color="#888888", lw=0.8, ls=":")
     names = {"forward": "forward", "backward": "backward", "step": "step", "rest": "at rest"}
-    labels = [names[moments[start].phase] for start in starts]
+    labels = [names[snapshots[start].phase] for start in starts]
     axes.set_xticks([(start + end) / 2 for start, end in zip(starts, ends, strict=True)], labels)
     axes.tick_params(axis="x", length=0, labelsize=11)
 

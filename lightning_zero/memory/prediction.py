@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from lightning_zero.memory.dry_run import Step
-from lightning_zero.memory.moments import Moment
-from lightning_zero.memory.subject import Optimizers, Subject
+from lightning_zero.memory.model import ModelPlan
+from lightning_zero.memory.snapshots import Snapshot
+from lightning_zero.memory.states import Optimizers
 from lightning_zero.memory.terms import HOST_KINDS, KINDS, RESTING, Kinds
-from lightning_zero.plan import Offload
-from lightning_zero.wrap import UnitPolicy
+from lightning_zero.plan import Offload, UnitPolicy
 
 NO_OFFLOAD_YET = (
     "Offload is predicted by the plan's formula only: the strategy does not run it yet, under any"
@@ -24,7 +24,7 @@ NO_OFFLOAD_YET = (
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one rank will hold.
+    """The bytes that one rank will hold.
 
     Attributes:
         stage: 1, 2 or 3; 0 is DDP.
@@ -33,7 +33,7 @@ class Estimate:
         num_parameters: Elements of all parameters, ties counted once.
         has_units: Whether the model's units are known, and so what is gathered and unreduced.
         has_activations: Whether activations are counted.
-        moments: A step from its begin to the rest after it.
+        snapshots: A step from its begin to the rest after it.
         whole: Bytes of the whole module, which each rank has in host memory before setup, unless it
             is built on ``meta``, and after ``fit``, unless ``restore_weights=False``.
         is_on_host: Whether the device is the host itself.
@@ -47,7 +47,7 @@ class Estimate:
     num_parameters: int
     has_units: bool
     has_activations: bool
-    moments: tuple[Moment, ...]
+    snapshots: tuple[Snapshot, ...]
     whole: int = 0
     is_on_host: bool = False
     offload: Offload | None = None
@@ -69,7 +69,7 @@ class Estimate:
     @property
     def resting(self) -> Kinds:
         """Bytes on the device between steps, by kind, after the first step."""
-        return {kind: self.moments[-1].kinds[kind] for kind in RESTING}
+        return {kind: self.snapshots[-1].kinds[kind] for kind in RESTING}
 
     @property
     def model_states(self) -> int:
@@ -77,33 +77,32 @@ class Estimate:
         return sum(count for kind, count in self.resting.items() if kind != "buffers")
 
     @property
-    def peak(self) -> Moment:
-        """The moment at which most bytes are held on the device."""
-        return max(self.moments, key=lambda moment: moment.total)
+    def peak(self) -> Snapshot:
+        """The snapshot at which most bytes are held on the device."""
+        return max(self.snapshots, key=lambda snapshot: snapshot.total)
 
     @property
     def most(self) -> Kinds:
         """The most of each kind on the device, whenever it is held."""
-        held = [kinds for m in self.moments for kinds in (m.kinds, m.at_other_times)]
+        held = [kinds for m in self.snapshots for kinds in (m.kinds, m.at_other_times)]
         return {kind: max(kinds.get(kind, 0) for kinds in held) for kind in KINDS}
 
     @property
     def host(self) -> Kinds:
         """The most of each kind in host memory beside the device's, whenever it is held."""
-        return {kind: max(m.host.get(kind, 0) for m in self.moments) for kind in HOST_KINDS}
+        return {kind: max(m.host.get(kind, 0) for m in self.snapshots) for kind in HOST_KINDS}
 
     @property
     def host_peak(self) -> int:
         """The most bytes in host memory within a step; on a CPU the device's are among them."""
         return max(
-            sum(moment.host.values()) + (moment.total if self.is_on_host else 0)
-            for moment in self.moments
+            sum(one.host.values()) + (one.total if self.is_on_host else 0) for one in self.snapshots
         )
 
     @property
     def disk(self) -> Kinds:
         """Bytes in files, by kind."""
-        return {kind: self.moments[-1].disk.get(kind, 0) for kind in RESTING}
+        return {kind: self.snapshots[-1].disk.get(kind, 0) for kind in RESTING}
 
 
 def estimate(
@@ -127,10 +126,10 @@ def estimate(
     rank: int = 0,
     device: torch.device | str = "cpu",
 ) -> Estimate:
-    """Bytes that one rank will hold, by kind, through a step.
+    """Estimate the bytes that one rank will hold, by kind, through a step.
 
-    With ``offload`` it says what the plan's formula gives for a strategy that does not exist yet;
-    ``lightning_zero.memory.staging`` has the assumptions.
+    With ``offload`` it evaluates the plan's formula for a strategy that does not exist yet;
+    ``lightning_zero.memory.offload`` has the assumptions.
 
     Args:
         model_or_numel: A module on any device, a function that builds one (it is called on
@@ -160,61 +159,61 @@ def estimate(
     Raises:
         ValueError: An argument is out of range, or the model needs what a dry run lacks.
     """
-    subject = Subject(
+    model = ModelPlan(
         model_or_numel, precision=precision, optimizer=optimizer, batch=batch, step=step,
         checkpointing=activation_checkpointing, units=units, device=torch.device(device),
     )  # fmt: skip
     if isinstance(offload, str):
         offload = Offload.of_stage(stage, offload)
     return estimate_of(
-        subject, stage, world_size, rank=rank, num_microbatches=accumulate_grad_batches,
+        model, stage, world_size, rank=rank, num_microbatches=accumulate_grad_batches,
         prefetch=prefetch, accumulate=accumulate, reduce_dtype=reduce_dtype,
         reshard_after_forward=reshard_after_forward, offload=offload, shares_memory=shares_memory,
     )  # fmt: skip
 
 
 def estimate_of(
-    subject: Subject,
+    model: ModelPlan,
     stage: int,
     world_size: int,
     *,
     offload: Offload | None = None,
     **settings: Any,
 ) -> Estimate:
-    """The estimate of a stage over a number of ranks; ``settings`` as in ``Subject.moments``."""
+    """Return the estimate of a stage; ``settings`` as in ``ModelPlan.snapshots``."""
     return Estimate(
         stage,
         world_size,
-        subject.precision,
-        subject.num_parameters,
-        has_units=subject.module is not None,
-        has_activations=subject.has_activations,
-        moments=tuple(subject.moments(stage, world_size, offload=offload, **settings)),
-        whole=subject.nbytes,
-        is_on_host=subject.device.type == "cpu" and offload is None,
+        model.precision,
+        model.num_parameters,
+        has_units=model.module is not None,
+        has_activations=model.has_activations,
+        snapshots=tuple(model.snapshots(stage, world_size, offload=offload, **settings)),
+        whole=model.nbytes,
+        is_on_host=model.device.type == "cpu" and offload is None,
         offload=offload,
     )
 
 
 def compare(
-    subject: Subject,
+    model: ModelPlan,
     stages: Iterable[int],
     world_sizes: Iterable[int],
     *,
     offloads: Iterable[tuple[int, Offload]] = (),
     **settings: Any,
 ) -> list[Estimate]:
-    """Every stage over every number of ranks, then every stage with an offload."""
+    """Estimate every stage over every number of ranks, then every stage with an offload."""
     columns = [*((stage, None) for stage in stages), *offloads]
     return [
-        estimate_of(subject, stage, world_size, offload=offload, **settings)
+        estimate_of(model, stage, world_size, offload=offload, **settings)
         for world_size in world_sizes
         for stage, offload in columns
     ]
 
 
 def named_offloads(*media: str, ratio: float = 1.0) -> list[tuple[int, Offload]]:
-    """``zero2_offload`` and ``zero3_offload`` for ``"cpu"``, ``zero3_nvme`` for ``"nvme"``."""
+    """Return the offloads that ``"cpu"`` and ``"nvme"`` name, each with its stage."""
     stages = {"cpu": (2, 3), "nvme": (3,)}
     return [
         (stage, Offload.of_stage(stage, medium, ratio=ratio))

@@ -1,4 +1,4 @@
-"""What a run held, as files: ``memory.json`` for programs and ``memory.html`` for people."""
+"""The memory of a run as files: ``memory.json`` for programs and ``memory.html`` for people."""
 
 from __future__ import annotations
 
@@ -18,6 +18,23 @@ from lightning_zero.memory.terms import HOST_KINDS, KINDS, RESTING
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+EQUAL_STAGES = (
+    "zero1 and zero2 hold the same here. They differ only in gradients that wait for more"
+    " microbatches of the same step (accumulate_grad_batches), which stage 1 keeps whole and stage"
+    " 2 sharded; with one microbatch both reduce every gradient as soon as its unit's are there."
+)
+
+_KINDS = {
+    "weights": "the parameters that forward reads",
+    "gradients": "reduced gradients, until they are dropped",
+    "master": "the fp32 weights that the optimizer steps, if forward reads others",
+    "states": "the optimizer's, such as Adam's two averages",
+    "buffers": "the module's own",
+    "gathered": "whole weights of the units in use, at stage 3",
+    "unreduced": "gradients before and during their reduction",
+    "activations": "what forward keeps for backward, and temporary results",
+}
+
 Measured = Mapping[str, Mapping[str, int]]
 Row = Sequence[str | int]
 
@@ -25,6 +42,7 @@ Row = Sequence[str | int]
 def write_report(
     folder: str | Path,
     *,
+    subject: str = "a rank",
     measured: Measured | None = None,
     held: Mapping[str, int] | None = None,
     predicted: Estimate | None = None,
@@ -35,7 +53,8 @@ def write_report(
     """Write ``memory.json`` and one self-contained ``memory.html``; returns the page's path.
 
     Args:
-        folder: Where; it is made if it is missing.
+        folder: The folder of the files; it is made if it is missing.
+        subject: The model, precision, optimizer and batch, for the title.
         measured: Bytes by kind at each point of a step, the most over ranks.
         held: Bytes by kind that the predicted rank held between steps.
         predicted: The estimate for the same run; its step becomes the timeline.
@@ -47,6 +66,7 @@ def write_report(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     facts = {
+        "subject": subject,
         "measured": measured or {},
         "held": held or {},
         "predicted": None if predicted is None else facts_of(predicted),
@@ -55,15 +75,22 @@ def write_report(
         "device_memory": device_memory,
     }
     (folder / "memory.json").write_text(json.dumps(facts, indent=1) + "\n")
-    parts = [*_timeline(predicted, device_memory), *_stages(stages), *_measured(measured)]
+    parts = [_LEGEND, *_timeline(predicted, device_memory), *_stages(stages), *_measured(measured)]
     parts += [*_compared(held, predicted), *_scaling(scaling, device_memory)]
     page = folder / "memory.html"
-    page.write_text(_PAGE.replace("{content}", "\n".join(parts)))
+    text = _PAGE.replace("{subject}", html.escape(subject))
+    page.write_text(text.replace("{content}", "\n".join(parts)))
     return page
 
 
+def are_equal_stages(stages: Sequence[Estimate]) -> bool:
+    """Return whether stages 1 and 2 are both among ``stages`` and hold the same at their peaks."""
+    peaks = {e.stage: e.peak.total for e in stages if e.offload is None and e.stage in (1, 2)}
+    return len(peaks) == 2 and peaks[1] == peaks[2]
+
+
 def facts_of(found: Estimate) -> dict[str, Any]:
-    """An estimate as plain numbers."""
+    """Return an estimate as plain numbers."""
     return {
         "strategy": found.name,
         "world_size": found.world_size,
@@ -85,7 +112,7 @@ def facts_of(found: Estimate) -> dict[str, Any]:
                 "host": m.host,
                 "disk": m.disk,
             }
-            for m in found.moments
+            for m in found.snapshots
         ],
     }
 
@@ -98,11 +125,11 @@ def _timeline(predicted: Estimate | None, limit: int | None) -> list[str]:
     parts = [
         "<h2>A step</h2>",
         f"<p>At most <b>{format_bytes(peak.total)}</b> on a rank, in the {peak.label};"
-        f" between steps {format_bytes(predicted.moments[-1].total)}.</p>",
+        f" between steps {format_bytes(predicted.snapshots[-1].total)}.</p>",
     ]
     if not predicted.has_activations:
         parts.append("<p>Activations are not counted: no batch was given.</p>")
-    return [*parts, *_picture(lambda: plot.timeline(predicted.moments, title=title, limit=limit))]
+    return [*parts, *_picture(lambda: plot.timeline(predicted.snapshots, title=title, limit=limit))]
 
 
 def _stages(stages: Sequence[Estimate]) -> list[str]:
@@ -118,7 +145,10 @@ def _stages(stages: Sequence[Estimate]) -> list[str]:
     return [
         "<h2>The stages side by side</h2>",
         *_picture(lambda: plot.stages(columns, title=title)),
-        "<p>The most of each kind, whenever it is held, and the peak of all together.</p>",
+        "<p>The most of each kind, at whichever instant of a step it is held. Model states are"
+        " weights, gradients, master and states between steps. The peak is the most of all kinds at"
+        " one instant, so it may be less than the sum of its row.</p>",
+        *([f"<p>{EQUAL_STAGES}</p>"] if are_equal_stages(stages) else []),
         _html_table(["", *shown, "model states", "peak"], rows),
         *_offloaded([found for found in stages if found.offload is not None]),
     ]
@@ -127,7 +157,7 @@ def _stages(stages: Sequence[Estimate]) -> list[str]:
 def _offloaded(stages: Sequence[Estimate]) -> list[str]:
     if not stages:
         return []
-    parts = [f"<p>What rests outside the device, for each rank. {NO_OFFLOAD_YET}</p>"]
+    parts = [f"<p>Kept outside of the device, for each rank. {NO_OFFLOAD_YET}</p>"]
     places = {
         "in host memory": {found.name: found.host for found in stages},
         "in files": {found.name: found.disk for found in stages},
@@ -174,9 +204,12 @@ def _scaling(scaling: Sequence[Estimate], limit: int | None) -> list[str]:
     scaling = [found for found in scaling if found.offload is None]
     if not scaling:
         return []
-    title = "Model states by number of ranks (lines: formula, dots: with padding)"
+    title = "Model states by number of ranks"
     return [
         "<h2>More ranks</h2>",
+        "<p>Weights, gradients, master and optimizer states between steps. Dots are what a rank"
+        " holds, padding included; lines are the formula, a whole part and a part divided by the"
+        " ranks. Stages that hold the same share a line.</p>",
         *_picture(lambda: plot.scaling(scaling, title=title, limit=limit)),
     ]
 
@@ -206,19 +239,29 @@ def _ranks(world_size: int) -> str:
     return "1 rank" if world_size == 1 else f"{world_size} ranks"
 
 
+_LEGEND = (
+    "<p>Everything on this page is for one rank, that is one process with one device. Units are"
+    " decimal: 1 GB is 10<sup>9</sup> bytes, or 0.93 GiB. A number in a table shows its bytes when"
+    " you point at it. A unit of the model is what is gathered and reduced together, usually one of"
+    " its repeated blocks.</p><details open><summary>The kinds of bytes</summary><dl>"
+    + "".join(f"<dt>{kind}</dt><dd>{text}</dd>" for kind, text in _KINDS.items())
+    + "</dl></details>"
+)
+
 _PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Memory</title>
+<html lang="en"><head><meta charset="utf-8"><title>Memory of {subject}</title>
 <meta name="viewport" content="width=device-width">
 <style>
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 62rem; margin: 2rem auto;
        padding: 0 1rem; }
-h1 { font-size: 1.7rem; } h2 { font-size: 1.2rem; margin: 2.2rem 0 .4rem; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.2rem; margin: 2.2rem 0 .4rem; }
 figure { margin: .5rem 0; } figure svg { width: 100%; height: auto; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right;
          white-space: nowrap; }
+dt { font-weight: bold; float: left; clear: left; width: 7rem; } dd { margin-left: 7.5rem; }
 th:first-child { text-align: left; } tr:first-child th { border-bottom: 2px solid #888; }
-</style></head><body><h1>Memory of a rank</h1>
+</style></head><body><h1>Memory of {subject}</h1>
 {content}
 </body></html>
 """

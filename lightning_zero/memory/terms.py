@@ -1,21 +1,17 @@
-"""What one rank holds of a model, term by term: arithmetic on layouts and plans.
+"""Bytes that one rank holds of a model at rest: arithmetic on layouts and plans.
 
-A model is a list of **terms**, one for each unit, which say what the unit weighs in each state.
-They come from the drafts that an engine builds its buffers from, and every number from the plan.
+A model is a list of **terms**, one for each unit, with the bytes of the unit in each medium. They
+come from the specs that an engine builds its buffers from, and every number from the plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch.nn import Parameter
 
-from lightning_zero.draft import UnitDraft
-from lightning_zero.layout import Layout
-from lightning_zero.optim import StateBytes
-from lightning_zero.plan import Medium, Offload, Plan
+from lightning_zero.plan import Layout, Medium, Offload, Plan, UnitSpec
 
 RESTING = ("weights", "gradients", "master", "states", "buffers")
 PASSING = ("gathered", "unreduced", "activations")
@@ -33,39 +29,18 @@ HOST_KINDS = (*RESTING, "staging")
 """
 
 Kinds = dict[str, int]
-StateOf = Callable[[Parameter], StateBytes]
-
-
-@dataclass(frozen=True)
-class BundleTerms:
-    """What one bundle's gradients weigh on one rank until they are reduced.
-
-    Attributes:
-        members: Its trainable parameters, by their number in the module.
-        owned: Those of which this rank has a piece.
-        partial: Bytes of whole gradients before they are reduced.
-        target: Bytes of the shard that they are reduced into.
-        box: Elements and dtype of what one other rank sends for a reduction.
-        num_boxes: How many others send.
-    """
-
-    members: tuple[int, ...]
-    owned: frozenset[int]
-    partial: int
-    target: int
-    box: tuple[int, torch.dtype]
-    num_boxes: int
+StateOf = Callable[[Parameter, int], int]
+"""Bytes of optimizer states for so many elements of a parameter."""
 
 
 @dataclass
 class UnitTerms:
-    """What one unit weighs on one rank.
+    """The bytes of one unit on one rank.
 
     Attributes:
         name: The unit's name; the root's is ``""``.
         resting: Bytes between steps, by what holds them and by kind.
-        whole: Bytes of the whole weights, if they rest sharded.
-        bundles: Its gradients on their way.
+        partial: Bytes of its whole gradients before they are reduced.
         fetched: Bytes in host memory through which offloaded weights come to the device.
         stepped: Bytes in host memory into which files are read for a step, and written from.
         sent_up: Bytes in host memory through which stepped weights come to the device.
@@ -76,8 +51,7 @@ class UnitTerms:
     resting: dict[Medium, Kinds] = field(
         default_factory=lambda: {medium: dict.fromkeys(RESTING, 0) for medium in Medium}
     )
-    whole: int = 0
-    bundles: list[BundleTerms] = field(default_factory=list)
+    partial: int = 0
     fetched: int = 0
     stepped: int = 0
     sent_up: int = 0
@@ -86,7 +60,7 @@ class UnitTerms:
     def add(
         self, layout: Layout, parts: Iterable[tuple[float, Plan]], states: int, *, trainable: bool
     ) -> None:
-        """Count one bundle, of which shares may follow different plans.
+        """Count one group of flat parameters, of which shares may follow different plans.
 
         Args:
             layout: Where its parameters lie.
@@ -104,7 +78,7 @@ class UnitTerms:
     def _add_staging(
         self, layout: Layout, share: float, plan: Plan, kinds: Mapping[str, int], *, trainable: bool
     ) -> None:
-        """Count what the offloaded share of a bundle needs on its way; nothing on the device."""
+        """Count what an offloaded share needs on its way; nothing on the device."""
         weight, source = plan.weight, plan.weight if plan.copies_weights else plan.master
         as_weights = layout.shard_numel * weight.dtype.itemsize
         is_cast = source.dtype is not weight.dtype
@@ -123,67 +97,38 @@ class UnitTerms:
         self.flushed += round(share * kinds["gradients"])
 
 
-def terms_of_drafts(
-    drafts: Iterable[UnitDraft],
+def terms_of_specs(
+    specs: Iterable[UnitSpec],
     state_of: StateOf,
     *,
-    numbers: Mapping[int, int],
     world_size: int,
     rank: int,
-    receives: bool,
     offload: Offload | None = None,
 ) -> list[UnitTerms]:
-    """The terms of units that have no memory yet.
+    """Return the terms of units that have no memory yet.
 
     Args:
-        drafts: The units, the root last.
-        state_of: What the optimizer keeps for a parameter.
-        numbers: Each parameter's number in the module, by its id.
+        specs: The units, the root last.
+        state_of: Bytes of optimizer states.
         world_size: Number of ranks.
         rank: Whose terms they are.
-        receives: Whether others' gradients are received into boxes before they are added.
         offload: What rests outside the device.
     """
     found = []
-    for draft in drafts:
-        terms = UnitTerms(draft.name)
-        for named, plan in draft.bundles:
+    for spec in specs:
+        terms = UnitTerms(spec.name)
+        for named, plan in spec.flat_parameters:
             layout = Layout.build(
                 [(name, tuple(p.shape), tuple(p.stride())) for name, p in named], world_size
             )
             trainable = named[0][1].requires_grad
-            pieces = [layout.piece(index, rank) for index in range(len(named))]
-            sizes = [stop - start for start, stop in pieces]
-            pairs = list(zip((p for _, p in named), sizes, strict=True))
-            states = sum(state_of(p).of(size) for p, size in pairs) if trainable else 0
+            states = 0
+            for index, (_, parameter) in enumerate(named) if trainable else ():
+                start, stop = layout.piece(index, rank)
+                states += state_of(parameter, stop - start)
             parts = offload.parts(plan, trainable=trainable) if offload else [(1.0, plan)]
             terms.add(layout, parts, states, trainable=trainable)
-            if plan.gives_weights_back:
-                terms.whole += layout.numel * plan.weight.dtype.itemsize
             if trainable:
-                terms.bundles.append(
-                    _bundle_terms(layout, parts, pairs, numbers, receives=receives)
-                )
+                terms.partial += layout.numel * plan.grad.dtype.itemsize
         found.append(terms)
     return found
-
-
-def _bundle_terms(
-    layout: Layout,
-    parts: Sequence[tuple[float, Plan]],
-    pairs: Sequence[tuple[Parameter, int]],
-    numbers: Mapping[int, int],
-    *,
-    receives: bool,
-) -> BundleTerms:
-    plan = parts[0][1]
-    stays = sum(share for share, one in parts if one.grad.medium is Medium.DEVICE)
-    return BundleTerms(
-        members=tuple(numbers[id(p)] for p, _ in pairs),
-        owned=frozenset(numbers[id(p)] for p, size in pairs if size),
-        partial=layout.numel * plan.grad.dtype.itemsize,
-        # What is offloaded is reduced into a shard that is free anyway.
-        target=round(stays * layout.shard_numel * plan.master.dtype.itemsize),
-        box=(layout.shard_numel, plan.grad.dtype),
-        num_boxes=layout.world_size - 1 if receives else 0,
-    )

@@ -1,9 +1,14 @@
 """The strategy, its precision and its monitors for projects that import ``pytorch_lightning``.
 
 The mirror package has class trees and a registry of its own, so its Trainer takes no strategy and
-no callback of ``lightning.pytorch``. The rooms that know Lightning are therefore run a second time
-from the same source, with the mirror's names in their imports (``source.py``). Nothing of this
-happens, and ``pytorch_lightning`` is not imported, until the project imports it itself::
+no callback of ``lightning.pytorch``. So the modules of ``lightning_zero.trainer`` are executed
+a second time from the same source, with the mirror's names in their imports:
+
+- ``importer``: finds and compiles them as ``lightning_zero.mirror.trainer``
+- ``arrival``: calls a function when a module is imported
+
+Nothing of this happens, and ``pytorch_lightning`` is not imported, until the project imports it
+itself::
 
     import lightning_zero
     from pytorch_lightning import Trainer
@@ -18,15 +23,19 @@ happens, and ``pytorch_lightning`` is not imported, until the project imports it
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from lightning_zero.mirror.arrival import call_when_imported
+from lightning_zero.mirror.importer import MirrorFinder
 
 if TYPE_CHECKING:
-    from lightning_zero.mirror.monitor import MemoryMonitor
-    from lightning_zero.mirror.precision import ZeROPrecision
-    from lightning_zero.mirror.strategy import ZeROStrategy
-    from lightning_zero.mirror.traffic import TrafficMonitor
+    from lightning_zero.trainer import (
+        MemoryMonitor,
+        TrafficMonitor,
+        ZeROPrecision,
+        ZeROStrategy,
+    )
 
 __all__ = [
     "MemoryMonitor",
@@ -36,25 +45,19 @@ __all__ = [
     "register_when_imported",
 ]
 
-_ROOMS = {
-    "MemoryMonitor": "monitor",
-    "TrafficMonitor": "traffic",
-    "ZeROPrecision": "precision",
-    "ZeROStrategy": "strategy",
-}
+sys.meta_path.insert(0, MirrorFinder())
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        return getattr(importlib.import_module(f"{__name__}.{_ROOMS[name]}"), name)
+    if name in __all__:
+        return getattr(_load(), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def register_when_imported() -> None:
     """Register the strategies' names with the mirror as soon as it is imported, if ever."""
-    call_when_imported("pytorch_lightning", _register)
+    call_when_imported("pytorch_lightning", _load)
 
 
-def _register() -> None:
-    registry = importlib.import_module("pytorch_lightning.strategies").StrategyRegistry
-    __getattr__("ZeROStrategy").register_strategies(registry)
+def _load() -> Any:
+    return importlib.import_module(f"{__name__}.trainer")

@@ -1,0 +1,214 @@
+"""The GPT of the benchmarks, and the ways to train it: DDP, ZeRO, FSDP and others."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.engine.engine import Engine
+from lightning_zero.plan.plan import RECIPES
+from lightning_zero.plan.settings import Settings
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is run; the defaults are the figures' 34 M parameters."""
+
+    dim: int = 512
+    layers: int = 8
+    heads: int = 8
+    vocabulary: int = 8192
+    length: int = 128
+    batch: int = 4
+    steps: int = 8
+    warmup: int = 3
+    world: int = 2
+    threads: int = 1
+    precision: str = "32-true"
+    device: str = "cpu"
+    fake_world: int = 0
+    windows: bool = True
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, dim = x.shape
+        heads = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, dim // self.heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, length, dim))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """A decoder with an untied head."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(job.vocabulary, job.dim)
+        self.positions = nn.Embedding(job.length, job.dim)
+        self.blocks = nn.ModuleList(Block(job.dim, job.heads) for _ in range(job.layers))
+        self.norm = nn.LayerNorm(job.dim)
+        self.head = nn.Linear(job.dim, job.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.tokens(tokens) + self.positions(positions)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@dataclass
+class Contender:
+    """A model that is ready to train, its optimizer, and our engine if it is ours."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    engine: Engine | None = None
+    backward: Callable[[Tensor], None] = Tensor.backward
+    step: Callable[[], Any] | None = None
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+
+
+def _alone(model: nn.Module, job: Job) -> Contender:
+    return Contender(model, _adamw(model))
+
+
+def _ddp(model: nn.Module, job: Job) -> Contender:
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    return Contender(wrapped, _adamw(wrapped))
+
+
+def _zero(stage: int, **settings: Any) -> Callable[[nn.Module, Job], Contender]:
+    def build(model: nn.Module, job: Job) -> Contender:
+        recipe = RECIPES[job.precision]
+        device = torch.device(job.device)
+        comm = Communicator(device, windows=None if job.windows else False)
+        engine = Engine(model, Settings(stage, recipe=recipe, device=device, **settings), comm)
+        optimizer = _adamw(model)
+        engine.adopt(optimizer)
+        return Contender(model, optimizer, engine)
+
+    return build
+
+
+def _fsdp2(*, reshard: bool) -> Callable[[nn.Module, Job], Contender]:
+    def build(model: nn.Module, job: Job) -> Contender:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        recipe = RECIPES[job.precision]
+        options = {
+            "mesh": init_device_mesh(job.device, (dist.get_world_size(),)),
+            "mp_policy": MixedPrecisionPolicy(recipe.weight, recipe.reduce),
+            "reshard_after_forward": reshard,
+        }
+        for block in model.blocks:
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+        return Contender(model, _adamw(model))
+
+    return build
+
+
+def _fsdp1(strategy: str) -> Callable[[nn.Module, Job], Contender]:
+    def build(model: nn.Module, job: Job) -> Contender:
+        from torch.distributed.fsdp import (
+            FullyShardedDataParallel,
+            MixedPrecision,
+            ShardingStrategy,
+        )
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+        recipe = RECIPES[job.precision]
+        wrapped = FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            sharding_strategy=ShardingStrategy[strategy],
+            mixed_precision=MixedPrecision(recipe.weight, recipe.reduce),
+            device_id=torch.device(job.device),
+            use_orig_params=True,
+        )
+        return Contender(wrapped, _adamw(wrapped))
+
+    return build
+
+
+def _zero_redundancy(model: nn.Module, job: Job) -> Contender:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(
+        wrapped.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-4, fused=True
+    )
+    return Contender(wrapped, optimizer)
+
+
+def _deepspeed(stage: int) -> Callable[[nn.Module, Job], Contender]:
+    def build(model: nn.Module, job: Job) -> Contender:
+        import deepspeed
+
+        # Its buckets hold 500 M elements if not told: here the largest unit's, as ours do.
+        bucket = max(12 * job.dim, job.vocabulary) * job.dim
+        sizes = {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
+        config = {
+            "train_micro_batch_size_per_gpu": job.batch,
+            "zero_optimization": {"stage": stage, **sizes},
+            "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": job.precision == "bf16-mixed"},
+        }
+        wrapped, optimizer, _, _ = deepspeed.initialize(
+            model=model, optimizer=_adamw(model), config=config
+        )
+        return Contender(wrapped, optimizer, backward=wrapped.backward, step=wrapped.step)
+
+    return build
+
+
+CONTENDERS: dict[str, Callable[[nn.Module, Job], Contender]] = {
+    "ddp": _ddp,
+    "zero1": _zero(1),
+    "zero2": _zero(2),
+    "zero3": _zero(3),
+    "zero3 keep": _zero(3, reshard_after_forward=False),
+    "fsdp2": _fsdp2(reshard=True),
+    "fsdp2 keep": _fsdp2(reshard=False),
+    "fsdp1": _fsdp1("FULL_SHARD"),
+    "fsdp1 grad_op": _fsdp1("SHARD_GRAD_OP"),
+    "zero redundancy": _zero_redundancy,
+    "no traffic": _alone,
+}
+if importlib.util.find_spec("deepspeed"):
+    CONTENDERS.update({f"deepspeed {stage}": _deepspeed(stage) for stage in (1, 2, 3)})
+
+NEED_OTHERS = ("ddp", "zero redundancy")
+"""Not to be had on torch's fake backend: DDP waits for a sum that does not come from there."""
+
+
+def default_names(job: Job) -> list[str]:
+    """All that can be had; on the fake backend ratios are to a step without any traffic."""
+    if not job.fake_world:
+        return list(CONTENDERS)
+    able = [name for name in CONTENDERS if name not in (*NEED_OTHERS, "no traffic")]
+    return ["no traffic", *able]

@@ -1,0 +1,219 @@
+"""Everything that a machine with one GPU can show, in one command and nine minutes.
+
+    python examples/benchmarks/gpu.py --output gpu
+
+First the tests that need a device; then the comparison in fp32 and bf16-mixed: the Trainer alone
+and with ``zero3``, plain loops under DDP, FSDP2 and every stage at world 1, and rank 0 of 8 and of
+64 on torch's fake collectives (``compare.py`` says what those do). It needs no network, and torch
+2.11 or newer, Lightning and pytest. When time runs short, rounds and steps are dropped, never a
+contender.
+
+The folder then holds ``gpu.json``, ``gpu.md`` and ``tests.log``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import machine
+import torch
+from contenders import Job
+from measure import in_fresh_processes, measured
+from trained import STRATEGIES, trained
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = "tests/engine/test_cuda.py"
+TESTS_SHARE = 0.4
+"""The most of the time that tests may take."""
+GPT_1B = Job(
+    dim=2048, layers=18, heads=16, vocabulary=32768, length=1024, steps=6, device="cuda", world=1
+)
+PRECISIONS = ("32-true", "bf16-mixed")
+STAGES = ("zero1", "zero2", "zero3", "zero3 keep", "fsdp2")
+WORLDS = {1: (*STRATEGIES, "no traffic", "ddp", *STAGES), 8: STAGES, 64: STAGES}
+"""The contenders at each number of ranks; only the first is not played."""
+
+
+class Case(NamedTuple):
+    """One contender in one setting."""
+
+    precision: str
+    world: int
+    name: str
+
+
+@dataclass
+class Clock:
+    """The time that is left, and what one run of a contender took so far."""
+
+    deadline: float
+    runs: list[float] = field(default_factory=list)
+
+    def left(self) -> float:
+        """Return the seconds until the deadline."""
+        return self.deadline - time.monotonic()
+
+    def has_time_for(self, num_runs: int) -> bool:
+        """Return whether as many runs as that are likely to end in time."""
+        return not self.runs or statistics.mean(self.runs) * num_runs < self.left()
+
+
+def cases() -> list[Case]:
+    """Return all contenders in all settings."""
+    return [
+        Case(precision, world, name)
+        for precision in PRECISIONS
+        for world, names in WORLDS.items()
+        for name in names
+    ]
+
+
+def run_tests(output: Path, seconds: float) -> dict[str, Any]:
+    """Run the tests that need a device; return how they ended and how long they took."""
+    # Not every machine has the plugins that the project's own options ask for.
+    options = ["-o", "addopts=", "-o", "timeout=0", "-W", "ignore", "-ra", "-q"]
+    command = [sys.executable, "-m", "pytest", *options, "-p", "no:cacheprovider", TESTS]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    start = time.monotonic()
+    with (output / "tests.log").open("w") as log:
+        try:
+            code: int | str = subprocess.run(
+                command, cwd=ROOT, env=environment, stdout=log, stderr=log, timeout=seconds
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = f"not done within {seconds:.0f} s"
+    lines = (output / "tests.log").read_text().strip().splitlines()
+    return {
+        "code": code,
+        "seconds": time.monotonic() - start,
+        "summary": lines[-1] if lines else "",
+        "failed": [line for line in lines if line.startswith(("FAILED", "ERROR"))],
+    }
+
+
+def run_case(case: Case, job: Job) -> dict[str, Any]:
+    """Run one contender in a process of its own; an error becomes its answer."""
+    fake_world = 0 if case.world == 1 else case.world
+    job = replace(job, precision=case.precision, fake_world=fake_world)
+    worker = trained if case.name in STRATEGIES else measured
+    try:
+        return in_fresh_processes(worker, case.name, job)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def rounds(job: Job, clock: Clock, most: int) -> Iterator[list[tuple[Case, dict[str, Any]]]]:
+    """Run all contenders once and again, as long as the time allows."""
+    for number in range(most):
+        if number and not clock.has_time_for(len(cases())):
+            return
+        answers: list[tuple[Case, dict[str, Any]]] = []
+        for case in cases():
+            if not clock.has_time_for(len(cases()) - len(answers)):
+                job = replace(job, steps=2, warmup=1)
+            start = time.monotonic()
+            answer = run_case(case, job)
+            clock.runs.append(time.monotonic() - start)
+            print(f"round {number + 1}: {case} {_shown(answer)}", file=sys.stderr, flush=True)
+            answers.append((case, answer))
+        yield answers
+
+
+def _shown(answer: dict[str, Any]) -> str:
+    return answer.get("error") or f"{answer['seconds']:.4f} s"
+
+
+def rows_of(answers: list[list[tuple[Case, dict[str, Any]]]]) -> list[dict[str, Any]]:
+    """Return one row for each case: medians of time, its ratio to the setting's base, memory."""
+    by_case: dict[Case, list[dict[str, Any]]] = {}
+    for one in answers:
+        for case, answer in one:
+            by_case.setdefault(case, []).append(answer)
+    rows = []
+    for case, found in by_case.items():
+        row = {**case._asdict(), **found[-1]}
+        base = by_case[case._replace(world=1, name="ddp")]
+        pairs = [(a, b) for a, b in zip(found, base, strict=True) if "seconds" in {*a} & {*b}]
+        if pairs:
+            row["seconds"] = statistics.median(own["seconds"] for own, _ in pairs)
+            ratios = [own["seconds"] / other["seconds"] for own, other in pairs]
+            row["ratio"], row["ratio_range"] = statistics.median(ratios), [min(ratios), max(ratios)]
+        rows.append(row)
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return a Markdown table; ratios are to DDP at world 1 in the same precision and round."""
+    lines = [
+        "| precision | ranks | | ms/step | ratio to DDP | range | peak MiB | under the Trainer"
+        " | states MiB |",
+        "|---" * 9 + "|",
+    ]
+    for row in rows:
+        head = f"| {row['precision']} | {row['world']} | {row['name']} |"
+        if "error" in row:
+            lines.append(f"{head} {row['error'].splitlines()[0][:100]} | | | | | |")
+            continue
+        low, high = row.get("ratio_range", (float("nan"),) * 2)
+        held = row.get("bytes", {})
+        states = sum(held.get(kind, 0) for kind in ("weights", "master", "states")) / 2**20
+        peaks = [
+            f"{row[key]:.0f}" if key in row else "" for key in ("peak_mib", "trainer_peak_mib")
+        ]
+        lines.append(
+            f"{head} {row['seconds'] * 1000:.1f} | {row.get('ratio', float('nan')):.3f}"
+            f" | {low:.3f} to {high:.3f} | {peaks[0]} | {peaks[1]}"
+            f" | {f'{states:.0f}' if held else ''} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run tests and comparison; return 1 if a test or a contender failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("gpu"), help="folder for the results")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time for everything")
+    parser.add_argument("--rounds", type=int, default=5, help="the most rounds")
+    for name, default in asdict(GPT_1B).items():
+        if name not in ("windows", "precision", "fake_world", "world"):
+            parser.add_argument(f"--{name}", type=type(default), default=default)
+    arguments = vars(parser.parse_args())
+    output, minutes, most = (arguments.pop(key) for key in ("output", "minutes", "rounds"))
+    job = replace(GPT_1B, **arguments)
+    if job.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch sees no GPU here; --device cpu rehearses the run.")
+    output.mkdir(parents=True, exist_ok=True)
+    seconds = minutes * 60 * 0.95
+    clock = Clock(time.monotonic() + seconds)
+    report: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine.description(),
+        "job": asdict(job),
+        "tests": run_tests(output, seconds * TESTS_SHARE),
+    }
+    answers = []
+    for one in rounds(job, clock, most):
+        answers.append(one)
+        # Whatever happens later, the rounds so far are there.
+        report.update(rounds=len(answers), rows=rows_of(answers))
+        (output / "gpu.json").write_text(json.dumps(report, indent=2))
+    head = f"{report['date']}, {report['machine']}, {len(answers)} rounds"
+    tests = f"Tests: {report['tests']['summary'] or report['tests']['code']}"
+    page = "\n\n".join([head, tests, *report["tests"]["failed"], table(report["rows"])]) + "\n"
+    (output / "gpu.md").write_text(page)
+    print(f"\n{page}")
+    return int(report["tests"]["code"] != 0 or any("error" in row for row in report["rows"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

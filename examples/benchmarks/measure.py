@@ -1,0 +1,333 @@
+"""Times, peaks, bytes and traffic of one contender, in processes of its own.
+
+On CUDA the host runs ahead of the device, as in training, and a step is timed on the device. Memory
+and traffic come from runs that are not timed.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+import json
+import os
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import machine
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from contenders import CONTENDERS, GPT, Contender, Job
+from torch import Tensor
+
+from lightning_zero.comm.traffic import sum_of
+from lightning_zero.plan.plan import RECIPES
+
+
+class Run:
+    """One contender in this process: its steps, one at a time."""
+
+    def __init__(self, rank: int, name: str, job: Job) -> None:
+        torch.manual_seed(0)
+        self.job = job
+        self.device = torch.device(job.device)
+        with self.device:
+            model = GPT(job)
+        self.contender = CONTENDERS[name](model, job)
+        # Made where it is used: a copy from the host would wait for all that was started before.
+        self.data = torch.Generator(self.device).manual_seed(rank)
+
+    def __call__(self) -> Tensor:
+        loss = self.pass_through()
+        self.step()
+        return loss
+
+    def pass_through(self) -> Tensor:
+        """Forward and backward, in the Trainer's order: old gradients live until the backward."""
+        job, contender = self.job, self.contender
+        shape = (job.batch, job.length + 1)
+        tokens = torch.randint(job.vocabulary, shape, generator=self.data, device=self.device)
+        autocast = RECIPES[job.precision].autocast
+        context = (
+            torch.autocast(self.device.type, autocast, cache_enabled=False)
+            if autocast
+            else contextlib.nullcontext()
+        )
+        with context:
+            logits = contender.model(tokens[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        contender.optimizer.zero_grad()
+        contender.backward(loss)
+        return loss.detach()
+
+    def step(self) -> None:
+        """The optimizer's step."""
+        (self.contender.step or self.contender.optimizer.step)()
+
+    def rest(self) -> None:
+        """Come to where a step ends: also the gathers that the next one would wait for."""
+        for unit in self.contender.engine.sharded.units if self.contender.engine else ():
+            unit.weights.wait_if_in_flight()
+        self.settle()
+
+    def settle(self) -> None:
+        """Let everything that was started end."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        if not self.job.fake_world:
+            dist.barrier()
+
+
+@contextlib.contextmanager
+def _ranks(rank: int, job: Job, port: int) -> Iterator[None]:
+    torch.set_num_threads(job.threads)
+    os.environ["LOCAL_RANK"] = str(rank)  # DeepSpeed asks for it.
+    if job.device == "cuda":
+        torch.cuda.set_device(rank)
+    if job.fake_world:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=job.fake_world)
+    else:
+        backend = "nccl" if job.device == "cuda" else "gloo"
+        address = f"tcp://127.0.0.1:{port}"
+        device = torch.device("cuda", rank) if job.device == "cuda" else None
+        dist.init_process_group(backend, address, rank=rank, world_size=job.world, device_id=device)
+    try:
+        yield
+    finally:
+        # Other groups end with their processes. To destroy one waits, with Python's lock, for
+        # gloo's threads, which now and then wait for that lock to free what a collective held.
+        if job.fake_world:
+            dist.destroy_process_group()
+
+
+NUM_FAULTY = 2
+"""Steps whose page faults are counted."""
+
+
+def timed(rank: int, name: str, job: Job, port: int, answer: Path) -> None:
+    with _ranks(rank, job, port):
+        run = Run(rank, name, job)
+        times, loss = (_times_on_cuda if job.device == "cuda" else _times_on_cpu)(run)
+        found = {"seconds": statistics.median(times), "loss": float(loss)}
+        run.settle()
+        before = machine.page_faults()
+        for _ in range(NUM_FAULTY):
+            run()
+        found["page_faults"] = (machine.page_faults() - before) // NUM_FAULTY
+        # Nobody leaves while another still waits for what was sent.
+        run.rest()
+        if rank == 0:
+            answer.write_text(json.dumps(found))
+
+
+def _times_on_cpu(run: Run) -> tuple[list[float], Tensor]:
+    """Seconds of each step, which all ranks begin together, and the last loss.
+
+    Weights of stages 1 and 2 are still on their way then: the next step's start waits for them.
+    """
+    times = []
+    for _ in range(run.job.warmup + run.job.steps):
+        run.settle()
+        start = time.perf_counter()
+        loss = run()
+        times.append(time.perf_counter() - start)
+    return times[run.job.warmup :], loss
+
+
+def _times_on_cuda(run: Run) -> tuple[list[float], Tensor]:
+    """The same, from the end of one step on the device to that of the next.
+
+    Nothing waits in between, as in training: the host is ahead of the device, and weights of stages
+    1 and 2 travel behind the next step.
+    """
+    for _ in range(run.job.warmup):
+        run()
+    run.settle()
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(run.job.steps + 1)]
+    run()
+    ends[0].record()
+    for end in ends[1:]:
+        loss = run()
+        end.record()
+    run.settle()
+    return [a.elapsed_time(b) / 1000 for a, b in itertools.pairwise(ends)], loss
+
+
+def weighed(rank: int, name: str, job: Job, port: int, answer: Path) -> None:
+    """Memory and traffic after a few steps, never timed.
+
+    Shared memory is not the allocator's, so ours runs without it here: the same steps, with its
+    reduce buffers and those it receives in where they are counted.
+    """
+    job = replace(job, windows=False)
+    with _ranks(rank, job, port):
+        found = _weigh(lambda: Run(rank, name, job), job)
+        if rank == 0:
+            answer.write_text(json.dumps(found))
+
+
+def measured(rank: int, name: str, job: Job, port: int, answer: Path) -> None:
+    """Write time, memory and traffic of one process to ``answer``, for devices.
+
+    There memory is the allocator's own figure, which costs the timed steps nothing.
+    """
+    with _ranks(rank, job, port):
+        run = Run(rank, name, job)
+        times, loss = (_times_on_cuda if job.device == "cuda" else _times_on_cpu)(run)
+        found = {"seconds": statistics.median(times), "loss": float(loss)}
+        # The allocator's events of a CPU are known only from a profile's begin on.
+        make = (lambda: run) if job.device == "cuda" else (lambda: Run(rank, name, job))
+        found.update(_weigh(make, job))
+        if rank == 0:
+            answer.write_text(json.dumps(found))
+
+
+def _weigh(make: Callable[[], Run], job: Job) -> dict[str, Any]:
+    """Return peaks, bytes between steps and what a step sends."""
+    run, found = _peaks(make, job)
+    run.step()
+    run.rest()
+    found["bytes"] = _bytes_by_kind(run.contender)
+    engine, before = run.contender.engine, machine.socket_bytes()
+    run()
+    run.rest()
+    if engine is not None:
+        found["sent"] = sum_of(engine.comm.transport.ledger.last_step).elements
+    if before is not None and dist.get_backend() == "gloo":
+        found["socket_bytes"] = machine.socket_bytes() - before
+    return found
+
+
+def _peaks(make: Callable[[], Run], job: Job) -> tuple[Run, dict[str, Any]]:
+    """The most memory in forward and backward beyond the idle model, in two orders of a step.
+
+    The idle model is weights, masters and optimizer states; what else stays between steps, as
+    DDP's buckets and our shards of gradients do, is counted. In a plain loop the gradients of the
+    step before are dropped when the forward begins; under the Trainer they live until its end.
+    """
+    runs: list[Run] = []
+
+    def prepare() -> None:
+        runs.append(make())
+        runs[0]()
+        runs[0]()
+        runs[0].contender.optimizer.zero_grad()
+        runs[0].rest()
+
+    def pass_through() -> None:
+        runs[0].pass_through()
+        runs[0].rest()
+
+    def step() -> None:
+        runs[0].step()
+        runs[0].rest()
+
+    measure = _peaks_on_cuda if job.device == "cuda" else _peaks_on_cpu
+    _, plain, _, under_trainer = measure([prepare, pass_through, step, pass_through])
+    idle = _model_bytes(runs[0].contender)
+    return runs[0], {
+        "peak_mib": (plain - idle) / 2**20,
+        "trainer_peak_mib": (under_trainer - idle) / 2**20,
+    }
+
+
+def _bytes_by_kind(contender: Contender) -> dict[str, int]:
+    """What this rank holds between steps, in the engine's words; not what peers keep for messages.
+
+    A master is what the optimizer steps and the model does not have.
+    """
+    if contender.engine is not None:
+        return contender.engine.sharded.memory()
+    optimizer: Any = contender.optimizer
+    for inner in ("optim", "optimizer"):  # ZeroRedundancyOptimizer's and DeepSpeed's
+        optimizer = getattr(optimizer, inner, optimizer)
+    weights = list(contender.model.parameters())
+    # Its groups may be empty between steps; it has states of all that it steps.
+    stepped = list(optimizer.state)
+    # DeepSpeed's stage 3 leaves an empty parameter behind, and hangs the shard on it.
+    resting = _storages([getattr(weight, "ds_tensor", weight) for weight in weights])
+    masters = _storages(stepped)
+    return {
+        "weights": sum(resting.values()),
+        "master": sum(nbytes for place, nbytes in masters.items() if place not in resting),
+        "gradients": sum(_storages([p.grad for p in [*weights, *stepped]]).values()),
+        "states": sum(
+            sum(_storages(list(state.values())).values()) for state in optimizer.state.values()
+        ),
+    }
+
+
+def _model_bytes(contender: Contender) -> int:
+    """Bytes of weights, masters and optimizer states of this rank."""
+    held = _bytes_by_kind(contender)
+    return held["weights"] + held["master"] + held["states"]
+
+
+def _storages(values: list[Any]) -> dict[int, int]:
+    """Bytes of the tensors among some values by where they are, this rank's part of each."""
+    parts = [_own_part(value) for value in values if isinstance(value, Tensor)]
+    return {part.data_ptr(): part.nbytes for part in parts if part.numel()}
+
+
+def _own_part(tensor: Any) -> Tensor:
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def _peaks_on_cuda(parts: list[Callable[[], Any]]) -> list[int]:
+    """The most live bytes in each part."""
+    peaks = []
+    for part in parts:
+        torch.cuda.reset_peak_memory_stats()
+        part()
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
+    return peaks
+
+
+def _peaks_on_cpu(parts: list[Callable[[], Any]]) -> list[int]:
+    """The same, counted from the allocator's own events, which know nothing of any engine.
+
+    One profile holds all parts: it knows the sizes only of what was allocated within it.
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        for number, part in enumerate(parts):
+            with torch.profiler.record_function(f"part {number}"):
+                part()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    ends = sorted(e["ts"] + e["dur"] for e in events if str(e.get("name")).startswith("part "))
+    changes = [e for e in events if e.get("name") == "[memory]"]
+    peaks, live = [0] * len(parts), 0
+    for event in sorted(changes, key=lambda e: e["ts"]):
+        live += event["args"]["Bytes"]
+        number = min(bisect.bisect_left(ends, event["ts"]), len(parts) - 1)
+        peaks[number] = max(peaks[number], live)
+    return peaks
+
+
+def in_fresh_processes(worker: Callable[..., None], name: str, job: Job) -> dict[str, Any]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        processes = 1 if job.fake_world else job.world
+        # A server that has imported everything, and done nothing, is forked for each process.
+        mp.set_forkserver_preload(["torch.distributed.fsdp", "torch.profiler", "lightning_zero"])
+        mp.start_processes(worker, (name, job, port, answer), processes, start_method="forkserver")
+        found: dict[str, Any] = json.loads(answer.read_text())
+        return found

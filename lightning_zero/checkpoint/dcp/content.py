@@ -1,0 +1,229 @@
+"""A Trainer's checkpoint as a directory's entries and a rest, and back.
+
+The names are those of Lightning's ``ModelParallelStrategy``, so that it and programs that use FSDP2
+find what they look for::
+
+    state_dict.<name>                          weights and buffers
+    optimizer_<n>.state.<name>.<key>           states, by the names of their parameters
+    optimizer_<n>.param_groups.<g>.<option>    options, each an object of its own
+    meta.pt                                    the rest: loops, callbacks, schedulers, ...
+
+Weights have a second name, ``model.<name>``, under which ``FSDPStrategy`` looks for them, and
+Lightning's ``consolidate_checkpoint``. Both names are of the same bytes.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_zero.checkpoint.dcp.directory import Directory, Keys, StoredObject
+from lightning_zero.checkpoint.values.sharded_value import ShardedValue
+from lightning_zero.tensors import tensors_in
+
+WEIGHTS = ("state_dict", "model")
+"""What weights are under, by ``ModelParallelStrategy`` and by ``FSDPStrategy``."""
+
+_OPTIMIZER = re.compile(r"optim(?:izer)?(?:_(\d+))?")
+
+
+# -- saving ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Content:
+    """The entries of a directory that is to be written.
+
+    Attributes:
+        entries: Tensors, sharded or not, and objects, by their paths.
+        rest: What goes beside them.
+    """
+
+    entries: dict[Keys, Any]
+    rest: Any
+
+    @classmethod
+    def of(cls, checkpoint: Mapping[str, Any], parameters: Sequence[Sequence[str]]) -> Content:
+        """Take a Trainer's checkpoint apart.
+
+        Args:
+            checkpoint: What Lightning saves; it is not changed.
+            parameters: For each optimizer, its parameters' names in the order of its groups.
+
+        Raises:
+            ValueError: A sharded value is where a directory has no place for it.
+        """
+        entries: dict[Keys, Any] = {}
+        rest = {}
+        for key, value in checkpoint.items():
+            if key == WEIGHTS[0]:
+                entries.update(_leaves(value, (WEIGHTS[0],)))
+            elif key == "optimizer_states":
+                for number, state in enumerate(value):
+                    names = parameters[number] if number < len(parameters) else ()
+                    entries.update(_optimizer_entries(state, f"optimizer_{number}", names))
+            else:
+                found: dict[Keys, Any] = {}
+                rest[key] = _without_sharded_values(value, (key,), found)
+                entries.update(found)
+                if (key,) in found:
+                    del rest[key]
+        return cls(entries, rest)
+
+
+def _leaves(value: Any, path: Keys) -> Iterator[tuple[Keys, Any]]:
+    """Yield what nested dictionaries hold; only such as can be put together again the same."""
+    if _is_table(value) and value:
+        for key, item in value.items():
+            yield from _leaves(item, (*path, key))
+    else:
+        yield path, value
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+
+
+def _optimizer_entries(
+    state: Mapping[str, Any], root: str, names: Sequence[str]
+) -> Iterator[tuple[Keys, Any]]:
+    ids = [key for group in state["param_groups"] for key in group["params"]]
+    known = [name for group in state["param_groups"] for name in group.get("param_names", ())]
+    given = known if len(known) == len(ids) else names if len(names) == len(ids) else ids
+    name_of = {key: str(name) for key, name in zip(ids, given, strict=True)}
+    for key, entries in state["state"].items():
+        yield from _leaves(entries, (root, "state", name_of.get(key, str(key))))
+    for number, group in enumerate(state["param_groups"]):
+        for option, value in group.items():
+            written = [name_of[key] for key in value] if option == "params" else value
+            yield (root, "param_groups", number, option), written
+    for key, value in state.items():
+        if key not in ("state", "param_groups"):
+            yield from _leaves(value, (root, key))
+
+
+def _without_sharded_values(value: Any, path: Keys, found: dict[Keys, Any]) -> Any:
+    """Copy nested dictionaries without their sharded values, which ``found`` gets."""
+    if isinstance(value, ShardedValue):
+        found[path] = value
+        return None
+    if not any(
+        isinstance(tensor, ShardedValue) for tensor in tensors_in(value, within_objects=False)
+    ):
+        return value
+    if not _is_table(value):
+        raise ValueError(
+            f"the checkpoint has sharded tensors under {'/'.join(map(str, path))!r}, in a"
+            f" {type(value).__name__}, but checkpoint='dcp' has places for them only in tables by"
+            " string. Use checkpoint='file'"
+        )
+    twin = copy.copy(value)
+    for key, item in value.items():
+        twin[key] = _without_sharded_values(item, (*path, key), found)
+        if (*path, key) in found:
+            del twin[key]
+    return twin
+
+
+# -- loading ---------------------------------------------------------------------------------------
+
+
+def weights_of(directory: Directory, *, weights_only: bool = True) -> dict[str, Any]:
+    """Return the weights in a directory, by name, none of them read.
+
+    Raises:
+        ValueError: There are none, or it is unclear which entries they are.
+    """
+    roots = {path[0]: path for path in directory.entries}
+    root = next((name for name in WEIGHTS if name in roots), None)
+    if root is not None:
+        return _nested(directory, (root,), weights_only)
+    if any(isinstance(value, Tensor) and len(path) == 1 for path, value in _items(directory)):
+        return _nested(directory, (), weights_only)  # a state dict and nothing else
+    raise ValueError(
+        f"{str(directory.path)!r} holds no weights: expected tensors under 'state_dict' or 'model',"
+        f" but it has {', '.join(sorted(map(repr, roots)))}"
+    )
+
+
+def checkpoint_of(directory: Directory, rest: Any, *, weights_only: bool = True) -> dict[str, Any]:
+    """Return a Trainer's checkpoint, as a plain file would hold it; its tensors are not read."""
+    checkpoint = dict(rest) if isinstance(rest, dict) else {}
+    checkpoint["state_dict"] = weights_of(directory, weights_only=weights_only)
+    roots = dict.fromkeys(str(path[0]) for path in directory.entries if len(path) > 1)
+    numbered = {root: int(match[1] or 0) for root in roots if (match := _OPTIMIZER.fullmatch(root))}
+    states = [
+        _optimizer_state(directory, root, weights_only)
+        for root in sorted(numbered, key=numbered.__getitem__)
+    ]
+    # Lightning saves both or none; a module without optimizers has an empty list.
+    if states or "lr_schedulers" in checkpoint:
+        checkpoint["optimizer_states"] = states
+    for path, value in _items(directory):
+        if len(path) > 1 and path[0] not in WEIGHTS and path[0] not in numbered:
+            _put(checkpoint, path, _made(value, weights_only))
+    return checkpoint
+
+
+def _optimizer_state(directory: Directory, root: str, weights_only: bool) -> dict[str, Any]:
+    """Return an optimizer's state, by integer ids in the order of its groups."""
+    state = _nested(directory, (root,), weights_only)
+    groups = state.get("param_groups")
+    if not isinstance(groups, list) or not all(
+        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
+    ):
+        raise ValueError(
+            f"{str(directory.path)!r} has no param groups for {root!r}, so it is unknown which"
+            " parameters its states belong to; load the weights alone"
+        )
+    # A path has numbers as strings, so plain programs' integer ids come as such.
+    ids: dict[str, int] = {}
+    for group in groups:
+        group["params"] = [ids.setdefault(str(name), len(ids)) for name in group["params"]]
+    by_name = state.get("state", {})
+    return {
+        **state,
+        "state": {ids.get(name, name): entries for name, entries in by_name.items()},
+        "param_groups": groups,
+    }
+
+
+def _nested(directory: Directory, root: Keys, weights_only: bool) -> dict[str, Any]:
+    """Return what is under ``root``, as dictionaries and lists."""
+    nested: dict[str, Any] = {}
+    for path, value in _items(directory):
+        if path[: len(root)] == root and len(path) > len(root):
+            _put(nested, path[len(root) :], _made(value, weights_only))
+    return nested
+
+
+def _put(container: Any, path: Keys, value: Any) -> None:
+    for step, following in itertools.pairwise(path):
+        container = _child(container, step, [] if isinstance(following, int) else {})
+    if isinstance(container, list):
+        _child(container, path[-1], None)
+    container[path[-1]] = value
+
+
+def _child(container: Any, step: Any, empty: Any) -> Any:
+    if isinstance(container, list):
+        container.extend(None for _ in range(step + 1 - len(container)))
+        if container[step] is None:
+            container[step] = empty
+    elif step not in container:
+        container[step] = empty
+    return container[step]
+
+
+def _items(directory: Directory) -> Iterator[tuple[Keys, Any]]:
+    return iter(directory.entries.items())
+
+
+def _made(value: Any, weights_only: bool) -> Any:
+    return value.read(weights_only=weights_only) if isinstance(value, StoredObject) else value

@@ -1,0 +1,268 @@
+"""Reading a directory of torch.distributed.checkpoint, by whatever program it was written.
+
+    name/
+        .metadata           a table: of every tensor its shape, dtype and boxes, and where they lie
+        __0_0.distcp ...    archives of torch.save in a row, each a box of a tensor or an object
+        meta.pt             what Lightning's strategies put beside: everything that is no tensor
+        lightning_zero.json who wrote it, if this package did
+
+The table is a pickle. It is read without making anything but the few classes that such a table
+consists of, so a directory from a stranger cannot run code.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pathlib
+import pickle
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+
+from lightning_zero.checkpoint.file.format import FORMAT, PROVENANCE, REST, TABLE
+from lightning_zero.checkpoint.values.boxes import Box
+from lightning_zero.checkpoint.values.chunk import Chunk, damage_of, read_bytes
+from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
+
+Keys = tuple[str | int, ...]
+"""Where in nested dictionaries and lists something stands."""
+
+
+def is_directory(path: Path) -> bool:
+    """Return whether ``path`` is a directory of torch.distributed.checkpoint."""
+    return (path / TABLE).is_file()
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """An object that is no tensor, as ``torch.save`` wrote it."""
+
+    file: Path
+    offset: int
+    nbytes: int
+
+    def read(self, *, weights_only: bool) -> Any:
+        """Make the object, of tensors and plain values only unless ``weights_only`` is off.
+
+        Raises:
+            ValueError: It is damaged.
+        """
+        damage = damage_of(self.file, self.offset, self.nbytes)
+        if damage is not None:
+            raise ValueError(f"{str(self.file)!r} is damaged at byte {self.offset}: {damage}")
+        content = read_bytes(self.file, self.offset, self.nbytes)
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=weights_only)
+
+
+@dataclass(frozen=True)
+class Directory:
+    """The content of a directory, by the path of each thing; tied names share one tensor.
+
+    Attributes:
+        path: The folder.
+        entries: Tensors and objects, none of which is read yet.
+        provenance: The record of the directory's origin, if this package wrote it.
+    """
+
+    path: Path
+    entries: dict[Keys, LazyTensor | StoredObject]
+    provenance: dict[str, Any] | None
+
+    @classmethod
+    def open(cls, path: Path) -> Directory:
+        """Read the table, and compare it with the files' sizes.
+
+        Raises:
+            FileNotFoundError: A file that the table names is missing.
+            ValueError: A table is damaged, or it does not fit itself or the files.
+        """
+        origin = _origin(path) or {}
+        try:
+            content = (path / TABLE).read_bytes()
+            table, checksum = _Table(content).load(), zlib.crc32(content)
+            if origin.get("table", checksum) != checksum:
+                raise ValueError(f"its table {TABLE!r} is not the one that was written")
+            entries = dict(_entries(path, table, origin.get("blocks", {})))
+            return cls(path, entries, origin or None)
+        except (FileNotFoundError, PermissionError, MemoryError):
+            raise
+        except Exception as error:
+            # A damaged pickle can fail in any way.
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise ValueError(f"{str(path)!r} cannot be read as a checkpoint: {reason}") from error
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """Every box of every tensor, once."""
+        tensors = (value for value in self.entries.values() if isinstance(value, LazyTensor))
+        return list(dict.fromkeys(chunk for tensor in tensors for chunk in tensor.chunks))
+
+    @property
+    def objects(self) -> list[StoredObject]:
+        """Every object that is no tensor, once."""
+        found = (value for value in self.entries.values() if isinstance(value, StoredObject))
+        return list(dict.fromkeys(found))
+
+    @property
+    def identity(self) -> str:
+        """The mark of this content: sizes, and the checksum of all tables."""
+        files = sorted(file for file in self.path.iterdir() if file.is_file())
+        index = [(file.name, file.stat().st_size) for file in files]
+        tables = [self.path / name for name in (TABLE, PROVENANCE, REST)]
+        held = [zlib.crc32(file.read_bytes()) for file in tables if file.is_file()]
+        return f"{len(files)} files, checksum {zlib.crc32(repr((index, held)).encode()):08x}"
+
+    def check_version(self) -> None:
+        """Raise a ``ValueError`` if a later version of this package wrote it."""
+        record = self.provenance
+        if record is not None and int(record.get("format", 0)) > FORMAT:
+            raise ValueError(
+                f"{str(self.path)!r} has format {record['format']} of a later lightning-zero, this"
+                f" one reads up to {FORMAT}; update the package"
+            )
+
+
+def _entries(
+    path: Path, table: Any, blocks: Mapping[str, Any]
+) -> Iterator[tuple[Keys, LazyTensor | StoredObject]]:
+    if not isinstance(table, metadata.Metadata) or not isinstance(table.storage_data, Mapping):
+        raise ValueError("its table is of another kind, as some writers of other storages have it")
+    sizes = {name: _size(path, name) for name in {i.relative_path for i in _places(table)}}
+    paths: Mapping[str, Keys] = table.planner_data or {}
+    tied: dict[Any, LazyTensor] = {}
+    for name, entry in table.state_dict_metadata.items():
+        where = tuple(paths.get(name, (name,)))
+        if isinstance(entry, metadata.BytesStorageMetadata):
+            place = _place(table, sizes, name, None)
+            yield where, StoredObject(path / place.relative_path, place.offset, place.length)
+            continue
+        tensor = _tensor(path, table, sizes, name, entry, blocks)
+        yield (
+            where,
+            tied.setdefault((tensor.chunks, tensor.shape), tensor) if tensor.chunks else tensor,
+        )
+
+
+def _tensor(
+    path: Path,
+    table: metadata.Metadata,
+    sizes: Mapping[str, int],
+    name: str,
+    entry: Any,
+    blocks: Any,
+) -> LazyTensor:
+    shape, dtype = tuple(entry.size), entry.properties.dtype
+    chunks = []
+    for part in entry.chunks:
+        box = Box(tuple(part.offsets), tuple(part.sizes))
+        if not box.is_inside(shape):
+            raise ValueError(f"{name!r} of shape {shape} has no box {box.sizes} at {box.offsets}")
+        place = _place(table, sizes, name, torch.Size(part.offsets))
+        file = path / place.relative_path
+        of_box = blocks.get(place.relative_path, {}).get(str(place.offset))
+        chunks.append(Chunk(box, file, place.offset, place.length, dtype, of_box))
+    held, needed = sum(chunk.box.numel for chunk in chunks), Box.whole(shape).numel
+    if held != needed:
+        raise ValueError(f"{name!r} of shape {shape} has {held} elements there, not {needed}")
+    return LazyTensor.of(chunks, shape, dtype)
+
+
+def _origin(path: Path) -> dict[str, Any] | None:
+    """Return the record of a directory's origin, if this package wrote it.
+
+    Raises:
+        FileNotFoundError: A file is missing that this package writes.
+        ValueError: The record is damaged.
+    """
+    file = path / PROVENANCE
+    if not file.is_file():
+        return None
+    try:
+        record = json.loads(file.read_bytes())
+        if not isinstance(record, dict) or not isinstance(record.get("blocks", {}), dict):
+            raise ValueError("it is no table")
+    except ValueError as error:
+        raise ValueError(f"{str(file)!r} is damaged: {error}") from error
+    if not (path / REST).is_file():
+        raise FileNotFoundError(f"the file {REST!r} of the checkpoint {str(path)!r} is missing")
+    return record
+
+
+def _places(table: metadata.Metadata) -> Iterator[Any]:
+    yield from table.storage_data.values()
+
+
+def _place(
+    table: metadata.Metadata, sizes: Mapping[str, int], name: str, offsets: torch.Size | None
+) -> Any:
+    place = table.storage_data.get(metadata.MetadataIndex(name, offsets))
+    if place is None:
+        at = "" if offsets is None else f" at {tuple(offsets)}"
+        raise ValueError(f"its table does not say where {name!r}{at} lies")
+    if getattr(place, "transform_descriptors", None):
+        raise ValueError(
+            f"{name!r} was transformed by {', '.join(place.transform_descriptors)} when it was"
+            " written; read it with torch.distributed.checkpoint"
+        )
+    if (
+        place.offset < 0
+        or place.length < 0
+        or place.offset + place.length > sizes[place.relative_path]
+    ):
+        raise ValueError(
+            f"the file {place.relative_path!r} is too short: {name!r} would be at bytes"
+            f" [{place.offset}, {place.offset + place.length}) of {sizes[place.relative_path]}"
+        )
+    return place
+
+
+def _size(path: Path, name: str) -> int:
+    if Path(name).name != name:
+        raise ValueError(f"its table names {name!r}, which is outside of it")
+    try:
+        return os.stat(path / name).st_size
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"the file {name!r} of the checkpoint {str(path)!r} is missing"
+        ) from None
+
+
+class _Table(pickle.Unpickler):
+    """An unpickler that makes a table, and nothing that a table does not consist of."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content))
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _OF_A_TABLE:
+            return _OF_A_TABLE[module, name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if module.partition(".")[0] == "pathlib":  # where it was saved, on whatever system
+            return pathlib.PurePosixPath
+        raise ValueError(f"its table holds an object of {module}.{name}")
+
+
+_OF_A_TABLE: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    # Private, but it is what every table has: no reader can do without it.
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
+    **{
+        ("torch.distributed.checkpoint.metadata", name): getattr(metadata, name)
+        for name in (
+            *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
+            *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+            "_MEM_FORMAT_ENCODING",
+        )
+    },
+}

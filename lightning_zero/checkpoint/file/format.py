@@ -1,0 +1,36 @@
+"""Facts of the formats: the names of records and files, and the record of a checkpoint's origin."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+FORMAT = 1
+"""Number of the format, which grows with versions that older readers do not understand."""
+
+PROVENANCE = "lightning_zero.json"
+"""The record, or in a directory the file, that says who wrote a checkpoint."""
+
+CHECKSUMS = "lightning_zero.crc32"
+"""The last record of a file, with the checksums of all blocks of the records before it."""
+
+TABLE = ".metadata"
+"""The file that makes a folder a directory of torch.distributed.checkpoint."""
+
+REST = "meta.pt"
+"""What a directory holds beside tensors, under the name that Lightning's strategies give it."""
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """The origin of a checkpoint; stage 0 stands for a conversion."""
+
+    stage: int
+    world_size: int
+    precision: str
+    format: int = FORMAT
+
+    def encoded(self, **more: Any) -> bytes:
+        """Return the content of the record."""
+        return json.dumps({**asdict(self), **more}).encode()

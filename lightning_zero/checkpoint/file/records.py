@@ -1,0 +1,88 @@
+"""Records of an archive of ``torch.save``, with their checksums, as they are read."""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from lightning_zero.checkpoint.checksums import CheckedBytes, decoded_blocks, num_blocks
+from lightning_zero.checkpoint.file.format import CHECKSUMS
+
+
+def has_checksums(archive: zipfile.ZipFile) -> bool:
+    """Return whether the writer left checksums; torch can do without."""
+    return any(info.CRC for info in archive.infolist())
+
+
+def read_record(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
+    """Return the content of a record.
+
+    Raises:
+        BadZipFile: It is damaged.
+    """
+    if has_checksums(archive):
+        return archive.read(info)
+    assert archive.fp is not None
+    offset = content_offset(archive, info)
+    archive.fp.seek(offset)
+    return archive.fp.read(info.file_size)
+
+
+def check_small_records(archive: zipfile.ZipFile) -> None:
+    """Raise a ``BadZipFile`` if a record that is no storage is damaged: the pickle above all."""
+    for info in archive.infolist():
+        if not _is_storage(info):
+            read_record(archive, info)
+
+
+def stored_records(path: Path, archive: zipfile.ZipFile) -> Iterator[CheckedBytes]:
+    """Yield the storages in a file; none if the file has no checksums.
+
+    Raises:
+        ValueError: The checksums of blocks are of other records than there are.
+    """
+    if not has_checksums(archive):
+        return
+    infos = [info for info in archive.infolist() if _name(info) != CHECKSUMS]
+    blocks: Sequence[Sequence[int] | None] = [None] * len(infos)
+    for info in archive.infolist():
+        if _name(info) == CHECKSUMS:
+            blocks = decoded_blocks(archive.read(info), [other.file_size for other in infos])
+    for info, of_record in zip(infos, blocks, strict=True):
+        if _is_storage(info) and info.compress_type == zipfile.ZIP_STORED:
+            yield checked_record(path, archive, info, 0, of_record)
+
+
+def checked_record(
+    path: Path,
+    archive: zipfile.ZipFile,
+    info: zipfile.ZipInfo,
+    offset: int,
+    blocks: Sequence[int] | None,
+) -> CheckedBytes:
+    """Return the bytes of a record of an archive that begins at ``offset`` of a file."""
+    if blocks is not None and len(blocks) != num_blocks(info.file_size):
+        raise ValueError(f"it has checksums of {len(blocks)} blocks of {info.filename!r}")
+    place = offset + content_offset(archive, info)
+    whole = info.CRC if has_checksums(archive) else None
+    return CheckedBytes(path, place, info.file_size, whole, blocks)
+
+
+def content_offset(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> int:
+    """Return where in the archive the bytes of a record begin, behind its header."""
+    assert archive.fp is not None
+    archive.fp.seek(record.header_offset)
+    header = archive.fp.read(30)
+    name, extra = struct.unpack("<HH", header[26:30])
+    return int(record.header_offset) + 30 + int(name) + int(extra)
+
+
+def _name(info: zipfile.ZipInfo) -> str:
+    """Return a record's name in the folder that holds all."""
+    return info.filename.partition("/")[2]
+
+
+def _is_storage(info: zipfile.ZipInfo) -> bool:
+    return _name(info).startswith("data/")

@@ -1,0 +1,178 @@
+"""A checkpoint as one pickle and the storages it refers to, in the format of ``torch.save``."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint.checksums import PartChecksums, RecordChecksums
+from lightning_zero.checkpoint.file.archive import Archive
+from lightning_zero.checkpoint.values.sharded_value import ShardedValue
+
+Stored = ShardedValue | torch.UntypedStorage
+Content = bytes | Tensor | ShardedValue
+"""What a record holds: bytes, a tensor of bytes ``[n]``, or parts that all ranks have."""
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """The object that ``torch.load`` unpickles, without the values of tensors.
+
+    Attributes:
+        pickled: The ``data.pkl`` of the file.
+        storages: What the records ``data/0``, ``data/1``, ... hold.
+    """
+
+    pickled: bytes
+    storages: tuple[Stored, ...]
+
+    @classmethod
+    def of(cls, value: Any) -> Skeleton:
+        """Take ``value`` apart; the tensors in it stay where they are."""
+        file = io.BytesIO()
+        pickler = _Pickler(file)
+        pickler.dump(value)
+        return cls(file.getvalue(), tuple(pickler.storages))
+
+    def sharded_values(self) -> dict[str, ShardedValue]:
+        """Return the sharded values, by key."""
+        return {stored.key: stored for stored in self.storages if isinstance(stored, ShardedValue)}
+
+    def records(self, *more: tuple[str, bytes]) -> list[tuple[str, Content]]:
+        """Return names and contents of all records of a file, ``more`` before those of storages."""
+        records: list[tuple[str, Content]] = [
+            ("data.pkl", self.pickled),
+            ("byteorder", sys.byteorder.encode()),
+            ("version", b"3\n"),
+            *more,
+        ]
+        for number, stored in enumerate(self.storages):
+            content = stored if isinstance(stored, ShardedValue) else bytes_of(stored)
+            records.append((f"data/{number}", content))
+        return records
+
+    def copied_to_host(self) -> Skeleton:
+        """Return the same with copies of this rank's values, which nothing else changes."""
+        copies: list[Stored] = []
+        for stored in self.storages:
+            if isinstance(stored, ShardedValue):
+                copies.append(stored.with_part(stored.part.to("cpu", copy=True)))
+            else:
+                copies.append(bytes_of(stored).to("cpu", copy=True).untyped_storage())
+        return Skeleton(self.pickled, tuple(copies))
+
+
+def write_archive(
+    value: Any, write: Callable[[int, Tensor | bytes], PartChecksums]
+) -> tuple[int, RecordChecksums]:
+    """Write what ``torch.save(value)`` would write, by places in it.
+
+    Args:
+        value: An object; of sharded values in it, this rank's part is all there is.
+        write: Takes a place and bytes, and returns their checksums.
+
+    Returns:
+        The bytes of the archive, and the checksums of its last record: of a tensor, its values.
+    """
+    contents = [
+        (name, content.part_bytes if isinstance(content, ShardedValue) else content)
+        for name, content in Skeleton.of(value).records()
+    ]
+    archive = Archive.build((name, len(content)) for name, content in contents)
+    checksums = [
+        RecordChecksums.of(record.name, record.nbytes, [write(record.offset, content)])
+        for record, (_, content) in zip(archive.records, contents, strict=True)
+    ]
+    for index in range(len(contents) + 1):
+        write(*archive.seam(index, [checksum.whole for checksum in checksums]))
+    return archive.nbytes, checksums[-1]
+
+
+def archived(value: Any) -> bytes:
+    """Return an object as ``torch.save`` would write it, for readers on any device."""
+    file = io.BytesIO()
+
+    def write(place: int, content: Tensor | bytes) -> PartChecksums:
+        content = content if isinstance(content, bytes) else content.cpu().numpy().tobytes()
+        file.seek(place)
+        file.write(content)
+        checksums = PartChecksums()
+        checksums.add(content)
+        return checksums
+
+    write_archive(value, write)
+    return file.getvalue()
+
+
+def size_of(content: Content) -> int:
+    """Return the bytes of a record."""
+    return content.whole_nbytes if isinstance(content, ShardedValue) else len(content)
+
+
+def bytes_of(value: Tensor | torch.UntypedStorage) -> Tensor:
+    """Return the bytes ``[n]`` of a contiguous tensor or a storage, sharing its memory."""
+    if isinstance(value, Tensor):
+        return value.detach().reshape(-1).view(torch.uint8)
+    return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value)
+
+
+class _Storage:
+    """A stand-in for the storage of a sharded value while it is pickled."""
+
+    def __init__(self, value: ShardedValue) -> None:
+        self.value = value
+
+
+class _Pickler(pickle.Pickler):
+    """A pickler like that of ``torch.save``, which notes every storage instead of writing it."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.storages: list[Stored] = []
+        self._numbers: dict[Any, int] = {}
+
+    def persistent_id(self, obj: Any) -> tuple[str, Any, str, str, int] | None:
+        if isinstance(obj, _Storage):
+            value = obj.value
+            number = self._number(value.key, value)
+            kind = _storage_type(value.dtype) or torch.UntypedStorage
+            size = prod(value.shape)
+            size *= value.dtype.itemsize if kind is torch.UntypedStorage else 1
+        elif isinstance(obj, torch.storage.TypedStorage):
+            number = self._number(obj._untyped_storage._cdata, obj._untyped_storage)
+            kind, size = _storage_type(obj.dtype), obj._size()  # type: ignore[no-untyped-call]
+        elif isinstance(obj, torch.UntypedStorage):
+            number, kind, size = self._number(obj._cdata, obj), torch.UntypedStorage, obj.nbytes()
+        else:
+            return None
+        # A reader need not have the devices of the writers.
+        return ("storage", kind, str(number), "cpu", size)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, ShardedValue):
+            return NotImplemented
+        args: Any = (_Storage(obj), 0, tuple(obj.shape), obj.stride(), False, OrderedDict())
+        if _storage_type(obj.dtype) is None:
+            return torch._utils._rebuild_tensor_v3, (*args, obj.dtype)
+        return torch._utils._rebuild_tensor_v2, args
+
+    def _number(self, identity: Any, stored: Stored) -> int:
+        if identity not in self._numbers:
+            self._numbers[identity] = len(self.storages)
+            self.storages.append(stored)
+        return self._numbers[identity]
+
+
+def _storage_type(dtype: torch.dtype) -> Any:
+    """Return the class that files name for a dtype; ``None`` for those that torch added later."""
+    name = torch.storage._dtype_to_storage_type_map().get(dtype)
+    return getattr(torch, name) if name else None

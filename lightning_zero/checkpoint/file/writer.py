@@ -1,0 +1,142 @@
+"""Writing at places of a file, large parts past the system's cache.
+
+What costs time in writing a new file is not the disk but the system's cache in front of it: a fresh
+page and a copy for every 4 KiB, under one lock for all processes that write to the file. A
+checkpoint is rarely read again soon, and its pages push others out. So large parts go to the disk
+directly (``O_DIRECT``), from one aligned buffer; their unaligned ends, small parts and whatever is
+on a file system that cannot do this go the ordinary way.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint.checksums import PartChecksums
+from lightning_zero.checkpoint.values.chunk import BUFFER_BYTES
+
+_BLOCK = 4096
+"""Places and sizes of direct writes are multiples of it: that of disks and file systems."""
+
+_LARGE = 2**18
+"""Bytes of a part from which on going past the cache pays."""
+
+
+class Writer:
+    """An existing file, of which this process writes what is its own; a context manager.
+
+    Args:
+        path: The file; others may write elsewhere in it at the same time.
+        on_written: Called with the number of bytes, now and then.
+    """
+
+    def __init__(
+        self, path: Path | str, on_written: Callable[[int], object] = lambda nbytes: None
+    ) -> None:
+        self._on_written = on_written
+        self._file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        self._direct = _open_directly(path)
+        self._buffer: mmap.mmap | None = None
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        os.close(self._file)
+        self._give_up_direct()
+
+    def write(self, place: int, content: Tensor | bytes, start: int = 0) -> PartChecksums:
+        """Write bytes from ``place`` on; returns their checksums.
+
+        Args:
+            place: Where in the file.
+            content: Bytes, or a tensor of bytes ``[n]`` on any device.
+            start: Where in its record the content begins.
+        """
+        checksums = PartChecksums(start)
+        if isinstance(content, bytes):
+            write_at(self._file, place, content)
+            checksums.add(content)
+            return checksums
+        start = 0
+        is_large = len(content) >= _LARGE
+        while start < len(content):
+            left = len(content) - start
+            ahead = -(place + start) % _BLOCK
+            if not is_large or self._direct is None:
+                chunk = _in_memory(content[start : start + BUFFER_BYTES])
+                write_at(self._file, place + start, chunk)
+            elif ahead or left < _BLOCK:
+                chunk = _in_memory(content[start : start + (ahead or left)])
+                write_at(self._file, place + start, chunk)
+            else:
+                nbytes = min(left // _BLOCK * _BLOCK, BUFFER_BYTES)
+                chunk = self._aligned(content[start : start + nbytes])
+                self._write_directly(place + start, chunk)
+            checksums.add(chunk)
+            start += len(chunk)
+            self._on_written(len(chunk))
+        return checksums
+
+    def sync(self) -> None:
+        """Return when all that was written is on the disk."""
+        os.fsync(self._file)
+
+    def _aligned(self, content: Tensor) -> memoryview:
+        if self._buffer is None:
+            # Private, as memory is that counts for the limits of a process.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._buffer = mmap.mmap(-1, BUFFER_BYTES, flags=flags)
+        chunk = memoryview(self._buffer)[: len(content)]
+        torch.frombuffer(chunk, dtype=torch.uint8).copy_(content)
+        return chunk
+
+    def _write_directly(self, place: int, chunk: memoryview) -> None:
+        written = 0
+        try:
+            written = os.pwrite(self._direct, chunk, place) if self._direct is not None else 0
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+            self._give_up_direct()  # opened so, but its blocks are larger or it cannot after all
+        # What does not fit any more is for the ordinary way, which says why.
+        write_at(self._file, place + written, chunk[written:])
+
+    def _give_up_direct(self) -> None:
+        if self._direct is not None:
+            os.close(self._direct)
+            self._direct = None
+
+
+def write_at(descriptor: int, place: int, content: bytes | memoryview) -> None:
+    """Write all of ``content`` at a place of a file."""
+    view = memoryview(content)
+    while view:
+        written = os.pwrite(descriptor, view, place)
+        view, place = view[written:], place + written
+
+
+def _in_memory(content: Tensor) -> memoryview:
+    return content.to("cpu").numpy().data
+
+
+def _open_directly(path: Path | str) -> int | None:
+    direct = getattr(os, "O_DIRECT", None)
+    if direct is None:
+        return None  # macOS
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | direct)
+    except OSError:
+        return None  # the ordinary way is open already

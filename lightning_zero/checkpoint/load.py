@@ -1,0 +1,305 @@
+"""Reading a checkpoint without reading it: the file is mapped, and only what is copied is read.
+
+A rank copies its own ranges of the whole tensors that the mapped file shows, so the file may have
+been written by any number of ranks, at any stage, by DDP or by a single process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import pickle
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from torch import Tensor
+
+from lightning_zero.checkpoint.checksums import CheckedRange, check
+from lightning_zero.checkpoint.dcp.content import checkpoint_of
+from lightning_zero.checkpoint.dcp.directory import Directory, is_directory
+from lightning_zero.checkpoint.file.format import FORMAT, PROVENANCE, REST, TABLE
+from lightning_zero.checkpoint.file.records import check_small_records
+from lightning_zero.checkpoint.values.origins import forget_records, note_records, ranges_of
+from lightning_zero.comm import Control, Outcome
+
+_COPY_BYTES = 8 * 2**20
+_ARCHIVE = b"PK\3\4"
+_LEGACY = torch.serialization.MAGIC_NUMBER.to_bytes(10, "little")
+_INDEX_BYTES = 2**16  # of a file without an index, or one at its beginning
+
+_libc = ctypes.CDLL(None)
+_WILL_NEED = 3  # MADV_WILLNEED, the same on Linux and macOS
+_ADVISED_BYTES = 2**17  # what Linux reads for one advice, at least; of more it drops the rest
+
+
+def load(path: str, comm: Control, *, weights_only: bool = True, verify: bool = False) -> Any:
+    """Return what a checkpoint holds, its tensors mapped from it; all ranks call it together.
+
+    Weights and optimizer states are checked when each rank knows its parts, before it reads them;
+    everything else here.
+
+    Args:
+        path: A path or an ``fsspec`` URL.
+        comm: The ranks.
+        weights_only: Refuse to make anything but tensors and plain Python values.
+        verify: Check every tensor now, each on one rank: one pass over the file.
+
+    Raises:
+        FileNotFoundError: On all ranks, if any rank cannot see the file.
+        ValueError: The file is damaged, of a later version, no checkpoint, holds other objects, or
+            is not the same on all ranks.
+    """
+    outcome, value, identity = Outcome(), None, ""
+    with outcome.attempt():
+        folder = local_directory(path)
+        if folder is None:
+            value, identity = _mapped_with_identity(path, weights_only=weights_only)
+        else:
+            directory = opened(folder)
+            # There may be very many, so the ranks share the work.
+            for chunk in directory.chunks[comm.rank :: comm.world_size]:
+                chunk.check()
+            value, identity = content(directory, weights_only=weights_only), directory.identity
+        here = value
+        if isinstance(value, dict) and not verify:
+            here = {key: item for key, item in value.items() if key not in _READ_LATER}
+        check(list(_ranges_in(here))[comm.rank :: comm.world_size])
+    outcome.agree(comm, f"Loading {path!r}")
+    compare(path, _described(value, identity), comm)
+    return value
+
+
+_READ_LATER = ("state_dict", "optimizer_states")
+"""What is checked when each rank knows its parts."""
+
+
+def check_values(value: Any) -> None:
+    """Raise a ``ValueError`` if a tensor of a loaded checkpoint is damaged; all are read."""
+    check(_ranges_in(value))
+
+
+def _ranges_in(value: Any) -> Iterator[CheckedRange]:
+    for name, tensor in _named_tensors(value):
+        yield from ranges_of(name, tensor)
+
+
+def _named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in nested dictionaries and lists, by their paths."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _named_tensors(item, f"{name}/{key}" if name else str(key))
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from _named_tensors(item, f"{name}/{number}" if name else str(number))
+
+
+def _described(value: Any, identity: str) -> str:
+    """Return what ranks compare: epoch and step, which users know, and the content's identity."""
+    held = value if isinstance(value, dict) else {}
+    return f"epoch {held.get('epoch')}, step {held.get('global_step')}, {identity}"
+
+
+def compare(path: str, mine: str, comm: Control) -> None:
+    """Raise a ``ValueError`` on all ranks unless all read the same checkpoint."""
+    found: dict[str, list[str]] = {}
+    for rank, (its_path, its) in enumerate(comm.gather_objects((path, mine))):
+        found.setdefault(its, []).append(f"rank {rank} ({its_path!r})")
+    if len(found) > 1:
+        several = "; ".join(f"{', '.join(ranks)}: {its}" for its, ranks in found.items())
+        raise ValueError(
+            f"Loading {path!r} failed: the ranks see different checkpoints. {several}. Copy one of"
+            " them to every host, or load from a disk that all ranks share."
+        )
+
+
+def read_ahead(value: Tensor) -> None:
+    """Let the system read what ``value`` shows of a mapped file at once, before it is copied.
+
+    Page by page, as the copy comes to them, cold pages take several times as long.
+    """
+    if value.device.type != "cpu" or not value.numel() or not value.is_contiguous():
+        return
+    stop = value.data_ptr() + value.nbytes
+    begin = value.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    # An advice: where the memory is no file's, the system says no or does nothing.
+    for place in range(begin, stop, _ADVISED_BYTES):
+        nbytes = min(stop - place, _ADVISED_BYTES)
+        _libc.madvise(ctypes.c_void_p(place), ctypes.c_size_t(nbytes), _WILL_NEED)
+
+
+def local_directory(path: str) -> Path | None:
+    """Return ``path`` if it is a directory of torch.distributed.checkpoint."""
+    file_system, local = fsspec.core.url_to_fs(path)
+    if isinstance(file_system, LocalFileSystem):
+        return Path(local) if is_directory(Path(local)) else None
+    if file_system.exists(f"{local}/{TABLE}"):
+        raise ValueError(f"{path!r} is a directory; copy it to a disk to read it")
+    return None
+
+
+def opened(folder: Path) -> Directory:
+    """Open a directory, of which nothing but the table is read."""
+    directory = Directory.open(folder)
+    directory.check_version()
+    return directory
+
+
+def content(directory: Directory, *, weights_only: bool = True) -> dict[str, Any]:
+    """Return a Trainer's checkpoint from a directory; tensors are read when they are asked for."""
+    beside = rest_of(directory, weights_only=weights_only)
+    try:
+        return checkpoint_of(directory, beside, weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise ValueError(_refusal(directory.path, error)) from error
+
+
+def mapped(path: str, *, weights_only: bool = True) -> Any:
+    """Return the content of a file by :func:`torch.save` or this package, for one process."""
+    return _mapped_with_identity(path, weights_only=weights_only)[0]
+
+
+def _mapped_with_identity(path: str, *, weights_only: bool) -> tuple[Any, str]:
+    file_system, local = fsspec.core.url_to_fs(path)
+    if isinstance(file_system, LocalFileSystem):
+        if not os.path.exists(local):
+            raise FileNotFoundError(f"there is no file {local!r}")
+        return _mapped(Path(local), weights_only=weights_only), identity_of(Path(local))
+    if not file_system.exists(local):
+        raise FileNotFoundError(f"there is no file {path!r}")
+    # A copy that has no name any more once it is mapped: memory is for what is read.
+    with tempfile.NamedTemporaryFile(prefix="checkpoint-") as copy:
+        with file_system.open(local, "rb") as source:
+            while chunk := source.read(_COPY_BYTES):
+                copy.write(chunk)
+        copy.flush()
+        file = Path(copy.name)
+        value = _mapped(file, weights_only=weights_only)
+        check_values(value)  # now, while the copy has a name
+        forget_records(value)
+        return value, identity_of(file)
+
+
+def identity_of(path: Path) -> str:
+    """Return the mark of a file's or folder's content: its size, the checksum of its index."""
+    if is_directory(path):
+        return opened(path).identity
+    if path.is_dir():
+        return ", ".join(identity_of(file) for file in sorted(path.glob("*.safetensors")))
+    size = path.stat().st_size
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            index = [(info.filename, info.file_size, info.CRC) for info in archive.infolist()]
+        content = repr(index).encode()
+    else:
+        with path.open("rb") as file:
+            content = file.read(_INDEX_BYTES)
+    return f"{size} bytes, checksum {zlib.crc32(content):08x}"
+
+
+def rest_of(directory: Directory, *, weights_only: bool = True) -> Any:
+    """Return what a directory holds beside its tensors; an empty table if no Trainer wrote it."""
+    rest = directory.path / REST
+    return _mapped(rest, weights_only=weights_only) if rest.is_file() else {}
+
+
+def provenance(path: Path) -> dict[str, Any] | None:
+    """Return the record of the file's origin, if this package wrote it."""
+    with zipfile.ZipFile(path) as archive:
+        for name in archive.namelist():
+            if name.endswith(f"/{PROVENANCE}"):
+                record = json.loads(archive.read(name))
+                return record if isinstance(record, dict) else None
+    return None
+
+
+def _mapped(path: Path, *, weights_only: bool) -> Any:
+    if not path.is_dir() and not path.is_file():
+        raise ValueError(f"{str(path)!r} is a device or a pipe; expected a file")
+    if path.is_dir():
+        raise ValueError(
+            f"{str(path)!r} is a folder; expected a file. If DeepSpeed wrote it, convert it first:"
+            " `lightning-zero convert FOLDER FILE.ckpt`"
+        )
+    # Files of torch before 1.6 are no archives and cannot be mapped.
+    is_archive = zipfile.is_zipfile(path)
+    begin = b"" if is_archive else _begin_of(path)
+    if not is_archive and not begin.startswith(_ARCHIVE) and _LEGACY not in begin:
+        raise ValueError(
+            f"{str(path)!r} cannot be read as a checkpoint: it is none, for it does not begin as"
+            " torch.save begins its files"
+        )
+    try:
+        if is_archive:
+            return _mapped_archive(path, weights_only=weights_only)
+        if begin.startswith(_ARCHIVE):
+            raise ValueError("its end is missing")
+        return torch.load(path, map_location="cpu", weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise ValueError(_refusal(path, error)) from error
+    except (FileNotFoundError, PermissionError, MemoryError):
+        raise
+    except Exception as error:
+        # A damaged pickle can fail in any way.
+        raise unreadable(path, error) from error
+
+
+def _mapped_archive(path: Path, *, weights_only: bool) -> Any:
+    _check_version(path)
+    with zipfile.ZipFile(path) as archive:
+        # First of all: a damaged pickle may ask for any class.
+        check_small_records(archive)
+        storages: list[torch.UntypedStorage] = []
+
+        def on_host(storage: Any, device: str) -> Any:
+            storages.append(storage)
+            return storage
+
+        value = torch.load(path, map_location=on_host, mmap=True, weights_only=weights_only)
+        note_records(path, archive, storages)
+    return value
+
+
+def unreadable(path: Path, error: Exception) -> ValueError:
+    """Return the error for a file that cannot be read as a checkpoint."""
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    return ValueError(
+        f"{str(path)!r} cannot be read as a checkpoint; it is damaged or something else: {reason}"
+    )
+
+
+def _begin_of(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(64)
+
+
+def _check_version(path: Path) -> None:
+    record = provenance(path)
+    if record is not None and int(record.get("format", 0)) > FORMAT:
+        raise ValueError(
+            f"it has format {record['format']} of a later lightning-zero, this one reads up to"
+            f" {FORMAT}; update the package"
+        )
+
+
+def _refusal(path: Path, error: Exception) -> str:
+    reason = str(error)
+    if "GLOBAL" in reason or "weights_only" in reason.lower():
+        kind = reason.split("Unsupported global: ")[-1] if "Unsupported global" in reason else ""
+        what = kind.split(" was not")[0].strip() if kind else "objects of other classes"
+        return (
+            f"{str(path)!r} holds more than tensors and plain values: {what}. If you trust whoever"
+            " wrote it, pass weights_only=False (--trust to `lightning-zero convert`); or allow the"
+            " class with torch.serialization.add_safe_globals"
+        )
+    return f"{str(path)!r} cannot be read as a checkpoint; it is damaged: {reason.splitlines()[0]}"

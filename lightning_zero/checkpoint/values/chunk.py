@@ -1,0 +1,274 @@
+"""One box of a tensor in a directory's file, as an archive of ``torch.save`` between others.
+
+Whatever wrote it, the archive has one tensor without holes: its bytes lie in one record, and any
+region of them is read by its place. Nothing is unpickled but the tensor's own description.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint.checksums import CheckedBytes
+from lightning_zero.checkpoint.file.records import checked_record, read_record
+from lightning_zero.checkpoint.values.boxes import Box, dense_stride, memory_order
+
+BUFFER_BYTES = 8 * 2**20
+"""The most that a rank copies at a time on the way to a file or from a chunk."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The place of a box of a tensor.
+
+    Attributes:
+        box: Which part of the tensor it is.
+        file: The file that holds it.
+        offset: The first byte of its archive in the file.
+        nbytes: Bytes of its archive.
+        dtype: What its elements are.
+        blocks: The checksums of its content's blocks, if this package wrote it.
+    """
+
+    box: Box
+    file: Path
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    blocks: Sequence[int] | None = field(default=None, compare=False)
+
+    @property
+    def content(self) -> CheckedBytes:
+        """The bytes of the box's elements."""
+        return self._place.content
+
+    def extent(self, region: Box) -> tuple[int, int]:
+        """Return the range of the content's bytes that has ``region``."""
+        order = self._place.order
+        stride = dense_stride(self.box.sizes, order)
+        start = sum(o * step for o, step in zip(region.offsets, stride, strict=True))
+        span = sum((n - 1) * step for n, step in zip(region.sizes, stride, strict=True))
+        size = self.dtype.itemsize
+        return start * size, (start + span + 1) * size
+
+    def read(self, region: Box, out: Tensor) -> None:
+        """Copy ``region``, counted from the first element of the box, to ``out`` of its shape."""
+        if not region.numel:
+            return
+        order = self._place.order
+        descriptor = os.open(self.file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            sizes, part = self.box.permuted(order).sizes, region.permuted(order)
+            self._fill(descriptor, self._place.content.offset, sizes, part, out.permute(order))
+        finally:
+            os.close(descriptor)
+
+    def check(self) -> None:
+        """Raise a ``ValueError`` unless there is a tensor of this box and dtype."""
+        assert self._place
+
+    def _fill(
+        self, descriptor: int, offset: int, sizes: tuple[int, ...], region: Box, out: Tensor
+    ) -> None:
+        """Read a region of a tensor whose dimensions are in memory order, a buffer at a time."""
+        if not sizes:
+            sizes, region, out = (1,), Box((0,), (1,)), out.view(1)
+        row = prod(sizes[1:]) * self.dtype.itemsize
+        start, count = region.offsets[0], region.sizes[0]
+        inner = Box(region.offsets[1:], region.sizes[1:])
+        if row > BUFFER_BYTES and len(sizes) > 1:
+            for index in range(count):
+                place = offset + (start + index) * row
+                self._fill(descriptor, place, sizes[1:], inner, out[index])
+            return
+        whole_rows = (slice(None),)
+        at_once = max(1, BUFFER_BYTES // row)
+        for first in range(0, count, at_once):
+            number = min(at_once, count - first)
+            content = _read_at(descriptor, offset + (start + first) * row, number * row)
+            rows = content.view(self.dtype).view(number, *sizes[1:])
+            out[first : first + number].copy_(rows[whole_rows + inner.slices])
+
+    @cached_property
+    def _place(self) -> _Place:
+        try:
+            with (
+                _opened(self.file, self.offset, self.nbytes) as part,
+                zipfile.ZipFile(part) as archive,
+            ):
+                return _Place.of(archive, self)
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            # A damaged archive can fail in any way.
+            raise ValueError(
+                f"{str(self.file)!r} is damaged or something else: at byte {self.offset} there is"
+                f" no tensor of shape {self.box.sizes}, {self.dtype}: {error}"
+            ) from error
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The bytes of a tensor's values in the file, and its dimensions in memory order."""
+
+    content: CheckedBytes
+    order: tuple[int, ...]
+
+    @classmethod
+    def of(cls, archive: zipfile.ZipFile, chunk: Chunk) -> _Place:
+        records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        if "byteorder" in records:
+            order = read_record(archive, records["byteorder"]).decode()
+            if order != sys.byteorder:
+                raise ValueError(f"it was written on a {order}-endian machine")
+        described = _Description(io.BytesIO(read_record(archive, records["data.pkl"]))).load()
+        if not isinstance(described, _Described):
+            raise ValueError(f"it holds a {type(described).__name__}")
+        if described.dtype != chunk.dtype or described.shape != chunk.box.sizes:
+            raise ValueError(f"it has one of shape {described.shape}, {described.dtype}")
+        record = records[f"data/{described.key}"]
+        dimensions = memory_order(described.shape, described.stride)
+        is_dense = all(
+            stride == dense or size <= 1
+            for size, stride, dense in zip(
+                described.shape,
+                described.stride,
+                dense_stride(described.shape, dimensions),
+                strict=True,
+            )
+        )
+        nbytes = chunk.box.numel * chunk.dtype.itemsize
+        if record.compress_type or described.offset or not is_dense or record.file_size < nbytes:
+            raise ValueError("its values do not lie in one row")
+        content = checked_record(chunk.file, archive, record, chunk.offset, chunk.blocks)
+        return cls(content, dimensions)
+
+
+@dataclass(frozen=True)
+class _Described:
+    key: str
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class _Description(pickle.Unpickler):
+    """An unpickler that reads what a pickle says of its one tensor; it makes nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if module == "torch._utils" and name in _REBUILDERS:
+            return _REBUILDERS[name]
+        if module in ("torch", "torch.storage"):
+            dtype = getattr(torch, name, None)
+            return dtype if isinstance(dtype, torch.dtype) else name
+        raise ValueError(f"it holds an object of {module}.{name}")
+
+    def persistent_load(self, pid: Any) -> Any:
+        return pid
+
+
+def _described(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> _Described:
+    # The dtype stands in the storage's class, or at the end for dtypes without one.
+    dtype = next((value for value in rest if isinstance(value, torch.dtype)), None)
+    dtype = dtype or _dtype_of_storage(storage[1])
+    return _Described(str(storage[2]), dtype, offset, tuple(size), tuple(stride))
+
+
+def _dtype_of_storage(name: str) -> torch.dtype:
+    dtype: torch.dtype
+    for dtype, known in torch.storage._dtype_to_storage_type_map().items():
+        if known == name:
+            return dtype
+    raise ValueError(f"{name} is no storage of a known dtype")
+
+
+_REBUILDERS: dict[str, Callable[..., Any]] = {
+    "_rebuild_tensor_v2": _described,
+    "_rebuild_tensor_v3": _described,
+    "_rebuild_parameter": lambda data, *rest: data,
+}
+
+
+class _Slice(io.RawIOBase):
+    """A part of a file as a file."""
+
+    def __init__(self, descriptor: int, offset: int, nbytes: int) -> None:
+        self._descriptor, self._offset, self._nbytes = descriptor, offset, nbytes
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}[whence]
+        if base + offset < 0:
+            raise OSError("it is too short")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)[: max(0, self._nbytes - self._position)]
+        count = os.preadv(self._descriptor, [view], self._offset + self._position)
+        self._position += count
+        return count
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._descriptor)
+        super().close()
+
+
+def _opened(file: Path, offset: int, nbytes: int) -> io.BufferedReader:
+    """Open a part of ``file`` as a file."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    return io.BufferedReader(_Slice(descriptor, offset, nbytes), 2**14)
+
+
+def damage_of(file: Path, offset: int, nbytes: int) -> str | None:
+    """Return what the checksums of an archive within a file say against it."""
+    try:
+        with _opened(file, offset, nbytes) as part, zipfile.ZipFile(part) as archive:
+            bad = archive.testzip()
+    except Exception as error:
+        # A damaged archive can fail in any way.
+        return str(error) or type(error).__name__
+    return bad and f"Bad CRC-32 for file {bad!r}"
+
+
+def read_bytes(file: Path, offset: int, nbytes: int) -> bytes:
+    """Return ``nbytes`` of a file from ``offset`` on."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return bytes(_read_at(descriptor, offset, nbytes).numpy())
+    finally:
+        os.close(descriptor)
+
+
+def _read_at(descriptor: int, offset: int, nbytes: int) -> Tensor:
+    content = torch.empty(nbytes, dtype=torch.uint8)
+    view = memoryview(content.numpy().data)
+    while view:
+        count = os.preadv(descriptor, [view], offset)
+        if not count:
+            raise OSError(f"it ends before byte {offset + len(view)}")
+        view, offset = view[count:], offset + count
+    return content

@@ -1,0 +1,179 @@
+"""A tensor of a directory in a loaded checkpoint: its shape, and where its values lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint.values.boxes import Box, boxes, inverse, memory_order
+from lightning_zero.checkpoint.values.chunk import Chunk
+from lightning_zero.tensors import internals, lasting_tensors, properties
+
+_CPU = torch.device("cpu")
+
+
+class LazyTensor(Tensor):
+    """A tensor of whole shape that is read when its values are asked for, and as far as they are.
+
+    A rank that takes its own range of it reads that range only. Any other use reads the whole: a
+    hook that computes with it or edits it finds an ordinary tensor.
+
+    Attributes:
+        chunks: Where the boxes that make up the tensor lie.
+        value: The whole, when it may have been changed; ``None`` before.
+    """
+
+    chunks: tuple[Chunk, ...]
+    value: Tensor | None
+
+    @staticmethod
+    def of(
+        chunks: Iterable[Chunk],
+        shape: Iterable[int],
+        dtype: torch.dtype,
+        stride: Iterable[int] | None = None,
+    ) -> LazyTensor:
+        """Return the tensor that ``chunks`` make up."""
+        size = torch.Size(shape)
+        with lasting_tensors():
+            strides = torch.empty(size, device="meta").stride() if stride is None else tuple(stride)
+            lazy = internals.make_wrapper(
+                LazyTensor, size, strides=strides, dtype=dtype, device=_CPU
+            )
+        assert isinstance(lazy, LazyTensor)
+        lazy.chunks, lazy.value = tuple(chunks), None
+        return lazy
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Let metadata through, read a range where a range is asked for, and else the whole."""
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with internals.as_plain_tensors():
+                return func(*args, **kwargs)
+        if func is Tensor.detach:
+            return args[0]
+        if func is Tensor.as_strided and not kwargs and args[0]._is_range(*args[1:]):
+            return args[0].part(args[3], args[3] + args[1][0])
+        return _call(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _call(func, args, kwargs or {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.read().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.read().clone()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"LazyTensor(shape={tuple(self.shape)}, {self.dtype}, {len(self.chunks)} chunks)"
+
+    def laid_out(self, stride: Sequence[int]) -> Tensor:
+        """Return the same tensor with its elements in another order, as are its ranges."""
+        if self.value is not None or tuple(stride) == self.stride():
+            return self
+        return LazyTensor.of(self.chunks, self.shape, self.dtype, stride)
+
+    def read(self) -> Tensor:
+        """Read the whole tensor to memory of its own."""
+        if self.value is not None:
+            return self.value
+        # Whatever intercepts the caller's functions has no business in here.
+        with internals.without_interception(), lasting_tensors():
+            whole = torch.empty_strided(
+                tuple(self.shape), self.stride(), dtype=self.dtype, device=_CPU
+            )
+            self._fill(Box.whole(self.shape), whole)
+        return whole
+
+    def part(self, start: int, stop: int) -> Tensor:
+        """Read elements ``[start, stop)`` in the tensor's memory order, ``[n]``.
+
+        Nothing else is read.
+        """
+        if self.value is not None:
+            return self.value.as_strided((stop - start,), (1,), start)
+        order = memory_order(self.shape, self.stride())
+        with internals.without_interception(), lasting_tensors():
+            flat = torch.empty(stop - start, dtype=self.dtype, device=_CPU)
+            position = 0
+            for box in boxes([self.shape[dimension] for dimension in order], start, stop):
+                target = flat[position : position + box.numel].view(box.sizes)
+                self._fill(box.permuted(inverse(order)), target.permute(inverse(order)))
+                position += box.numel
+        return flat
+
+    def extents(self, start: int, stop: int) -> Iterator[tuple[Chunk, int, int]]:
+        """Yield the bytes from which :meth:`part` reads: a chunk, the first, one past the last."""
+        if self.value is not None:
+            return
+        order = memory_order(self.shape, self.stride())
+        for box in boxes([self.shape[dimension] for dimension in order], start, stop):
+            for chunk in self.chunks:
+                shared = chunk.box.overlap(box.permuted(inverse(order)))
+                if shared is not None:
+                    yield chunk, *chunk.extent(shared.seen_from(chunk.box))
+
+    def _fill(self, box: Box, out: Tensor) -> None:
+        for chunk in self.chunks:
+            shared = chunk.box.overlap(box)
+            if shared is not None:
+                chunk.read(shared.seen_from(chunk.box), out[shared.seen_from(box).slices])
+
+    def _is_range(self, size: Any = (), stride: Any = (), offset: Any = None) -> bool:
+        is_flat = tuple(stride) == (1,) and len(size) == 1 and offset is not None
+        return is_flat and 0 <= offset <= offset + size[0] <= self.numel()
+
+
+def in_memory(value: Tensor) -> Tensor:
+    """Return ``value`` in memory; a lazy one is read and not kept."""
+    return value.read() if isinstance(value, LazyTensor) else value
+
+
+def _call(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Call with whole tensors, and keep those that the caller may change from now on."""
+    wholes: list[tuple[LazyTensor, Tensor, int]] = []
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, LazyTensor):
+            wholes.append((value, (found := value.read()), found._version))
+            return found
+        if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+            return type(value)(whole(item) for item in value)
+        return {k: whole(v) for k, v in value.items()} if type(value) is dict else value
+
+    result = func(*whole(args), **whole(dict(kwargs)))
+    for lazy, found, version in wholes:
+        if found._version != version or _shares(result, found):
+            lazy.value = found
+    return result
+
+
+def _shares(result: Any, tensor: Tensor) -> bool:
+    if isinstance(result, (list, tuple)):
+        return any(_shares(item, tensor) for item in result)
+    # What is no tensor may be a view all the same: an array, a storage, an address.
+    return not isinstance(result, (bool, int, float, complex, str, torch.Size, type(None))) and (
+        not isinstance(result, Tensor)
+        or (
+            result.layout == torch.strided
+            and result.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        )
+    )
+
+
+METADATA = {Tensor.stride, Tensor.storage_offset} | properties.FACTS
+"""Functions of a tensor that do not need its values."""

@@ -1,0 +1,149 @@
+"""A sharded tensor in a state dict: its whole shape, and this rank's part of the values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint.values.lazy_tensor import METADATA, LazyTensor
+from lightning_zero.tensors import internals, lasting_tensors
+
+_CPU = torch.device("cpu")
+
+
+class ShardedValue(Tensor):
+    """A tensor of whole shape of whose values each rank has a part, for a checkpoint to hold.
+
+    It may be renamed, dropped, moved and detached, as hooks that edit a checkpoint do. Its values
+    are not here, so whatever reads them raises.
+
+    Attributes:
+        key: What it is, the same on every rank; ``state_dict`` names and more.
+        part: This rank's values, ``[n]``, on whatever device they are; possibly empty. They are
+            cast to the dtype of the whole when they are written.
+        start: The first of them, counted in the memory order of the whole tensor.
+    """
+
+    WHOLE = "whole tensor at"
+    """How the keys of tensors begin that one rank has whole; others are named after something."""
+
+    key: str
+    part: Tensor
+    start: int
+
+    @staticmethod
+    def of(
+        key: str,
+        part: Tensor,
+        start: int,
+        shape: Iterable[int],
+        stride: Iterable[int],
+        dtype: torch.dtype | None = None,
+    ) -> ShardedValue:
+        """Return a tensor of which this rank has ``part`` from element ``start`` on."""
+        with lasting_tensors():
+            value = internals.make_wrapper(
+                ShardedValue,
+                tuple(shape),
+                strides=tuple(stride),
+                dtype=dtype or part.dtype,
+                device=_CPU,
+            )
+        assert isinstance(value, ShardedValue)
+        value.key, value.part, value.start = key, part.detach(), start
+        return value
+
+    @staticmethod
+    def of_whole(value: Tensor, dtype: torch.dtype | None = None) -> ShardedValue:
+        """Return a tensor that this rank has whole; ties have one key, so they stay tied."""
+        if isinstance(value, LazyTensor):
+            key = f"{ShardedValue.WHOLE} {id(value)}"
+            return ShardedValue.of(key, value, 0, value.shape, value.stride(), dtype)
+        dense = value.detach()
+        dense = dense if _is_dense(dense) else dense.contiguous()
+        place = f"{dense.data_ptr()} {tuple(dense.shape)} {dense.stride()} {dense.dtype}"
+        key = f"{ShardedValue.WHOLE} {place}"
+        if not dense.numel():
+            flat, key = dense.reshape(-1), f"{key} {id(value)}"
+        else:
+            flat = dense.as_strided((dense.numel(),), (1,), dense.storage_offset())
+        return ShardedValue.of(key, flat, 0, dense.shape, dense.stride(), dtype)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Let metadata through; everything else needs values that are not here."""
+        if func in _SAME:
+            return args[0]
+        if func in METADATA:
+            with internals.as_plain_tensors():
+                return func(*args, **(kwargs or {}))
+        value = next((arg for arg in args if isinstance(arg, ShardedValue)), None)
+        raise RuntimeError(
+            f"{value.key if value is not None else 'A tensor'!r} in this state dict stands for"
+            " values that are spread over the ranks, and reading them here is not possible. Read"
+            " the parameter itself, in `with lightning_zero.gathered(module):` on all ranks."
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise RuntimeError(f"{func} was called on a tensor whose values are spread over the ranks.")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{self.key!r} is spread over the ranks and cannot be pickled by one of them. Save it"
+            " with `trainer.save_checkpoint(path)` on all ranks."
+        )
+
+    def __deepcopy__(self, memo: Any) -> ShardedValue:
+        return self.with_part(self.part.clone())
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ShardedValue({self.key!r}, shape={tuple(self.shape)}, {self.dtype})"
+
+    def with_part(self, part: Tensor) -> ShardedValue:
+        """Return the same with the values of ``part``."""
+        return ShardedValue.of(self.key, part, self.start, self.shape, self.stride(), self.dtype)
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether this rank made it of a tensor that it has whole, by :meth:`of_whole`."""
+        return self.key.startswith(self.WHOLE)
+
+    @property
+    def part_bytes(self) -> Tensor:
+        """This rank's values as they are written: bytes ``[n]``."""
+        part = self.part
+        if isinstance(part, LazyTensor):
+            part = part.part(0, part.numel())
+        return part.to(self.dtype).view(torch.uint8)
+
+    @property
+    def whole_nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def start_byte(self) -> int:
+        """Where this rank's part begins, in bytes of the whole tensor."""
+        return self.start * self.dtype.itemsize
+
+
+def _is_dense(value: Tensor) -> bool:
+    """Return whether the elements fill their memory in some order of the dimensions."""
+    expected = torch.empty_like(value, device="meta", memory_format=torch.preserve_format)
+    return expected.stride() == value.stride()
+
+
+_SAME = {Tensor.detach, Tensor.cpu, Tensor.contiguous}

@@ -1,0 +1,57 @@
+"""The only folder that knows torch.distributed: a control plane, and transports for the data.
+
+communicator      the small thing that holds both planes, and chooses the transport
+control           control plane: objects, sums, sync points, the store
+sync_points       the points of a step that all ranks reach together; exclusive access to masters
+agreement         an error on one rank raised on all
+transport         data plane: what every transport does
+point_to_point    messages between every two ranks (gloo)
+shared_memory     memory of the peers on one host
+reduce_windows    the windows of reduce buffers, reused when peers have read them
+window            memory that peers have mapped
+collectives       the backend's own collectives (NCCL)
+dry               one rank without the others, which allocates what it would and sends nothing
+mesh              axes of ranks (shards, replicas) and paths between placements on them
+redistribution    buffers on such a path: gathers and reductions, one after another
+traffic           ledger of what was sent
+collective_log    the collectives that this rank has begun, and the one it waits for
+watchdog          detects mismatched collectives within seconds
+process_groups    one process group per purpose
+rendezvous        the default group after a restart by torchrun
+"""
+
+from lightning_zero.comm.agreement import Outcome
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.control import Control
+from lightning_zero.comm.dry import (
+    DryCommunicator,
+    DryMessages,
+    DrySharedMemory,
+    DryTransport,
+)
+from lightning_zero.comm.process_groups import default_world_size
+from lightning_zero.comm.rendezvous import join_group
+from lightning_zero.comm.sync_points import Exclusive, PendingSync, SyncPoint
+from lightning_zero.comm.traffic import Traffic, sum_of
+from lightning_zero.comm.transport import Arrived, ReduceBuffer, Shared, Work
+
+__all__ = [
+    "Arrived",
+    "Communicator",
+    "Control",
+    "DryCommunicator",
+    "DryMessages",
+    "DrySharedMemory",
+    "DryTransport",
+    "Exclusive",
+    "Outcome",
+    "PendingSync",
+    "ReduceBuffer",
+    "Shared",
+    "SyncPoint",
+    "Traffic",
+    "Work",
+    "default_world_size",
+    "join_group",
+    "sum_of",
+]

@@ -1,0 +1,121 @@
+"""The collectives that this rank has begun, and the one it waits for.
+
+Every transfer passes through here, so it costs a few calls and no message; the watchdog reads it
+from another thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+
+class CollectiveId(NamedTuple):
+    """One collective.
+
+    Attributes:
+        place: Its name, to show.
+        channel: Where nothing but the order tells collectives apart; by default its name.
+        number: Its number on its channel, from 1.
+    """
+
+    place: str
+    channel: str
+    number: int
+
+
+class CollectiveLog:
+    """The collectives of this rank.
+
+    Attributes:
+        step: Optimizer steps that have ended.
+        before: Called with a collective's place before this rank begins it; what it needs is
+            allocated then, and nothing is sent yet.
+        explain: Called with the error of a wait that failed; may raise a better one.
+        begun: How many collectives of each channel have begun.
+        waiting: The collective that is waited for, the number of the wait, and when it began by
+            ``time.monotonic``.
+        is_busy: Whether the rank sends and receives as it goes on, which never counts as waiting.
+        thread: The thread that waits.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.before: Callable[[str], None] | None = None
+        self.explain: Callable[[RuntimeError], None] | None = None
+        self.begun: Counter[str] = Counter()
+        self.waiting: tuple[CollectiveId, int, float] | None = None
+        self.is_busy = False
+        self.thread = threading.get_ident()
+        self._numbers = itertools.count(1)
+
+    def begin(self, place: str, channel: str = "") -> CollectiveId:
+        """Note that this rank begins a collective, unless :attr:`before` raises."""
+        if self.before is not None:
+            self.before(place)
+        return self.note(place, channel)
+
+    def note(self, place: str, channel: str = "") -> CollectiveId:
+        """Note that this rank begins a collective, without a call of :attr:`before`."""
+        channel = channel or place
+        self.begun[channel] += 1
+        return CollectiveId(place, channel, self.begun[channel])
+
+    def wait(self, collective: CollectiveId, works: Iterable[Any]) -> None:
+        """Wait for ``works``, which end when the others have begun the collective too.
+
+        As in :meth:`wait_for`, whose context would cost six calls for every message.
+        """
+        self.waiting = (collective, next(self._numbers), time.monotonic())
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            self._explain(error)
+            raise
+        finally:
+            self.waiting = None
+
+    @contextlib.contextmanager
+    def wait_for(self, collective: CollectiveId) -> Iterator[None]:
+        """Mark code that waits for the others.
+
+        Raises:
+            RuntimeError: Ranks wait for each other in different places.
+        """
+        self.waiting = (collective, next(self._numbers), time.monotonic())
+        try:
+            yield
+        except RuntimeError as error:
+            self._explain(error)
+            raise
+        finally:
+            self.waiting = None
+
+    @contextlib.contextmanager
+    def at(self, place: str) -> Iterator[None]:
+        """Begin a collective and wait for it."""
+        with self.wait_for(self.begin(place)):
+            yield
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Mark code that sends and receives as it goes on, and never counts as waiting."""
+        self.is_busy = True
+        try:
+            yield
+        finally:
+            self.is_busy = False
+
+    def next_wait(self) -> int:
+        """Return a number for a wait that is not one of ours."""
+        return next(self._numbers)
+
+    def _explain(self, error: RuntimeError) -> None:
+        if self.explain is not None:
+            self.explain(error)

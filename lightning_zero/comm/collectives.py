@@ -1,0 +1,66 @@
+"""The backend's own collectives, for NCCL and all others that are not gloo."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_zero.comm.control import Control
+from lightning_zero.comm.mesh import Axis
+from lightning_zero.comm.process_groups import group_for
+from lightning_zero.comm.transport import (
+    Pending,
+    ReduceBuffer,
+    Shared,
+    Transport,
+    Work,
+    copy,
+    gradients_of,
+    weights_of,
+)
+
+# torch 2.13 renamed the two and warns about the old names.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class Collectives(Transport):
+    """A transport of collectives, in a group for each verb.
+
+    With one for both, a prefetch would queue behind a reduction.
+
+    Args:
+        control: As for every transport.
+        axis: As for every transport.
+        device: As for every transport.
+    """
+
+    has_tags: ClassVar[bool] = False
+
+    def __init__(self, control: Control, axis: Axis, device: torch.device) -> None:
+        super().__init__(control, axis, device)
+        self._gather_group = group_for("weights", along=axis.groups)
+        self._reduce_group = group_for("gradients", along=axis.groups)
+
+    @override
+    def _gather(self, whole: Tensor, shard: Shared, unit: str, tag: int) -> Work:
+        own = whole.view(self.size, -1)[self.rank]
+        copy(own, shard.own)
+        collective = self.log.begin(weights_of(unit), "gather")
+        # Here nothing but the order tells one unit from another.
+        self.control.note(collective.place)
+        work = _all_gather(whole, own, group=self._gather_group, async_op=True)
+        return Pending(self.log, collective, [work])
+
+    @override
+    def _reduce(self, partial: ReduceBuffer, out: Tensor, unit: str, tag: int) -> Work:
+        buffer = partial.tensor
+        lands = out.dtype == buffer.dtype
+        landing = out if lands else buffer.new_empty(out.shape)
+        collective = self.log.begin(gradients_of(unit), "reduce")
+        work = _reduce_scatter(landing, buffer, group=self._reduce_group, async_op=True)
+        return Pending(self.log, collective, [work], None if lands else lambda: copy(out, landing))

@@ -1,0 +1,105 @@
+"""The ranks that share one model: a control plane, and a transport that is chosen once.
+
+Only this folder knows one backend from another.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from lightning_zero.comm.collectives import Collectives
+from lightning_zero.comm.control import Control
+from lightning_zero.comm.mesh import Axis, Mesh, Placements, path
+from lightning_zero.comm.point_to_point import PointToPoint
+from lightning_zero.comm.process_groups import is_initialized
+from lightning_zero.comm.redistribution import Redistribute, along
+from lightning_zero.comm.shared_memory import SharedMemory
+from lightning_zero.comm.sync_points import Exclusive, SyncPoint
+from lightning_zero.comm.transport import Transport
+from lightning_zero.plan import Placement
+
+
+class Communicator:
+    """This process among the ranks that share one model.
+
+    Args:
+        device: Where weights and gradients are.
+        direct: Send messages between ranks, which gloo does best, or leave it to the backend's
+            collectives; ``None`` takes what suits the backend.
+        windows: ``False`` reads no other rank's memory, though this host may allow it.
+        num_shards: Ranks over which buffers are sharded; all by default.
+
+    Attributes:
+        device: As given.
+        control: All ranks, as they decide and exchange values.
+        mesh: The ranks along their axes.
+        transports: What carries weights and gradients along each axis of several ranks.
+        transport: That of the shard axis, which there always is.
+
+    Raises:
+        ValueError: The backend's messages do not reach the device's memory.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        direct: bool | None = None,
+        windows: bool | None = None,
+        num_shards: int | None = None,
+    ) -> None:
+        self.device = device
+        is_direct = True
+        if is_initialized():
+            is_direct = dist.get_backend() == "gloo" if direct is None else direct
+            if is_direct and dist.get_world_size() > 1 and device.type != "cpu":
+                raise ValueError(
+                    f"Weights are on a device of type {device.type!r}, but the process group's"
+                    f" backend is {dist.get_backend()!r}, whose messages reach no memory but the"
+                    " host's. Take the device's own: ZeROStrategy(process_group_backend='nccl')."
+                )
+        self.control = Control()
+        self.mesh = Mesh.of(self.control.rank, self.control.world_size, num_shards)
+        may_share = windows is not False and device.type == "cpu"
+        choose = partial(self._choose, is_direct=is_direct, may_share=may_share)
+        self.transport = choose(self.mesh.shard)
+        self.transports: dict[str, Transport] = {"shard": self.transport}
+        if self.mesh.replicate.size > 1:
+            self.transports["replicate"] = choose(self.mesh.replicate)
+
+    def _choose(self, axis: Axis, *, is_direct: bool, may_share: bool) -> Transport:
+        """Return the fastest transport for an axis, by ``examples/benchmarks/wires.py``."""
+        if not is_direct:
+            # NCCL reduce-scatters and gathers on the device's own links, sends no more than it
+            # must, and knows no tags by which messages of two units could be told apart.
+            return Collectives(self.control, axis, self.device)
+        if may_share and axis.size > 1 and SharedMemory.can_see_peers(self.control, axis):
+            # Nothing is sent at all; a gather even needs no peer to take part.
+            return SharedMemory(self.control, axis, self.device)
+        # Gloo's reduce-scatter sends the whole buffer and adds up in an order of its own. Messages
+        # send each rank its part, (N - 1) / N of it in all, and are added in the ranks' order.
+        return PointToPoint(self.control, axis, self.device)
+
+    def redistribution(self, source: Placement, target: Placement) -> Redistribute:
+        """Return the verb that brings a buffer from one placement to another.
+
+        Raises:
+            ValueError: There is none.
+        """
+        steps = path(Placements.of(source), Placements.of(target))
+        return along(
+            [(self.transports[axis], verb) for axis, verb in steps if axis in self.transports]
+        )
+
+    def fence(self, sync_point: SyncPoint) -> None:
+        """Wait until every rank is here, if ranks read each other's memory."""
+        if self.transport.reads_peers:
+            self.control.call(sync_point).wait()
+
+    def exclusive(self, before: SyncPoint, after: SyncPoint | None = None) -> Exclusive:
+        """Return the context in which this rank may change its masters; all ranks enter it."""
+        control = self.control if self.transport.reads_peers else None
+        return Exclusive(control, before, after or before)

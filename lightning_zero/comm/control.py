@@ -1,0 +1,255 @@
+"""The control plane: small decisions and values that the ranks take and exchange in Python.
+
+A sync point carries flags, of which each becomes its maximum over the ranks. All sync points are
+messages of one size on a group of their own, so a rank that comes to another one than the others
+is not read as if it had come to theirs: each message begins with the sync point's number and a sum
+over the collectives that the rank has begun, as numbers and as their complements. Where a number
+and its complement no longer match, the ranks differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import weakref
+import zlib
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from math import inf, nan
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero.comm.collective_log import CollectiveLog
+from lightning_zero.comm.process_groups import (
+    destroy,
+    give_up,
+    group_for,
+    is_initialized,
+    new_group_of_hosts,
+)
+from lightning_zero.comm.sync_points import PendingSync, SyncPoint
+from lightning_zero.comm.watchdog import Reports, Watchdog
+
+_numbers = itertools.count()
+_stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+MESSAGE_BYTES = 16 * 2**20
+"""The most that ``collect`` holds at a time."""
+
+
+class Control:
+    """All ranks of the default process group, as they decide and exchange values.
+
+    Args:
+        alone: Leave the process group out: there is this rank only.
+
+    Attributes:
+        rank: This process's number among all ranks.
+        world_size: Number of all ranks.
+        capacity: Flags that a sync point has room for.
+        course: A sum over the events that were noted.
+        log: The collectives that this rank has begun.
+        watchdog: Detects ranks that wait for each other in different places.
+    """
+
+    def __init__(self, *, alone: bool = False) -> None:
+        self.rank, self.world_size = 0, 1
+        self.log = CollectiveLog()
+        # The ranks count alike, so what one of them does alone has no number.
+        self._key = "" if alone else f"lightning_zero/{next(_numbers)}"
+        self._published: dict[str, str] = {}
+        self._group: Any = None
+        self._separated: list[Control] = []
+        self.capacity = 64
+        self.course = 0
+        reports = None
+        if is_initialized() and not alone:
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+            if dist.get_backend() != "gloo":
+                # Small decisions travel between the hosts, so that they never stall the device.
+                self._group = group_for("values", of_hosts=True)
+            if self.world_size > 1 and dist.get_backend() != "fake":
+                prefix = f"{self._key}/watchdog"
+                reports = Reports(_own_store(), prefix, self.rank, self.world_size)
+        self.watchdog = Watchdog(self.log, reports, give_up)
+
+    # -- sync points -----------------------------------------------------------------------------
+
+    @property
+    def sync_group(self) -> Any:
+        """The group of sync points. Not kept: one that is referred to outlives its destruction."""
+        return group_for("sync points", of_hosts=True)
+
+    def reserve(self, num_flags: int) -> None:
+        """Make room for so many flags; all ranks must ask for the same."""
+        self.capacity = max(self.capacity, num_flags)
+
+    def note(self, event: str) -> None:
+        """Count an event that all ranks must have had, in this order, at the next sync point."""
+        self.course = zlib.crc32(event.encode(), self.course)
+
+    @property
+    def has_notes(self) -> bool:
+        """Return whether events were counted of which nothing but the order is known."""
+        return self.course != 0
+
+    def call(self, sync_point: SyncPoint, flags: Tensor | None = None) -> PendingSync:
+        """Come to a sync point; waiting replaces ``flags`` (``[n]``, uint8) by their maximum."""
+        num_flags = 0 if flags is None else flags.numel()
+        assert num_flags <= self.capacity, "more flags than were reserved"
+        return PendingSync(self, sync_point, flags)
+
+    def all_equal(self, sync_point: SyncPoint, digest: bytes) -> bool:
+        """Return whether all ranks come to a sync point with the same few bytes."""
+        own = torch.tensor(list(digest), dtype=torch.uint8, device="cpu")
+        flags = torch.cat([own, 255 - own])
+        self.call(sync_point, flags).wait()
+        return torch.equal(flags[: own.numel()], 255 - flags[own.numel() :])
+
+    # -- values ----------------------------------------------------------------------------------
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrite ``tensor`` with rank 0's."""
+        if self.world_size > 1:
+            with self.log.at("a broadcast of rank 0's values"):
+                dist.broadcast(tensor, 0)
+
+    def sum(self, tensor: Tensor) -> None:
+        """Replace ``tensor`` by its sum over the ranks."""
+        if self.world_size > 1:
+            with self.log.at("a sum over the ranks"):
+                dist.all_reduce(tensor)
+
+    def max(self, tensor: Tensor) -> None:
+        """Replace the floating ``tensor`` by its maximum over the ranks, NaN if one has NaN."""
+        if self.world_size > 1:
+            # Gloo's maximum forgets a NaN that does not come first, so it travels as a number.
+            is_nan = tensor.isnan()
+            both = torch.stack([is_nan.to(tensor.dtype), tensor.masked_fill(is_nan, -inf)])
+            with self.log.at("a maximum over the ranks"):
+                dist.all_reduce(both, dist.ReduceOp.MAX)
+            tensor.copy_(both[1].masked_fill(both[0] > 0, nan))
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Return rank 0's ``value`` on every rank."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        with self.log.at("a broadcast of rank 0's values"):
+            dist.broadcast_object_list(box, 0, group=self._group)
+        return box[0]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every rank's ``value``, in the order of the ranks."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        with self.log.at("an exchange of values"):
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def collect(self, part: Tensor, sizes: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """Bring every rank's bytes to rank 0, one message at a time.
+
+        Args:
+            part: This rank's bytes ``[n]``, on any device.
+            sizes: How many bytes each rank has.
+
+        Yields:
+            On rank 0 ``(peer, bytes)`` in the order of the ranks; the bytes are overwritten by the
+            next ones. Nothing on other ranks.
+        """
+        with self.log.busy():
+            yield from self._collect(part, sizes)
+
+    def _collect(self, part: Tensor, sizes: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        if self.rank:
+            for chunk in torch.split(part, MESSAGE_BYTES) if part.numel() else ():
+                dist.send(chunk.to("cpu"), 0, group=self._group)
+            return
+        yield from ((0, chunk) for chunk in torch.split(part, MESSAGE_BYTES) if part.numel())
+        for peer in range(1, self.world_size):
+            for start in range(0, sizes[peer], MESSAGE_BYTES):
+                chunk = torch.empty(min(MESSAGE_BYTES, sizes[peer] - start), dtype=torch.uint8)
+                dist.recv(chunk, peer, group=self._group)
+                yield peer, chunk
+
+    def separate(self) -> Control:
+        """Make a control plane with a group of its own, to exchange values in another thread.
+
+        It lasts until :meth:`leave`.
+        """
+        other = copy.copy(self)
+        other._separated = []
+        if self.world_size > 1:
+            other._group = new_group_of_hosts()
+            self._separated.append(other)
+        other.log = CollectiveLog()
+        other.watchdog = Watchdog(other.log)
+        return other
+
+    def leave(self) -> None:
+        """Take part in nothing more, and end the groups that were made by :meth:`separate`.
+
+        All ranks have received everything that was sent there.
+        """
+        self.watchdog.leave()
+        for other in self._separated:
+            destroy(other._group)
+            other._group = None
+        self._separated = []
+
+    # -- the process group's store ---------------------------------------------------------------
+
+    def publish(self, name: str, value: str) -> None:
+        """Put a value of this rank into the store, without waiting for the others."""
+        if self.world_size > 1:
+            _own_store().set(f"{self._key}/published/{name}/{self.rank}", value)
+        else:
+            self._published[name] = value
+
+    def published(self, name: str) -> list[str] | None:
+        """Return what the ranks have published under a name; ``None`` until all have."""
+        if self.world_size == 1:
+            return [self._published[name]] if name in self._published else None
+        store = _own_store()
+        keys = [f"{self._key}/published/{name}/{rank}" for rank in range(self.world_size)]
+        return [store.get(key).decode() for key in keys] if store.check(keys) else None
+
+    def has_all_ranks(self, timeout: timedelta) -> bool:
+        """Return whether every rank still runs and calls this too, within ``timeout``.
+
+        Asked through the store: a collective that a rank never joins could not be given up.
+        """
+        if self.world_size == 1:
+            return True
+        if self.watchdog.verdict:
+            return False
+        store = _default_store()
+        keys = [f"{self._key}/present/{rank}" for rank in range(self.world_size)]
+        try:
+            store.set(keys[self.rank], "")
+            store.wait(keys, timeout)
+        except RuntimeError:
+            with contextlib.suppress(RuntimeError):
+                store.delete_key(keys[self.rank])
+            return False
+        return True
+
+
+def _own_store() -> Any:
+    """Return a connection of its own to the store: one that a rank waits on answers nobody else."""
+    world = dist.group.WORLD
+    if world not in _stores:
+        store = _default_store()
+        _stores[world] = store.clone() if hasattr(store, "clone") else store
+    return _stores[world]
+
+
+def _default_store() -> Any:
+    # Private, but torch has no public way to the store that it was started with.
+    return dist.distributed_c10d._get_default_store()

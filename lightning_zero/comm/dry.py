@@ -1,0 +1,220 @@
+"""One rank without the others: it allocates what it would, and sends nothing.
+
+The engine runs with it as with any communicator, on tensors without data, so that the memory of a
+step is known before there are ranks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.control import Control
+from lightning_zero.comm.mesh import Mesh
+from lightning_zero.comm.transport import ReduceBuffer, Shared, Transport, Work
+
+_META = torch.device("meta")
+
+
+class DryCommunicator(Communicator):
+    """One rank of ``world_size`` without the others.
+
+    Args:
+        rank: The number of the rank.
+        world_size: Number of ranks.
+        transport: Allocates what weights and gradients travel through.
+    """
+
+    transport: DryTransport
+
+    def __init__(self, rank: int, world_size: int, transport: DryTransport) -> None:
+        self.device = transport.device
+        self.control = transport.control
+        self.mesh = Mesh.of(rank, world_size)
+        transport.axis = self.mesh.shard
+        transport.rank, transport.size = rank, world_size
+        self.transport = transport
+        self.transports = {"shard": transport}
+
+
+class DryTransport(Transport):
+    """Collectives of a device, which need no memory of ours, or the base of others.
+
+    Attributes:
+        on_change: Called whenever memory was taken.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(Control(alone=True), Mesh.of(0, 1).shard, _META)
+        self.on_change: Callable[..., None] = lambda: None
+        self._wholes = _Storages()
+        self._partials = _Storages()
+        self._in_flight = _Storages()
+        self._shards = _Storages()
+        self._last: dict[str, int] = {}
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of the weights that were ever gathered."""
+        return self._wholes.nbytes
+
+    @property
+    def reduced(self) -> int:
+        """Bytes of the shards into which gradients were reduced."""
+        return self._shards.nbytes
+
+    @property
+    def targets(self) -> int:
+        """Bytes of the shards into which gradients are being reduced."""
+        return self._in_flight.nbytes
+
+    @property
+    def partials(self) -> int:
+        """Bytes of gradients before and during their reduction, and of what that needs."""
+        return self._partials.nbytes
+
+    @property
+    def last_reduced(self) -> int:
+        """Bytes of the shards of the last two units in this backward pass."""
+        return sum(list(self._last.values())[-2:])
+
+    @override
+    def _gather(self, whole: Tensor, shard: Shared, unit: str, tag: int) -> Work:
+        self._wholes.add(whole)
+        self.on_change()
+        return _Done()
+
+    @override
+    def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
+        buffer = super().reduce_buffer(numel, dtype)
+        self._partials.add(buffer.tensor)
+        self.on_change()
+        return buffer
+
+    @override
+    def _reduce(self, partial: ReduceBuffer, out: Tensor, unit: str, tag: int) -> Work:
+        self._in_flight.add(out)
+        self._last[unit] = self._last.get(unit, 0) + out.nbytes
+        self.on_change()
+        return _Done(lambda: self._finish(partial, out, unit))
+
+    def _finish(self, partial: ReduceBuffer, out: Tensor, unit: str) -> None:
+        self._in_flight.remove(out)
+        self._shards.add(out)
+
+    @override
+    def release_scratch(self) -> None:
+        self._last.clear()
+
+
+class DryMessages(DryTransport):
+    """Messages between hosts' CPUs: what every other rank sends is received before it is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inboxes = 0
+        self._free: Counter[tuple[int, torch.dtype]] = Counter()
+
+    @property
+    @override
+    def partials(self) -> int:
+        return super().partials + self._inboxes
+
+    @override
+    def _reduce(self, partial: ReduceBuffer, out: Tensor, unit: str, tag: int) -> Work:
+        key = (out.numel(), partial.tensor.dtype)
+        if self._free[key]:
+            self._free[key] -= 1
+        else:
+            self._inboxes += (self.size - 1) * out.numel() * partial.tensor.itemsize
+        return super()._reduce(partial, out, unit, tag)
+
+    @override
+    def _finish(self, partial: ReduceBuffer, out: Tensor, unit: str) -> None:
+        super()._finish(partial, out, unit)
+        self._free[out.numel(), partial.tensor.dtype] += 1
+
+    @override
+    def release_scratch(self) -> None:
+        super().release_scratch()
+        self._inboxes = 0
+        self._free.clear()
+
+
+class DrySharedMemory(DryTransport):
+    """Reduce buffers that peers read, and that stay from step to step.
+
+    How many there are depends on who is how far. Counted is the most: a peer that has come to a
+    reduction has read the buffers of the one before.
+    """
+
+    reads_peers: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._unread: tuple[str, list[Tensor]] = ("", [])
+        self._capacity = self._num_buffers = 0
+
+    @property
+    @override
+    def partials(self) -> int:
+        return self._num_buffers * self._capacity
+
+    @override
+    def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
+        self._capacity = max(self._capacity, numel * dtype.itemsize)
+        buffer = super().reduce_buffer(numel, dtype)
+        self._num_buffers = max(self._num_buffers, len(self._partials))
+        return buffer
+
+    @override
+    def _finish(self, partial: ReduceBuffer, out: Tensor, unit: str) -> None:
+        super()._finish(partial, out, unit)
+        before, unread = self._unread
+        self._unread = (unit, [*(unread if unit == before else ()), partial.tensor])
+
+    @override
+    def drop_outgrown(self) -> None:
+        self._unread = ("", [])
+
+
+class _Done:
+    """Work that ends when it is waited for."""
+
+    def __init__(self, finish: Callable[[], None] = lambda: None) -> None:
+        self._finish = finish
+
+    def wait(self) -> None:
+        self._finish()
+
+
+class _Storages:
+    """Storages that are counted until nobody holds them."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def nbytes(self) -> int:
+        """Their bytes now."""
+        held = (ref() for ref in tuple(self._held.values()))
+        return sum(storage.nbytes() for storage in held if storage is not None)
+
+    def add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._held:
+            self._held[key] = weakref.ref(storage, lambda _: self._held.pop(key, None))
+
+    def remove(self, tensor: Tensor) -> None:
+        self._held.pop(tensor.untyped_storage()._cdata, None)

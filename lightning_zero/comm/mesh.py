@@ -1,0 +1,125 @@
+"""Axes of ranks, and the path of a buffer from one placement on them to another.
+
+Shards lie over one axis; along the other, each of them is replicated. Ranks that follow each other
+hold the shards of one copy: those of one host, for instance. Six ranks in two copies::
+
+    shard      0 1 2 | 3 4 5
+    replicate  0 3 | 1 4 | 2 5
+
+A path consists of two verbs, each along one axis: **reduce** leaves each rank the sum of its own
+part, **gather** makes parts whole. Reductions begin on the shard axis, whose parts are then reduced
+along the other one, and gathers go back the same way. What is replicated after a reduction was
+gathered again, so an all-reduce of shards is two steps of a path, and not a verb.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from lightning_zero.plan import Placement
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ranks along one axis of a mesh.
+
+    Attributes:
+        groups: All ranks, in groups along the axis.
+        ranks: The group of this process, by their numbers among all ranks.
+        rank: This process's number in its group.
+        size: Number of ranks in a group.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    ranks: tuple[int, ...]
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, groups: Iterable[Iterable[int]], rank: int) -> Axis:
+        """Return the axis with these groups for the process ``rank`` of all."""
+        every = tuple(tuple(group) for group in groups)
+        own = next(group for group in every if rank in group)
+        return cls(every, own, own.index(rank), len(own))
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """All ranks, by two numbers each.
+
+    Attributes:
+        shard: The axis over which buffers are sharded.
+        replicate: The axis along which shards are replicated.
+        size: Number of all ranks, whose gradients are averaged.
+    """
+
+    shard: Axis
+    replicate: Axis
+    size: int
+
+    @classmethod
+    def of(cls, rank: int, world_size: int, num_shards: int | None = None) -> Mesh:
+        """Return the mesh of all ranks in copies of ``num_shards``; one copy by default.
+
+        Raises:
+            ValueError: The ranks cannot be divided so.
+        """
+        num_shards = num_shards or world_size
+        if world_size % num_shards:
+            raise ValueError(
+                f"Expected a number of shards that divides {world_size} ranks, got {num_shards}."
+            )
+        ranks = range(world_size)
+        copies = [ranks[first : first + num_shards] for first in ranks[::num_shards]]
+        same = [ranks[first::num_shards] for first in ranks[:num_shards]]
+        return cls(Axis.of(copies, rank), Axis.of(same, rank), world_size)
+
+
+class Verb(Enum):
+    """A collective along one axis."""
+
+    REDUCE = "reduce"
+    """Each rank gets the sum of its own part."""
+    GATHER = "gather"
+    """Each rank gets all parts."""
+
+
+class Placements(NamedTuple):
+    """How a buffer lies on a mesh.
+
+    Attributes:
+        shard: On the axis of shards.
+        replicate: On the axis of replicas.
+    """
+
+    shard: Placement
+    replicate: Placement
+
+    @classmethod
+    def of(cls, placement: Placement) -> Placements:
+        """Return the placements of a home; all but summands is alike in all replicas."""
+        is_partial = placement is Placement.PARTIAL
+        return cls(placement, placement if is_partial else Placement.REPLICATED)
+
+
+def path(source: Placements, target: Placements) -> list[tuple[str, Verb]]:
+    """Return the steps from ``source`` to ``target``, each along the axis of a name.
+
+    Raises:
+        ValueError: There is no such path.
+    """
+    now, steps = source._asdict(), []
+    for axis in ("shard", "replicate"):
+        if now[axis] is Placement.PARTIAL and getattr(target, axis) is not Placement.PARTIAL:
+            steps.append((axis, Verb.REDUCE))
+            now[axis] = Placement.SHARDED
+    for axis in ("replicate", "shard"):
+        if now[axis] is Placement.SHARDED and getattr(target, axis) is Placement.REPLICATED:
+            steps.append((axis, Verb.GATHER))
+            now[axis] = Placement.REPLICATED
+    if Placements(**now) != target:
+        raise ValueError(f"No collective brings a buffer from {source} to {target}.")
+    return steps

@@ -1,0 +1,153 @@
+"""Process groups beside the default one: each is made once, and lives as long as that one.
+
+A group has connections, and over NCCL memory on the device. Were one made for every run of a
+Trainer, they would pile up in a process that fits, validates and tests by turns.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_groups: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+"""By default group and purpose; weak, as a group that is referred to outlives its destruction."""
+
+_SECONDS_TO_LET_GO = 0.05
+
+
+def is_initialized() -> bool:
+    """Return whether this process belongs to a default group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def default_world_size() -> int:
+    """Return the number of ranks in the default group, 1 without one."""
+    return dist.get_world_size() if is_initialized() else 1
+
+
+def group_for(purpose: str, *, of_hosts: bool = False, along: Sequence[Sequence[int]] = ()) -> Any:
+    """Return the group for a purpose; made when it is first asked for, which is a collective.
+
+    Args:
+        purpose: Its name.
+        of_hosts: Whether messages travel between the hosts and never touch a device.
+        along: All ranks in groups, of which this rank gets its own; by default one of all ranks.
+    """
+    groups = _groups.setdefault(dist.group.WORLD, {})
+    if len(along) > 1:
+        purpose = f"{purpose} along {along}"
+    if purpose not in groups and len(along) > 1:
+        made = [_new_group(ranks=list(ranks)) for ranks in along]
+        groups[purpose] = next(g for g, r in zip(made, along, strict=True) if dist.get_rank() in r)
+    elif purpose not in groups:
+        groups[purpose] = new_group_of_hosts() if of_hosts else _new_group()
+    return groups[purpose]
+
+
+def new_group_of_hosts() -> Any:
+    """Make a group of all ranks' hosts, to be ended with :func:`destroy`; a collective."""
+    # Torch's fake backend, which plays all other ranks, can do that as well.
+    return _new_group("fake" if dist.get_backend() == "fake" else "gloo")
+
+
+def destroy(group: Any) -> None:
+    """Destroy a group whose messages have all arrived, unless the default group has ended it."""
+    if dist.is_initialized():
+        _let_go()
+        with contextlib.suppress(ValueError):
+            dist.destroy_process_group(group)
+
+
+def end_at_exit() -> None:
+    """Destroy all groups when the process exits.
+
+    Lightning destroys only NCCL's; gloo's threads, if alive then, now and then abort the process.
+    """
+    atexit.unregister(_end)
+    atexit.register(_end)
+
+
+def _end() -> None:
+    if dist.is_initialized():
+        _let_go()
+        dist.destroy_process_group()
+
+
+def _let_go() -> None:
+    """Give gloo's threads time to free what they have sent, for which they need the interpreter.
+
+    Torch (2.13) joins them without giving it up. A group that ended right behind its last message
+    hung once in fifty times.
+    """
+    time.sleep(_SECONDS_TO_LET_GO)
+
+
+def give_up() -> None:
+    """Make whatever waits in one of the groups raise; they are of no use afterwards.
+
+    A message that nobody sends, waited for so shortly, makes gloo close all connections of its
+    group. (Its `abort` does nothing.)
+    """
+    give_up_devices()
+    if not dist.is_initialized():
+        return
+    for group in _all_groups():
+        ranks = dist.get_process_group_ranks(group)
+        peer = ranks[(ranks.index(dist.get_rank()) + 1) % len(ranks)]
+        if dist.get_backend(group) == "gloo" and len(ranks) > 1:
+            with contextlib.suppress(RuntimeError):
+                nobody = dist.irecv(torch.empty(1, device="cpu"), peer, group=group, tag=2**20)
+                assert nobody is not None
+                nobody.wait(timedelta(milliseconds=1))
+
+
+def give_up_devices() -> None:
+    """Abort what devices wait for; between the hosts everything goes on."""
+    groups = [group for group in _all_groups() if dist.get_backend(group) not in ("gloo", "fake")]
+    with _together(groups):
+        for group in groups:
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+
+
+@contextlib.contextmanager
+def _together(groups: list[Any]) -> Iterator[None]:
+    """Abort groups at once: one that is aborted alone may wait for another (pytorch 119797)."""
+    backends = [backend for group in groups if (backend := _nccl_of(group)) is not None][:1]
+    for backend in backends:
+        backend._group_start()
+    try:
+        yield
+    finally:
+        for backend in backends:
+            backend._group_end()
+
+
+def _nccl_of(group: Any) -> Any:
+    with contextlib.suppress(RuntimeError):
+        backend = group._get_backend(torch.device("cuda"))
+        return backend if hasattr(backend, "_group_start") else None
+    return None
+
+
+def _all_groups() -> list[Any]:
+    if not dist.is_initialized():
+        return []
+    return [dist.group.WORLD, *_groups.get(dist.group.WORLD, {}).values()]
+
+
+def _new_group(backend: str | None = None, ranks: list[int] | None = None) -> Any:
+    """Make a group, of all ranks by default, with the time limit of the default group."""
+    # Private, as torch tells it nowhere else, and new groups would have torch's default.
+    world = dist.distributed_c10d._get_default_group()
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    options = getattr(world._get_backend(device), "options", None)
+    return dist.new_group(ranks, backend=backend, timeout=getattr(options, "_timeout", None))

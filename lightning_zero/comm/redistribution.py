@@ -1,0 +1,71 @@
+"""Buffers on their way from one placement on a mesh to another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from lightning_zero.comm.mesh import Verb
+from lightning_zero.comm.transport import ReduceBuffer, Shared, Transport, Work
+
+Redistribute = Callable[..., Work]
+"""A verb ``(out, source, *, unit, tag)`` which starts to fill ``out``. The source is a
+``ReduceBuffer``, which is given up, if the first step is a reduction, else a ``Shared``."""
+
+
+def along(steps: Sequence[tuple[Transport, Verb]]) -> Redistribute:
+    """Return the verb that takes all steps; for a single one the transport's own."""
+    if len(steps) > 1:
+        return partial(_Walk, steps)
+    transport, verb = steps[0]
+    return transport.reduce if verb is Verb.REDUCE else transport.gather
+
+
+class _Walk:
+    """Steps of which each begins when the one before has arrived, the first at once."""
+
+    def __init__(
+        self,
+        steps: Sequence[tuple[Transport, Verb]],
+        out: Tensor,
+        source: Shared | ReduceBuffer,
+        *,
+        unit: str,
+        tag: int,
+    ) -> None:
+        self._works = _start(steps, out, source, unit, tag)
+        self._first = next(self._works)
+
+    def wait(self) -> None:
+        """Return when the last has arrived."""
+        self._first.wait()
+        for work in self._works:
+            work.wait()
+
+
+def _start(
+    steps: Sequence[tuple[Transport, Verb]],
+    out: Tensor,
+    source: Shared | ReduceBuffer,
+    unit: str,
+    tag: int,
+) -> Iterator[Work]:
+    """Start one step whenever the next work is asked for."""
+    value: Tensor = source[0]
+    given: Shared | ReduceBuffer | None = source
+    for number, (transport, verb) in enumerate(steps):
+        is_last = number + 1 == len(steps)
+        if verb is Verb.GATHER:
+            shard = given if isinstance(given, Shared) else Shared(value)
+            target = out if is_last else value.new_empty(value.numel() * transport.size)
+            yield transport.gather(target, shard, unit=unit, tag=tag)
+        else:
+            partial_sum = given
+            if not isinstance(partial_sum, ReduceBuffer):
+                partial_sum = transport.reduce_buffer(value.numel(), value.dtype)
+                partial_sum.tensor.copy_(value)
+            target = out if is_last else value.new_empty(value.numel() // transport.size)
+            yield transport.reduce(target, partial_sum, unit=unit, tag=tag)
+        value, given = target, None

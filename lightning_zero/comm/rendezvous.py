@@ -1,0 +1,99 @@
+"""Rendezvous of the ranks in a store that an earlier incarnation of the run has used.
+
+torchrun starts all ranks again when one has died. Its agent keeps one store for all these
+**incarnations** (pytorch issue 135712), so a rank may read the address that another had in an
+earlier one, and call a process that is gone: the group is never made, under any strategy. The ranks
+therefore agree on a name for their incarnation first, and use keys that begin with it. Counting
+would not do, as the agents of several nodes count each for themselves.
+
+Any key may be left over from an earlier incarnation, except those with a random name of this one:
+
+1. Every rank asks under its number, and gives a random name.
+2. Rank 0 answers under that name with the random name of the incarnation, or answers a dead rank.
+3. The rank confirms under the name of the incarnation. Rank 0 answers until all have.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
+
+_SECONDS_BETWEEN_LOOKS = 0.01
+
+
+def store_of_incarnation(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Return a part of ``store`` that is empty when all ``world_size`` ranks have come.
+
+    Raises:
+        RuntimeError: Ranks did not come within ``timeout``.
+    """
+    incarnation = _ask(store, rank, timeout) if rank else _answer(store, world_size, timeout)
+    return PrefixStore(f"lightning_zero/incarnation/{incarnation}", store)
+
+
+def join_group(
+    address: str,
+    port: int,
+    *,
+    backend: str,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    device: torch.device,
+) -> None:
+    """Make the default group of this incarnation's ranks, by the store of torchrun's agents."""
+    agents = dist.TCPStore(address, port, world_size, timeout=timeout, wait_for_workers=False)
+    dist.init_process_group(
+        backend,
+        store=store_of_incarnation(agents, rank, world_size, timeout),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=None if device.type == "cpu" else device,
+    )
+
+
+def _ask(store: Store, rank: int, timeout: timedelta) -> str:
+    name = uuid.uuid4().hex
+    store.set(_asked(rank), name)
+    store.wait([_answered(name)], timeout)
+    incarnation = store.get(_answered(name)).decode()
+    store.set(_confirmed(incarnation, rank), "")
+    return incarnation
+
+
+def _answer(store: Store, world_size: int, timeout: timedelta) -> str:
+    incarnation = uuid.uuid4().hex
+    deadline = time.monotonic() + timeout.total_seconds()
+    missing = list(range(1, world_size))
+    while True:
+        for rank in missing:
+            if store.check([_asked(rank)]):
+                store.set(_answered(store.get(_asked(rank)).decode()), incarnation)
+        missing = [rank for rank in missing if not store.check([_confirmed(incarnation, rank)])]
+        if not missing:
+            return incarnation
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"Expected {world_size} ranks within {timeout}, but {len(missing)} did not come:"
+                f" {', '.join(map(str, missing))}. See what became of them, or raise the"
+                " strategy's `timeout`."
+            )
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+def _asked(rank: int) -> str:
+    return f"lightning_zero/asked/{rank}"
+
+
+def _answered(name: str) -> str:
+    return f"lightning_zero/answered/{name}"
+
+
+def _confirmed(incarnation: str, rank: int) -> str:
+    return f"lightning_zero/confirmed/{incarnation}/{rank}"

@@ -1,0 +1,127 @@
+"""Memory of the peers, read where it lies: for ranks that share one host's CPUs.
+
+Masters and reduce buffers live in windows. A gather is a copy out of the peers' masters, a
+reduction a sum over the peers' buffers; only tokens of a few bytes are sent, which say where a
+buffer is and that it is full.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_zero.comm.control import Control
+from lightning_zero.comm.mesh import Axis
+from lightning_zero.comm.point_to_point import PointToPoint
+from lightning_zero.comm.reduce_windows import ReduceWindows
+from lightning_zero.comm.sync_points import SyncPoint
+from lightning_zero.comm.transport import (
+    Arrived,
+    Pending,
+    ReduceBuffer,
+    Shared,
+    Work,
+    copy,
+    gradients_of,
+    sum_into,
+)
+from lightning_zero.comm.window import Address, Window, are_supported
+
+
+class SharedMemory(PointToPoint):
+    """A transport that reads shared memory; what lies in none is sent as messages."""
+
+    reads_peers: ClassVar[bool] = True
+
+    def __init__(self, control: Control, axis: Axis, device: torch.device) -> None:
+        super().__init__(control, axis, device)
+        self._windows = ReduceWindows(axis)
+
+    @classmethod
+    def can_see_peers(cls, control: Control, axis: Axis) -> bool:
+        """Return whether every rank can map every other rank's memory; a collective."""
+        sees_all = are_supported()
+        window = Window.create(8, axis.size) if sees_all else None
+        if window is not None:
+            window.view(1, torch.int64).fill_(axis.rank + 1)
+        addresses = control.gather_objects(window and window.address)
+        for peer, rank in enumerate(axis.ranks):
+            address = addresses[rank]
+            sees_all = sees_all and address is not None
+            try:
+                seen = Window.open(address, axis.size).view(1, torch.int64) if sees_all else 0
+                sees_all = sees_all and int(seen) == peer + 1
+            except (OSError, RuntimeError):
+                sees_all = False
+        return all(control.gather_objects(sees_all))
+
+    @override
+    def share(self, numel: int, dtype: torch.dtype) -> Shared:
+        window = Window.create(numel * dtype.itemsize, self.size)
+        addresses = self.control.gather_objects(window.address)
+        of_ranks = [
+            window if rank == self.control.rank else Window.open(addresses[rank], self.size)
+            for rank in self.axis.ranks
+        ]
+        self.control.call(SyncPoint.SETUP).wait()
+        return Shared(window.view(numel, dtype), [peer.view(numel, dtype) for peer in of_ranks])
+
+    @override
+    def _gather(self, whole: Tensor, shard: Shared, unit: str, tag: int) -> Work:
+        if shard.of_ranks is None:
+            return super()._gather(whole, shard, unit, tag)
+        for part, source in zip(whole.chunk(self.size), shard.of_ranks, strict=True):
+            copy(part, source)
+        return Arrived()
+
+    @override
+    def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
+        window = self._windows.take(numel * dtype.itemsize)
+        return ReduceBuffer(window.view(numel, dtype), window)
+
+    @override
+    def _reduce(self, partial: ReduceBuffer, out: Tensor, unit: str, tag: int) -> Work:
+        """Send peers the buffer's address; sum over theirs when they are full."""
+        own, dtype, part = partial.window, partial.tensor.dtype, out.numel()
+        assert own is not None
+        own.num_published += 1
+        mine = torch.tensor([*own.address, own.num_published], device="cpu")
+        theirs = {peer: torch.empty_like(mine) for peer in self.sources}
+        collective = self.log.begin(gradients_of(unit))
+        works = self.start(theirs, dict.fromkeys(self.targets, mine), 4 * tag + 2)
+
+        def add_up() -> None:
+            tokens = {peer: box.tolist() for peer, box in theirs.items()}
+            windows = {peer: self._windows.of_peer(Address(*t[:-1])) for peer, t in tokens.items()}
+            summands = [
+                windows.get(rank, own).view(part, dtype, start=self.rank * part)
+                for rank in range(self.size)
+            ]
+            sum_into(out, summands)
+            for peer, window in windows.items():
+                window.readers[self.rank] = tokens[peer][-1]
+            self._windows.free.append(own)
+
+        return Pending(self.log, collective, works, add_up)
+
+    @override
+    def drop_outgrown(self) -> None:
+        """Free reduce buffers that a larger unit outgrew; behind a fence, when all are read.
+
+        The others stay from step to step: to take fresh pages from the system costs ten times what
+        it costs to fill them.
+        """
+        self._windows.drop_outgrown()
+
+    @override
+    def release(self) -> None:
+        """Let go of all reduce buffers, the peers' too; memory is freed when the last rank does."""
+        self._windows.clear()
+
+    @property
+    @override
+    def scratch_bytes(self) -> int:
+        return super().scratch_bytes + self._windows.touched_bytes

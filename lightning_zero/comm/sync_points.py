@@ -1,0 +1,137 @@
+"""The points of a step that all ranks reach together."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero.comm.process_groups import give_up_devices
+from lightning_zero.comm.watchdog import parted
+from lightning_zero.tensors import unseen
+
+if TYPE_CHECKING:
+    from lightning_zero.comm.control import Control
+
+
+class SyncPoint(Enum):
+    """A point at which all ranks wait for each other; its value names it in errors."""
+
+    SETUP = "the setup of shared memory"
+    BEGIN = "the begin of a backward pass"
+    END = "the end of a backward pass"
+    STEP = "an optimizer's step"
+    STEPPED = "the end of an optimizer's step"
+    EDIT = "a change of weights"
+    REFRESH = "bringing weights up to date"
+    FORWARD = "the end of a forward without gradients"
+    BATCH = "the next batch of training data"
+    CLOSE = "the end of the training"
+    GRADIENT = "the gathering of a gradient"
+    COMPARE = "the comparison of models, settings and optimizers"
+
+
+_NUMBERS = {sync_point: number for number, sync_point in enumerate(SyncPoint)}
+_HEADER = 5
+
+
+class PendingSync:
+    """A sync point that this rank has come to, and may still wait for.
+
+    Args:
+        control: The ranks; one alone waits for nobody.
+        sync_point: Which.
+        flags: Replaced by their maximum over the ranks.
+    """
+
+    def __init__(self, control: Control, sync_point: SyncPoint, flags: Tensor | None) -> None:
+        self._control = control
+        self._sync_point = sync_point
+        self._flags = flags
+        self._work: Any = None
+        if control.world_size == 1:
+            return
+        self._message = torch.zeros(2 * _HEADER + control.capacity, dtype=torch.uint8, device="cpu")
+        course = control.course.to_bytes(4, "big")
+        numbers = torch.tensor([_NUMBERS[sync_point], *course], device="cpu")
+        self._message[:_HEADER] = numbers
+        self._message[_HEADER : 2 * _HEADER] = 255 - numbers
+        if flags is not None:
+            self._message[2 * _HEADER : 2 * _HEADER + flags.numel()] = flags
+        self._collective = control.log.begin(sync_point.value)
+        with unseen():
+            self._work = dist.all_reduce(
+                self._message, dist.ReduceOp.MAX, group=control.sync_group, async_op=True
+            )
+
+    def wait(self) -> None:
+        """Return when all ranks have come.
+
+        Raises:
+            RuntimeError: They have come to different sync points.
+        """
+        if self._work is None:
+            return
+        self._control.log.wait(self._collective, [self._work])
+        self._work = None
+        header = self._message[: 2 * _HEADER]
+        if not torch.equal(header[:_HEADER], 255 - header[_HEADER:]):
+            self._refuse()
+        if self._flags is not None:
+            start = 2 * _HEADER
+            self._flags.copy_(self._message[start : start + self._flags.numel()])
+
+    def _refuse(self) -> NoReturn:
+        """Raise an error with every rank's place; all are here, if for different things."""
+        control = self._control
+        places: list[Any] = [None] * control.world_size
+        here = control.watchdog.describe(self._sync_point.value)
+        dist.all_gather_object(places, here, group=control.sync_group)
+        verdict = parted(places)
+        if control.has_notes:
+            # Collectives of which nothing but the order is known may have met the wrong ones, or
+            # wait on a device for ones that never come: no more can be built on them.
+            control.watchdog.end_here(verdict)
+            give_up_devices()
+        raise RuntimeError(verdict)
+
+
+class Exclusive:
+    """Access to masters that peers read, for a rank that changes its own; all ranks take it.
+
+    When it begins, all ranks have read the old values; when it ends, all may read the new ones.
+    Where ranks cannot read each other's memory, both do nothing::
+
+        with comm.exclusive(SyncPoint.EDIT):
+            master.copy_(...)
+
+    It ends after an exception too, as the others wait for it.
+
+    Args:
+        control: The ranks; ``None`` where no rank reads another's memory.
+        before: The sync point at which it begins.
+        after: The sync point at which it ends.
+    """
+
+    def __init__(self, control: Control | None, before: SyncPoint, after: SyncPoint) -> None:
+        self._control = control
+        self._before, self._after = before, after
+
+    def begin(self) -> None:
+        """Wait until every rank has read what it needs of the others' masters."""
+        if self._control is not None:
+            self._control.call(self._before).wait()
+
+    def end(self) -> None:
+        """Wait until every rank has changed its masters."""
+        if self._control is not None:
+            self._control.call(self._after).wait()
+
+    def __enter__(self) -> None:
+        self.begin()
+
+    def __exit__(self, *_: object) -> None:
+        self.end()

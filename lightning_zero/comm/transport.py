@@ -1,0 +1,227 @@
+"""The data plane: one way to gather weights and to reduce gradients, and what travels on it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero.comm.collective_log import CollectiveId, CollectiveLog
+from lightning_zero.comm.control import Control
+from lightning_zero.comm.mesh import Axis
+from lightning_zero.comm.process_groups import group_for
+from lightning_zero.comm.traffic import Ledger
+from lightning_zero.comm.window import Window
+from lightning_zero.tensors import lasting_tensors
+
+
+class Work(Protocol):
+    """A transfer that was started; ``wait`` may be called once or never."""
+
+    def wait(self) -> Any:
+        """Return when the result may be used on the current stream."""
+
+
+class Arrived:
+    """A transfer that is over."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class Pending:
+    """The transfers of one collective, and what to do when they have arrived."""
+
+    def __init__(
+        self,
+        log: CollectiveLog,
+        collective: CollectiveId,
+        works: Sequence[Work],
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self._log = log
+        self._collective = collective
+        self._works = works
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Return when all have arrived and what follows is done."""
+        self._log.wait(self._collective, self._works)
+        if self._finish is not None:
+            self._finish()
+
+
+class Shared(NamedTuple):
+    """This rank's master shard and, where peers can be read, every rank's."""
+
+    own: Tensor
+    of_ranks: list[Tensor] | None = None
+
+    def sharded(self, axis: Axis) -> Shared:
+        """Return the shards in what was shared whole: each rank's own part of its own."""
+        shards = None
+        if self.of_ranks is not None:
+            shards = [whole.view(axis.size, -1)[r] for r, whole in enumerate(self.of_ranks)]
+        return Shared(self.own.view(axis.size, -1)[axis.rank], shards)
+
+
+class ReduceBuffer(NamedTuple):
+    """A unit's unreduced gradients, ``[size * n]``; in a window if peers read it."""
+
+    tensor: Tensor
+    window: Window | None = None
+
+
+class Transport(ABC):
+    """One way to gather weights and to reduce gradients.
+
+    1. :meth:`share` once for every master, a collective.
+    2. :meth:`gather` for a unit's weights.
+    3. :meth:`reduce_buffer` to write a unit's gradients to, then :meth:`reduce`, which takes the
+       buffer back.
+    4. :meth:`exchange` between, for whole parameters in an optimizer's step.
+    5. :meth:`release_scratch` when a backward pass is over, :meth:`drop_outgrown` between steps,
+       :meth:`release` at the end.
+
+    What a message needs is allocated before the log notes that it begins: a rank without
+    memory must fail before the others send theirs.
+
+    Args:
+        control: The control plane of all ranks.
+        axis: The ranks that gather and reduce.
+        device: Where weights and gradients are.
+
+    Attributes:
+        ledger: What this rank has sent.
+    """
+
+    reads_peers: ClassVar[bool] = False
+    """Whether ranks read each other's memory, so that a gather needs no peer to take part."""
+    has_tags: ClassVar[bool] = True
+    """Whether a unit's messages are known from another's by more than their order."""
+
+    def __init__(self, control: Control, axis: Axis, device: torch.device) -> None:
+        self.axis = axis
+        self.rank, self.size = axis.rank, axis.size
+        self.control = control
+        self.ledger = Ledger()
+        self.log = control.log
+        self.device = device
+
+    @property
+    def gathers_together(self) -> bool:
+        """Return whether a gather needs every rank to take part."""
+        return self.size > 1 and not self.reads_peers
+
+    @property
+    def gathers_in_order(self) -> bool:
+        """Return whether only the order of gathers tells units' weights apart."""
+        return self.size > 1 and not self.has_tags
+
+    def gather(self, out: Tensor, source: Shared, *, unit: str, tag: int) -> Work:
+        """Start to fill ``out`` (``[size * n]``) from every rank's shard (``[n]``).
+
+        Dtypes may differ: masters are cast on the way.
+        """
+        sent = source.own.numel() * (self.size - 1)
+        self.ledger.note(unit, "gather", sent, out.element_size())
+        return self._gather(out, source, unit, tag)
+
+    def reduce(self, out: Tensor, source: ReduceBuffer, *, unit: str, tag: int) -> Work:
+        """Start to write the sum of all ranks' summands of this rank's shard to ``out`` (``[n]``).
+
+        ``source`` (``[size * n]``) is given up; ``out`` may have another dtype.
+        """
+        sent = out.numel() * (self.size - 1)
+        self.ledger.note(unit, "reduce", sent, source.tensor.element_size())
+        return self._reduce(source, out, unit, tag)
+
+    def exchange(self, sent: Tensor, given: Sequence[int], taken: Sequence[int]) -> Tensor:
+        """Send each rank its part of ``sent``, and return what came from each, one after the other.
+
+        Args:
+            sent: Bytes, the parts in the order of the ranks.
+            given: The size of each rank's part.
+            taken: How many bytes come from each rank.
+        """
+        if self.size == 1:
+            return sent
+        received = self._lasting(sum(taken), torch.uint8)
+        self.ledger.note("optimizer", "exchange", sent.numel() - given[self.rank], 1)
+        collective = self.log.begin("the exchange of whole parameters")
+        along = self.axis.groups
+        group = group_for("owners", along=along) if len(along) > 1 else None
+        work = dist.all_to_all_single(received, sent, [*taken], [*given], group, async_op=True)
+        Pending(self.log, collective, [] if work is None else [work]).wait()
+        return received
+
+    @abstractmethod
+    def _gather(self, whole: Tensor, shard: Shared, unit: str, tag: int) -> Work:
+        """Do what :meth:`gather` says."""
+
+    @abstractmethod
+    def _reduce(self, partial: ReduceBuffer, out: Tensor, unit: str, tag: int) -> Work:
+        """Do what :meth:`reduce` says."""
+
+    def share(self, numel: int, dtype: torch.dtype) -> Shared:
+        """Return memory for a master; where peers can be read, a view of every rank's too."""
+        return Shared(self._lasting(numel, dtype))
+
+    def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
+        """Return memory for a unit's gradients before their reduction; its content is undefined."""
+        return ReduceBuffer(self._lasting(numel, dtype))
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Count the bytes of receive and reduce buffers, in use or kept for reuse."""
+        return 0
+
+    def release_scratch(self) -> None:
+        """Free the receive buffers that a backward pass reused."""
+        return
+
+    def drop_outgrown(self) -> None:
+        """Free reduce buffers that a larger unit outgrew; when all ranks have read them."""
+        return
+
+    def release(self) -> None:
+        """Let go of all reduce buffers."""
+        return
+
+    def _lasting(self, numel: int, dtype: torch.dtype) -> Tensor:
+        with lasting_tensors():
+            return torch.empty(numel, dtype=dtype, device=self.device)
+
+
+def weights_of(unit: str) -> str:
+    """Return the name of the collective that gathers a unit's weights."""
+    return f"the weights of {unit}"
+
+
+def gradients_of(unit: str) -> str:
+    """Return the name of the collective that reduces a unit's gradients."""
+    return f"the gradients of {unit}"
+
+
+def sum_into(out: Tensor, summands: list[Tensor]) -> None:
+    """Write the sum to ``out``, added up in the order of the list; none wants a gradient."""
+    first, *rest = summands
+    if rest and first.dtype == out.dtype:
+        torch.add(first, rest.pop(0), out=out)
+    else:
+        out.copy_(first)
+    for summand in rest:
+        out.add_(summand)
+
+
+def copy(out: Tensor, source: Tensor) -> None:
+    """Write ``source`` to ``out``, which may have another dtype, unless it lies there already.
+
+    Neither wants a gradient. To turn gradients off would cost more than the copy of a small unit.
+    """
+    if out.data_ptr() != source.data_ptr():
+        out.copy_(source)

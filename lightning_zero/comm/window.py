@@ -1,0 +1,114 @@
+"""Memory that every rank on a host can read, so that data need not pass through sockets.
+
+A **window** is a tensor of this rank's that its peers have mapped too. Where all ranks share a host
+and run on CPUs, masters and reduce buffers live in windows: a gather is then one copy out of the
+peers' masters, and a reduction one sum over the peers' buffers. Nothing is sent but tokens of a few
+bytes.
+
+Windows are anonymous files of the kernel (``memfd_create``), which vanish with the last process
+that maps them, whatever it dies of. Peers open them through the owner's entry in ``/proc``.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import count
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_zero.tensors import lasting_tensors
+
+_NAME = "lightning_zero"
+_serials = count()
+
+
+class Address(NamedTuple):
+    """A window's place on this host, and a number that no other has."""
+
+    process: int
+    file: int
+    capacity: int
+    serial: int
+
+
+class Window:
+    """Memory that its owner and others have mapped.
+
+    Attributes:
+        address: What others need to :meth:`open` it.
+        readers: How many publications each rank has read, ``[world_size]``; in the window too.
+        num_published: How often the owner asked to be read.
+        touched_bytes: Bytes that the owner's views have covered.
+    """
+
+    def __init__(self, address: Address, world_size: int, *, is_own: bool) -> None:
+        path = f"/proc/{address.process}/fd/{address.file}"
+        if not _is_window(path):
+            raise RuntimeError(f"No window at {path}: its owner is on another host, or has ended.")
+        self.address = address
+        self.num_published = 0
+        self.touched_bytes = 0
+        self._is_own = is_own
+        self._size = address.capacity + 8 * world_size
+        with lasting_tensors():
+            self._memory = torch.from_file(path, shared=True, size=self._size, dtype=torch.uint8)
+            self.readers = self._memory[address.capacity :].view(torch.int64)
+        self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
+
+    @classmethod
+    def create(cls, capacity: int, world_size: int) -> Window:
+        """Make a window of ``capacity`` zero bytes (a multiple of 8)."""
+        file = os.memfd_create(_NAME)
+        os.ftruncate(file, capacity + 8 * world_size)
+        return cls(Address(os.getpid(), file, capacity, next(_serials)), world_size, is_own=True)
+
+    @classmethod
+    def open(cls, address: Address, world_size: int) -> Window:
+        """Map another process's window.
+
+        Raises:
+            RuntimeError: The owner is on another host, or its memory may not be opened from here.
+        """
+        return cls(address, world_size, is_own=False)
+
+    def __del__(self) -> None:
+        # Peers that map it keep their mapping; new ones can no longer open it.
+        if getattr(self, "_is_own", False):
+            os.close(self.address.file)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of data."""
+        return self.address.capacity
+
+    def view(self, numel: int, dtype: torch.dtype, *, start: int = 0) -> Tensor:
+        """Return ``numel`` elements from ``start`` on; the same tensor for the same arguments."""
+        view = self._views.get((start, numel, dtype))
+        if view is None:
+            first, stop = start * dtype.itemsize, (start + numel) * dtype.itemsize
+            self.touched_bytes = max(self.touched_bytes, stop)
+            with lasting_tensors():
+                view = self._memory[first:stop].view(dtype)
+            self._views[start, numel, dtype] = view
+        return view
+
+    def is_read_by_all(self, owner: int) -> bool:
+        """Return whether every rank but ``owner`` has read all publications."""
+        readers = self.readers.tolist()
+        del readers[owner]
+        return readers.count(self.num_published) == len(readers)
+
+
+def _is_window(path: str) -> bool:
+    """Return whether the file is a window; another host's process number may be any here."""
+    try:
+        return os.readlink(path).startswith(f"/memfd:{_NAME}")
+    except OSError:
+        return False
+
+
+def are_supported() -> bool:
+    """Return whether this system has windows at all."""
+    return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")

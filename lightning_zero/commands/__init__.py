@@ -1,0 +1,56 @@
+"""The command ``lightning-zero``, one module for each subcommand.
+
+- ``convert``: checkpoints between kinds of files, and from DeepSpeed
+- ``estimate``: memory of a model before it runs
+- ``inspect``: what a checkpoint holds, and whether it is intact
+- ``model_source``: finding the model that a command line names
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from lightning_zero.commands.convert import add_convert_command
+from lightning_zero.commands.estimate import add_estimate_command
+from lightning_zero.commands.inspect import add_inspect_command
+
+COMMANDS = (add_estimate_command, add_inspect_command, add_convert_command)
+"""Functions that add a subcommand to the parser; it sets ``run``, which returns the exit code."""
+
+_DESCRIPTION = """\
+Memory and checkpoints of lightning_zero, which trains PyTorch Lightning modules with weights,
+gradients and optimizer states divided over the ranks (ZeRO)."""
+_EXAMPLES = """\
+examples:
+  lightning-zero estimate 10B --ranks 8 --device-memory 80GB    which stage fits
+  lightning-zero inspect last.ckpt                              what a checkpoint holds
+  lightning-zero convert last.ckpt weights.safetensors          its weights for other programs
+  lightning-zero estimate --help                                more of one command"""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-zero",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=_versions())
+    subparsers = parser.add_subparsers(required=True, metavar="command")
+    for add in COMMANDS:
+        add(subparsers)
+    arguments = parser.parse_args(words)
+    try:
+        return int(arguments.run(arguments))
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        print(f"lightning-zero: {error}", file=sys.stderr)
+        return 1
+
+
+def _versions() -> str:
+    names = ("lightning-zero", "torch", "lightning")
+    return ", ".join(f"{name} {version(name)}" for name in names)

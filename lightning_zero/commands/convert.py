@@ -1,0 +1,264 @@
+"""``lightning-zero convert``: between checkpoint files and safetensors, and from DeepSpeed.
+
+Everything is done tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from lightning_zero.checkpoint import (
+    Deferred,
+    DirectorySave,
+    FileSave,
+    LazyTensor,
+    Provenance,
+    ShardedValue,
+    check_values,
+    content,
+    in_memory,
+    is_directory,
+    mapped,
+    opened,
+    read_safetensors,
+    read_weights,
+    write_safetensors,
+)
+from lightning_zero.comm import Control, default_world_size
+from lightning_zero.deepspeed import DeepSpeedFolder, is_deepspeed_folder
+from lightning_zero.memory import parse_bytes
+
+Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+_PLAIN = (".ckpt", ".pt", ".pth", ".bin")
+_DIRECTORY = ".dcp"
+
+
+def add_convert_command(commands: Any) -> None:
+    """Add ``convert`` to a command line's subparsers."""
+    parser = commands.add_parser(
+        "convert",
+        help="turn a checkpoint into another kind of file",
+        description="Convert between checkpoint files (.ckpt, .pt), directories of"
+        " torch.distributed.checkpoint and safetensors, and from folders by DeepSpeed's ZeRO. The"
+        " kind of DST follows from its name: .ckpt, .pt, .dcp (a directory), .safetensors, or a"
+        " folder of safetensors files.",
+    )
+    parser.add_argument("source", type=Path, metavar="SRC")
+    parser.add_argument("target", type=Path, metavar="DST")
+    parser.add_argument(
+        "--weights-only", action="store_true", help="leave out everything but the weights"
+    )
+    parser.add_argument("--dtype", type=_dtype, help="cast floating-point weights, e.g. bfloat16")
+    parser.add_argument(
+        "--max-shard-size",
+        type=_bytes,
+        default=parse_bytes("5GB"),
+        help="the most that one file of a safetensors folder holds (default: 5GB)",
+    )
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="also unpickle objects of other classes in SRC, which can run code of its writer",
+    )
+    parser.add_argument(
+        "--frozen-in-optimizer",
+        action="store_true",
+        help="from DeepSpeed: the optimizer was given frozen parameters, too",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    convert(
+        arguments.source,
+        arguments.target,
+        weights_only=arguments.weights_only,
+        dtype=arguments.dtype,
+        max_shard_bytes=arguments.max_shard_size,
+        shows_progress=True,
+        trust=arguments.trust,
+        frozen_in_optimizer=arguments.frozen_in_optimizer,
+    )
+    return 0
+
+
+def convert(
+    source: Path,
+    target: Path,
+    *,
+    weights_only: bool = False,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    shows_progress: bool = False,
+    trust: bool = False,
+    frozen_in_optimizer: bool = False,
+) -> None:
+    """Write what ``source`` holds to ``target``, whose name tells its kind.
+
+    Args:
+        source: A ``.ckpt`` or ``.pt`` file, a directory of torch.distributed.checkpoint, a
+            safetensors file, a folder of those, or a folder that DeepSpeed's ZeRO wrote.
+        target: ``.ckpt`` or ``.pt``, ``.dcp`` for a directory of torch.distributed.checkpoint,
+            ``.safetensors``, or a folder for safetensors files.
+        weights_only: Leave out everything but the weights, as safetensors files always do.
+        dtype: Cast floating-point weights to it. Optimizer states are never cast.
+        max_shard_bytes: The most that one file of a folder holds.
+        shows_progress: Whether to draw a bar.
+        trust: Also unpickle objects that are neither tensors nor plain values; they can run code.
+        frozen_in_optimizer: From DeepSpeed, which does not tell: the optimizer was given frozen
+            parameters, too, as ``Adam(self.parameters())`` is. It has one param group then.
+
+    Raises:
+        FileNotFoundError: The source, or a rank's file of it, is missing.
+        NotImplementedError: DeepSpeed's optimizer states cannot be given to single parameters.
+        RuntimeError: This process is one of several ranks.
+        ValueError: The source is damaged or holds no weights, or the result is not right.
+    """
+    _check_alone()
+    holds_more = target.suffix in (*_PLAIN, _DIRECTORY) and not weights_only
+    weights, rest = (
+        _read_deepspeed(source, holds_more, trust=trust, frozen_in_optimizer=frozen_in_optimizer)
+        if is_deepspeed_folder(source)
+        else _read(source, holds_more, trust=trust)
+    )
+    shapes: Shapes = {
+        name: (_target_dtype(value.dtype, dtype), tuple(value.shape))
+        for name, value in weights.items()
+        if isinstance(value, Tensor)
+    }
+    total = sum(kind.itemsize * prod(shape) for kind, shape in shapes.values())
+    with tqdm(total=total, unit="B", unit_scale=True, disable=not shows_progress) as bar:
+        if target.suffix in (*_PLAIN, _DIRECTORY):
+            _write_plain(target, weights, shapes, rest, bar.update)
+        else:
+
+            def read(name: str) -> Tensor:
+                bar.update(shapes[name][0].itemsize * prod(shapes[name][1]))
+                return _values(weights[name]).to(shapes[name][0])
+
+            is_file = target.suffix == ".safetensors"
+            write_safetensors(target, shapes, read, max_bytes=None if is_file else max_shard_bytes)
+    _verify(target, shapes, weights_only=not trust)
+
+
+def _check_alone() -> None:
+    """Raise if writing a file would wait for other ranks."""
+    num_ranks = default_world_size()
+    if num_ranks > 1:
+        raise RuntimeError(
+            f"convert works alone, but this process is one of {num_ranks} ranks. Call it before the"
+            " Trainer runs, or run the command `lightning-zero convert`."
+        )
+
+
+def _read_deepspeed(
+    source: Path, holds_more: bool, *, trust: bool, frozen_in_optimizer: bool
+) -> tuple[Mapping[str, Any], Any]:
+    """Return the weights and the whole checkpoint of a folder that DeepSpeed's ZeRO wrote."""
+    checkpoint = DeepSpeedFolder(source, trust=trust).checkpoint(
+        weights_only=not holds_more, frozen_in_optimizer=frozen_in_optimizer
+    )
+    return checkpoint["state_dict"], checkpoint
+
+
+def _read(source: Path, holds_more: bool, *, trust: bool) -> tuple[Mapping[str, Any], Any]:
+    """Return the weights and, if ``holds_more``, all content; their checksums are right."""
+    weights = read_weights(source, weights_only=not trust)
+    rest = _rest(source, weights_only=not trust) if holds_more else None
+    # All is read; what is damaged must not get checksums of its own.
+    check_values(weights if rest is None else rest)
+    return weights, rest
+
+
+def _write_plain(
+    target: Path,
+    weights: Mapping[str, Any],
+    shapes: Shapes,
+    rest: Any,
+    on_written: Callable[[int], object],
+) -> None:
+    """Write a checkpoint file, its other content from ``rest`` if that is one of a Trainer."""
+    values = {
+        name: _whole(value, shapes[name][0]) if isinstance(value, Tensor) else value
+        for name, value in weights.items()
+    }
+    is_of_trainer = isinstance(rest, dict) and "state_dict" in rest
+    checkpoint = {**rest, "state_dict": values} if is_of_trainer else {"state_dict": values}
+    control = Control()
+    provenance = Provenance(stage=0, world_size=1, precision="")
+    kind = DirectorySave if target.suffix == _DIRECTORY else FileSave
+    kind(_streamed(checkpoint), str(target), control, provenance, on_written).run()
+
+
+def _rest(source: Path, *, weights_only: bool) -> Any:
+    """Read what the source holds besides weights, if it may be more than weights."""
+    if is_directory(source):
+        return content(opened(source), weights_only=weights_only)
+    return mapped(str(source), weights_only=weights_only) if source.suffix in _PLAIN else None
+
+
+def _streamed(value: Any) -> Any:
+    """Copy nested containers; their tensors in files are read one by one, when written."""
+    if isinstance(value, LazyTensor):
+        return ShardedValue.of_whole(value)
+    if type(value) is dict:
+        return {key: _streamed(item) for key, item in value.items()}
+    return [_streamed(item) for item in value] if type(value) is list else value
+
+
+def _whole(value: Tensor, dtype: torch.dtype) -> ShardedValue:
+    """Cast a whole tensor when it is written; ties have one key, so they stay tied."""
+    if isinstance(value, Deferred):
+        return value.cast(dtype)
+    return ShardedValue.of_whole(value, dtype)
+
+
+def _values(value: Tensor) -> Tensor:
+    """Return a tensor with its values, which are read now if they were not yet."""
+    return value.part.view(value.shape) if isinstance(value, Deferred) else in_memory(value)
+
+
+def _verify(target: Path, shapes: Shapes, *, weights_only: bool) -> None:
+    """Raise unless ``target`` holds tensors of these shapes and dtypes, and no others."""
+    if target.suffix in (*_PLAIN, _DIRECTORY):
+        written = read_weights(target, weights_only=weights_only)
+    else:
+        written = read_safetensors(target)
+    found = {
+        name: (value.dtype, tuple(value.shape))
+        for name, value in written.items()
+        if isinstance(value, Tensor)
+    }
+    for name in {**shapes, **found}:
+        if shapes.get(name) != found.get(name):
+            raise ValueError(
+                f"{str(target)!r} was written wrongly: {name!r} should be {shapes.get(name)},"
+                f" but is {found.get(name)}."
+            )
+
+
+def _target_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and own.is_floating_point else own
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise argparse.ArgumentTypeError(f"expected a floating-point dtype, got {name!r}")
+    return dtype
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

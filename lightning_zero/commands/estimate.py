@@ -1,0 +1,214 @@
+"""``lightning-zero estimate``: the estimate on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_zero.commands.model_source import (
+    find_model,
+    model_of_config,
+    parse_arguments,
+    parse_batch,
+    read_config,
+)
+from lightning_zero.memory import (
+    EQUAL_STAGES,
+    NO_OFFLOAD_YET,
+    Estimate,
+    Limits,
+    ModelPlan,
+    advise,
+    are_equal_stages,
+    compare,
+    estimate_table,
+    format_bytes,
+    named_offloads,
+    parse_bytes,
+    write_report,
+)
+from lightning_zero.plan import RECIPES, as_dtype
+
+_EXAMPLES = """examples:
+  lightning-zero estimate 10B --ranks 8 64 --precision bf16-mixed --device-memory 80GB
+  lightning-zero estimate 10B --ranks 8 --offload cpu nvme --device-memory 16GB --host-memory 256GB
+  lightning-zero estimate examples/train_gpt.py:GPT --args width=1024 depth=24 \\
+      --optimizer adamw --batch "int64[8,129]" --ranks 4
+  lightning-zero estimate examples/zero3.yaml --model examples/train_gpt.py:GPT --optimizer adamw
+  lightning-zero estimate path/to/hugging_face_model --ranks 8 \\
+      --batch "input_ids=int64[1,2048]" "labels=int64[1,2048]"
+"""
+
+
+_ROWS = """\
+Every kind: the most that a rank holds of it at any instant of a step; 1 GB is 10^9 bytes.
+peak: the most of all kinds at one instant, so it may be less than their sum.
+saved: how much lower the peak is than that of {first}."""
+
+_CHECKPOINTING = "activation_checkpointing"
+
+_READ_OPTIONS = ("prefetch", "reshard_after_forward", "reduce_dtype", "accumulate")
+"""The arguments of the strategy that the engine's memory depends on."""
+
+_WITHOUT_MEMORY = {"stage", "checkpoint", "broadcast_buffers", "restore_weights", "launcher"}
+"""The arguments that a step's memory does not depend on; all stages are shown."""
+
+
+def add_estimate_command(commands: Any) -> None:
+    """Add ``estimate`` to the commands."""
+    parser = commands.add_parser(
+        "estimate",
+        help="bytes per rank of a model, by kind and stage, before it runs",
+        description="Bytes per rank of a model, by kind and stage, before it runs.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "source",
+        help="a number of parameters (10B), package.module:Class, file.py:Class (file.py alone"
+        " lists its LightningModules), a LightningCLI configuration, a Hugging Face configuration",
+    )
+    parser.add_argument("--args", nargs="*", default=[], help="name=value that the class takes")
+    parser.add_argument("--model", help="the class, if the configuration does not name it")
+    parser.add_argument("--stages", nargs="+", type=int, help="by default 0 (DDP) 1 2 3")
+    parser.add_argument("--ranks", nargs="+", type=int, help="by default as in the YAML, else 8")
+    parser.add_argument("--precision", choices=list(RECIPES), help="as in the Trainer")
+    parser.add_argument("--optimizer", help="a name of torch.optim")
+    parser.add_argument("--batch", nargs="*", default=[], help='one rank\'s: "int64[4,128]"')
+    parser.add_argument("--activation-checkpointing", action="store_true")
+    parser.add_argument("--accumulate-grad-batches", type=int, help="by default as in the YAML")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument(
+        "--offload",
+        nargs="+",
+        choices=["cpu", "nvme"],
+        default=[],
+        help="also predict zero2_offload and zero3_offload (cpu), zero3_nvme (nvme); the strategy"
+        " does not run them yet",
+    )
+    parser.add_argument("--offload-ratio", type=float, default=1.0, help="the share offloaded")
+    parser.add_argument("--device-memory", help="such as 80GB, to learn what fits")
+    parser.add_argument("--host-memory", help="a node's, such as 512GB; also a limit for what fits")
+    parser.add_argument(
+        "--ranks-per-node",
+        type=int,
+        help="by default the devices of a YAML with several nodes, else all ranks, up to 8",
+    )
+    parser.add_argument("--report", type=Path, help="a folder for memory.json and memory.html")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the estimate that ``options`` ask for; returns the exit code."""
+    arguments, source = parse_arguments(options.args), options.source
+    config: dict[str, Any] = {}
+    if Path(source).suffix in (".yaml", ".yml"):
+        config = read_config(Path(source))
+        source, named = model_of_config(config, options.model)
+        arguments = {**named, **arguments}
+    trainer = config.get("trainer") or {}
+    chosen = _options_of(trainer)
+    subject = ModelPlan(
+        find_model(source, arguments),
+        precision=options.precision or str(trainer.get("precision") or "32-true"),
+        optimizer=options.optimizer,
+        batch=parse_batch(options.batch),
+        checkpointing=options.activation_checkpointing or chosen.pop(_CHECKPOINTING, None) is True,
+        device=torch.device(options.device),
+    )
+    microbatches = options.accumulate_grad_batches or trainer.get("accumulate_grad_batches") or 1
+    settings = {
+        "num_microbatches": microbatches,
+        **{name: chosen.pop(name) for name in _READ_OPTIONS if name in chosen},
+    }
+    if "reduce_dtype" in settings:
+        settings["reduce_dtype"] = as_dtype(settings["reduce_dtype"])
+    offloads = named_offloads(*dict.fromkeys(options.offload), ratio=options.offload_ratio)
+    device, host = (
+        parse_bytes(text) if text else None for text in (options.device_memory, options.host_memory)
+    )
+    if host is not None and device is None:
+        raise ValueError("--host-memory tells what fits together with --device-memory; give both.")
+    ranks_per_node = options.ranks_per_node
+    if ranks_per_node is None and (trainer.get("num_nodes") or 1) > 1:
+        ranks_per_node = _devices_of(trainer)
+    limits = Limits(device or 0, host, ranks_per_node)
+    ranks = options.ranks or [_ranks_of(trainer) or 8]
+    stages = (0, 1, 2, 3) if options.stages is None else options.stages
+    found = compare(subject, stages, ranks, offloads=offloads, **settings)
+    print("\n\n".join(_texts(subject, found)))
+    print("\n" + "\n".join(_beside_the_device(found, limits)))
+    if unread := sorted(set(chosen) - _WITHOUT_MEMORY):
+        print(f"\nNot read from the strategy's init_args: {', '.join(unread)}.")
+    if device is not None:
+        print(f"\n{advise(subject, found, limits, **settings)}")
+    if options.report is not None:
+        print(f"\n{_report(options.report, subject, found, device)}")
+    return 0
+
+
+def _beside_the_device(found: list[Estimate], limits: Limits) -> Iterator[str]:
+    """Describe host memory and files."""
+    whole = format_bytes(found[0].whole)
+    yield f"Host memory before setup, if the model is not built on meta: {whole} per rank,"
+    yield "and after fit, unless restore_weights=False. In a step without offload: none beside the"
+    yield "device's, which on a CPU is the host's."
+    for offloaded in (one for one in found if one.offload is not None):
+        num = limits.on_node(offloaded.world_size)
+        disk = num * sum(offloaded.disk.values())
+        files = f" and {format_bytes(disk)} in files" if disk else ""
+        ranks = "1 rank" if offloaded.world_size == 1 else f"{offloaded.world_size} ranks"
+        yield (
+            f"{offloaded.name}, {ranks}: {num} on a node, with"
+            f" {format_bytes(num * offloaded.host_peak)} of host memory in a step{files}."
+        )
+    if any(one.offload is not None for one in found):
+        yield NO_OFFLOAD_YET
+
+
+def _texts(subject: ModelPlan, found: list[Estimate]) -> list[str]:
+    missing = [] if found[0].has_units else ["gathered and unreduced units"]
+    missing += [] if subject.has_activations else ["activations"]
+    head = subject.describe() + (f" (not counted: {', '.join(missing)})" if missing else "")
+    columns = [
+        [estimate for estimate in found if estimate.world_size == world_size]
+        for world_size in dict.fromkeys(estimate.world_size for estimate in found)
+    ]
+    notes = [_ROWS.format(first=found[0].name)]
+    if all(map(are_equal_stages, columns)):
+        notes.append(textwrap.fill(EQUAL_STAGES, 92, break_on_hyphens=False))
+    return [head, *map(estimate_table, columns), "\n".join(notes)]
+
+
+def _report(folder: Path, subject: ModelPlan, found: list[Estimate], limit: int | None) -> Path:
+    largest = max(estimate.world_size for estimate in found)
+    own = [estimate for estimate in found if estimate.world_size == largest]
+    return write_report(
+        folder,
+        subject=subject.describe(),
+        predicted=max(own, key=lambda estimate: estimate.stage),
+        stages=own,
+        scaling=found if len(found) > len(own) else (),
+        device_memory=limit,
+    )
+
+
+def _options_of(trainer: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a configuration gives the strategy."""
+    strategy = trainer.get("strategy")
+    return dict(strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
+
+
+def _ranks_of(trainer: dict[str, Any]) -> int | None:
+    devices = _devices_of(trainer)
+    return None if devices is None else devices * (trainer.get("num_nodes") or 1)
+
+
+def _devices_of(trainer: dict[str, Any]) -> int | None:
+    devices = trainer.get("devices")
+    return devices if isinstance(devices, int) and devices > 0 else None

@@ -1,0 +1,172 @@
+"""``lightning-zero inspect``: the content of a checkpoint, and whether it is intact."""
+
+from __future__ import annotations
+
+import argparse
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lightning_zero.checkpoint import (
+    REST,
+    Chunk,
+    Deferred,
+    Directory,
+    LazyTensor,
+    StoredObject,
+    damage_of,
+    is_directory,
+    mapped,
+    opened,
+    provenance,
+    read_safetensors,
+    rest_of,
+)
+from lightning_zero.deepspeed import DeepSpeedFolder, is_deepspeed_folder
+
+_EXPECTED = (
+    "a .ckpt or .pt file, a safetensors file or folder, a directory of torch.distributed.checkpoint"
+    " or a folder by DeepSpeed"
+)
+
+
+def add_inspect_command(commands: Any) -> None:
+    """Add ``inspect`` to a command line's subparsers."""
+    parser = commands.add_parser(
+        "inspect",
+        help="show what a checkpoint holds",
+        description="Show names, shapes, dtypes and bytes of the tensors in a checkpoint, and who"
+        " wrote it. Nothing is unpickled but tensors and plain values.",
+    )
+    parser.add_argument(
+        "file",
+        type=Path,
+        help=_EXPECTED,
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="read everything and compare the checksums"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    print("\n".join(describe(arguments.file)))
+    if not arguments.verify:
+        return 0
+    found = damage(arguments.file)
+    print("\n".join(found) or "All checksums are right.")
+    return 1 if found else 0
+
+
+def describe(path: Path) -> Iterator[str]:
+    """Yield the lines that ``inspect`` prints."""
+    value: Any
+    written_by: Any = None
+    if is_deepspeed_folder(path):
+        value, written_by = _of_deepspeed(path)
+    elif is_directory(path):
+        directory = opened(path)
+        value = {"/".join(map(str, where)): found for where, found in directory.entries.items()}
+        beside = rest_of(directory)
+        value.update(beside if isinstance(beside, dict) else {})
+        written_by = directory.provenance
+    elif path.is_dir() or path.suffix == ".safetensors":
+        if path.is_dir() and not any(path.glob("*.safetensors")):
+            raise ValueError(f"{str(path)!r} is no checkpoint. Expected {_EXPECTED}.")
+        value = read_safetensors(path)
+    else:
+        value = mapped(str(path))
+        written_by = provenance(path) if zipfile.is_zipfile(path) else None
+    rows = list(_tensors(value, ""))
+    storages = {_identity(row): row.nbytes for _, row in rows}
+    yield f"{path}: {len(rows)} tensors, {sum(storages.values()):,} bytes"
+    if isinstance(value, dict) and "epoch" in value and "global_step" in value:
+        yield f"epoch {value['epoch']}, step {value['global_step']}"
+    if isinstance(written_by, str):
+        yield written_by
+    elif written_by is not None and written_by.get("stage") == 0:
+        yield "written by `lightning-zero convert`"
+    elif written_by is not None:
+        yield (
+            f"written by ZeRO stage {written_by.get('stage')}"
+            f" on {written_by.get('world_size')} ranks,"
+            f" precision {written_by.get('precision')}"
+        )
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, tensor in rows:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        yield f"  {name:<{width}}  {dtype:<9} {tensor.nbytes:>15,}  {tuple(tensor.shape)}"
+
+
+def _of_deepspeed(path: Path) -> tuple[Any, str]:
+    """Return a folder by DeepSpeed as a checkpoint, and its provenance."""
+    folder = DeepSpeedFolder(path)
+    value = {**folder.own_state(), "state_dict": folder.weights()}
+    written_by = (
+        f"written by DeepSpeed {folder.version}, ZeRO stage {folder.stage}, on {folder.world_size}"
+        " ranks; shown as `lightning-zero convert` would write it"
+    )
+    try:
+        value["optimizer_states"] = [folder.optimizer_state()]
+    except NotImplementedError as error:
+        written_by += f", but for the optimizer: {error}"
+    return value, written_by
+
+
+def _identity(tensor: Tensor) -> Any:
+    """Return what tied tensors have in common."""
+    if isinstance(tensor, Deferred):
+        return tensor.key
+    return id(tensor) if isinstance(tensor, LazyTensor) else tensor.untyped_storage().data_ptr()
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _tensors(item, f"{name}/{key}" if name else str(key))
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from _tensors(item, f"{name}/{number}" if name else str(number))
+
+
+def damage(path: Path) -> list[str]:
+    """Return what is wrong with a file by its checksums, a line each.
+
+    Of a folder by DeepSpeed all files are checked.
+
+    Raises:
+        ValueError: The file has no checksums.
+    """
+    if is_deepspeed_folder(path):
+        files = DeepSpeedFolder(path).files
+        return [f"{file.name}: {line}" for file in files for line in damage(file)]
+    if is_directory(path):
+        return _damage_of_directory(opened(path))
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{str(path)!r} has no checksums: it is no archive of torch.save.")
+    found = []
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            try:
+                with archive.open(info) as record:
+                    while record.read(2**20):
+                        pass
+            except Exception as error:  # a damaged archive can fail in any way
+                found.append(f"{info.filename} is damaged: {error}")
+    return found
+
+
+def _damage_of_directory(directory: Directory) -> list[str]:
+    places: list[Chunk | StoredObject] = [*directory.chunks, *directory.objects]
+    found = [
+        f"{place.file.name} is damaged at byte {place.offset}: {reason}"
+        for place in places
+        if (reason := damage_of(place.file, place.offset, place.nbytes)) is not None
+    ]
+    rest = directory.path / REST
+    return found + (damage(rest) if rest.is_file() else [])

@@ -1,0 +1,179 @@
+"""Where the command finds a model: a number, an import path, a CLI configuration, a HF config."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.memory import parse_numel
+
+Model = int | Callable[[], nn.Module]
+
+
+def find_model(text: str, arguments: Mapping[str, Any]) -> Model:
+    """Return the number of parameters that ``text`` names, or a function that builds the model.
+
+    Args:
+        text: ``10B``, ``package.module:Class``, ``file.py:Class``, or a folder or ``.json`` file
+            with a Hugging Face configuration.
+        arguments: The arguments of the class.
+
+    Raises:
+        ValueError: It names nothing of these, or a file without one of its classes.
+    """
+    if re.fullmatch(r"[\d.]+(e\d+)?\s*[KMBT]?", text, re.IGNORECASE):
+        return parse_numel(text)
+    path = Path(text)
+    if path.suffix == ".json" or (path / "config.json").exists():
+        return _hugging_face(path if path.suffix == ".json" else path / "config.json")
+    if path.suffix == ".py":
+        raise ValueError(f"Expected a class after {text}: {_choices(path)}.")
+    if ":" in text or "." in text:
+        cls = find_class(text)
+        return lambda: cls(**arguments)
+    raise ValueError(
+        f"Expected a number of parameters (10B), an import path (package.module:Class), a file"
+        f" (model.py:Class, config.yaml, config.json) or a folder with config.json, got {text!r}."
+    )
+
+
+def find_class(text: str) -> Callable[..., nn.Module]:
+    """Return the class of ``package.module:Class``, ``package.module.Class``, ``file.py:Class``.
+
+    Raises:
+        ValueError: The module or the class does not exist.
+    """
+    place, _, name = text.rpartition(":" if ":" in text else ".")
+    try:
+        module = (
+            _module_in(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        )
+    except (ImportError, OSError) as error:
+        raise ValueError(f"Expected a module that can be imported in {text!r}: {error}.") from error
+    if not hasattr(module, name):
+        choices = f" Expected {_choices(Path(place))}." if place.endswith(".py") else ""
+        raise ValueError(f"Expected a class of {place} in {text!r}; it has no {name!r}.{choices}")
+    return getattr(module, name)  # type: ignore[no-any-return]
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a LightningCLI configuration.
+
+    Raises:
+        ValueError: The file is missing or holds no mapping.
+    """
+    import yaml
+
+    if not path.exists():
+        raise ValueError(f"Expected a configuration file, found nothing at {path}.")
+    config = yaml.safe_load(path.read_text())
+    if not isinstance(config, dict):
+        raise ValueError(f"Expected a LightningCLI configuration in {path}, got {config!r}.")
+    return config
+
+
+def model_of_config(config: Mapping[str, Any], model: str | None) -> tuple[str, dict[str, Any]]:
+    """Return the class and the arguments that a LightningCLI configuration has for the model.
+
+    Raises:
+        ValueError: It does not name the class, and ``model`` does not either.
+    """
+    section = dict(config.get("model") or {})
+    name = section.pop("class_path", None) or model
+    if name is None:
+        raise ValueError(
+            "The configuration names no `model.class_path`; say it as --model package.module:Class."
+        )
+    return name, section.pop("init_args", section)
+
+
+def parse_arguments(pairs: Sequence[str]) -> dict[str, Any]:
+    """Parse arguments such as ``width=128``; values are Python literals, or else text."""
+    found = {}
+    for pair in pairs:
+        name, sign, value = pair.partition("=")
+        if not sign:
+            raise ValueError(f"Expected arguments as name=value, got {pair!r}.")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name] = value
+    return found
+
+
+def parse_batch(specs: Sequence[str]) -> Any:
+    """Make a batch without data from ``int64[4,128]`` or ``x=float32[4,3,32,32] y=int64[4]``."""
+    if not specs:
+        return None
+    named: dict[str, Tensor] = {}
+    for place, spec in enumerate(specs):
+        match = re.fullmatch(r"(?:(\w+)=)?(\w+)\[([\d, ]*)\]", spec)
+        dtype = getattr(torch, match.group(2), None) if match else None
+        if match is None or not isinstance(dtype, torch.dtype):
+            raise ValueError(
+                f"Expected a batch such as int64[4,128] or x=float32[4,8], got {spec!r}."
+            )
+        shape = [int(size) for size in match.group(3).split(",") if size.strip()]
+        named[match.group(1) or str(place)] = torch.empty(shape, dtype=dtype, device="meta")
+    if all(name.isdigit() for name in named):
+        tensors = list(named.values())
+        return tensors[0] if len(tensors) == 1 else tensors
+    return named
+
+
+def _choices(path: Path) -> str:
+    """List the LightningModules of a file, or its modules if there are none, as to be typed."""
+    try:
+        names = list(vars(_module_in(path)).items())
+    except (ImportError, OSError) as error:
+        raise ValueError(f"Expected a Python file that can be run at {path}: {error}.") from error
+    own = [
+        (name, cls)
+        for name, cls in names
+        if isinstance(cls, type) and issubclass(cls, nn.Module) and cls.__module__ == path.stem
+    ]
+    lightning = [name for name, cls in own if hasattr(cls, "training_step")]
+    found = lightning or [name for name, _ in own]
+    return " or ".join(f"{path}:{name}" for name in found) or "it has no module of its own"
+
+
+def _module_in(path: Path) -> Any:
+    if not path.exists():
+        raise OSError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _hugging_face(path: Path) -> Callable[[], nn.Module]:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(
+            f"{path} is a Hugging Face configuration, which needs transformers: pip install it."
+        ) from error
+    if not path.exists():
+        raise ValueError(f"Expected a Hugging Face configuration, found nothing at {path}.")
+    facts = json.loads(path.read_text())
+    names = facts.get("architectures") or []
+    cls = getattr(transformers, names[0], None) if names else None
+    if cls is None:
+        raise ValueError(
+            f"Expected `architectures` with a class of transformers in {path}, got {names!r}."
+        )
+    config = transformers.AutoConfig.from_pretrained(path)
+    return lambda: cls(config)

@@ -1,0 +1,19 @@
+"""DeepSpeed's configurations and checkpoints, read as the strategy's arguments and plain files.
+
+=============== ===================================================================================
+config          a configuration, as arguments of the strategy and demands on the Trainer
+keys            the keys of a configuration, and what becomes of each
+optimizer_block the blocks ``optimizer`` and ``scheduler``, as torch's classes
+checkpoint      a checkpoint by ZeRO, as the one that DDP would have written
+files           which files a checkpoint has, and whether there is one of each rank
+optimizer_file  the optimizer file of a rank
+flat_vectors    masters and states on flat vectors, cut as stages 1, 2 or 3 cut them
+placeholder     reading a pickle whose classes are replaced by inert objects
+=============== ===================================================================================
+"""
+
+from lightning_zero.deepspeed.checkpoint import DeepSpeedFolder
+from lightning_zero.deepspeed.config import Config
+from lightning_zero.deepspeed.files import is_deepspeed_folder
+
+__all__ = ["Config", "DeepSpeedFolder", "is_deepspeed_folder"]

@@ -1,0 +1,359 @@
+"""DeepSpeed's ZeRO checkpoints, read as the checkpoint that DDP would have written.
+
+Such a checkpoint is a folder, and in it a folder of files, the **tag**, which each rank wrote::
+
+    x.ckpt/latest                                               the tag's name
+    x.ckpt/checkpoint/mp_rank_00_model_states.pt                stages 1 and 2: the *model file*
+    x.ckpt/checkpoint/zero_pp_rank_R_mp_rank_00_model_states.pt stage 3: the same, by rank
+    x.ckpt/checkpoint/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt        the *optimizer files*
+
+The model file has names and shapes, and holds buffers and whatever the program stored, a Trainer
+its loops. The optimizer files hold the masters and the optimizer's states as flat vectors
+(:mod:`~lightning_zero.deepspeed.flat_vectors`).
+
+(Format facts: DeepSpeed 0.19, ``runtime/engine.py``, ``runtime/zero``, ``utils/zero_to_fp32.py``.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint import Deferred
+from lightning_zero.deepspeed.files import MODEL, OPTIMIZER, check_ranks, files_by_rank, tag_of
+from lightning_zero.deepspeed.flat_vectors import (
+    EachCut,
+    EndToEnd,
+    Flat,
+    Shapes,
+    counter,
+    part_numel,
+)
+from lightning_zero.deepspeed.optimizer_file import OptimizerFile
+from lightning_zero.deepspeed.placeholder import Placeholder, placeholders, read_with_placeholders
+
+_OF_DEEPSPEED = {
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
+    *("shared_params", "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd"),
+    *("sparse_tensor_module_names", "csr_tensor_module_names", "skipped_steps", "global_steps"),
+    *("global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version"),
+    *("checkpoint_parallel_dimensions", "universal_checkpoint_info", "num_experts"),
+}
+"""What DeepSpeed puts into a model file; everything else is the program's own."""
+
+_OLD_PREFIX = "_forward_module."
+"""What Lightning before 2.1 put before every name."""
+
+
+@contextmanager
+def _understanding(path: Path) -> Iterator[None]:
+    """Raise a ``ValueError`` that names the folder when files hold what they should not."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{str(path)!r} is damaged, or of a version of DeepSpeed whose files cannot be read:"
+            f" {type(error).__name__}: {error}"
+        ) from error
+
+
+class DeepSpeedFolder:
+    """A checkpoint by DeepSpeed's ZeRO, stages 1 to 3; its tensors stay in the mapped files.
+
+    Args:
+        path: The folder with the file ``latest``, or the tag's folder in it.
+        trust: Whether to make objects of any class that the files name. Without it there are
+            placeholders in their stead, and :meth:`checkpoint` refuses to pass them on.
+
+    Attributes:
+        stage: DeepSpeed's stage.
+        world_size: How many ranks wrote it.
+        version: DeepSpeed's version.
+        files: All files that belong to it.
+
+    Raises:
+        FileNotFoundError: A rank's file is missing.
+        NotImplementedError: It belongs to a model that is cut in other ways, too.
+        ValueError: A file is damaged, or the files do not belong together.
+    """
+
+    def __init__(self, path: Path, *, trust: bool = False) -> None:
+        self.path = path
+        with _understanding(path):
+            self._open(trust=trust)
+
+    def _open(self, *, trust: bool) -> None:
+        tag = tag_of(self.path)
+        model_files, optimizer_files = files_by_rank(tag, MODEL), files_by_rank(tag, OPTIMIZER)
+        if not optimizer_files:
+            raise FileNotFoundError(
+                f"{str(tag)!r} has no files *_optim_states.pt, in which ZeRO keeps the fp32"
+                " weights: they were not copied, or it was written with stage 0."
+            )
+        some = OptimizerFile.read(next(iter(optimizer_files.values())), trust=trust)
+        self.stage, self.world_size = some.stage, some.world_size
+        check_ranks(optimizer_files, self.world_size)
+        check_ranks(model_files, self.world_size if self.stage == 3 else 1)
+        self.files = [*model_files.values(), *optimizer_files.values()]
+        self._optimizers = [
+            OptimizerFile.read(optimizer_files[rank], trust=trust)
+            for rank in range(self.world_size)
+        ]
+        self._models = [
+            _read_model(model_files[rank], trust=trust) for rank in range(len(model_files))
+        ]
+        self._model = self._models[0]
+        self.version = str(self._model.get("ds_version"))
+        self._flats = self._build_flats()
+
+    def checkpoint(
+        self, *, weights_only: bool = False, frozen_in_optimizer: bool = False
+    ) -> dict[str, Any]:
+        """Return the checkpoint that DDP would have written, with :class:`Deferred` tensors.
+
+        Args:
+            weights_only: Leave out everything but the weights.
+            frozen_in_optimizer: Whether the optimizer was given the frozen parameters, too.
+
+        Raises:
+            NotImplementedError: The optimizer's states cannot be given to single parameters.
+            ValueError: The program stored objects that only ``trust`` makes.
+        """
+        found: dict[str, Any] = {"state_dict": self.weights()}
+        if not weights_only:
+            optimizer = self.optimizer_state(frozen_in_optimizer=frozen_in_optimizer)
+            found = {**self.own_state(), "optimizer_states": [optimizer], **found}
+        for name, origin in placeholders(found):
+            raise ValueError(
+                f"{str(self.path)!r} holds more than tensors and plain values: {name!r} is an"
+                f" object of {origin}. Leave it out with --weights-only, or make it with --trust if"
+                " you trust whoever wrote it."
+            )
+        return found
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what the program stored besides, a Trainer its loops and callbacks."""
+        own = {key: value for key, value in self._model.items() if key not in _OF_DEEPSPEED}
+        scheduler = self._model.get("lr_scheduler")
+        own.setdefault("lr_schedulers", [] if scheduler is None else [scheduler])
+        with _understanding(self.path):
+            scaler = _loss_scaler(self._optimizers[0].content.get("loss_scaler"))
+        return own if scaler is None else {**own, "MixedPrecision": scaler}
+
+    def _build_flats(self) -> list[Flat]:
+        """Return the flat vectors; sizes are checked."""
+        of_ranks = [optimizer.masters for optimizer in self._optimizers]
+        if len({len(masters) for masters in of_ranks}) != 1:
+            raise ValueError(
+                f"The optimizer files in {str(self.path)!r} have"
+                f" {sorted({len(masters) for masters in of_ranks})} flat vectors, but should have"
+                " the same number each: they do not belong together."
+            )
+        tables = self._shapes([part.numel() for part in of_ranks[0]])
+        paddings = self._optimizers[0].content.get("param_alignment_paddings")
+        flats: list[Flat] = []
+        for number, (shapes, *masters) in enumerate(zip(tables, *of_ranks, strict=True)):
+            kind = EachCut if self.stage == 3 else EndToEnd
+            between = paddings[number] if paddings and self.stage < 3 else [0] * len(shapes)
+            label = f"{str(self.path)!r}, flat vector {number}"
+            flats.append(kind(label, shapes, between, masters))
+            flats[-1].check(masters, "masters")
+        return flats
+
+    def _shapes(self, sizes: Sequence[int]) -> list[Shapes]:
+        """Return the parameters of each flat vector, whose sizes on rank 0 are given."""
+        found = self._model["param_shapes"]
+        tables = [found] if isinstance(found, dict) else list(found)
+        shapes = [{name: tuple(shape) for name, shape in table.items()} for table in tables]
+        if len(shapes) != len(sizes) and self.stage == 3:
+            # Older versions have one table for all; a flat vector holds whole parameters.
+            shapes = self._dealt({n: s for table in shapes for n, s in table.items()}, sizes)
+        if len(shapes) != len(sizes):
+            raise ValueError(
+                f"{str(self.path)!r} names the parameters of {len(shapes)} param groups, but has"
+                f" flat vectors of {len(sizes)}: the files do not belong together."
+            )
+        return shapes
+
+    def _dealt(self, shapes: Shapes, sizes: Sequence[int]) -> list[Shapes]:
+        """Deal parameters to flat vectors of stage 3 in order, until each is full."""
+        rest = list(shapes.items())
+        tables = []
+        for size in sizes:
+            table: Shapes = {}
+            while rest and sum(part_numel(s, self.world_size) for s in table.values()) < size:
+                name, shape = rest.pop(0)
+                table[name] = shape
+            tables.append(table)
+        return tables if not rest else [*tables, dict(rest)]
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    def weights(self) -> dict[str, Any]:
+        """Return the masters, frozen parameters and buffers by name; 16-bit ones in fp32."""
+        with _understanding(self.path):
+            return self._weights()
+
+    def _weights(self) -> dict[str, Any]:
+        known = {name: flat.master(name) for flat in self._flats for name in flat.shapes}
+        known |= self._frozen()
+        shared = self._model.get("shared_params") or {}
+        found: dict[str, Any] = {}
+        for name, value in self._model["module"].items():
+            if name in known:
+                found[name] = known[name]
+            elif name not in shared:
+                found[name] = self._other(name, value)
+        found |= {name: value for name, value in known.items() if name not in found}
+        found |= {name: found[held] for name, held in shared.items() if held in found}
+        return {name.removeprefix(_OLD_PREFIX): value for name, value in found.items()}
+
+    def _frozen(self) -> dict[str, Deferred]:
+        """Return the frozen parameters that are stored apart, as stages 2 and 3 do."""
+        fragments = [model.get("frozen_param_fragments") or {} for model in self._models]
+        frozen = {}
+        for name, shape in (self._model.get("frozen_param_shapes") or {}).items():
+            parts = [found[name].reshape(-1) for found in fragments if name in found]
+            label = f"{str(self.path)!r}, frozen {name!r}"
+            kind = EachCut if self.stage == 3 else EndToEnd
+            flat = kind(label, {name: tuple(shape)}, [0], parts)
+            flat.check(parts, "fragments")
+            frozen[name] = flat.master(name)
+        return frozen
+
+    def _other(self, name: str, value: Any) -> Any:
+        """Return what the model file holds as it was in the module."""
+        if not isinstance(value, Tensor):
+            return value
+        if self.stage == 3 and name not in self._model["buffer_names"]:
+            raise ValueError(
+                f"{str(self.path)!r} has no values of {name!r}: it is neither a buffer nor among"
+                " the parameters whose shapes are known."
+            )
+        if value.dtype in (torch.bfloat16, torch.float16):
+            return Deferred.reading(name, lambda: value.reshape(-1), value.shape, torch.float32)
+        return value
+
+    # -- optimizer ---------------------------------------------------------------------------------
+
+    def optimizer_state(self, *, frozen_in_optimizer: bool = False) -> dict[str, Any]:
+        """Return ``state_dict()`` of the same optimizer over whole parameters."""
+        with _understanding(self.path):
+            return self._optimizer_state(frozen_in_optimizer=frozen_in_optimizer)
+
+    def _optimizer_state(self, *, frozen_in_optimizer: bool) -> dict[str, Any]:
+        groups = self._optimizers[0].base["param_groups"]
+        owners = [index for index, group in enumerate(groups) for _ in group["params"]]
+        if len(owners) != len(self._flats):
+            raise ValueError(
+                f"The optimizer in {str(self.path)!r} has {len(owners)} flat parameters, but there"
+                f" are {len(self._flats)} flat vectors: the files do not belong together."
+            )
+        by_group: list[dict[str, dict[str, Any]]] = [{} for _ in groups]
+        of_ranks = [optimizer.states() for optimizer in self._optimizers]
+        for owner, flat, *states in zip(owners, self._flats, *of_ranks, strict=True):
+            by_group[owner] |= flat.states(states)
+        if frozen_in_optimizer and len(groups) != 1:
+            raise NotImplementedError(
+                f"The optimizer in {str(self.path)!r} has {len(groups)} param groups; where frozen"
+                " parameters belong is only known if it has one."
+            )
+        found: dict[int, dict[str, Any]] = {}
+        written: list[dict[str, Any]] = []
+        first = 0
+        for index, (group, states_of) in enumerate(zip(groups, by_group, strict=True)):
+            names = self._user_order(index, list(states_of), group)
+            if frozen_in_optimizer:
+                names = self._with_frozen(names)
+            for number, name in enumerate(names, first):
+                if entries := states_of.get(name):
+                    found[number] = _with_step(entries, group)
+            options = {key: value for key, value in group.items() if key != "step"}
+            written.append({**options, "params": list(range(first, first + len(names)))})
+            first += len(names)
+        return {"state": found, "param_groups": written}
+
+    def _user_order(self, index: int, names: list[str], group: Mapping[str, Any]) -> list[str]:
+        """Return the parameters of a group in the order in which the optimizer was given them."""
+        named = group.get("param_names")
+        if isinstance(named, list) and set(names) <= set(named):
+            return named
+        if self.stage == 3:
+            return names
+        counts = self._optimizers[0].entry("partition_count")
+        world_size = counts[index] if isinstance(counts, list) else counts
+        dealt = _undealt(names, world_size)
+        config = self._model.get("ds_config")
+        if isinstance(config, dict):
+            zero = config.get("zero_optimization")
+            return dealt if isinstance(zero, dict) and zero.get("round_robin_gradients") else names
+        # The configuration was a file then: only the module knows.
+        for order in (names, dealt):
+            if order == self._in_module_order(order):
+                return order
+        raise NotImplementedError(
+            f"{str(self.path)!r} does not say whether DeepSpeed ran with 'round_robin_gradients',"
+            " so the optimizer's states cannot be given to their parameters. The weights can be"
+            " converted alone, with --weights-only."
+        )
+
+    def _in_module_order(self, names: Iterable[str]) -> list[str]:
+        wanted = set(names)
+        return [name for name in self._model["module"] if name in wanted]
+
+    def _with_frozen(self, names: list[str]) -> list[str]:
+        """Return ``names`` and those of the frozen parameters, in the module's order."""
+        other = {*self._model["buffer_names"], *(self._model.get("shared_params") or {})}
+        every = [
+            name
+            for name, value in self._model["module"].items()
+            if isinstance(value, Tensor) and name not in other
+        ]
+        if self._in_module_order(names) != names:
+            raise ValueError(
+                f"The optimizer in {str(self.path)!r} has its parameters in another order than the"
+                " module, so it is not known where among them the frozen ones are."
+            )
+        return every
+
+
+def _read_model(path: Path, *, trust: bool) -> Mapping[str, Any]:
+    found = read_with_placeholders(path, trust=trust)
+    keys = ("module", "buffer_names", "param_shapes")
+    if not isinstance(found, dict) or any(found.get(key) is None for key in keys):
+        raise ValueError(f"{str(path)!r} is no model file of ZeRO: it lacks one of {keys}.")
+    return found
+
+
+def _with_step(entries: dict[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter's state; fused optimizers count steps by group, torch's by parameter."""
+    if "step" in entries or group.get("step") is None:
+        return entries
+    return {"step": counter(group["step"]), **entries}
+
+
+def _undealt(names: list[str], world_size: int) -> list[str]:
+    """Return the order from which dealing ``names`` to the ranks in turn made the given one."""
+    places = [place for rank in range(world_size) for place in range(rank, len(names), world_size)]
+    original = dict(zip(places, names, strict=True))
+    return [original[place] for place in range(len(names))]
+
+
+def _loss_scaler(scaler: Any) -> dict[str, Any] | None:
+    """Return the state of a dynamic loss scale under the names of ``torch.amp.GradScaler``."""
+    held = scaler.state if isinstance(scaler, Placeholder) else None
+    if not isinstance(held, dict) or not held.get("dynamic"):
+        return None
+    window = int(held["scale_window"])
+    return {
+        "scale": float(held["cur_scale"]),
+        "growth_factor": float(held["scale_factor"]),
+        "backoff_factor": 1 / float(held["scale_factor"]),
+        "growth_interval": window,
+        "_growth_tracker": (held["cur_iter"] - held["last_overflow_iter"] - 1) % window,
+    }

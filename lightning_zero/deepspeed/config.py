@@ -1,0 +1,274 @@
+"""A DeepSpeed configuration, read as arguments of the strategy and demands on the Trainer.
+
+No key is skipped without a word: ``deepspeed.KEYS`` says of each what becomes of it. ``"auto"`` and
+``null`` mean what leaving the key out means.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_zero.deepspeed.keys import KEYS, OFFLOADS, Fate, Kind, suggestion
+from lightning_zero.deepspeed.optimizer_block import OptimizerBlock, SchedulerBlock
+
+_ALIASES = {"bfloat16": "bf16"}
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_DEFAULTS = {"stage": 3, "prefetch": 1, "reduce_dtype": None}
+_PRECISIONS = {"bf16": ("bf16-mixed", "bf16-true"), "fp16": ("16-mixed", "16-true")}
+
+
+@dataclass
+class Config:
+    """The settings that a configuration asks for.
+
+    Attributes:
+        arguments: Arguments of the strategy.
+        trainer: ``gradient_clip_val``, ``accumulate_grad_batches``, as the Trainer calls them.
+        scaler: Attributes of the loss scaler.
+        optimizer: The optimizer to build, if it is not the module's.
+        scheduler: The scheduler to build, if it is not the module's.
+        enabled: Whether ``bf16`` and ``fp16`` are asked for; absent if nothing is said.
+        warnings: One sentence for each key that is replaced or that contradicts what is always so.
+        is_given: Whether there is a configuration at all.
+    """
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    scaler: dict[str, float] = field(default_factory=dict)
+    optimizer: OptimizerBlock | None = None
+    scheduler: SchedulerBlock | None = None
+    enabled: dict[str, bool] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    is_given: bool = field(default=False, compare=False)
+
+    @classmethod
+    def read(cls, source: str | Path | Mapping[str, Any] | None) -> Config:
+        """Read a JSON file or a dictionary; ``None`` asks for nothing.
+
+        Raises:
+            ValueError: A key is unknown, has a wrong value, or asks for what does not exist here.
+            NotImplementedError: A key asks for offload.
+        """
+        config = cls()
+        if source is None:
+            return config
+        config.is_given = True
+        for name, value in _leaves(_load(source)):
+            config._take(name, value)
+        if config.enabled.get("bf16") and config.enabled.get("fp16"):
+            raise ValueError(
+                "bf16.enabled and fp16.enabled are both true in the DeepSpeed configuration, but a"
+                " run has one precision. Take one of them out."
+            )
+        return config
+
+    def _take(self, name: str, value: Any) -> None:
+        key = KEYS[name]
+        if value is None or value == "auto":
+            return
+        _check_kind(name, key.kind, value)
+        if key.fate is Fate.ACTS:
+            _ACTIONS[name](self, value)
+            return
+        if value == key.fitting if key.fate is Fate.ALWAYS else _is_off(value):
+            return
+        if key.fate is not Fate.REFUSED:
+            self._warn(name, value)
+            return
+        error = NotImplementedError if key.becomes in OFFLOADS else ValueError
+        raise error(f"{name} in the DeepSpeed configuration is {_shown(value)}, but {key.becomes}.")
+
+    def _warn(self, name: str, value: Any) -> None:
+        self.warnings.append(
+            f"{name} in the DeepSpeed configuration is {_shown(value)} and has no effect:"
+            f" {KEYS[name].becomes}."
+        )
+
+    # -- the keys that act -----------------------------------------------------------------------
+
+    def _take_stage(self, value: Any) -> None:
+        if value not in (1, 2, 3):
+            raise ValueError(
+                f"Expected zero_optimization.stage in the DeepSpeed configuration among 1, 2, 3,"
+                f" got {value!r}. Stage 0 is Trainer(strategy='ddp')."
+            )
+        self.arguments["stage"] = value
+
+    def _take_prefetch(self, value: Any) -> None:
+        if value == 0:
+            self.arguments["prefetch"] = 0
+        else:
+            self._warn("zero_optimization.stage3_prefetch_bucket_size", value)
+
+    def _take_dtype(self, value: Any) -> None:
+        if value not in _DTYPES:
+            raise ValueError(
+                f"Expected communication_data_type in the DeepSpeed configuration among"
+                f" {', '.join(_DTYPES)}, got {value!r}."
+            )
+        self.arguments["reduce_dtype"] = _DTYPES[value]
+
+    def _take_loss_scale(self, value: Any) -> None:
+        if value:
+            self.scaler.update(scale=float(value), growth_factor=1.0, backoff_factor=1.0)
+
+    def _take_optimizer(self, value: Any) -> None:
+        if value:
+            self.optimizer = OptimizerBlock.read(value)
+
+    def _take_scheduler(self, value: Any) -> None:
+        if value:
+            self.scheduler = SchedulerBlock.read(value)
+
+    # -- the strategy and the Trainer ------------------------------------------------------------
+
+    def argument(self, name: str, given: Any) -> Any:
+        """Return the strategy's argument ``name``, which was ``given``.
+
+        Raises:
+            ValueError: The configuration says otherwise.
+        """
+        wanted = self.arguments.get(name, given)
+        if given not in (wanted, _DEFAULTS[name]):
+            raise ValueError(
+                f"{name}={given!r} contradicts the DeepSpeed configuration, which says {wanted!r}."
+                " Leave one of them out."
+            )
+        return wanted
+
+    def stage(self, given: int) -> int:
+        """Return the strategy's stage, which was ``given``.
+
+        DeepSpeed reads a configuration without a stage as stage 0, which is not what happens here.
+
+        Raises:
+            ValueError: The configuration says otherwise.
+        """
+        stage: int = self.argument("stage", given)
+        if self.is_given and "stage" not in self.arguments and stage == _DEFAULTS["stage"]:
+            self.warnings.append(
+                "zero_optimization.stage is not in the DeepSpeed configuration, which DeepSpeed"
+                f" reads as stage 0. Here it is ZeROStrategy(stage={stage}). Write the stage into"
+                " the configuration."
+            )
+        return stage
+
+    def check_precision(self, precision: str) -> None:
+        """Raise a ``ValueError`` unless the Trainer's ``precision`` is what is asked for."""
+        for name, is_enabled in self.enabled.items():
+            names = _PRECISIONS[name]
+            if (precision in names) != is_enabled:
+                cure = f"Trainer(precision={names[0]!r})" if is_enabled else "precision='32-true'"
+                raise ValueError(
+                    f"{name}.enabled in the DeepSpeed configuration is {_shown(is_enabled)}, but"
+                    f" the Trainer's precision is {precision!r}. Write {cure}, or take the key out."
+                )
+
+    def trainer_value(self, name: str, given: Any, default: Any) -> Any:
+        """Return what the Trainer's argument ``name`` must be; ``given`` is what it is.
+
+        Raises:
+            ValueError: The Trainer was given another value than its ``default`` and than ours.
+        """
+        wanted = self.trainer.get(name, given)
+        if given not in (wanted, default):
+            raise ValueError(
+                f"Trainer({name}={given!r}) contradicts the DeepSpeed configuration, which says"
+                f" {wanted!r}. Leave one of them out."
+            )
+        return wanted
+
+
+_ACTIONS: dict[str, Callable[[Config, Any], Any]] = {
+    "zero_optimization.stage": Config._take_stage,
+    "zero_optimization.stage3_prefetch_bucket_size": Config._take_prefetch,
+    "communication_data_type": Config._take_dtype,
+    "optimizer": Config._take_optimizer,
+    "scheduler": Config._take_scheduler,
+    "bf16.enabled": lambda config, value: config.enabled.update(bf16=value),
+    "fp16.enabled": lambda config, value: config.enabled.update(fp16=value),
+    "fp16.loss_scale": Config._take_loss_scale,
+    "fp16.initial_scale_power": lambda config, value: config.scaler.setdefault("scale", 2.0**value),
+    "fp16.loss_scale_window": lambda config, value: config.scaler.update(
+        growth_interval=int(value)
+    ),
+    "gradient_clipping": lambda config, value: config.trainer.update(
+        {"gradient_clip_val": float(value)} if value else {}
+    ),
+    "gradient_accumulation_steps": lambda config, value: config.trainer.update(
+        accumulate_grad_batches=int(value)
+    ),
+}
+
+
+def _load(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(source, Mapping):
+        return source
+    try:
+        loaded = json.loads(Path(source).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"Expected config as a dictionary or the path of a DeepSpeed JSON file, got"
+            f" {str(source)!r}: {error}."
+        ) from error
+    if not isinstance(loaded, dict):
+        raise ValueError(f"Expected an object in the DeepSpeed file {source}, got {loaded!r}.")
+    return loaded
+
+
+def _leaves(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every key of the table with its value, blocks entered."""
+    for name, value in block.items():
+        full_name = path + _ALIASES.get(name, name)
+        if full_name in KEYS:
+            yield full_name, value
+            continue
+        if not any(key.startswith(f"{full_name}.") for key in KEYS):
+            raise ValueError(
+                f"The DeepSpeed configuration has an unknown key {path + name!r}.{_near(full_name)}"
+            )
+        if value is not None:
+            _check_kind(full_name, Kind.BLOCK, value)
+            is_off = value.get("enabled") is False
+            for key, inner in _leaves(value, f"{full_name}."):
+                yield key, None if is_off and not key.endswith(".enabled") else inner
+
+
+def _near(name: str) -> str:
+    """Return the known key that was most likely meant: by its whole name, else by its last part."""
+    last = name.rpartition(".")[2]
+    tails = {key.rpartition(".")[2]: key for key in KEYS}
+    blocks = {key.partition(".")[0]: key.partition(".")[0] for key in KEYS}
+    names = {**blocks, **tails, **{key: key for key in KEYS}}
+    return suggestion((name, last), names) or " Take it out."
+
+
+def _check_kind(name: str, kind: Kind, value: Any) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    fits = {
+        Kind.SWITCH: isinstance(value, bool),
+        Kind.NUMBER: is_number and (value >= 0 or name.endswith("mics_shard_size")),
+        Kind.TEXT: isinstance(value, str),
+        Kind.BLOCK: isinstance(value, Mapping),
+    }
+    if not fits[kind]:
+        raise ValueError(
+            f"Expected {name} in the DeepSpeed configuration as {kind.value}, got {value!r}."
+        )
+
+
+def _is_off(value: Any) -> bool:
+    """Return whether a value turns its key off."""
+    if isinstance(value, Mapping):
+        return not value or value.get("enabled") is False or value.get("device") in ("none", "auto")
+    return value is False or value in (0, -1, "none")
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, default=str)

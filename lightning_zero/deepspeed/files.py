@@ -1,0 +1,111 @@
+"""The files of a DeepSpeed checkpoint: where they are, and whether there is one of each rank.
+
+Their names are drawn in :mod:`~lightning_zero.deepspeed.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
+OPTIMIZER = re.compile(
+    r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"
+)
+_CUT_OTHERWISE = re.compile(r"(layer_\d+.*|expp_rank_.*|expert_.*)_states\.pt")
+
+
+def is_deepspeed_folder(path: Path) -> bool:
+    """Return whether ``path`` is a folder that DeepSpeed wrote, or the tag's folder in it."""
+    return path.is_dir() and (_is_tag(path) or _tag_inside(path) is not None)
+
+
+def _is_tag(folder: Path) -> bool:
+    return any(MODEL.fullmatch(file.name) for file in folder.glob("*_model_states.pt"))
+
+
+def _tag_inside(folder: Path) -> Path | None:
+    """Return the tag that ``latest`` names, or the only one there is."""
+    latest = folder / "latest"
+    if latest.is_file() and latest.stat().st_size < 1000:
+        return folder / latest.read_text(errors="replace").strip()
+    tags = [child for child in folder.iterdir() if child.is_dir() and _is_tag(child)]
+    return tags[0] if len(tags) == 1 else None
+
+
+def tag_of(path: Path) -> Path:
+    """Return the folder with the files, which is ``path`` or in it.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    tag = path if _is_tag(path) else _tag_inside(path)
+    if tag is None or not tag.is_dir() or (tag != path and tag.parent != path):
+        named = f"; its file 'latest' names {str(tag)!r}" if tag is not None else ""
+        raise FileNotFoundError(
+            f"{str(path)!r} is no DeepSpeed checkpoint: it has no folder of files"
+            f" *_model_states.pt{named}"
+        )
+    return tag
+
+
+def files_by_rank(tag: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+    """Return the files of a kind, ``MODEL`` or ``OPTIMIZER``, by rank.
+
+    Raises:
+        NotImplementedError: The model is cut in other ways, too.
+        ValueError: Two files are of one rank.
+    """
+    found: dict[int, Path] = {}
+    for file in sorted(tag.iterdir()):
+        if _CUT_OTHERWISE.fullmatch(file.name):
+            raise NotImplementedError(
+                f"{str(file)!r} belongs to a model with pipeline stages or experts, which cannot"
+                " be converted."
+            )
+        match = pattern.fullmatch(file.name)
+        if match is None:
+            continue
+        if int(match["mp"]):
+            raise NotImplementedError(
+                f"{str(file)!r} belongs to a model that is cut by tensor parallelism, which cannot"
+                " be converted."
+            )
+        rank = int(match["rank"] or 0)
+        if rank in found:
+            raise ValueError(
+                f"{str(tag)!r} has two files of rank {rank}, {found[rank].name!r} and"
+                f" {file.name!r}: one is left from an earlier save. Remove it."
+            )
+        found[rank] = file
+    return found
+
+
+def check_ranks(files: Mapping[int, Path], world_size: int) -> None:
+    """Raise a ``FileNotFoundError`` unless there is one file of every rank.
+
+    Raises:
+        FileNotFoundError: One is missing.
+        ValueError: There are too many.
+    """
+    example = next(iter(files.values()))
+    # A damaged file may have any number.
+    missing = list(itertools.islice((n for n in range(world_size) if n not in files), 9))
+    if missing:
+        names = [
+            repr(re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", example.name))
+            for rank in missing[:8]
+        ]
+        more = " and more" if len(missing) > len(names) else ""
+        raise FileNotFoundError(
+            f"{str(example.parent)!r} is not whole: {world_size} ranks wrote it, but"
+            f" {', '.join(names)}{more} is not there. Each node writes the files of its own ranks;"
+            " copy them all into one folder."
+        )
+    if len(files) > world_size:
+        raise ValueError(
+            f"{str(example.parent)!r} has files of {len(files)} ranks, but {world_size} ranks wrote"
+            f" {example.name!r}: the others are left from an earlier save. Remove them."
+        )

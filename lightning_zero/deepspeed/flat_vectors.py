@@ -1,0 +1,192 @@
+"""The flat vectors in which DeepSpeed's ZeRO keeps masters and optimizer states.
+
+At stages 1 and 2 the parameters of a param group lie end to end, and the ranks have equal parts of
+the whole. At stage 3 every rank has an equal part of every parameter, and these lie end to end::
+
+    stage 1, 2   aaaaaaaabbbb|bbbccccc----        stage 3   aaaabbbbccc|aaaabbb-cc-
+                    rank 0      rank 1                        rank 0      rank 1
+
+Nothing is put together until it is written, and then one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_zero.checkpoint import Deferred
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Flat(ABC):
+    """Parameters of one param group as a flat vector, of which each rank has a part.
+
+    Attributes:
+        label: What it is, for errors.
+        shapes: The parameters, in the order in which they lie.
+        paddings: Elements that follow each parameter and mean nothing.
+        masters: Each rank's part of the masters, ``[n]``.
+    """
+
+    label: str
+    shapes: Shapes
+    paddings: Sequence[int]
+    masters: Sequence[Tensor]
+
+    @abstractmethod
+    def check(self, parts: Sequence[Tensor], what: str) -> None:
+        """Raise unless each rank's part has the size that the parameters need."""
+
+    @abstractmethod
+    def pieces(self, parts: Sequence[Tensor], name: str) -> Iterator[Tensor]:
+        """Return what the ranks' parts hold of a parameter, in order and without padding."""
+
+    def master(self, name: str) -> Deferred:
+        """Return the whole parameter in fp32."""
+        return self._whole(self.masters, name, name, torch.float32)
+
+    def states(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Return, by parameter, what the ranks' flat states are for whole parameters."""
+        found: dict[str, dict[str, Any]] = {name: {} for name in self.shapes}
+        for rank, state in enumerate(ranks):
+            if set(state) != set(ranks[0]):
+                raise ValueError(
+                    f"{self.label}: the optimizer has states {sorted(state)} on rank {rank}, but"
+                    f" {sorted(ranks[0])} on rank 0: the files do not belong together."
+                )
+        for key, value in ranks[0].items():
+            if key != "step" and isinstance(value, Tensor) and value.dim():
+                parts = self._parts(ranks, key)
+                for name, entries in found.items():
+                    entries[key] = self._whole(parts, name, f"{key} of {name}", value.dtype)
+            else:
+                for entries in found.values():
+                    entries[key] = counter(value) if key == "step" else _own(value)
+        return found
+
+    def _parts(self, ranks: Sequence[Mapping[str, Any]], key: str) -> list[Tensor]:
+        parts = [state[key] for state in ranks]
+        if not all(isinstance(part, Tensor) and part.dim() == 1 for part in parts):
+            raise NotImplementedError(
+                f"{self.label}: the optimizer's state {key!r} is not one number per element, so it"
+                " cannot be given to single parameters. The weights can be converted alone, with"
+                " --weights-only."
+            )
+        self.check(parts, f"states {key!r}")
+        return parts
+
+    def _whole(self, parts: Sequence[Tensor], name: str, key: str, dtype: torch.dtype) -> Deferred:
+        def read() -> Tensor:
+            pieces = list(self.pieces(parts, name))
+            if len(pieces) == 1:
+                return pieces[0]
+            return torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype)
+
+        return Deferred.reading(key, read, self.shapes[name], dtype)
+
+    def _wrong(self, what: str, rank: int, expected: str, found: int) -> ValueError:
+        return ValueError(
+            f"{self.label}: the {what} of rank {rank} should have {expected} elements for"
+            f" {len(self.shapes)} parameters, but have {found}. The files do not belong together,"
+            " or they are damaged."
+        )
+
+
+def counter(step: Any) -> Tensor:
+    """Return a count of steps as torch's optimizers have it."""
+    return torch.tensor(float(step))
+
+
+def _own(value: Any) -> Any:
+    """Return a tensor of its own: optimizers change such numbers in place."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+class EndToEnd(Flat):
+    """Stages 1 and 2: the parameters end to end, the ranks' parts of the whole equal."""
+
+    @functools.cached_property
+    def starts(self) -> dict[str, int]:
+        """Return where each parameter begins."""
+        sizes = (prod(s) + p for s, p in zip(self.shapes.values(), self.paddings, strict=True))
+        return dict(zip(self.shapes, accumulate(sizes, initial=0), strict=False))
+
+    @functools.cached_property
+    def numel(self) -> int:
+        """Return one past the last element of the last parameter."""
+        return max((self.starts[n] + prod(s) for n, s in self.shapes.items()), default=0)
+
+    @functools.cached_property
+    def part_numel(self) -> int:
+        """Return the size of a rank's part. Masters are stored without the padding at the end."""
+        first, *others = self.masters
+        return first.numel() if any(part.numel() for part in others) else self.most
+
+    @property
+    def most(self) -> int:
+        """The largest part that the parameters can need, padding included."""
+        alignment = 2 * len(self.masters)
+        return -(-self.numel // alignment) * 2
+
+    @override
+    def check(self, parts: Sequence[Tensor], what: str) -> None:
+        for rank, part in enumerate(parts):
+            least = min(max(self.numel - rank * self.part_numel, 0), self.part_numel)
+            if not least <= part.numel() <= self.most:
+                raise self._wrong(what, rank, f"{least} to {self.most}", part.numel())
+        if self.part_numel * len(parts) < self.numel:
+            raise self._wrong(what, 0, f"{self.most}", self.part_numel)
+
+    @override
+    def pieces(self, parts: Sequence[Tensor], name: str) -> Iterator[Tensor]:
+        start = self.starts[name]
+        stop = start + prod(self.shapes[name])
+        for rank, part in enumerate(parts):
+            before = rank * self.part_numel
+            first, last = max(start - before, 0), min(stop - before, self.part_numel)
+            if first < last:
+                yield part[first:last]
+
+
+class EachCut(Flat):
+    """Stage 3: every parameter cut into equal parts, those of a rank end to end."""
+
+    @functools.cached_property
+    def starts(self) -> dict[str, int]:
+        """Return where each parameter's part begins in that of a rank."""
+        world = len(self.masters)
+        sizes = (part_numel(shape, world) for shape in self.shapes.values())
+        return dict(zip(self.shapes, accumulate(sizes, initial=0), strict=False))
+
+    @override
+    def check(self, parts: Sequence[Tensor], what: str) -> None:
+        needed = sum(part_numel(shape, len(self.masters)) for shape in self.shapes.values())
+        for rank, part in enumerate(parts):
+            if part.numel() != needed:
+                raise self._wrong(what, rank, str(needed), part.numel())
+
+    @override
+    def pieces(self, parts: Sequence[Tensor], name: str) -> Iterator[Tensor]:
+        start, left = self.starts[name], prod(self.shapes[name])
+        size = part_numel(self.shapes[name], len(self.masters))
+        for part in parts:
+            taken = min(left, size)
+            if taken:
+                yield part[start : start + taken]
+            left -= taken
+
+
+def part_numel(shape: Sequence[int], world_size: int) -> int:
+    """Return how many elements each rank has of a parameter at stage 3, padding included."""
+    return -(-prod(shape) // world_size)

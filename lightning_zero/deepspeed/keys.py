@@ -1,0 +1,271 @@
+"""The keys of a DeepSpeed configuration, and what becomes of each: data for reader and docs."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class Fate(Enum):
+    """The fate of a key."""
+
+    ACTS = "acts"
+    """It becomes an argument, a demand on the Trainer, or a number of the loss scaler."""
+    ALWAYS = "always so"
+    """Only a value that asks for something else is worth a warning."""
+    REPLACED = "replaced"
+    """A warning names what replaces it, unless the value turns the key off."""
+    REFUSED = "refused"
+    """An error names the cure, unless the value turns the key off."""
+
+
+class Kind(Enum):
+    """The kind of a value, in words."""
+
+    SWITCH = "true or false"
+    NUMBER = "a number that is not negative"
+    TEXT = "a text"
+    BLOCK = "a block of keys"
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key's fate, the kind of its value, and a sentence on what it becomes or what replaces it.
+
+    ``fitting`` is the value of an ``ALWAYS`` key that asks for what is so anyway.
+    """
+
+    fate: Fate
+    kind: Kind
+    becomes: str
+    fitting: Any = True
+
+
+def _acts(kind: Kind, becomes: str) -> Key:
+    return Key(Fate.ACTS, kind, becomes)
+
+
+def _always(becomes: str, fitting: Any = True) -> Key:
+    kind = Kind.TEXT if isinstance(fitting, str) else Kind.SWITCH
+    return Key(Fate.ALWAYS, kind, becomes, fitting)
+
+
+def _replaced(kind: Kind, becomes: str) -> Key:
+    return Key(Fate.REPLACED, kind, becomes)
+
+
+def _refused(kind: Kind, becomes: str) -> Key:
+    return Key(Fate.REFUSED, kind, becomes)
+
+
+_UNITS = "`units` chooses what is gathered and reduced together; one unit is one message"
+_LOGGERS = "Lightning's loggers and callbacks log"
+_DATA = "the DataLoader's `batch_size` decides"
+_PARALLEL = "only data parallelism exists here; take the key out"
+_AT_REST = "weights and optimizer states rest on the accelerator"
+_OFFLOAD = f"{_AT_REST}; set the device to `none`"
+_OFFLOAD_SWITCH = f"{_AT_REST}; set it to `false`"
+_ZENFLOW = f"{_AT_REST}; take the key out"
+OFFLOADS = (_OFFLOAD, _OFFLOAD_SWITCH, _ZENFLOW)
+"""What is said of keys that ask for offload."""
+_NO_QUANTIZED = "nothing is quantized on its way; take the key out"
+
+KEYS: dict[str, Key] = {
+    "zero_optimization.stage": _acts(Kind.NUMBER, "`stage`; 0 is `strategy='ddp'`"),
+    "zero_optimization.overlap_comm": _always("reductions run behind the backward pass"),
+    "zero_optimization.contiguous_gradients": _always("gradients lie in one buffer per unit"),
+    "zero_optimization.reduce_scatter": _always("gradients are reduced and scattered at once"),
+    "zero_optimization.allgather_partitions": _always("weights are gathered in one message"),
+    "zero_optimization.load_from_fp32_weights": _always("masters are read from the checkpoint"),
+    "zero_optimization.ignore_unused_parameters": _always("unused parameters count as zero"),
+    "zero_optimization.elastic_checkpoint": _always("a checkpoint fits any number of ranks"),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": _always(
+        "a checkpoint holds whole tensors at every stage, in the master's precision"
+    ),
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": _always(
+        "a checkpoint holds whole tensors at every stage, in the master's precision"
+    ),
+    "zero_optimization.stage3_prefetch_bucket_size": _acts(
+        Kind.NUMBER, "0 is `prefetch=0`; else `prefetch` counts units, not elements"
+    ),
+    "zero_optimization.reduce_bucket_size": _replaced(Kind.NUMBER, _UNITS),
+    "zero_optimization.allgather_bucket_size": _replaced(Kind.NUMBER, _UNITS),
+    "zero_optimization.sub_group_size": _replaced(Kind.NUMBER, _UNITS),
+    "zero_optimization.use_multi_rank_bucket_allreduce": _replaced(Kind.SWITCH, _UNITS),
+    "zero_optimization.round_robin_gradients": _replaced(Kind.SWITCH, _UNITS),
+    "zero_optimization.stage3_param_persistence_threshold": _replaced(
+        Kind.NUMBER, "modules too small for a message of their own stay with the unit around them"
+    ),
+    "zero_optimization.stage3_model_persistence_threshold": _replaced(
+        Kind.NUMBER, "modules too small for a message of their own stay with the unit around them"
+    ),
+    "zero_optimization.stage3_max_live_parameters": _replaced(
+        Kind.NUMBER, "`units` and `prefetch` bound what is whole at the same time"
+    ),
+    "zero_optimization.stage3_max_reuse_distance": _replaced(
+        Kind.NUMBER, "`reshard_after_forward=False` keeps weights until the backward pass"
+    ),
+    "zero_optimization.stage3_module_granularity_threshold": _replaced(Kind.NUMBER, _UNITS),
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": _replaced(Kind.SWITCH, _UNITS),
+    "zero_optimization.stage3_allgather_sequential": _replaced(Kind.SWITCH, _UNITS),
+    "zero_optimization.stage3_partition_stream_chunk_size": _replaced(
+        Kind.NUMBER, "build the model in `configure_model` under `trainer.init_module`"
+    ),
+    "zero_optimization.leaf_module": _replaced(Kind.BLOCK, "`units` takes module classes"),
+    "zero_optimization.memory_efficient_linear": _replaced(
+        Kind.SWITCH, "autograd's saved weights are freed without another `Linear`"
+    ),
+    "zero_optimization.override_module_apply": _replaced(
+        Kind.SWITCH, "`lightning_zero.gathered(module, modify=True)` makes weights editable"
+    ),
+    "zero_optimization.pipeline_loading_checkpoint": _replaced(
+        Kind.SWITCH, "a checkpoint is loaded by all ranks at once"
+    ),
+    "zero_optimization.log_trace_cache_warnings": _replaced(
+        Kind.SWITCH, "no trace exists that could become invalid"
+    ),
+    "zero_optimization.enable_sanity_checks": _replaced(
+        Kind.SWITCH, "errors name the parameter and the cure without a switch"
+    ),
+    "zero_optimization.save_muon_momentum_buffer_in_memory": _refused(
+        Kind.SWITCH, "torch's Muon cannot be cut; take the key out"
+    ),
+    "zero_optimization.legacy_stage1": _replaced(Kind.SWITCH, "there is one stage 1"),
+    "zero_optimization.offload_optimizer": _refused(Kind.BLOCK, _OFFLOAD),
+    "zero_optimization.offload_param": _refused(Kind.BLOCK, _OFFLOAD),
+    "zero_optimization.cpu_offload": _refused(Kind.SWITCH, _OFFLOAD_SWITCH),
+    "zero_optimization.cpu_offload_param": _refused(Kind.SWITCH, _OFFLOAD_SWITCH),
+    "zero_optimization.cpu_offload_use_pin_memory": _refused(Kind.SWITCH, _OFFLOAD_SWITCH),
+    "zero_optimization.zenflow": _refused(Kind.BLOCK, _ZENFLOW),
+    "zero_optimization.zero_hpz_partition_size": _replaced(
+        Kind.NUMBER, "`reshard_after_forward=False` saves the gather of the backward pass"
+    ),
+    "zero_optimization.zero_quantized_weights": _refused(Kind.SWITCH, _NO_QUANTIZED),
+    "zero_optimization.zero_quantized_nontrainable_weights": _refused(Kind.SWITCH, _NO_QUANTIZED),
+    "zero_optimization.zero_quantized_gradients": _refused(Kind.SWITCH, _NO_QUANTIZED),
+    "zero_optimization.zeropp_loco_param": _refused(Kind.BLOCK, _NO_QUANTIZED),
+    "zero_optimization.mics_shard_size": _refused(
+        Kind.NUMBER, "shards lie over all ranks; take the key out"
+    ),
+    "zero_optimization.mics_hierarchical_params_gather": _refused(
+        Kind.SWITCH, "shards lie over all ranks; take the key out"
+    ),
+    "zero_allow_untested_optimizer": _replaced(
+        Kind.SWITCH,
+        "how an optimizer may be stepped is proved from its own operations on toy tensors",
+    ),
+    "zero_force_ds_cpu_optimizer": _replaced(Kind.SWITCH, "the optimizer is torch's or your own"),
+    "bf16.enabled": _acts(Kind.SWITCH, "must agree with `Trainer(precision=...)`"),
+    "bf16.immediate_grad_update": _replaced(
+        Kind.SWITCH, "each gradient moves into its unit's buffer as it appears"
+    ),
+    "bf16.check_grad_overflow": _replaced(
+        Kind.SWITCH, "`Trainer(detect_anomaly=True)` finds gradients that are not finite"
+    ),
+    "bf16.bf16_master_weights_and_grads": _refused(
+        Kind.SWITCH, "`Trainer(precision='bf16-true')` has no fp32 masters; take the key out"
+    ),
+    "bf16.bf16_optimizer_states": _refused(
+        Kind.SWITCH, "`Trainer(precision='bf16-true')` has no fp32 states; take the key out"
+    ),
+    "fp16.enabled": _acts(Kind.SWITCH, "must agree with `Trainer(precision=...)`"),
+    "fp16.loss_scale": _acts(Kind.NUMBER, "a loss scale that never changes; 0 is a dynamic one"),
+    "fp16.initial_scale_power": _acts(Kind.NUMBER, "the first loss scale, as a power of 2"),
+    "fp16.loss_scale_window": _acts(Kind.NUMBER, "steps after which the loss scale grows"),
+    "fp16.auto_cast": _replaced(Kind.SWITCH, "autocast casts inputs as they are used"),
+    "fp16.hysteresis": _replaced(Kind.NUMBER, "the loss scale backs off at every overflow"),
+    "fp16.consecutive_hysteresis": _replaced(
+        Kind.SWITCH, "the loss scale backs off at every overflow"
+    ),
+    "fp16.min_loss_scale": _replaced(Kind.NUMBER, "the loss scale has no lower bound"),
+    "fp16.fp16_master_weights_and_grads": _refused(
+        Kind.SWITCH, "`Trainer(precision='16-true')` has no fp32 masters; take the key out"
+    ),
+    "amp": _refused(Kind.BLOCK, "write `Trainer(precision='16-mixed')`, and take the key out"),
+    "torch_autocast": _replaced(Kind.BLOCK, "`Trainer(precision='bf16-mixed')` autocasts"),
+    "gradient_clipping": _acts(
+        Kind.NUMBER, "`Trainer(gradient_clip_val=...)`, by norm, unless the Trainer has its own"
+    ),
+    "gradient_accumulation_steps": _acts(
+        Kind.NUMBER, "must agree with `Trainer(accumulate_grad_batches=...)`"
+    ),
+    "managed_gradient_accumulation": _always("the Trainer counts microbatches"),
+    "train_batch_size": _replaced(Kind.NUMBER, _DATA),
+    "train_micro_batch_size_per_gpu": _replaced(Kind.NUMBER, _DATA),
+    "dataloader_drop_last": _replaced(Kind.SWITCH, "the DataLoader's `drop_last` decides"),
+    "communication_data_type": _acts(Kind.TEXT, "`reduce_dtype`: `fp32`, `fp16` or `bf16`"),
+    "seq_parallel_communication_data_type": _refused(Kind.TEXT, _PARALLEL),
+    "data_types.grad_accum_dtype": _always(
+        "reduced gradients have the master's dtype", fitting="fp32"
+    ),
+    "prescale_gradients": _replaced(
+        Kind.SWITCH, "gradients are averaged in the pass that copies or in fp32"
+    ),
+    "gradient_predivide_factor": _replaced(
+        Kind.NUMBER, "gradients are averaged in the pass that copies or in fp32"
+    ),
+    "sparse_gradients": _replaced(Kind.SWITCH, "sparse gradients are made dense"),
+    "disable_allgather": _replaced(Kind.SWITCH, "weights are gathered in one message"),
+    "optimizer": _acts(
+        Kind.BLOCK, "torch's optimizer of that type; `configure_optimizers` returns `None`"
+    ),
+    "scheduler": _acts(Kind.BLOCK, "a scheduler of the one optimizer, stepped at every step"),
+    "activation_checkpointing": _replaced(
+        Kind.BLOCK, "`activation_checkpointing` takes `True` or module classes"
+    ),
+    "checkpoint": _replaced(
+        Kind.BLOCK, "a checkpoint is one plain file or, with `checkpoint='dcp'`, a directory"
+    ),
+    "aio": _replaced(Kind.BLOCK, "no state lies in files"),
+    "steps_per_print": _replaced(Kind.NUMBER, "`Trainer(log_every_n_steps=...)`"),
+    "wall_clock_breakdown": _replaced(Kind.SWITCH, "`Trainer(profiler=...)`"),
+    "memory_breakdown": _replaced(
+        Kind.SWITCH, "`MemoryMonitor` and `trainer.strategy.memory()` tell bytes by kind"
+    ),
+    "dump_state": _replaced(Kind.SWITCH, "the units are logged once"),
+    "flops_profiler": _replaced(Kind.BLOCK, "`Trainer(profiler=...)`"),
+    "comms_logger": _replaced(
+        Kind.BLOCK,
+        "`TrafficMonitor` logs what is sent; `Trainer(profiler='pytorch')` names every message",
+    ),
+    "monitor_config": _replaced(Kind.BLOCK, _LOGGERS),
+    "tensorboard": _replaced(Kind.BLOCK, _LOGGERS),
+    "wandb": _replaced(Kind.BLOCK, _LOGGERS),
+    "comet": _replaced(Kind.BLOCK, _LOGGERS),
+    "csv_monitor": _replaced(Kind.BLOCK, _LOGGERS),
+    "compile": _replaced(Kind.BLOCK, "`torch.compile(module)`"),
+    "autotuning": _refused(Kind.BLOCK, "nothing is tuned by trial; take the key out"),
+    "elasticity": _refused(Kind.BLOCK, "`torchrun` restarts ranks; take the key out"),
+    "sparse_attention": _refused(Kind.BLOCK, "attention is the model's; take the key out"),
+    "data_efficiency": _refused(Kind.BLOCK, "the data are the DataLoader's; take the key out"),
+    "curriculum_learning": _refused(Kind.BLOCK, "the data are the DataLoader's; take the key out"),
+    "compression_training": _refused(Kind.BLOCK, "compress the model itself; take the key out"),
+    "progressive_layer_drop": _refused(Kind.BLOCK, "drop layers in the model; take the key out"),
+    "eigenvalue": _refused(Kind.BLOCK, "compress the model itself; take the key out"),
+    "quantize_training": _refused(Kind.BLOCK, "compress the model itself; take the key out"),
+    "hybrid_engine": _refused(Kind.BLOCK, _PARALLEL),
+    "pipeline": _refused(Kind.BLOCK, _PARALLEL),
+    "tensor_parallel": _refused(Kind.BLOCK, _PARALLEL),
+    "sequence_parallel_size": _refused(Kind.NUMBER, _PARALLEL),
+    "use_data_before_expert_parallelism": _refused(Kind.SWITCH, _PARALLEL),
+}
+"""Every key of a DeepSpeed configuration; a dot leads into a block."""
+
+
+def table() -> str:
+    """Return the keys as a table in Markdown, for the documentation."""
+    rows = [f"| `{name}` | {key.fate.value} | {key.becomes} |" for name, key in KEYS.items()]
+    return "\n".join(
+        ["| key | fate | what it becomes, or what replaces it |", "|---|---|---|", *rows]
+    )
+
+
+def suggestion(given: Iterable[str], names: Mapping[str, str]) -> str:
+    """Return a question for what was most likely meant: the value of a key that is close."""
+    for name in given:
+        for close in difflib.get_close_matches(name, list(names), 1):
+            return f" Did you mean {names[close]!r}?"
+    return ""

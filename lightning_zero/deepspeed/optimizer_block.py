@@ -1,0 +1,363 @@
+"""The `optimizer` and `scheduler` blocks of a DeepSpeed configuration, as what torch has for them.
+
+A block is read and checked when the strategy is made, and built when the parameters are there.
+Defaults are DeepSpeed's, which differ from torch's: "Adam" means AdamW unless ``adam_w_mode`` is
+false, and both have no weight decay. Learning rates are pure functions of the number of optimizer
+steps done, so a scheduler is a ``LambdaLR``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from lightning_zero.deepspeed.keys import suggestion
+
+Rate = Callable[[int], float]
+"""The learning rate after a number of optimizer steps."""
+
+
+@dataclass(frozen=True)
+class OptimizerBlock:
+    """An optimizer of torch and its options."""
+
+    kind: type[Optimizer]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, block: Mapping[str, Any]) -> OptimizerBlock:
+        """Read ``{"type": ..., "params": {...}}``.
+
+        Raises:
+            ValueError: Torch has no such optimizer, or the optimizer has no such option.
+        """
+        name, options = _read("optimizer", block)
+        if "max_grad_norm" in options:
+            raise ValueError(
+                "optimizer.params.max_grad_norm in the DeepSpeed configuration is no option of an"
+                " optimizer. Write gradient_clipping beside the optimizer block."
+            )
+        kind = _kind(name, options)
+        if "betas" in options:
+            options["betas"] = tuple(options["betas"])
+        _check_options("optimizer", name, kind, options)
+        return cls(kind, options)
+
+    def build(self, parameters: Iterable[Parameter]) -> Optimizer:
+        """Return the optimizer of the ``parameters`` that are trainable."""
+        return self.kind([p for p in parameters if p.requires_grad], **self.options)
+
+
+@dataclass(frozen=True)
+class SchedulerBlock:
+    """A scheduler, stepped after every optimizer step, and its options."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, block: Mapping[str, Any]) -> SchedulerBlock:
+        """Read ``{"type": ..., "params": {...}}``.
+
+        Raises:
+            ValueError: There is no such scheduler, or it has no such option.
+        """
+        name, options = _read("scheduler", block)
+        make: Any = _RATES.get(name) or getattr(lr_scheduler, name, None)
+        is_torchs = inspect.isclass(make) and issubclass(make, LRScheduler)
+        if name not in _RATES and not is_torchs:
+            raise ValueError(
+                f"scheduler.type in the DeepSpeed configuration is {name!r}, which is neither one"
+                f" of {', '.join(_RATES)} nor a scheduler of torch.{_near(name, _RATES)} Return"
+                " the scheduler from `configure_optimizers`, and take the block out."
+            )
+        if name == "ReduceLROnPlateau":
+            raise ValueError(
+                "scheduler.type in the DeepSpeed configuration is 'ReduceLROnPlateau', which needs"
+                " a metric to watch. Return it with a `monitor` from `configure_optimizers`, and"
+                " take the block out."
+            )
+        _check_options("scheduler", name, make, options)
+        return cls(name, options)
+
+    def build(self, optimizer: Optimizer, num_steps: Callable[[], float]) -> LRScheduler:
+        """Return the scheduler of ``optimizer``.
+
+        Args:
+            optimizer: Whose groups' rates are set.
+            num_steps: Returns the run's optimizer steps, for a ``total_num_steps`` left out.
+
+        Raises:
+            ValueError: The options do not fit the optimizer, or the run has no known end.
+        """
+        if self.name not in _RATES:
+            scheduler: LRScheduler = getattr(lr_scheduler, self.name)(optimizer, **self.options)
+            return scheduler
+        make, options = _RATES[self.name], dict(self.options)
+        if "total_num_steps" in inspect.signature(make).parameters:
+            options.setdefault("total_num_steps", num_steps())
+            if not math.isfinite(options["total_num_steps"]):
+                raise ValueError(
+                    f"scheduler.params.total_num_steps of {self.name} is left out or 'auto' in the"
+                    " DeepSpeed configuration, and the Trainer has no last step. Write a number,"
+                    " or give the Trainer max_steps or max_epochs."
+                )
+        if self.name == "OneCycle" and options.pop("cycle_momentum", True):
+            _refuse_momentum(optimizer)
+        groups = optimizer.param_groups
+        rates = [
+            make(group["lr"], **_of_group(options, index, len(groups)))
+            for index, group in enumerate(groups)
+        ]
+        for group in groups:
+            # These rates are absolute, and LambdaLR multiplies what it finds.
+            group["lr"] = 1.0
+        return LambdaLR(optimizer, rates)
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def _read(block_name: str, block: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the type and the options of a block; ``"auto"`` and ``null`` leave an option out."""
+    for key in block:
+        if key not in ("type", "params"):
+            raise ValueError(
+                f"The DeepSpeed configuration has an unknown key '{block_name}.{key}'. A block of"
+                " this name has a type and params. Take it out."
+            )
+    name, params = block.get("type"), block.get("params") or {}
+    if not isinstance(name, str) or not isinstance(params, Mapping):
+        raise ValueError(
+            f"Expected {block_name} in the DeepSpeed configuration as a block of a type, which is"
+            f" a text, and params, which is a block of keys, got {dict(block)!r}."
+        )
+    return name, {key: value for key, value in params.items() if value not in (None, "auto")}
+
+
+def _kind(name: str, options: dict[str, Any]) -> type[Optimizer]:
+    """Return the class for a type of DeepSpeed, with DeepSpeed's defaults put into ``options``."""
+    known = name.lower()
+    if known in ("adam", "adamw"):
+        is_decoupled = options.pop("adam_w_mode", True) or known == "adamw"
+        is_torchs = options.pop("torch_adam", False)
+        if not is_torchs:
+            if not options.pop("bias_correction", True):
+                raise ValueError(
+                    "optimizer.params.bias_correction in the DeepSpeed configuration is false, but"
+                    f" torch's {name} always corrects. Take the key out."
+                )
+            options.setdefault("weight_decay", 0.0)
+        return torch.optim.AdamW if is_decoupled else torch.optim.Adam
+    if known == "adagrad":
+        return torch.optim.Adagrad
+    kind = getattr(torch.optim, name, None)
+    if known in _DEEPSPEEDS_OWN or not (inspect.isclass(kind) and issubclass(kind, Optimizer)):
+        raise ValueError(
+            f"optimizer.type in the DeepSpeed configuration is {name!r}, which torch.optim does not"
+            f" have.{_near(name, dir(torch.optim))} Return an optimizer from"
+            " `configure_optimizers`, and take the block out."
+        )
+    return kind
+
+
+_DEEPSPEEDS_OWN = {
+    *("lamb", "onebitadam", "onebitlamb", "zerooneadam", "lion", "muon"),
+    *("muadam", "muadamw", "musgd"),
+}
+
+
+def _check_options(
+    block_name: str, name: str, make: Callable[..., Any], options: Mapping[str, Any]
+) -> None:
+    _, *parameters = inspect.signature(make).parameters.values()
+    known = {parameter.name for parameter in parameters} - {"last_epoch"}
+    if name == "OneCycle":
+        known.add("cycle_momentum")
+    for key in options:
+        if key not in known:
+            raise ValueError(
+                f"{block_name}.params in the DeepSpeed configuration has {key!r}, which"
+                f" {name} does not take.{_near(key, known)} Take it out."
+            )
+    for parameter in parameters:
+        is_needed = parameter.default is parameter.empty and parameter.name not in options
+        if is_needed and parameter.name != "total_num_steps":
+            raise ValueError(
+                f"{block_name}.params in the DeepSpeed configuration lacks {parameter.name!r},"
+                f" which {name} needs. Write its value."
+            )
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    return suggestion([name], {known: known for known in names})
+
+
+def _of_group(options: Mapping[str, Any], index: int, count: int) -> dict[str, Any]:
+    """Return the options of one param group; a list has one value for each."""
+    chosen = {}
+    for key, value in options.items():
+        if isinstance(value, (list, tuple)) and len(value) != count:
+            raise ValueError(
+                f"Expected scheduler.params.{key} in the DeepSpeed configuration as a number or a"
+                f" list of {count}, one for each param group, got {value!r}."
+            )
+        chosen[key] = value[index] if isinstance(value, (list, tuple)) else value
+    return chosen
+
+
+def _refuse_momentum(optimizer: Optimizer) -> None:
+    """Return options with which the first beta cycles too, if there is one, as in DeepSpeed."""
+    if "betas" in optimizer.defaults:
+        raise ValueError(
+            "scheduler.params.cycle_momentum of OneCycle in the DeepSpeed configuration is true, as"
+            f" it is when left out, but the betas of {type(optimizer).__name__} are not cycled"
+            " here. Write false, or return torch's OneCycleLR from `configure_optimizers`."
+        )
+
+
+# -- learning rates --------------------------------------------------------------------------------
+
+
+def _warm_up(steps: int, num_steps: int, kind: str) -> float:
+    """Return how far a warm-up has come, from 0 to 1, when DeepSpeed counts ``steps``."""
+    if kind == "linear":
+        return steps / num_steps
+    return math.log(steps + 1) / math.log(num_steps)
+
+
+def _checked(num_steps: int, kind: str) -> int:
+    if kind not in ("log", "linear"):
+        raise ValueError(
+            "Expected scheduler.params.warmup_type in the DeepSpeed configuration as 'log' or"
+            f" 'linear', got {kind!r}."
+        )
+    return max(2, num_steps)
+
+
+def _warmup(
+    base: float,
+    warmup_min_lr: float = 0.0,
+    warmup_max_lr: float | None = None,
+    warmup_num_steps: int = 1000,
+    warmup_type: str = "log",
+) -> Rate:
+    top = base if warmup_max_lr is None else warmup_max_lr
+    warm = _checked(warmup_num_steps, warmup_type)
+
+    def rate(step: int) -> float:
+        # DeepSpeed counts from -1, and at -1 and 0 the rate is the lowest.
+        count = max(step - 1, 0)
+        share = _warm_up(count, warm, warmup_type) if count < warm else 1.0
+        return warmup_min_lr + (top - warmup_min_lr) * share
+
+    return rate
+
+
+def _warmup_decay(
+    base: float,
+    total_num_steps: int,
+    warmup_min_lr: float = 0.0,
+    warmup_max_lr: float = 0.001,
+    warmup_num_steps: int = 1000,
+    warmup_type: str = "log",
+) -> Rate:
+    warm = _checked(warmup_num_steps, warmup_type)
+
+    def rate(step: int) -> float:
+        count = max(step - 1, 0)
+        if count < warm:
+            share = _warm_up(count, warm, warmup_type)
+        else:
+            share = max(0.0, (total_num_steps - count) / max(1, total_num_steps - warm))
+        return warmup_min_lr + (warmup_max_lr - warmup_min_lr) * share
+
+    return rate
+
+
+def _warmup_cosine(
+    base: float,
+    total_num_steps: int,
+    warmup_min_ratio: float = 0.0,
+    warmup_num_steps: int = 1000,
+    cos_min_ratio: float = 0.0001,
+    warmup_type: str = "log",
+) -> Rate:
+    warm = _checked(warmup_num_steps, warmup_type)
+
+    def rate(step: int) -> float:
+        if step == 0:
+            return 0.0
+        count = step - 1
+        if count < warm:
+            share = _warm_up(count, warm, warmup_type)
+            return base * (warmup_min_ratio + (1 - warmup_min_ratio) * share)
+        progress = min(1.0, (count - warm + 1) / max(1, total_num_steps - warm))
+        share = (1 + math.cos(math.pi * progress)) / 2
+        return base * max(0.0, cos_min_ratio + (1 - cos_min_ratio) * share)
+
+    return rate
+
+
+def _one_cycle(
+    base: float,
+    cycle_min_lr: float,
+    cycle_max_lr: float,
+    decay_lr_rate: float = 0.0,
+    cycle_first_step_size: int = 2000,
+    cycle_second_step_size: int | None = None,
+    cycle_first_stair_count: int = 0,
+    cycle_second_stair_count: int | None = None,
+    decay_step_size: int = 0,
+) -> Rate:
+    first = cycle_first_step_size
+    second = first if cycle_second_step_size is None else cycle_second_step_size
+    up = cycle_first_stair_count
+    down = up if cycle_second_stair_count is None else cycle_second_stair_count
+
+    def rate(step: int) -> float:
+        if step > first + second:
+            if not decay_step_size:
+                return cycle_min_lr
+            late = (step - first - second) / decay_step_size
+            return cycle_min_lr / (1 + decay_lr_rate * late)
+        at = step % (first + second)
+        height, stairs = (at / first, up) if at <= first else ((first + second - at) / second, down)
+        if stairs:
+            height = math.floor(height * stairs) / stairs
+        return cycle_min_lr + (cycle_max_lr - cycle_min_lr) * height
+
+    return rate
+
+
+def _range_test(
+    base: float,
+    lr_range_test_min_lr: float = 1e-3,
+    lr_range_test_step_size: int = 2000,
+    lr_range_test_step_rate: float = 1.0,
+    lr_range_test_staircase: bool = False,
+) -> Rate:
+    def rate(step: int) -> float:
+        interval: float = step / lr_range_test_step_size
+        if lr_range_test_staircase:
+            interval = math.floor(interval)
+        return lr_range_test_min_lr * (1 + lr_range_test_step_rate * interval)
+
+    return rate
+
+
+_RATES: dict[str, Callable[..., Rate]] = {
+    "WarmupLR": _warmup,
+    "WarmupDecayLR": _warmup_decay,
+    "WarmupCosineLR": _warmup_cosine,
+    "OneCycle": _one_cycle,
+    "LRRangeTest": _range_test,
+}

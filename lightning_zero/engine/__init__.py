@@ -1,0 +1,35 @@
+"""The life of a step: when units are unsharded, resharded, reduced and refreshed.
+
+engine                    the training of a sharded model: its verbs, optimizers and end
+sharded_model             the model in units: parameters, pieces, whole values, bytes
+unit                      one module with its weights, gradients and calls
+weights, gradients        the states of a unit's whole weights; its gradients until the optimizer
+step                      the phases of a step
+forward, backward         the events of its two halves
+backward_events           calls of a unit, and how autograd marks their backward
+module_hook               hooks on modules and parameters, also under copies and the compiler
+schedule                  the order in which units are needed, and gathers ahead of it
+reduction_order           one order of reductions on all ranks
+rank_check                models, settings and optimizers that must be equal on all ranks
+order_check, join         ranks that gather different weights: detected, or allowed
+oom_trials                steps that fail on all ranks if on any
+materialize               models built on the meta device
+activation_checkpointing  recomputation of modules
+access                    the public functions
+"""
+
+from lightning_zero.engine.access import full_grad, gathered, grad_norm, join
+from lightning_zero.engine.activation_checkpointing import ActivationCheckpointing
+from lightning_zero.engine.engine import Engine, engine_of
+from lightning_zero.engine.oom_trials import OomTrials
+
+__all__ = [
+    "ActivationCheckpointing",
+    "Engine",
+    "OomTrials",
+    "engine_of",
+    "full_grad",
+    "gathered",
+    "grad_norm",
+    "join",
+]

@@ -1,0 +1,80 @@
+"""Whole weights and true gradients for hooks, loggers and users, at every stage.
+
+Each function talks to the other ranks, so every rank must call it; on a module that no engine
+shards each does what plain torch would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from lightning_zero.engine.engine import engine_of
+from lightning_zero.optimizer import clip
+
+
+@contextmanager
+def gathered(
+    module_or_params: nn.Module | Parameter | Iterable[Parameter], *, modify: bool = False
+) -> Iterator[None]:
+    """Enter a context in which resting parameters are whole, in the precision of their steps.
+
+    Args:
+        module_or_params: A module, a parameter or several; whole units around them are gathered.
+        modify: Keep what rank 0 does to them, on all ranks. Without it they must not be changed.
+
+    Raises:
+        RuntimeError: They were changed without ``modify``; on all ranks, if on any.
+    """
+    parameters = _parameters(module_or_params)
+    engine = engine_of(parameters)
+    with engine.sharded.gathered(parameters, modify=modify) if engine else nullcontext():
+        yield
+
+
+@contextmanager
+def join(module: nn.Module) -> Iterator[None]:
+    """Enter a context in which ranks may run different parts of ``module``, and differently often.
+
+    For forwards without gradients whose length depends on the data, such as ``generate``. All ranks
+    must enter it; a rank that has come to its end helps the others until all have, as in
+    ``torch.distributed.algorithms.Join``.
+
+    Args:
+        module: Any module with parameters that are sharded together with those that are run.
+
+    Raises:
+        RuntimeError: A backward pass begins within.
+    """
+    engine = engine_of(module.parameters())
+    with engine.join() if engine else nullcontext():
+        yield
+
+
+def full_grad(parameter: Parameter) -> Tensor | None:
+    """Return the whole gradient of ``parameter``, averaged over the ranks; ``None`` without one."""
+    engine = engine_of([parameter])
+    return engine.sharded.full_grad(parameter) if engine else parameter.grad
+
+
+def grad_norm(
+    module_or_params: nn.Module | Parameter | Iterable[Parameter], norm_type: float = 2.0
+) -> Tensor:
+    """Return the total norm of the gradients averaged over the ranks, a 0-d tensor."""
+    parameters = _parameters(module_or_params)
+    engine = engine_of(parameters)
+    if engine is None:
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return torch.nn.utils.get_total_norm(grads, norm_type)
+    pieces = [piece for piece in map(engine.sharded.piece, parameters) if piece is not None]
+    return clip.total_norm(pieces, engine.comm, norm_type)
+
+
+def _parameters(value: nn.Module | Parameter | Iterable[Parameter]) -> list[Parameter]:
+    if isinstance(value, nn.Module):
+        return list(value.parameters())
+    return [value] if isinstance(value, Parameter) else list(value)

@@ -1,0 +1,165 @@
+"""The backward half of a step: weights for it, gradients out of it, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
+
+from lightning_zero.engine.backward_events import Call, Events, too_late, weakly
+from lightning_zero.engine.join import Join
+from lightning_zero.engine.reduction_order import ReductionOrder
+from lightning_zero.engine.schedule import Prefetcher
+from lightning_zero.engine.sharded_model import ShardedModel
+from lightning_zero.engine.step import Phase, Step
+from lightning_zero.engine.unit import Unit
+from lightning_zero.tensors import internals
+
+
+class Backward:
+    """Handles the events of backward passes: unshards, reduces and reshards.
+
+    Attributes:
+        events: The handlers of a call's backward, for graphs to hold.
+        syncs: Whether gradients of this microbatch are sent, by the user's word.
+    """
+
+    def __init__(
+        self, sharded: ShardedModel, step: Step, prefetcher: Prefetcher, join: Join
+    ) -> None:
+        self._sharded = sharded
+        self._step = step
+        self._prefetcher = prefetcher
+        self._join = join
+        self._order = ReductionOrder(sharded.units, sharded.comm)
+        self.syncs = True
+        self._always_reduces = any(flat.plan.reduces_every_microbatch for flat in sharded.flats)
+        # In the pass that runs, or in the last one.
+        self._reduces = True
+        self.events = Events(
+            began=weakly(self._on_outputs_grad),
+            ended=weakly(self._on_inputs_grad),
+            leaves_done=weakly(self._on_leaf_inputs_grad),
+        )
+        self._on_step_grad = weakly(self._unshard_again)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Enter a context of microbatches whose gradients may stay on their rank."""
+        before, self.syncs = self.syncs, False
+        try:
+            yield
+        finally:
+            self.syncs = before
+
+    def unshard_before(self, outputs: Sequence[Tensor]) -> None:
+        """Unshard what a backward pass from a step's ``outputs`` finds no event for.
+
+        The first pass finds it whole. A second one over the same graph comes when the step has
+        ended.
+        """
+        pinned = [unit.index for unit in self._sharded.units if unit.weights.is_pinned]
+        held = [len(self._sharded.units) - 1, *pinned]
+        register_multi_grad_hook(outputs, functools.partial(self._on_step_grad, held), mode="any")
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _unshard_again(self, indices: Iterable[int], _: Tensor) -> None:
+        self.begin()
+        weights = [self._sharded.units[index].weights for index in indices]
+        for each in weights:
+            each.unshard()
+        for each in weights:
+            each.wait()
+
+    def begin(self) -> None:
+        """Begin a backward pass, unless one runs."""
+        if self._step.phase is Phase.BACKWARD:
+            return
+        if self._step.is_closed:
+            raise too_late()
+        if self._join.is_open:
+            raise RuntimeError(
+                "A backward pass began within `lightning_zero.join`, where ranks may run different"
+                " units; the gradients of all ranks need the same ones. Go backward outside of it."
+            )
+        self._step.begin_backward()
+        self._prefetcher.last_backward = None
+        self._reduces = self.syncs or self._always_reduces
+        with internals.as_plain_tensors():
+            for unit in self._sharded.units:
+                unit.gradients.expect(is_local=not self._reduces)
+        if self._reduces:
+            self._order.begin(self._prefetcher.units_in_forward())
+        internals.queue_callback(self._finish)
+
+    def _on_outputs_grad(self, call: Call, _: Any) -> None:
+        """Make a unit whole for its backward."""
+        unit: Unit = call.find_unit()
+        self.begin()
+        unit.calls.in_backward.add(call)
+        self._prefetcher.need(unit, is_backward=True)
+        if torch.is_grad_enabled():
+            # create_graph: the graph of this backward saves the weights, and no event announces
+            # its own backward.
+            unit.weights.is_pinned = True
+
+    def _on_inputs_grad(self, call: Call, _: Any = None) -> None:
+        """Reshard a unit behind its backward."""
+        unit: Unit = call.find_unit()
+        if call in unit.calls.running:
+            return  # its forward, which still runs, wants a gradient of its own inputs
+        unit.calls.end_backward(call)
+        if self._reduces and not unit.gradients.are_complete:
+            self._order.advance()
+        # A unit that is called with its own output begins one backward before it ends another.
+        if not unit.calls.in_backward:
+            unit.weights.reshard()
+        if self._step.phase is Phase.BACKWARD:
+            self._prefetcher.prefetch()
+
+    def _on_leaf_inputs_grad(self, call: Call) -> None:
+        """End the backward of a call whose inputs are leaves, if its gradients are there too."""
+        unit: Unit = call.find_unit()
+        unit.calls.end_backward(call, is_certain=False)
+        if unit.gradients.are_complete and not unit.calls.awaited:
+            self._on_inputs_grad(call)
+
+    def on_grad(self, unit: Unit, index: int, _: Tensor) -> None:
+        """Take a parameter's gradient; the last one of a unit may start its reduction."""
+        if self._step.phase is not Phase.BACKWARD:
+            unit.gradients.set_aside(index)
+            self.begin()
+        if not unit.gradients.take(index):
+            return
+        if self._reduces:
+            self._order.advance()
+        # A frozen weight may still be wanted for the gradient of something before it.
+        is_done = unit.gradients.are_all_wanted and not unit.calls.awaited
+        if is_done and unit is not self._sharded.units[-1]:
+            unit.weights.reshard()
+
+    def _finish(self) -> None:
+        """End a backward pass: late gradients, waits, and weights that nothing resharded."""
+        ends_step = self._step.end_backward()
+        if self._reduces:
+            self._order.finish()
+        else:
+            for unit in self._sharded.units:
+                unit.gradients.show_local()
+        self._sharded.comm.transport.release_scratch()
+        for unit in self._sharded.units:
+            unit.calls.end_pass()
+        if ends_step:
+            self._step.close()
+            return
+        for unit in self._sharded.units[:-1]:
+            unit.weights.reshard()
+
+    def abandon(self) -> None:
+        """Forget a backward pass that an exception ended."""
+        self._order.abandon()

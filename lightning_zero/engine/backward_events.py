@@ -1,0 +1,182 @@
+"""The calls of a unit's forward, and the events of autograd that mark their backward.
+
+Torch has no event for the backward of a module. It begins with the first gradient of the call's
+outputs, and it has ended when the gradients of its inputs are there.
+
+Graphs hold the hooks for these events, and may be held for long: by a module that keeps its loss.
+Python's garbage collector does not see through them, so nothing that holds a module hangs on a
+graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.hooks import RemovableHandle
+
+from lightning_zero.tensors import tensors_in
+
+
+class Call:
+    """One call of a unit's forward.
+
+    Attributes:
+        find_unit: Returns the unit while it lives; the handlers of a call's events keep it alive.
+    """
+
+    __slots__ = ("find_unit",)
+
+    def __init__(self, find_unit: Callable[[], Any]) -> None:
+        self.find_unit = find_unit
+
+
+class Events(NamedTuple):
+    """The functions to call at the events of a call's backward.
+
+    Attributes:
+        began: At the first gradient of an output, with the call and the gradients.
+        ended: When the inputs have their gradients, with the same.
+        leaves_done: Instead of ``ended`` if all inputs are leaves. A leaf may have its gradient
+            before the graph behind it is done, so by itself that is not the end.
+    """
+
+    began: Callable[[Call, Any], None]
+    ended: Callable[[Call, Any], None]
+    leaves_done: Callable[[Call], None]
+
+
+class Calls:
+    """The calls of a unit's forward, from their begin to the end of their backward.
+
+    Attributes:
+        running: The calls whose forward runs now, the innermost last.
+        awaited: The calls whose inputs' gradients will mark the end of their backward.
+        in_backward: The calls whose backward has begun and not ended.
+        have_run: Whether this rank used the unit's weights in this step, by a call or otherwise.
+    """
+
+    def __init__(self, find_unit: Callable[[], Any]) -> None:
+        self._find_unit = find_unit
+        self.running: list[Call] = []
+        self.awaited: set[Call] = set()
+        self.in_backward: set[Call] = set()
+        self.have_run = False
+        self._has_ended = False
+
+    def begin(self, arguments: Any, events: Events) -> None:
+        """Begin a forward; listen for the gradients of the inputs among its ``arguments``."""
+        self.have_run = True
+        call = Call(self._find_unit)
+        self.running.append(call)
+        inputs = _inputs(arguments) if arguments else []
+        if not inputs:
+            return
+        self.awaited.add(call)
+        inner = [tensor for tensor in inputs if not tensor.is_leaf]
+        if len(inner) == 1:
+            # What torch's hook for several tensors would come to, at half the price.
+            inner[0].register_hook(functools.partial(events.ended, call))  # type: ignore[no-untyped-call]
+        elif inner:
+            register_multi_grad_hook(inner, functools.partial(events.ended, call), mode="all")
+        else:
+            # Torch's hook for several tensors takes no leaves in `torch.autograd.grad`.
+            _on_leaf_grads(inputs, functools.partial(events.leaves_done, call))
+
+    def end(self, outputs: Iterable[Tensor], events: Events) -> bool:
+        """End the innermost forward; return whether gradients of its ``outputs`` can come."""
+        call = self.running.pop()
+        tracked = [t for t in outputs if t.requires_grad and t.grad_fn is not None]
+        if not tracked:
+            return False
+        # A hook on a view is lost when the view is changed in place; one on its base stays.
+        for tensor in tuple(tracked):
+            base = tensor._base
+            if base is not None and base.requires_grad:
+                tracked.append(base)
+        if len(tracked) == 1:
+            tracked[0].register_hook(functools.partial(events.began, call))  # type: ignore[no-untyped-call]
+        else:
+            register_multi_grad_hook(tracked, functools.partial(events.began, call), mode="any")
+        return True
+
+    def end_backward(self, call: Call, *, is_certain: bool = True) -> None:
+        """Note that the backward of a call has ended, or that no event will come to say so."""
+        self.awaited.discard(call)
+        self.in_backward.discard(call)
+        self._has_ended |= is_certain
+
+    @property
+    def have_passed(self) -> bool:
+        """Return whether the backward of every call has ended, so that no gradient is expected."""
+        return self._has_ended and not self.awaited
+
+    def end_pass(self) -> None:
+        """End a backward pass: nothing that came before is awaited."""
+        self._has_ended = False
+        self.awaited, self.in_backward = set(), set()
+
+    def abandon(self) -> None:
+        """Forget all calls, also those that run."""
+        self.running = []
+        self.end_pass()
+
+
+def _on_leaf_grads(leaves: list[Tensor], done: Callable[[], None]) -> None:
+    """Call ``done`` once every leaf has had a gradient."""
+    waiting: dict[int, RemovableHandle] = {}
+
+    def note(number: int, _: Tensor) -> None:
+        waiting.pop(number).remove()
+        if not waiting:
+            done()
+
+    for number, leaf in enumerate(leaves):
+        hook = functools.partial(note, number)
+        waiting[number] = leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a bound ``method`` as a function for a graph, which does not keep its object alive.
+
+    Called when the object is gone it raises :func:`too_late`.
+    """
+    # Not `WeakMethod`, which is Python again, for every event of every unit.
+    found, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
+
+    def call(*args: Any) -> None:
+        alive = found()
+        if alive is None:
+            raise too_late()
+        function(alive, *args)
+
+    return call
+
+
+def too_late() -> RuntimeError:
+    """Return the error of a backward pass that needs weights which are gone for good."""
+    return RuntimeError(
+        "A backward pass began from a forward that ran before the module's training ended. The"
+        " weights that it saved were given back, and the ranks average no more gradients. Run the"
+        " forward again."
+    )
+
+
+def with_grad(value: Any) -> list[Tensor]:
+    """Return the tensors inside ``value`` that want a gradient."""
+    return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+
+
+def _inputs(value: Any) -> list[Tensor]:
+    """Return the tensors in a module's arguments whose gradients mark the end of its backward.
+
+    An object may be handed from module to module and hold what others left in it (the keys and
+    values that a Transformers decoder caches): gradients that come much later. It counts only where
+    no tensor is given otherwise.
+    """
+    given = [t for t in tensors_in(value, within_objects=False) if t.requires_grad]
+    return given or with_grad(value)

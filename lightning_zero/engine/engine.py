@@ -1,0 +1,237 @@
+"""The training of a sharded model.
+
+The engine knows no Lightning. In a plain loop::
+
+    engine = Engine(module, Settings(stage=3))
+    engine.adopt(optimizer)
+    for batch in data:
+        optimizer.zero_grad()
+        loss = module(batch).sum()
+        loss.backward()
+        optimizer.step()
+    engine.close()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_zero.comm import Communicator, SyncPoint
+from lightning_zero.engine import rank_check
+from lightning_zero.engine.backward import Backward
+from lightning_zero.engine.forward import Forward
+from lightning_zero.engine.join import Join
+from lightning_zero.engine.module_hook import Hooks
+from lightning_zero.engine.schedule import Prefetcher
+from lightning_zero.engine.sharded_model import ShardedModel
+from lightning_zero.engine.step import Lifetime, Step
+from lightning_zero.optimizer import OptimizerHooks
+from lightning_zero.parameters import Piece
+from lightning_zero.plan import Settings
+
+_NO_FACTS: rank_check.Facts = {}
+
+
+class Engine:
+    """The training of a sharded model: the step that its units go through together.
+
+    Args:
+        module: The model. Its parameters become views of flat buffers, sharded according to the
+            stage; the ``Parameter`` objects stay.
+        settings: The user's.
+        comm: The default process group if omitted.
+        facts: What else must be equal on all ranks, which are compared first.
+
+    Attributes:
+        module: The model itself.
+        comm: The ranks.
+        sharded: The model in units: its parameters, pieces and bytes.
+
+    Raises:
+        ValueError: The module cannot be sharded as it is; the message says why.
+        RuntimeError: The ranks differ; the message says in what.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: Settings,
+        comm: Communicator | None = None,
+        *,
+        facts: rank_check.Facts = _NO_FACTS,
+    ) -> None:
+        self.module = module
+        self.comm = comm = comm or Communicator(settings.device)
+        rank_check.require_equal(
+            comm.control, lambda: rank_check.model_facts(module, settings, facts)
+        )
+        self.sharded = sharded = ShardedModel(module, settings, comm)
+        units = sharded.units
+        self._step = Step(units, self.reset)
+        self._join = Join(units, comm)
+        self._prefetcher = Prefetcher(units, self._join, settings.prefetch)
+        parts = (sharded, self._step, self._prefetcher, self._join)
+        self._backward = Backward(*parts)
+        self._hooks = Hooks(units, self._backward.on_grad)
+        self._forward = Forward(*parts, self._backward, self._hooks)
+        self._step_access = comm.exclusive(SyncPoint.STEP, SyncPoint.STEPPED)
+        sharded.on_touch = self._forward.touch
+        self._forward.hook_modules()
+        for unit in units:
+            unit.weights.reshard()
+        _engines.add(self)
+
+    @property
+    def is_closed(self) -> bool:
+        """Return whether the run has ended and the hooks are gone."""
+        return self._step.is_closed
+
+    @property
+    def is_restored(self) -> bool:
+        """Return whether the run has ended and the module is an ordinary one again."""
+        return self._step.lifetime is Lifetime.RESTORED
+
+    # -- the step --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def step(self, *, awaits_backward: bool = True) -> Iterator[Callable[[Any], None]]:
+        """Enter code that all ranks run together: the root is whole, other weights gather on touch.
+
+        Yields a function to call with the step's outputs: a backward pass from them, after the
+        context has ended, finds the weights it needs. ``awaits_backward=False`` closes the step at
+        once.
+        """
+        self._forward.enter()
+        outputs: list[Any] = []
+        try:
+            yield outputs.append
+        except BaseException:
+            self.reset()
+            raise
+        if not awaits_backward:
+            self._step.keeps_graph = False
+        self._forward.leave(outputs if awaits_backward else None)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Enter a context of microbatches whose gradients may stay local, if the plan allows."""
+        return self._backward.no_sync()
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Enter forwards without gradients in which ranks may run different units, or none."""
+        if self._join.is_open:
+            yield
+            return
+        # What a rank does here is its own, and no guide to what all ranks need next.
+        separate = self._prefetcher.separate() if self._join.must_ask else contextlib.nullcontext()
+        with self._join.opened(), separate:
+            yield
+
+    # -- the optimizer ---------------------------------------------------------------------------
+
+    def adopt(self, optimizer: Optimizer) -> str | None:
+        """Point ``optimizer`` at this rank's pieces, and refresh weights whenever it has stepped.
+
+        Returns:
+            What it costs, in a line, that it is not stepped by element; ``None`` if it is.
+
+        Raises:
+            ValueError: It can be stepped in no way, or a parameter is in two of its groups.
+        """
+        self._compare_optimizers(optimizer)
+        hooks = OptimizerHooks(
+            optimizer,
+            self.sharded.piece,
+            self.comm,
+            changed=self._compare_optimizers,
+            before=self._before_step,
+            after=self._after_step,
+        )
+        self.sharded.optimizers.append(optimizer)
+        self._hooks.handles += hooks.handles
+        return hooks.notice
+
+    def _compare_optimizers(self, *new: Optimizer) -> None:
+        """Raise on all ranks if the optimizers differ; all call it, where groups have changed."""
+        optimizers = [*self.sharded.optimizers, *new]
+        rank_check.require_equal(
+            self.comm.control, lambda: rank_check.optimizer_facts(optimizers, self.module)
+        )
+
+    def _before_step(self) -> None:
+        """Wait until no rank reads this one's masters or reduce buffers any more."""
+        self.sharded.keep_edits()
+        self._step_access.begin()
+        self.comm.transport.drop_outgrown()
+
+    def _after_step(self, pieces: Iterable[Piece]) -> None:
+        """Bring weights up to date with the masters that were stepped."""
+        self._step_access.end()
+        self._step.keeps_graph = False
+        if not self._step.is_inside:
+            self._step.close()
+        units = self.sharded.units_of([piece.parameter for piece in pieces])
+        self.sharded.refresh(units, only_stepped=True)
+        self.comm.transport.ledger.end_step()
+        self.comm.control.log.step += 1
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget a step that an exception ended; the next one starts clean."""
+        self._step.interrupt()
+        self._join.abandon()
+        self._forward.abandon()
+        self._backward.abandon()
+        self._prefetcher.forget()
+        for unit in self.sharded.units:
+            unit.abandon()
+        self.comm.transport.release_scratch()
+        self._step.close()
+
+    def close(self, *, restore: bool = True) -> None:
+        """Take the hooks away and, with ``restore``, make the module an ordinary one again.
+
+        Restoring gathers unit by unit and needs host memory for the whole model on every rank.
+        Without it the parameters stay at rest. All ranks close together, unless an exception has
+        just ended a step.
+        """
+        was_interrupted = self._step.lifetime is Lifetime.INTERRUPTED
+        if not was_interrupted:
+            self._forward.order_check.wait()
+            self.comm.control.call(SyncPoint.CLOSE).wait()
+        for unit in self.sharded.units:
+            unit.weights.wait_if_in_flight()
+        if restore and not was_interrupted:
+            self.sharded.keep_edits()
+        self._step.close()
+        self._hooks.remove()
+        self._step.lifetime = Lifetime.CLOSED
+        for flat in self.sharded.flats:
+            flat.let_go()
+        try:
+            if restore:
+                self.sharded.restore()
+                self._step.lifetime = Lifetime.RESTORED
+        finally:
+            self.comm.transport.release()
+            self.comm.control.watchdog.leave()
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def engine_of(parameters: Iterable[Parameter]) -> Engine | None:
+    """Return the open engine that shards one of ``parameters``, if there is one."""
+    wanted = list(parameters)
+    for engine in _engines:
+        if not engine.is_closed and any(engine.sharded.piece(p) is not None for p in wanted):
+            return engine
+    return None

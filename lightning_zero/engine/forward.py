@@ -1,0 +1,184 @@
+"""The forward half of a step: its begin, the calls of its modules, and its end."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_zero.engine.backward import Backward
+from lightning_zero.engine.backward_events import with_grad
+from lightning_zero.engine.join import Join
+from lightning_zero.engine.module_hook import Hook, Hooks
+from lightning_zero.engine.order_check import OrderCheck
+from lightning_zero.engine.schedule import Prefetcher
+from lightning_zero.engine.sharded_model import ShardedModel
+from lightning_zero.engine.step import Phase, Step
+from lightning_zero.engine.unit import Unit
+from lightning_zero.tensors import internals, tensors_in
+
+
+class Forward:
+    """Handles the events of forwards: unshards what they need, and reshards it behind them.
+
+    Attributes:
+        order_check: The comparison with other ranks that the last forward has left under way.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        step: Step,
+        prefetcher: Prefetcher,
+        join: Join,
+        backward: Backward,
+        hooks: Hooks,
+    ) -> None:
+        self._sharded = sharded
+        self._step = step
+        self._prefetcher = prefetcher
+        self._join = join
+        self._backward = backward
+        self._hooks = hooks
+        is_due = any(unit.weights.gives_back for unit in sharded.units)
+        self.order_check = OrderCheck(sharded.comm, is_due=is_due)
+        # Whether a call of the module itself runs that entered the step, so that it must leave.
+        self._is_called = False
+        # Whether gradients were sent since the last forward, as DDP counts its broadcasts.
+        self._is_synced = True
+
+    def hook_modules(self) -> None:
+        """Hook the modules of all units, and the children whose weights the root holds."""
+        inner, root = self._sharded.units[:-1], self._sharded.root
+        for unit in inner:
+            may_skip = None if unit.weights.gives_back else unit.inline
+            self._hooks.add(
+                Hook(unit.module, functools.partial(self.before_unit, unit), may_skip),
+                Hook(unit.module, functools.partial(self.after_unit, unit), may_skip),
+                with_kwargs=True,
+            )
+        module = self._sharded.module
+        self._hooks.add(
+            Hook(module, self.before_root, self._skips_enter),
+            Hook(module, self.after_root, self._skips_leave),
+        )
+        # The children too: a validation hook calls `self.net(x)`, and the root holds some of its
+        # weights.
+        for child in module.children():
+            if not any(child is unit.module for unit in inner):
+                self._hooks.add(
+                    Hook(child, self.before_root, root.inline),
+                    Hook(child, self.after_root, root.inline),
+                )
+
+    # -- the begin and the end -------------------------------------------------------------------
+
+    def enter(self, *, broadcasts: bool = True) -> None:
+        """Go into a forward, and begin a step unless one is under way."""
+        if self._step.enter():
+            self._begin(broadcasts=broadcasts)
+
+    def _begin(self, *, broadcasts: bool) -> None:
+        self.order_check.wait()
+        self._step.close()
+        units, root = self._sharded.units, self._sharded.root
+        for unit in units:
+            unit.calls.have_run = False
+        # Also of units whose own hooks a compiled graph leaves out.
+        self._hooks.hook_unfrozen()
+        self._prefetcher.begin_step(with_grad=torch.is_grad_enabled())
+        self._prefetcher.unshard(root)
+        self._prefetcher.prefetch()
+        for unit in units:
+            if unit.is_inlined:
+                unit.weights.wait_if_in_flight()
+        root.weights.wait()
+        if broadcasts and not self._join.is_open and self._sharded.settings.broadcast_buffers:
+            is_due, self._is_synced = self._is_synced, self._backward.syncs
+            if is_due:
+                self._sharded.broadcast_buffers()
+
+    def leave(self, outputs: Any) -> None:
+        """Come out of a forward; behind the outermost, await a backward from its ``outputs``."""
+        if self._step.leave():
+            self._end(outputs)
+
+    def _end(self, outputs: Any) -> None:
+        tracked = with_grad(outputs) if torch.is_grad_enabled() else []
+        if not tracked:
+            self._step.close()
+            if not self._join.asks:
+                self.order_check.start()
+            return
+        self._backward.unshard_before(tracked)
+        self._step.phase = Phase.AWAITS_BACKWARD
+
+    def touch(self, unit: Unit) -> bool:
+        """Start to gather a unit outside its forward; return ``False`` between steps."""
+        if self._step.phase is Phase.IDLE:
+            return False
+        self._prefetcher.unshard(unit)
+        unit.pin()
+        return True
+
+    def abandon(self) -> None:
+        """Forget a forward that an exception ended."""
+        self._is_called = False
+        self.order_check.abandon()
+
+    # -- calls of modules ------------------------------------------------------------------------
+
+    def before_root(self, module: nn.Module, args: Any) -> None:
+        """Go into a call of the module, or of a child whose weights the root holds."""
+        # What DDP does for a call of the module itself, it does not for one of a child in a hook.
+        is_root = module is self._sharded.module
+        self.enter(broadcasts=is_root)
+        self._is_called |= is_root
+
+    def after_root(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Come out of such a call."""
+        self._is_called &= module is not self._sharded.module
+        self.leave(output)
+
+    def _skips_enter(self) -> bool:
+        """Return whether a compiled graph may hold the begin of a call: a step was entered."""
+        return self._step.is_inside and self._sharded.root.inline()
+
+    def _skips_leave(self) -> bool:
+        """Return whether the call that a compiled graph ends began in one."""
+        return not self._is_called and self._sharded.root.inline()
+
+    def before_unit(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Make a unit whole for its forward, and listen for the end of its backward."""
+        # A forward within a backward pass is a recomputation.
+        is_recompute = internals.in_backward()
+        if is_recompute:
+            self._backward.begin()
+        elif self._step.enter():
+            self._begin(broadcasts=True)
+        is_tracked = torch.is_grad_enabled()
+        arguments = [*args, *kwargs.values()] if is_tracked else ()
+        unit.calls.begin(arguments, self._backward.events)
+        self._prefetcher.need(unit, is_backward=is_recompute)
+        if is_tracked and unit in self._hooks.frozen:
+            self._hooks.hook_grads(unit)
+
+    def after_unit(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        """Reshard a unit, unless it is needed next, and listen for the begin of its backward."""
+        outputs = tensors_in(output)
+        tracked = outputs if torch.is_grad_enabled() else ()
+        wants_grad = unit.calls.end(tracked, self._backward.events)
+        if internals.in_backward():
+            return
+        for tensor in outputs:
+            # The module may have given away a view of its weights, which lives on.
+            unit.weights.pin_if_viewed(tensor)
+        stays = wants_grad and not self._sharded.settings.reshard_after_forward
+        if stays or self._prefetcher.schedule.comes_next(unit.index):
+            unit.weights.idle()
+        else:
+            unit.weights.reshard()
+        if self._step.leave():
+            self._end(output)

@@ -1,0 +1,119 @@
+"""The gradients of a unit, on their way from autograd to the optimizer.
+
+::
+
+expect -> take, take, ... -> reduce -> finish -> install
+expect -> take, take, ... -> show_local                     (within ``no_sync``)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lightning_zero.parameters import FlatParameters
+from lightning_zero.tensors import span
+
+
+class Gradients:
+    """The gradients of one unit's parameters.
+
+    Args:
+        first_tag: As the weights'.
+
+    Attributes:
+        parameters: The unit's parameters; callers name one by its index here.
+        is_wanted: Whether any parameter wants a gradient in this backward pass.
+        are_all_wanted: Whether every parameter does.
+        are_complete: Whether all that want a gradient got one in this backward pass.
+    """
+
+    def __init__(self, label: str, flats: Sequence[FlatParameters], first_tag: int) -> None:
+        self.label = label
+        self.parameters = [parameter for flat in flats for parameter in flat.parameters]
+        self.is_wanted = self.are_all_wanted = False
+        self.are_complete = True
+        self._flats = flats
+        self._first_tag = first_tag
+        self._places = [(flat, i) for flat in flats for i in range(len(flat.parameters))]
+        self._num_missing = 0
+        self._finishes: list[Callable[[], None]] = []
+
+    def expect(self, *, is_local: bool) -> None:
+        """Begin a backward pass, whose gradients stay on this rank if ``is_local``."""
+        for flat in self._flats:
+            flat.reducer.expect(is_local=is_local)
+        wants = [parameter.requires_grad for parameter in self.parameters]
+        self._num_missing = sum(wants)
+        self.are_complete = not self._num_missing
+        self.are_all_wanted, self.is_wanted = all(wants), any(wants)
+
+    def set_aside(self, index: int) -> None:
+        """Keep a gradient that came before :meth:`expect` from being taken for the user's."""
+        flat, place = self._places[index]
+        gradient = flat.pieces[place].gradient
+        gradient.arrival = gradient.claim()
+
+    def take(self, index: int) -> bool:
+        """Take the gradient that autograd just finished; return whether none is missing now."""
+        flat, place = self._places[index]
+        grad = flat.pieces[place].gradient.claim()
+        assert grad is not None
+        self._num_missing -= not flat.reducer.arrived[place]
+        flat.reducer.take(place, grad)
+        self.are_complete = not self._num_missing
+        return self.are_complete
+
+    @property
+    def are_pending(self) -> bool:
+        """Return whether a gradient arrived that is not reduced yet."""
+        return True in [True in flat.reducer.filled for flat in self._flats]
+
+    @span("reduce")
+    def reduce(self) -> None:
+        """Start to average the gradients that arrived over the ranks."""
+        self.finish()
+        for tag, flat in enumerate(self._flats, self._first_tag):
+            if True in [parameter.requires_grad for parameter in flat.parameters]:
+                self._finishes.append(flat.reducer.reduce(self.label, tag))
+
+    def finish(self) -> None:
+        """End the reductions that were started."""
+        if self._finishes:
+            self._finish()
+
+    @span("finish_reduce")
+    def _finish(self) -> None:
+        finishes, self._finishes = self._finishes, []
+        for finish in finishes:
+            finish()
+
+    @property
+    def held(self) -> list[bool]:
+        """For each parameter, whether it got a gradient or its piece keeps an earlier one."""
+        held: list[bool] = []
+        for flat in self._flats:
+            held += flat.reducer.has_grads
+        return held
+
+    def install(self, are_held: Sequence[bool]) -> None:
+        """Show the reduced gradients to optimizer and user, of parameters that any rank holds."""
+        start = 0
+        for flat in self._flats:
+            stop = start + len(flat.parameters)
+            flat.reducer.install(are_held[start:stop])
+            start = stop
+
+    def show_local(self) -> None:
+        """Show the gradients of a backward pass that are not sent."""
+        for flat in self._flats:
+            flat.reducer.show_local()
+
+    def abandon(self) -> None:
+        """Drop all gradients that are not shown to the optimizer yet."""
+        try:
+            self.finish()
+        except RuntimeError:
+            # The ranks we waited for are gone; what they would have sent is lost with them.
+            self._finishes = []
+        for flat in self._flats:
+            flat.reducer.drop()

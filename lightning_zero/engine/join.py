@@ -1,0 +1,68 @@
+"""Forwards without gradients in which ranks may run different units, some none at all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from lightning_zero.comm import Communicator
+from lightning_zero.engine.unit import Unit
+from lightning_zero.engine.weights import State
+
+
+class Join:
+    """The context in which the ranks ask each other.
+
+    A gather needs every rank. So a rank that needs a resting unit asks the others, and all gather
+    it together, each between two modules of its own; a rank that has come to the end goes on to
+    help until all have.
+
+    Attributes:
+        must_ask: Whether a gather needs the others at all. Where ranks read each other's memory, or
+            nothing rests, there is nothing to ask for.
+        is_open: Whether the context was entered.
+        asks: Whether a gather must be asked for now.
+    """
+
+    def __init__(self, units: Sequence[Unit], comm: Communicator) -> None:
+        self._units = units
+        self._comm = comm
+        self.must_ask = comm.transport.gathers_together and any(
+            unit.weights.gives_back for unit in units
+        )
+        self.is_open = self.asks = False
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Enter the context; its end waits for all ranks."""
+        self.is_open = True
+        try:
+            if self.must_ask:
+                for unit in self._units:
+                    unit.weights.wait_if_in_flight()
+            self.asks = self.must_ask
+            yield
+            if self.must_ask:
+                self.gather(None)
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Leave the context without waiting for the others."""
+        self.is_open = self.asks = False
+
+    @torch.no_grad()
+    def gather(self, wanted: Unit | None) -> None:
+        """Gather what each rank wants, until this one has its unit, or else until all are done."""
+        while True:
+            index = -1 if wanted is None else wanted.index
+            asked = set(self._comm.control.gather_objects(index))
+            for unit in (self._units[index] for index in sorted(asked - {-1})):
+                was_resting = unit.weights.state is State.RESTING
+                unit.weights.gather_again()
+                if was_resting and unit is not wanted:
+                    unit.weights.reshard()
+            if wanted is not None or asked == {-1}:
+                return

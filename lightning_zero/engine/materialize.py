@@ -1,0 +1,132 @@
+"""Models that were built on the ``meta`` device get their memory one unit at a time.
+
+Values come from a module's ``reset_parameters()``, then from the ``_init_weights(module)`` of the
+nearest module around it that has one (the convention of Transformers). Children come before their
+parents, as in ``Module.apply``: a parent's ``_init_weights`` may give its children's weights other
+values (GPT-2 scales the projections of its residual stream so, T5 all of its matrices).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+class MetaInitializer:
+    """The modules of a model whose tensors are on the meta device and will be on ``device``."""
+
+    def __init__(self, root: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._initializers = dict(_initializers(root))
+        # Where the model shall stay on the meta device nothing is to be filled.
+        modules = _upwards(root) if device.type != "meta" else ()
+        self._modules = [module for module in modules if any(map(_owns_meta, module.modules()))]
+        # Modules without tensors of their own, all of whose parameters are still to come.
+        self._parents = {
+            id(module): {id(p) for p in module.parameters()}
+            for module in self._modules
+            if id(module) in self._initializers
+            and not isinstance(module, _CONTAINERS)
+            and not _owns_meta(module)
+            and all(p.is_meta for p in module.parameters())
+        }
+
+    def fill(self, owners: Iterable[nn.Module]) -> None:
+        """Give memory and initial values to what ``owners`` hold themselves.
+
+        Raises:
+            ValueError: One of them holds meta tensors and nothing gives them values.
+        """
+        wanted = {id(module) for module in owners}
+        fresh = [m for m in self._modules if id(m) in wanted and _owns_meta(m)]
+        for module in fresh:
+            self._allocate(module)
+        have = {id(p) for module in fresh for p in module._parameters.values()}
+        complete = {key for key, parts in self._parents.items() if parts <= have}
+        for module in self._modules:
+            if id(module) in complete or any(module is other for other in fresh):
+                self._initialize(module)
+                self._parents.pop(id(module), None)
+
+    def finish(self, gathered: Callable[[list[Parameter]], AbstractContextManager[None]]) -> None:
+        """Give values to what is left: buffers, and children that lie in several units.
+
+        Parameters are whole within ``gathered``, which keeps edits of them.
+        """
+        for module in self._modules:
+            if _owns_meta(module):
+                self._allocate(module)
+            elif id(module) not in self._parents:
+                continue
+            children = [p for child in module.children() for p in child._parameters.values()]
+            with gathered([p for p in children if p is not None]):
+                self._initialize(module)
+
+    def _allocate(self, module: nn.Module) -> None:
+        """Give the module's own meta tensors memory; a parameter stays the same object."""
+        if _reset_of(module) is None and id(module) not in self._initializers:
+            raise ValueError(
+                f"A module of class {type(module).__name__} was built on the meta device, but has"
+                " no `reset_parameters()` that would give its tensors values. Add one, or build the"
+                " model on the CPU."
+            )
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.is_meta:
+                empty = torch.empty_like(parameter, device=self._device)
+                fresh = nn.Parameter(empty, parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, fresh)  # type: ignore[no-untyped-call]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=self._device)
+
+    @torch.no_grad()
+    def _initialize(self, module: nn.Module) -> None:
+        reset = _reset_of(module)
+        if reset is not None and id(module) not in self._parents:
+            reset()
+        initializer = self._initializers.get(id(module))
+        if initializer is not None:
+            initializer._init_weights(module)  # type: ignore[operator]
+
+
+def _reset_of(module: nn.Module) -> Callable[[], None] | None:
+    # `MultiheadAttention` has only the private name.
+    for name in ("reset_parameters", "_reset_parameters"):
+        reset = getattr(module, name, None)
+        if callable(reset):
+            return reset  # type: ignore[no-any-return]
+    return None
+
+
+def _owns_meta(module: nn.Module) -> bool:
+    tensors = [*module._parameters.values(), *module._buffers.values()]
+    return any(tensor is not None and tensor.is_meta for tensor in tensors)
+
+
+def _upwards(root: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
+    """Yield every module once, children before their parents."""
+    seen = set() if seen is None else seen
+    if id(root) in seen:
+        return
+    seen.add(id(root))
+    for child in root.children():
+        yield from _upwards(child, seen)
+    yield root
+
+
+def _initializers(
+    module: nn.Module, inherited: nn.Module | None = None
+) -> Iterator[tuple[int, nn.Module]]:
+    """Yield each module's id with the nearest module around it that has ``_init_weights``."""
+    if callable(getattr(module, "_init_weights", None)):
+        inherited = module
+    if inherited is not None:
+        yield id(module), inherited
+    for child in module.children():
+        yield from _initializers(child, inherited)

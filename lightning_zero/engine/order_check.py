@@ -1,0 +1,90 @@
+"""Comparisons of what the ranks ran, behind messages that they exchange anyway."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from lightning_zero.comm import Communicator, PendingSync, SyncPoint
+
+
+class OrderCheck:
+    """Compares what the ranks gathered in a forward without gradients, behind the next one.
+
+    It does where only the order of gathers tells one unit's weights from another's. A backward pass
+    has sync points of its own, which find the same differences.
+
+    Args:
+        is_due: Whether weights are given back at all.
+    """
+
+    def __init__(self, comm: Communicator, *, is_due: bool) -> None:
+        self._comm = comm
+        self._is_due = is_due and comm.transport.gathers_in_order
+        self._called: PendingSync | None = None
+
+    def start(self) -> None:
+        """Start to compare what this rank gathered since the last sync point with the others."""
+        if self._is_due:
+            self.wait()
+            self._called = self._comm.control.call(SyncPoint.FORWARD)
+
+    def wait(self) -> None:
+        """End the comparison under way, if there is one.
+
+        Raises:
+            RuntimeError: The ranks gathered different weights.
+        """
+        called, self._called = self._called, None
+        if called is not None:
+            called.wait()
+
+    def abandon(self) -> None:
+        """Forget the comparison under way: an exception has ended the step."""
+        self._called = None
+
+
+class UnitCheck:
+    """A warning, once, where ranks ran different units and only shared memory allows it.
+
+    The flags that ranks exchange at the begin of a backward pass carry it: for each unit the
+    greatest number of a rank that ran it, then of one that did not.
+
+    Args:
+        names: The units' names, in the order of their flags.
+        is_due: Whether weights are given back, so that other transports need every rank.
+    """
+
+    def __init__(self, names: Sequence[str], comm: Communicator, *, is_due: bool) -> None:
+        self._names = names
+        self._rank = comm.control.rank
+        self._is_due = is_due and comm.transport.reads_peers
+
+    def flags(self, ran: Sequence[bool]) -> list[int]:
+        """Return flags of which each shall become its maximum over the ranks."""
+        if not self._is_due:
+            return list(ran)
+        number = min(self._rank + 1, 255)
+        return [has_run * number for has_run in ran] + [(not has_run) * number for has_run in ran]
+
+    def compare(self, flags: Sequence[int]) -> None:
+        """Warn on rank 0 if the maxima show a unit that some ranks ran and others did not."""
+        if not self._is_due:
+            return
+        for name, runner, other in zip(self._names, flags, flags[len(self._names) :], strict=False):
+            if runner and other:
+                self._warn(name, runner - 1, other - 1)
+                return
+
+    def _warn(self, name: str, runner: int, other: int) -> None:
+        self._is_due = False
+        if self._rank == 0:
+            warnings.warn(
+                f"Rank {runner} ran the unit {name!r} in this step and rank {other} did not. That"
+                " works only where ranks read each other's memory, as they do here: on GPUs and"
+                " between hosts a unit's weights are gathered by all ranks together at stage 3, and"
+                " such a step is refused. Run the same modules on every rank, for instance with a"
+                " loss that is multiplied by 0; gather weights beforehand (`with"
+                " lightning_zero.gathered(module):`); or take stage 1 or 2.",
+                stacklevel=2,
+            )

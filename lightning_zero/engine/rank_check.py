@@ -1,0 +1,235 @@
+"""A comparison of what must be equal on all ranks, before anything is built on it.
+
+Each rank describes its model, settings and optimizers as named things with attributes. One sync
+point compares a digest of that. Only where the digests differ do the ranks exchange their
+descriptions, and every rank raises one error, which says what differs on which ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from lightning_zero.comm import Control, SyncPoint
+from lightning_zero.optimizer import bare, parameter_of
+from lightning_zero.plan import Settings, find_units
+
+Facts = Mapping[str, Mapping[str, Any]]
+"""Things in an order that counts, with their attributes: ``{"Parameter 'a'": {"shape": (3, 4)}}``.
+"""
+
+Description = dict[str, dict[str, str]]
+"""Facts of which every value is text, equal on two ranks if and only if the values agree."""
+
+_MOST_SHOWN = 8
+_DIGEST_BYTES = 16
+_CHOICES_OF_ONE_RANK = ("params", "foreach", "fused")
+"""Entries of a param group that are no hyperparameters: they choose among equal computations."""
+
+
+def require_equal(control: Control, make_facts: Callable[[], Facts]) -> None:
+    """Compare facts of all ranks; a collective, and one small message where they agree.
+
+    Raises:
+        RuntimeError: They differ. All ranks raise the same text.
+    """
+    if control.world_size == 1:
+        return
+    description = describe(make_facts())
+    if control.all_equal(SyncPoint.COMPARE, digest(description)):
+        return
+    found = differences(control.gather_objects(description))
+    shown = [f"\n- {difference}." for difference in found[:_MOST_SHOWN]]
+    if len(found) > _MOST_SHOWN:
+        shown.append(f"\n- {len(found) - _MOST_SHOWN} more differences.")
+    raise RuntimeError(
+        "The ranks differ, so they cannot train one model together:"
+        + "".join(shown)
+        + "\nBuild the same model, with the same settings and optimizers, on every rank. What"
+        " depends on the rank, on random numbers without a seed, or on files and variables of one"
+        " host may belong only to data."
+    )
+
+
+# -- descriptions ----------------------------------------------------------------------------------
+
+
+def describe(facts: Facts) -> Description:
+    """Return facts as text, without the values that cannot be compared."""
+    return {
+        thing: {
+            name: text for name, value in attributes.items() if (text := _text(value)) is not None
+        }
+        for thing, attributes in facts.items()
+    }
+
+
+def digest(description: Description) -> bytes:
+    """Return a few bytes that are equal for equal descriptions, in any process."""
+    items = [(thing, sorted(attributes.items())) for thing, attributes in description.items()]
+    return hashlib.blake2b(repr(items).encode(), digest_size=_DIGEST_BYTES).digest()
+
+
+def differences(descriptions: Sequence[Description]) -> list[str]:
+    """Return each difference of the ranks' descriptions as a sentence, with names and ranks."""
+    things = dict.fromkeys(thing for one in descriptions for thing in one)
+    return [
+        *_other_order(descriptions),
+        *(text for thing in things for text in _differences_of(thing, descriptions)),
+    ]
+
+
+def _other_order(descriptions: Sequence[Description]) -> Iterator[str]:
+    """Yield the first place in which what all ranks have comes in another order."""
+    common = set.intersection(*(set(one) for one in descriptions))
+    orders = [[thing for thing in one if thing in common] for one in descriptions]
+    for places in zip(*orders, strict=True):
+        if len(set(places)) > 1:
+            yield f"The order differs: next comes {_by_rank(places)}"
+            return
+
+
+def _differences_of(thing: str, descriptions: Sequence[Description]) -> Iterator[str]:
+    has_thing = [thing in one for one in descriptions]
+    if not all(has_thing):
+        there = _ranks([rank for rank, has in enumerate(has_thing) if has])
+        missing = _ranks([rank for rank, has in enumerate(has_thing) if not has])
+        yield f"{thing} exists on {there} and not on {missing}"
+        return
+    for name in dict.fromkeys(name for one in descriptions for name in one[thing]):
+        values = [one[thing].get(name, "missing") for one in descriptions]
+        if len(set(values)) > 1:
+            yield f"{thing} has {name} {_by_rank(values)}"
+
+
+def _by_rank(values: Sequence[Hashable]) -> str:
+    ranks: dict[Hashable, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return " and ".join(f"{value} on {_ranks(those)}" for value, those in ranks.items())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _text(value: Any) -> str | None:
+    """Return a value as text that is equal in every process; ``None`` if it has no such text."""
+    if isinstance(value, Enum):
+        return _text(value.value)
+    if value is None or isinstance(value, bool | str):
+        return repr(value)
+    if isinstance(value, int | float):
+        # A subclass, as numpy's, has another text for the same number.
+        return repr(float(value) if isinstance(value, float) else int(value))
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, torch.device):
+        return value.type  # its number is a rank's own
+    if isinstance(value, Tensor):
+        return repr(value.item()) if not value.dim() and value.device.type == "cpu" else None
+    if isinstance(value, Mapping):
+        return _text_of_all([f"{_text(key)}: {_text(item)}" for key, item in value.items()], "{}")
+    if isinstance(value, list | tuple):
+        return _text_of_all([_text(item) for item in value], "()")
+    if isinstance(value, set | frozenset):
+        return _text_of_all(sorted(str(_text(item)) for item in value), "{}")
+    if is_dataclass(value) and not isinstance(value, type):
+        return _text({field.name: getattr(value, field.name) for field in fields(value)})
+    return _qualified_name(value) if callable(value) else None
+
+
+def _text_of_all(texts: Sequence[str | None], brackets: str) -> str:
+    end = "," if brackets == "()" and len(texts) == 1 else ""
+    return f"{brackets[0]}{', '.join(map(str, texts))}{end}{brackets[1]}"
+
+
+def _qualified_name(value: Any) -> str:
+    named = value if hasattr(value, "__qualname__") else type(value)
+    # A launcher may import the main module of some ranks under another name.
+    is_main = named.__module__ in ("__main__", "__mp_main__")
+    return str(named.__qualname__ if is_main else f"{named.__module__}.{named.__qualname__}")
+
+
+# -- facts -----------------------------------------------------------------------------------------
+
+
+def model_facts(module: nn.Module, settings: Settings, more: Facts) -> dict[str, dict[str, Any]]:
+    """Return what must be equal of a model and its settings, before it is sharded.
+
+    Args:
+        module: The model.
+        settings: The engine's.
+        more: Other facts, which come first.
+    """
+    facts = {thing: dict(attributes) for thing, attributes in more.items()}
+    own = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    facts.setdefault("The strategy", {}).update(own)
+    first_names: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(id(parameter), name)
+        facts[f"Parameter {name!r}"] = {
+            **_facts_of(parameter),
+            "requires_grad": parameter.requires_grad,
+            "tie": None if first == name else first,
+        }
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        facts[f"Buffer {name!r}"] = _facts_of(buffer)
+    facts.update((f"Unit {name!r}", {}) for name in _unit_names(module, settings))
+    return facts
+
+
+def _facts_of(tensor: Tensor) -> dict[str, Any]:
+    return {
+        "shape": "unknown" if is_lazy(tensor) else tuple(tensor.shape),
+        "dtype": tensor.dtype,
+        "values": "none, as it is on meta" if tensor.is_meta else "memory",
+    }
+
+
+def _unit_names(module: nn.Module, settings: Settings) -> list[str]:
+    """Return the names of the units; the reason in place of them where there are none."""
+    if not callable(settings.units) and not isinstance(settings.units, Collection):
+        return []  # an iterator, which can be read once
+    try:
+        return list(find_units(module, settings.units))
+    except (TypeError, ValueError) as error:
+        return [str(error)]
+
+
+def optimizer_facts(
+    optimizers: Sequence[Optimizer], module: nn.Module
+) -> dict[str, dict[str, Any]]:
+    """Return what must be equal of optimizers: classes, groups, hyperparameters and members."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    facts: dict[str, dict[str, Any]] = {}
+    for number, optimizer in enumerate(optimizers):
+        facts[f"Optimizer {number}"] = {"class": type(bare(optimizer))}
+        for index, group in enumerate(optimizer.param_groups):
+            facts[f"Group {index} of optimizer {number}"] = {
+                key: value for key, value in group.items() if key not in _CHOICES_OF_ONE_RANK
+            }
+            for place, member in enumerate(group["params"]):
+                parameter = parameter_of(member)
+                name = _member_name(parameter, names, f"{place} of group {index}")
+                facts[f"{name} of optimizer {number}"] = {
+                    "group": index,
+                    "requires_grad": parameter.requires_grad,
+                }
+    return facts
+
+
+def _member_name(parameter: Parameter, names: Mapping[int, str], place: str) -> str:
+    name = names.get(id(parameter))
+    if name is not None:
+        return f"Parameter {name!r}"
+    return f"Parameter {place}, which is not the model's and has shape {tuple(parameter.shape)},"

@@ -1,0 +1,121 @@
+"""Rank-invariant order of gradient reductions, whatever each rank computes.
+
+A rank waits for a unit's reduction before it starts the next but one, so that whole gradients of
+two units at most are in memory. Waiting is safe only if every rank goes through the same units in
+the same order: two ranks that reduced what is ready, one expert here and another there, would wait
+for each other for ever. So each backward pass has its **turns**, the same on all ranks:
+
+1. The order is that in which rank 0 went backward through the units of its first step.
+2. A unit has a turn if any rank ran it in this step.
+3. When a unit's turn comes, a rank reduces it if its gradients are all there, if its backward is
+   over, or if this rank never ran it (it sends zeros). Otherwise the turn waits.
+4. At the end of the backward pass the turns that are left are taken, then those units once more
+   for which a gradient came after their turn on any rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from lightning_zero.comm import Communicator, SyncPoint, Work
+from lightning_zero.engine.order_check import UnitCheck
+from lightning_zero.engine.unit import Unit
+
+
+class ReductionOrder:
+    """The reductions of a backward pass, in the order of all ranks."""
+
+    def __init__(self, units: Sequence[Unit], comm: Communicator) -> None:
+        self._units = units
+        self._comm = comm
+        num_parameters = sum(len(unit.gradients.parameters) for unit in units)
+        comm.control.reserve(len(units) + max(num_parameters, len(units)))
+        gives_back = any(unit.weights.gives_back for unit in units)
+        self._unit_check = UnitCheck([unit.label for unit in units], comm, is_due=gives_back)
+        self._order: list[Unit] | None = None
+        self._left: list[Unit] | None = None
+        self._under_way: Unit | None = None
+        self._flags = torch.empty(0)
+        self._work: Work | None = None
+
+    def begin(self, forward_order: Iterable[int]) -> None:
+        """Start a backward pass: exchange which units each rank ran, here in ``forward_order``."""
+        if self._order is None:
+            ran = [index for index in dict.fromkeys(forward_order) if index < len(self._units) - 1]
+            agreed = self._comm.control.broadcast_object(ran)
+            rest = [unit.index for unit in self._units[:-1] if unit.index not in agreed]
+            # The root has run from the beginning to the end.
+            self._order = [self._units[index] for index in (*reversed(agreed), *reversed(rest), -1)]
+        self._left = None
+        have_run = [unit.calls.have_run for unit in self._units]
+        have_run[-1] = True
+        flags = self._unit_check.flags(have_run)
+        self._flags = torch.tensor(flags, dtype=torch.uint8, device="cpu")
+        self._work = self._comm.control.call(SyncPoint.BEGIN, self._flags)
+
+    def advance(self) -> None:
+        """Start the reductions whose turn has come."""
+        left = self._left if self._left is not None else self._turns_left()
+        while left and (left[0].gradients.are_complete or self._is_over(left[0])):
+            self._reduce(left.pop(0))
+
+    def _is_over(self, unit: Unit) -> bool:
+        """Return whether no further gradient of ``unit`` is expected, though some are missing."""
+        return unit is not self._units[-1] and (unit.calls.have_passed or not unit.calls.have_run)
+
+    def _turns_left(self) -> list[Unit]:
+        if self._left is None:
+            assert self._order is not None
+            assert self._work is not None
+            self._work.wait()
+            has_turn = self._flags.tolist()
+            self._unit_check.compare(has_turn)
+            self._left = [
+                unit for unit in self._order if has_turn[unit.index] and unit.gradients.is_wanted
+            ]
+        return self._left
+
+    def _reduce(self, unit: Unit) -> None:
+        # One reduction is under way behind the backward of the next unit; two would only hold
+        # memory.
+        if self._under_way is not None:
+            self._under_way.gradients.finish()
+        unit.gradients.reduce()
+        self._under_way = unit
+
+    def finish(self) -> None:
+        """Take the turns that are left and show the gradients to the optimizer.
+
+        A parameter that no rank used keeps no gradient, as in a plain loop.
+        """
+        left = self._turns_left()
+        while left:
+            self._reduce(left.pop(0))
+        flags = [unit.gradients.are_pending for unit in self._units]
+        for unit in self._units:
+            flags += unit.gradients.held
+        agreed = torch.tensor(flags, dtype=torch.uint8, device="cpu")
+        self._comm.control.call(SyncPoint.END, agreed).wait()
+        agreed_flags = [flag > 0 for flag in agreed.tolist()]
+        for unit in self._units:
+            if agreed_flags[unit.index]:
+                self._reduce(unit)
+        if self._under_way is not None:
+            self._under_way.gradients.finish()
+        self._under_way = None
+        start = len(self._units)
+        for unit in self._units:
+            stop = start + len(unit.gradients.parameters)
+            unit.gradients.install(agreed_flags[start:stop])
+            start = stop
+
+    def abandon(self) -> None:
+        """Forget a backward pass that an exception ended."""
+        if self._work is not None:
+            # The others may be gone, or have reached another sync point: that ended the pass.
+            with contextlib.suppress(RuntimeError):
+                self._work.wait()
+        self._under_way = self._left = self._work = None

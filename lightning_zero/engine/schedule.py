@@ -1,0 +1,131 @@
+"""The order in which units are needed, and gathers ahead of it.
+
+Each step's needs are recorded, and the last record predicts this step's: after the n-th need comes
+what followed it last time. A step that goes another way (a branch, another data loader) finds its
+place again at the next need that the record knows; until then nothing is predicted. A wrong guess
+costs a gather in vain, never a wrong number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from lightning_zero.engine.join import Join
+from lightning_zero.engine.unit import Unit
+from lightning_zero.engine.weights import State
+
+
+class Need(NamedTuple):
+    """A unit whose weights must be whole for its forward or its backward."""
+
+    unit: int
+    is_backward: bool
+
+
+class Schedule:
+    """The needs of the last step, and how far this one has followed them."""
+
+    def __init__(self) -> None:
+        self._last: list[Need] = []
+        self._now: list[Need] = []
+        self._place = -1
+
+    def begin(self) -> None:
+        """Start a step; the needs recorded since the last start become the prediction."""
+        if self._now:
+            self._last, self._now = self._now, []
+        self._place = -1
+
+    def record(self, need: Need) -> None:
+        """Note that ``need`` has come up."""
+        self._now.append(need)
+        try:
+            self._place = self._last.index(need, self._place + 1)
+        except ValueError:
+            # Not ahead of us: the step took another way. Stay, in case the record joins again.
+            return
+
+    def ahead(self, count: int) -> list[Need]:
+        """Return the next ``count`` needs, as far as they can be predicted."""
+        return self._last[self._place + 1 : self._place + 1 + count]
+
+    def comes_next(self, unit: int) -> bool:
+        """Return whether the next need, as far as it can be predicted, is the same unit's."""
+        place = self._place + 1
+        return place < len(self._last) and self._last[place].unit == unit
+
+    def units_in_forward(self) -> list[int]:
+        """Return the units of this step's forward, in the order in which they ran."""
+        return [need.unit for need in self._now if not need.is_backward]
+
+
+class Prefetcher:
+    """Gathers units in time: those that are needed and those that the schedule predicts.
+
+    Args:
+        join: The context in which a gather must be asked for.
+        count: How many units to gather ahead.
+
+    Attributes:
+        schedule: The order in which this step needs units. Steps with gradients have one, and those
+            without.
+        last_backward: The unit whose need came last, if it was for its backward.
+    """
+
+    def __init__(self, units: Sequence[Unit], join: Join, count: int) -> None:
+        self.last_backward: Unit | None = None
+        self._units = units
+        self._join = join
+        self._count = count
+        self.forget()
+
+    def forget(self) -> None:
+        """Predict nothing: ranks whose step broke off in different places expect the same again."""
+        self._with_grad, self._without_grad = Schedule(), Schedule()
+        self.schedule = self._with_grad
+
+    @contextlib.contextmanager
+    def separate(self) -> Iterator[None]:
+        """Enter a context whose needs predict none behind it."""
+        before = self._with_grad, self._without_grad, self.schedule
+        self.forget()
+        try:
+            yield
+        finally:
+            self._with_grad, self._without_grad, self.schedule = before
+
+    def begin_step(self, *, with_grad: bool) -> None:
+        """Choose the schedule of a step."""
+        self.schedule = self._with_grad if with_grad else self._without_grad
+        self.schedule.begin()
+
+    def units_in_forward(self) -> list[int]:
+        """Return the units of the last forward with gradients, in the order in which they ran."""
+        return self._with_grad.units_in_forward()
+
+    def need(self, unit: Unit, *, is_backward: bool) -> None:
+        """Make a unit whole, and start on those that are needed after it."""
+        self.schedule.record(Need(unit.index, is_backward))
+        if unit.weights.state is State.RESTING or unit.weights.state is State.GATHERED:
+            self.unshard(unit)
+        before, self.last_backward = self.last_backward, unit if is_backward else None
+        if before is None or before is unit or not before.will_reshard:
+            self.prefetch()
+        # Otherwise the unit whose backward just ended is still whole: its inputs' gradients are
+        # this unit's outputs', and this event comes first. Prefetching now would hold one unit
+        # more; it starts in a moment, when that one is resharded.
+        unit.weights.wait()
+
+    def unshard(self, unit: Unit) -> None:
+        """Start to gather a unit that rests, with the ranks that would not do so by themselves."""
+        if self._join.asks and unit.weights.are_released:
+            self._join.gather(unit)
+        unit.weights.unshard()
+
+    def prefetch(self) -> None:
+        """Start to gather the units that are needed next."""
+        if not self._join.asks:
+            for need in self.schedule.ahead(self._count):
+                self._units[need.unit].weights.unshard()

@@ -1,0 +1,335 @@
+"""A model in units, and what may be done with it between steps."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lightning_zero.comm import Communicator, SyncPoint
+from lightning_zero.engine import materialize
+from lightning_zero.engine.unit import Unit
+from lightning_zero.engine.weights import State
+from lightning_zero.parameters import FlatParameters, Piece, guards
+from lightning_zero.plan import Settings, specify_units
+
+
+class ShardedModel:
+    """A model whose parameters live in units: where each lies, its whole value, and its bytes.
+
+    Attributes:
+        module: The model. Its parameters are views of flat buffers, or at rest.
+        settings: What the user chose.
+        comm: The ranks.
+        units: All units; the root last.
+        flats: The parameters of all units.
+        optimizers: Those that step the pieces.
+        on_touch: Starts to gather a unit for a use outside its forward; returns ``False`` between
+            steps, where ranks may run different code.
+    """
+
+    def __init__(self, module: nn.Module, settings: Settings, comm: Communicator) -> None:
+        self.module = module
+        self.settings = settings
+        self.comm = comm
+        self.units: list[Unit] = []
+        self.optimizers: list[Optimizer] = []
+        self.on_touch: Callable[[Unit], bool] = lambda _: False
+        self._places: dict[int, tuple[Unit, FlatParameters, int]] = {}
+        self._is_writing = False
+        self._build_units()
+        self.flats = [flat for unit in self.units for flat in unit.flat_parameters]
+
+    def _build_units(self) -> None:
+        # The first module that holds each parameter.
+        owners = {
+            id(parameter): module
+            for module in reversed(list(self.module.modules()))
+            for parameter in module.parameters(recurse=False)
+        }
+        blank = materialize.MetaInitializer(self.module, self.settings.device)
+        for spec in specify_units(self.module, self.settings):
+            blank.fill(owners[id(p)] for flat in spec.flat_parameters for _, p in flat.named)
+            flats = [
+                FlatParameters(flat.named, flat.plan, self.comm, self)
+                for flat in spec.flat_parameters
+            ]
+            unit = Unit(spec.name, spec.module, flats, len(self.units))
+            self.units.append(unit)
+            for flat in flats:
+                for index, parameter in enumerate(flat.parameters):
+                    self._places[id(parameter)] = (unit, flat, index)
+            if spec.name:
+                unit.weights.reshard()
+        blank.finish(functools.partial(self.gathered, modify=True))
+
+    @property
+    def root(self) -> Unit:
+        """The unit of everything that no inner unit took."""
+        return self.units[-1]
+
+    def piece(self, parameter: Parameter) -> Piece | None:
+        """Return this rank's piece of a parameter; ``None`` if the model does not hold it."""
+        place = self._places.get(id(parameter))
+        return place[1].pieces[place[2]] if place else None
+
+    def touch(self, parameter: Parameter) -> None:
+        """Make a parameter readable outside its unit's forward, or raise."""
+        unit, flat, index = self._places[id(parameter)]
+        name = flat.layout.slots[index].name
+        if unit.weights.is_gathered:
+            raise guards.kept_too_long(name)
+        if not self.on_touch(unit) and unit.weights.state is State.RESTING:
+            raise RuntimeError(
+                f"Parameter {name!r} is sharded over {self.comm.mesh.shard.size} ranks and not in"
+                " memory now. Outside of training_step, validation_step and so on, read it in a"
+                " context that gathers it on all ranks: `with lightning_zero.gathered(module):`"
+            )
+        unit.weights.wait()
+
+    def expose(self, parameter: Parameter) -> None:
+        """Notice that the ``data`` of a readable parameter is handed out."""
+        _, flat, index = self._places[id(parameter)]
+        flat.edits.expose(index)
+
+    def gives_back(self, parameter: Parameter) -> bool:
+        """Return whether views of a readable parameter will lose their memory."""
+        return self._places[id(parameter)][1].gives_back
+
+    def replace(self, parameter: Parameter, data: Tensor) -> None:
+        """Keep what was assigned to the ``data`` of a readable parameter, or raise."""
+        _, flat, index = self._places[id(parameter)]
+        flat.replace(index, data)
+
+    @torch.no_grad()
+    def write(self, parameter: Parameter, value: Tensor) -> None:
+        """Keep a new whole value of ``parameter``, which is not in memory now; on all ranks.
+
+        Outside :meth:`writing` every call waits for all ranks.
+        """
+        unit, flat, index = self._places[id(parameter)]
+        piece = flat.pieces[index]
+        if value.shape != parameter.shape:
+            value = value.expand(parameter.shape)
+        if self._is_writing:
+            piece.data.copy_(piece.range.part_of(value))
+            return
+        unit.weights.wait_if_in_flight()
+        with self.comm.exclusive(SyncPoint.EDIT):
+            piece.data.copy_(piece.range.part_of(value))
+        self.refresh([unit])
+
+    def keep_edits(self) -> None:
+        """Let the masters follow what users changed in whole weights; all ranks call it."""
+        for unit in self.units:
+            unit.weights.keep_edits()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Enter a context in which whole values copied to parameters go to the masters."""
+        for unit in self.units:
+            unit.weights.wait_if_in_flight()
+            unit.weights.keep_edits()
+            unit.weights.guard()
+        try:
+            with self.comm.exclusive(SyncPoint.EDIT):
+                self._is_writing = True
+                yield
+        finally:
+            self._is_writing = False
+            self.refresh(self.units)
+
+    def refresh(self, units: Iterable[Unit], *, only_stepped: bool = False) -> None:
+        """Bring whole weights up to date with masters that have changed, on all ranks."""
+        for unit in units:
+            if unit.weights.state is not State.RESTING:
+                unit.weights.refresh(only_stepped=only_stepped)
+        # A replicated weight is what peers read: it must not be edited before all have read it.
+        self.comm.fence(SyncPoint.REFRESH)
+
+    def units_of(self, parameters: Iterable[Parameter]) -> list[Unit]:
+        """Return the units of ``parameters``, some of which may be another model's; the root first.
+
+        It is needed first, and a device gathers one unit after the other.
+        """
+        places = [self._places.get(id(parameter)) for parameter in parameters]
+        wanted = {place[0].index for place in places if place}
+        return [unit for unit in (self.root, *self.units[:-1]) if unit.index in wanted]
+
+    @torch.no_grad()
+    def broadcast_buffers(self) -> None:
+        """Overwrite the module's buffers with rank 0's, one message per dtype, as DDP does."""
+        if self.comm.mesh.size == 1:
+            return
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in _buffers(self.module):
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in by_dtype.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            self.comm.control.broadcast(flat)
+            for buffer, part in zip(
+                buffers, torch.split(flat, [b.numel() for b in buffers]), strict=True
+            ):
+                buffer.copy_(part.view_as(buffer))
+
+    # -- whole parameters ------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def gathered(
+        self, parameters: Iterable[Parameter] | None = None, *, modify: bool = False
+    ) -> Iterator[None]:
+        """Make parameters whole, in the master's precision, for reading or for editing.
+
+        Args:
+            parameters: Which; all if omitted. Whole units are gathered. Every rank names the same.
+            modify: Keep what rank 0 made of them, on all ranks.
+
+        Raises:
+            RuntimeError: They were changed without ``modify``.
+        """
+        wanted = self.units if parameters is None else self.units_of(parameters)
+        gathered = [unit.weights for unit in wanted if not unit.weights.is_gathered]
+        if modify and len(gathered) < len(wanted):
+            raise RuntimeError(
+                "gathered(modify=True) was entered within another `gathered` of the same weights."
+                " Give `modify=True` to the outer one."
+            )
+        for weights in gathered:
+            weights.wait_if_in_flight()
+            weights.keep_edits()
+            weights.begin_gathered()
+        access = self.comm.exclusive(SyncPoint.EDIT) if modify else contextlib.nullcontext()
+        try:
+            with access:
+                try:
+                    yield
+                finally:
+                    for weights in gathered if modify else ():
+                        weights.store_gathered()
+            changed = [name for weights in gathered for name in weights.changed]
+        finally:
+            for weights in gathered:
+                weights.end_gathered()
+            if modify:
+                self.refresh(wanted)
+        if not modify:
+            self._refuse(changed)
+
+    def _refuse(self, changed: list[str]) -> None:
+        """Raise on all ranks if any changed weights that it had gathered for reading."""
+        flag = torch.tensor([bool(changed)], dtype=torch.uint8, device="cpu")
+        self.comm.control.call(SyncPoint.EDIT, flag).wait()
+        if flag.item():
+            what = f"Parameter {changed[0]!r}" if changed else "On another rank a parameter"
+            raise RuntimeError(
+                f"{what} was changed within `gathered(...)`, which was entered for reading. Enter"
+                " `gathered(..., modify=True)`: it keeps what rank 0 does, on all ranks."
+            )
+
+    def full_parameters(
+        self, part_of: Callable[[Piece], Tensor] | None = None
+    ) -> Iterator[tuple[Parameter, Tensor]]:
+        """Yield every parameter with its whole value in the master's precision.
+
+        One buffer is in memory at a time. All ranks must iterate together. The tensor is a view of
+        memory that is freed when the next buffer comes.
+
+        Args:
+            part_of: Yield the whole tensors of which each rank holds ``part_of(piece)`` instead;
+                the parts of one flat buffer have one dtype.
+        """
+        for flat in self.flats:
+            if part_of is None:
+                whole = flat.full()
+            else:
+                whole = flat.full_from(dict(enumerate(map(part_of, flat.pieces))))
+            yield from zip(flat.parameters, whole.views, strict=True)
+
+    def full_grad(self, parameter: Parameter) -> Tensor | None:
+        """Return the whole reduced gradient of a parameter, ``None`` without one; a collective."""
+        _, flat, index = self._places[id(parameter)]
+        piece = flat.pieces[index]
+        has_grad = torch.tensor([piece.reduced is not None], dtype=torch.uint8, device="cpu")
+        self.comm.control.call(SyncPoint.GRADIENT, has_grad).wait()
+        if not has_grad.item():
+            return None
+        part = torch.zeros_like(piece) if piece.reduced is None else piece.reduced
+        return flat.full_of(index, part)
+
+    def restore(self) -> None:
+        """Make the module an ordinary one, with whole parameters in host memory; a collective."""
+        for parameter, whole in self.full_parameters():
+            guards.unguard(parameter)
+            parameter.data = whole.to("cpu", copy=True)
+        for unit in self.units:
+            unit.weights.retire()
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """This rank's pieces of every parameter."""
+        return [piece for flat in self.flats for piece in flat.pieces]
+
+    def describe(self) -> str:
+        """Return the units with their sizes, equal ones that follow each other in one line."""
+
+        def size(unit: Unit) -> tuple[bool, int]:
+            slots = [slot for flat in unit.flat_parameters for slot in flat.layout.slots]
+            return unit is self.root, sum(slot.numel for slot in slots)
+
+        lines = [
+            f"ZeRO stage {self.settings.stage} over {self.comm.mesh.shard.size} ranks, by unit:"
+        ]
+        for (_, numel), equal in itertools.groupby(self.units, size):
+            first, *others = [unit.label for unit in equal]
+            names = f"{first} to {others[-1]}: {len(others) + 1} x" if others else f"{first}:"
+            lines.append(f"  {names} {numel:,} parameters")
+        return "\n".join(lines)
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes that this rank holds now, by kind, each storage counted once.
+
+        ``gathered`` is whole weights of units that rest sharded; ``unreduced`` is gradients before
+        and during their reduction; ``states`` is the tensors of the adopted optimizers.
+        """
+        kinds = dict.fromkeys(
+            ("weights", "gathered", "gradients", "unreduced", "master", "states", "buffers"), 0
+        )
+        for flat in self.flats:
+            for kind, count in flat.memory().items():
+                kinds[kind] += count
+        kinds["unreduced"] += self.comm.transport.scratch_bytes
+        kinds["states"] = sum(
+            value.nbytes
+            for optimizer in self.optimizers
+            for value in tree_leaves(list(optimizer.state.values()))
+            if isinstance(value, Tensor)
+        )
+        kinds["buffers"] = sum(buffer.nbytes for buffer in self.module.buffers())
+        return kinds
+
+
+def _buffers(module: nn.Module) -> list[Tensor]:
+    """Return the module's buffers now, in an order that is the same on all ranks.
+
+    Torch's own way through a tree of modules is several generators deep for every module.
+    """
+    buffers: dict[int, Tensor | None] = {}
+    seen: set[nn.Module | None] = {None}
+    left: list[nn.Module | None] = [module]
+    while left:
+        one = left.pop()
+        if one is not None and one not in seen:
+            seen.add(one)
+            left.extend(one._modules.values())
+            for buffer in one._buffers.values():
+                buffers[id(buffer)] = buffer
+    return [buffer for buffer in buffers.values() if buffer is not None]

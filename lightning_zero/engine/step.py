@@ -1,0 +1,133 @@
+"""The step that all ranks go through together: its phases, and how a run ends.
+
+::
+
+                 enter                  leave, gradients can come
+         IDLE ──────────> FORWARD ──────────────────────────────────> AWAITS_BACKWARD
+          ^ ^              │   │ ^                                     │       ^
+          │ └─── leave ────┘   │ │ end_backward, within a forward      │       │ end_backward,
+          │                    v │                                     v       │ create_graph
+          └───────────────── BACKWARD <────────────────────────────────┘───────┘
+             end_backward
+
+A backward pass begins within a forward (manual optimization), behind it, or in IDLE, once more over
+a graph whose step has ended. ``enter`` in AWAITS_BACKWARD begins the next step. Where a step ends,
+all units reshard.
+
+A run is OPEN until it is CLOSED and, if the module becomes an ordinary one again, RESTORED. An
+exception leaves it INTERRUPTED until the next step begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+import torch
+
+from lightning_zero.engine.unit import Unit
+from lightning_zero.engine.weights import State
+from lightning_zero.tensors import internals
+
+
+class Phase(Enum):
+    """A rank's place in a step."""
+
+    IDLE = "idle"
+    """Between steps: ranks may run different code."""
+    FORWARD = "forward"
+    """Within a step, before its backward pass or between two."""
+    AWAITS_BACKWARD = "awaits backward"
+    """The forward has ended and left a graph; the root's weights stay whole."""
+    BACKWARD = "backward"
+    """Autograd runs."""
+
+
+class Lifetime(Enum):
+    """A stage of the run of a module."""
+
+    OPEN = "open"
+    """The module trains."""
+    INTERRUPTED = "interrupted"
+    """An exception ended the last step on this rank, and perhaps on this rank only."""
+    CLOSED = "closed"
+    """The hooks are gone; the parameters may still rest."""
+    RESTORED = "restored"
+    """The module is an ordinary one again."""
+
+
+class Step:
+    """The state of a step; what ends with it is released here.
+
+    Args:
+        reset: Forgets a step that an exception ended.
+
+    Attributes:
+        phase: Where in a step this rank is.
+        lifetime: How far the run has come.
+        keeps_graph: Whether a backward pass under ``create_graph`` saved weights for one to come.
+        is_inside: Whether a forward or the step's own context runs. It is the depth's sign by
+            itself, as torch's compiler would compile anew for every depth that it reads.
+    """
+
+    def __init__(self, units: Sequence[Unit], reset: Callable[[], None]) -> None:
+        self.phase = Phase.IDLE
+        self.lifetime = Lifetime.OPEN
+        self.keeps_graph = False
+        self.is_inside = False
+        self._depth = 0
+        self._units = units
+        self._reset = reset
+
+    @property
+    def is_closed(self) -> bool:
+        """Return whether the run has ended."""
+        return self.lifetime in (Lifetime.CLOSED, Lifetime.RESTORED)
+
+    def enter(self) -> bool:
+        """Go into a forward; return whether a step begins with it."""
+        if self.phase is Phase.BACKWARD and not internals.in_backward():
+            # An exception ended the backward pass, of which autograd has no event.
+            self._reset()
+        self._depth += 1
+        self.is_inside = True
+        if self._depth > 1 or self.phase is Phase.BACKWARD:
+            return False
+        self.phase = Phase.FORWARD
+        if self.lifetime is Lifetime.INTERRUPTED:
+            self.lifetime = Lifetime.OPEN
+        return True
+
+    def leave(self) -> bool:
+        """Come out of a forward; return whether it was a step's outermost."""
+        self._depth = max(self._depth - 1, 0)
+        self.is_inside = self._depth > 0
+        return not self.is_inside and self.phase is not Phase.BACKWARD
+
+    def begin_backward(self) -> None:
+        """Note that autograd runs."""
+        self.phase = Phase.BACKWARD
+        self.keeps_graph = torch.is_grad_enabled()
+
+    def end_backward(self) -> bool:
+        """Note that autograd has ended; return whether the step ends with it."""
+        self.phase = Phase.FORWARD if self.is_inside else Phase.AWAITS_BACKWARD
+        return not self.is_inside
+
+    def close(self) -> None:
+        """End the step, if no graph needs it any more, and reshard what it held."""
+        if not self.is_inside:
+            self.phase = Phase.AWAITS_BACKWARD if self.keeps_graph else Phase.IDLE
+        if self.keeps_graph:
+            return
+        for unit in self._units:
+            if unit.weights.state is not State.RESTING:
+                unit.weights.is_pinned = False
+                unit.weights.reshard()
+
+    def interrupt(self) -> None:
+        """Leave all forwards and backward passes, which an exception ended."""
+        self._depth = 0
+        self.is_inside = self.keeps_graph = False
+        self.phase = Phase.IDLE
+        self.lifetime = Lifetime.INTERRUPTED

@@ -1,0 +1,74 @@
+"""A module whose parameters are gathered, released and reduced together."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+from torch import nn
+
+from lightning_zero.engine.backward_events import Calls
+from lightning_zero.engine.gradients import Gradients
+from lightning_zero.engine.weights import State, Weights
+from lightning_zero.parameters import FlatParameters
+
+_MAX_GROUPS = 16
+"""The most groups of parameters that a unit can have; the tags of its messages are below it."""
+
+
+class Unit:
+    """One module, with the weights and gradients of its parameters and the calls of its forward.
+
+    Attributes:
+        name: The module's qualified name; the root's is ``""``.
+        module: The module whose forward the unit serves.
+        flat_parameters: Its parameters, by dtype and trainability.
+        index: Its number; the root's is the last.
+        label: The name to show.
+        weights, gradients, calls: The three states that it is made of.
+        is_inlined: Whether a graph that holds more than this unit was compiled, for which the
+            weights must be whole when a step begins.
+    """
+
+    def __init__(
+        self, name: str, module: nn.Module, flats: Sequence[FlatParameters], index: int
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.flat_parameters = list(flats)
+        self.index = index
+        self.label = name or "root"
+        first_tag = _MAX_GROUPS * index + 1
+        self.weights = Weights(self.label, self.flat_parameters, first_tag)
+        self.gradients = Gradients(self.label, self.flat_parameters, first_tag)
+        self.calls = Calls(weakref.ref(self))
+        self.is_inlined = False
+
+    @property
+    def will_reshard(self) -> bool:
+        """Return whether the weights are whole and the end of the backward will release them."""
+        weights = self.weights
+        is_held = weights.state is State.RESTING or weights.is_pinned or not self.calls.awaited
+        return weights.gives_back and not is_held
+
+    def pin(self) -> None:
+        """Keep the weights whole to the end of the step, for a use that no event announces."""
+        self.weights.is_pinned = True
+        self.calls.have_run = True
+
+    def inline(self) -> bool:
+        """Return whether a compiled graph may hold the unit: its weights are whole before it runs.
+
+        Torch's compiler reads this, and repeats what is noted here whenever the graph runs.
+        """
+        if self.weights.state is not State.WHOLE:
+            return False
+        self.is_inlined = True
+        self.calls.have_run = True
+        return True
+
+    def abandon(self) -> None:
+        """Give up whatever is under way; weights and gradients in flight are dropped."""
+        self.calls.abandon()
+        self.weights.abandon()
+        self.gradients.abandon()

@@ -1,0 +1,234 @@
+"""The whole weights of a unit, and the states that they go through.
+
+::
+
+                unshard              wait              idle
+      RESTING ──────────> IN_FLIGHT ──────> WHOLE ──────────────> GUARDED
+         ^                 │  ^              │ ^                   │  │
+         │                 │  └── refresh ───┤ └────── wait ───────┘  │
+         └──── reshard ────┴─────────────────┴────────────────────────┘
+
+      RESTING, WHOLE or GUARDED ── begin_gathered ──> GATHERED ── end_gathered ──> RESTING or WHOLE
+
+Weights whose home is replicated (stages 1 and 2) never rest: ``reshard`` and ``idle`` leave them
+WHOLE, and every optimizer step refreshes them. **Pinned** weights stay WHOLE to the end of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+from torch import Tensor
+
+from lightning_zero.comm import SyncPoint, Work
+from lightning_zero.parameters import Buffer, FlatParameters, guards
+from lightning_zero.tensors import internals, span
+
+
+class State(Enum):
+    """The place of a unit's whole weights, and the view that its parameters give."""
+
+    RESTING = "resting"
+    """Released; the parameters are placeholders that send every use to their owner."""
+    IN_FLIGHT = "in flight"
+    """Allocated and being filled; the parameters as in RESTING."""
+    WHOLE = "whole"
+    """Readable; the parameters are views of the weights."""
+    GUARDED = "guarded"
+    """Readable and kept for a later need; the parameters send every use to their owner."""
+    GATHERED = "gathered"
+    """The parameters are views of whole masters, for reading or for editing."""
+
+
+class Weights:
+    """The whole weights of one unit.
+
+    Args:
+        first_tag: Tags the messages of the first group; those of the next groups count on.
+
+    Attributes:
+        state: Where the weights are.
+        is_pinned: Whether they stay whole to the end of the step.
+        gives_back: Whether they are released after use.
+    """
+
+    def __init__(self, label: str, flats: Sequence[FlatParameters], first_tag: int) -> None:
+        self.label = label
+        self.state = State.WHOLE
+        self.is_pinned = False
+        self.gives_back = any(flat.plan.gives_weights_back for flat in flats)
+        self._flats = flats
+        self._first_tag = first_tag
+        self._works: list[Work] = []
+        self._gathered: list[Buffer] = []
+        # Whether the weights are released while whole masters are shown.
+        self._rest_beneath = False
+
+    @property
+    def are_whole(self) -> bool:
+        """Return whether the weights' own buffer is filled and readable."""
+        return self.state is not State.IN_FLIGHT and not self.are_released
+
+    @property
+    def are_released(self) -> bool:
+        """Return whether the weights' own buffer is empty."""
+        return self.state is State.RESTING or self._rest_beneath
+
+    def unshard(self) -> None:
+        """Start to make released weights whole."""
+        if self.state is State.RESTING or self._rest_beneath:
+            self._gather()
+
+    def refresh(self, *, only_stepped: bool = False) -> None:
+        """Start to bring whole weights up to date with masters: all, or those that are stepped."""
+        if self._rest_beneath:
+            return
+        self.wait()
+        self.guard()
+        self._gather(only_stepped=only_stepped)
+
+    @span("unshard")
+    def _gather(self, *, only_stepped: bool = False) -> None:
+        self._rest_beneath = False
+        self._works = []
+        for tag, flat in enumerate(self._flats, self._first_tag):
+            if not only_stepped or flat.may_be_stepped:
+                self._works.append(flat.gather(self.label, tag))
+        self.state = State.IN_FLIGHT
+
+    def wait(self) -> None:
+        """Make the weights readable; they must be whole or in flight."""
+        if self.state is State.IN_FLIGHT:
+            self._arrive()
+        elif self.state is State.GUARDED:
+            self.state = State.WHOLE
+            for flat in self._flats:
+                flat.show_whole(is_new=False)
+        assert self.state is not State.RESTING, f"{self.label} is awaited but was not unsharded"
+
+    @span("wait")
+    def _arrive(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = []
+        for flat in self._flats:
+            flat.show_whole()
+        self.state = State.WHOLE
+
+    def wait_if_in_flight(self) -> None:
+        """Finish a gather that was started."""
+        if self.state is State.IN_FLIGHT:
+            self._arrive()
+
+    def gather_again(self) -> None:
+        """Gather for ranks that ask for it, whether the weights are whole here or not."""
+        was_guarded = self.state is State.GUARDED
+        self.keep_edits()
+        self._gather()
+        self._arrive()
+        if was_guarded:
+            self.idle()
+
+    def idle(self) -> None:
+        """Keep whole weights for a later need, but notice all other uses of them."""
+        if self.gives_back and not self.is_pinned:
+            self.guard()
+            self.state = State.GUARDED
+
+    def guard(self) -> None:
+        """Send every use of the parameters to their owner until the weights are next awaited."""
+        for flat in self._flats:
+            flat.classes.guard()
+
+    def pin_if_viewed(self, tensor: Tensor) -> None:
+        """Keep the weights whole to the end of the step if ``tensor`` is a view of them."""
+        if not (self.gives_back and internals.has_storage(tensor)):
+            return
+        storage = tensor.untyped_storage()._cdata
+        for flat in self._flats:
+            if flat.weight.tensor.untyped_storage()._cdata == storage:
+                guards.track(tensor, flat.parameters)
+                self.is_pinned = True
+                return
+
+    def reshard(self) -> None:
+        """Release whole weights, if their home is sharded and nothing pins them."""
+        if self.state is State.RESTING or self.is_pinned or not self.gives_back:
+            return
+        if self._rest_beneath:
+            return
+        self.wait_if_in_flight()
+        self.keep_edits()
+        self._release()
+
+    @span("reshard")
+    def _release(self) -> None:
+        for flat in self._flats:
+            flat.show_resting()
+            flat.weight.release()
+        self.state = State.RESTING
+
+    def keep_edits(self) -> None:
+        """Copy what users changed in whole weights to the masters, on all ranks."""
+        if self.state is not State.WHOLE and not self.are_whole:
+            return
+        edited = [flat for flat in self._flats if flat.edits.unsaved]
+        if not edited:
+            return
+        with edited[0].store.comm.exclusive(SyncPoint.EDIT):
+            for flat in self._flats:
+                flat.keep_edits()
+
+    @property
+    def is_gathered(self) -> bool:
+        """Return whether whole masters are held now."""
+        return bool(self._gathered)
+
+    def begin_gathered(self) -> None:
+        """Show whole parameters in the master's precision until :meth:`end_gathered`."""
+        self._rest_beneath = self.state is State.RESTING
+        self._gathered = [
+            flat.begin_gathered(is_whole=not self._rest_beneath) for flat in self._flats
+        ]
+        self.state = State.GATHERED
+
+    @property
+    def changed(self) -> list[str]:
+        """The names of parameters that were changed since they were last shown."""
+        return [flat.layout.slots[i].name for flat in self._flats for i in flat.edits.changed]
+
+    def store_gathered(self) -> None:
+        """Make rank 0's gathered values the masters of all ranks; within exclusive access."""
+        for flat, whole in zip(self._flats, self._gathered, strict=True):
+            flat.edits.bring_back()
+            flat.store.comm.control.broadcast(whole.tensor)
+            flat.take_over(whole)
+
+    def end_gathered(self) -> None:
+        """Show the weights again, or what stands for them at rest."""
+        self._gathered = []
+        self.wait_if_in_flight()
+        self.state = State.RESTING if self.are_released else State.WHOLE
+        self._rest_beneath = False
+        for flat in self._flats:
+            if self.state is State.WHOLE:
+                flat.show_whole()
+            else:
+                flat.show_resting()
+
+    def abandon(self) -> None:
+        """Drop what is in flight, and pin nothing."""
+        self.is_pinned = False
+        try:
+            self.wait_if_in_flight()
+        except RuntimeError:
+            # The ranks we waited for are gone; what they would have sent is lost with them.
+            self._works = []
+            self.state = State.WHOLE
+
+    def retire(self) -> None:
+        """Free the weights after the parameters were pointed elsewhere."""
+        for flat in self._flats:
+            flat.retire()
+        self.state = State.RESTING

@@ -1,0 +1,324 @@
+"""A model on ``meta`` with its optimizer and its batch, of which memory is predicted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_zero.comm import DryCommunicator, DryMessages, DrySharedMemory, DryTransport
+from lightning_zero.engine import Engine
+from lightning_zero.memory.dry_run import Step, dry_run, meta_copy
+from lightning_zero.memory.snapshots import Snapshot
+from lightning_zero.memory.states import Optimizers, OptimizerStates, optimizers_for
+from lightning_zero.memory.steps import replicated_step, sharded_step, without_units
+from lightning_zero.memory.terms import KINDS, terms_of_specs
+from lightning_zero.memory.trace import Event, in_order
+from lightning_zero.plan import (
+    RECIPES,
+    FlatSpec,
+    Offload,
+    Recipe,
+    Settings,
+    UnitPolicy,
+    UnitSpec,
+    specify_units,
+)
+from lightning_zero.tensors import tensors_in
+
+_META = torch.device("meta")
+_TRUE_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """The input of one forward and backward.
+
+    Attributes:
+        batch: One rank's batch, if there is one.
+        step: Computes the loss; by default the module's own step.
+        checkpointing: Whether every unit's activations are recomputed in backward.
+        recipe: The dtypes of the precision.
+        dtype: The dtype of the module and of floating inputs under ``*-true``.
+        device: Where tensors pretend to be.
+    """
+
+    batch: Any
+    step: Step | None
+    checkpointing: bool
+    recipe: Recipe
+    dtype: torch.dtype | None
+    device: torch.device
+
+    def dtype_of(self, tensor: Tensor) -> torch.dtype:
+        """Return the dtype that the precision gives a parameter or a buffer of the module."""
+        return self.dtype if self.dtype and tensor.is_floating_point() else tensor.dtype
+
+    def events(self, module: nn.Module, specs: Sequence[UnitSpec], *, is_cast: bool) -> list[Event]:
+        """Return the events of a step of ``module``, a copy on ``meta`` that is used up.
+
+        Args:
+            module: The model.
+            specs: Its units, the root last.
+            is_cast: Whether forward sees weights in the precision's dtype, or as DDP leaves them.
+        """
+        inner = [spec for spec in specs if spec.name]
+        if self.batch is None:
+            numbers = {id(p): number for number, p in enumerate(module.parameters())}
+            return list(in_order(specs, numbers))
+        dtypes = {
+            id(p): plan.weight.dtype if is_cast else p.dtype
+            for spec in specs
+            for named, plan in spec.flat_parameters
+            for _, p in named
+        }
+        return dry_run(
+            module,
+            self.batch,
+            units={spec.name: spec.module for spec in inner},
+            recipe=self.recipe,
+            casts=lambda parameter: dtypes[id(parameter)],
+            checkpointed=[spec.module for spec in inner] if self.checkpointing else [],
+            step=self.step,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+
+class ModelPlan:
+    """A model on ``meta`` with its optimizer and batch; the arguments are those of ``estimate``.
+
+    Attributes:
+        module: The model on ``meta``; ``None`` if only a number of parameters is known.
+        num_parameters: Elements of all parameters, ties counted once.
+        nbytes: Bytes of all parameters and buffers, whole and in dtypes of their own.
+    """
+
+    def __init__(
+        self,
+        model_or_numel: nn.Module | Callable[[], nn.Module] | int,
+        *,
+        precision: str = "32-true",
+        optimizer: Optimizers = None,
+        batch: Any = None,
+        step: Step | None = None,
+        checkpointing: bool = False,
+        units: UnitPolicy = "auto",
+        device: torch.device,
+    ) -> None:
+        if precision not in RECIPES:
+            raise ValueError(
+                f"Expected a precision among {', '.join(map(repr, RECIPES))}, got {precision!r}."
+            )
+        if batch is not None and device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(
+                "Activations on 'cuda' are counted where torch finds a CUDA device, for its kernels"
+                " decide what they keep. Leave `batch` out, or count them as on the 'cpu'."
+            )
+        dtype = _TRUE_DTYPES.get(precision)
+        self.precision, self.units, self.device = precision, units, device
+        self._microbatch = Microbatch(batch, step, checkpointing, RECIPES[precision], dtype, device)
+        self.module: nn.Module | None = None
+        if isinstance(model_or_numel, int):
+            if model_or_numel < 1:
+                raise ValueError(f"Expected a number of parameters >= 1, got {model_or_numel}.")
+            if batch is not None:
+                raise ValueError("A number of parameters has no activations; pass the model.")
+            parameters = [Parameter(torch.empty(model_or_numel, device="meta", dtype=dtype))]
+        else:
+            self.module = meta_copy(_built(model_or_numel), self._microbatch.dtype_of)
+            parameters = list(self.module.parameters())
+        self.num_parameters = sum(parameter.numel() for parameter in parameters)
+        self._parameters = parameters
+        self.nbytes = sum(parameter.nbytes for parameter in parameters) + self._buffers
+        self._states = OptimizerStates(optimizers_for(self.module, parameters, optimizer))
+        self._events: dict[bool, list[Event]] = {}
+
+    @property
+    def has_activations(self) -> bool:
+        """True if there is a batch to count activations with."""
+        return self._microbatch.batch is not None
+
+    def describe(self) -> str:
+        """Name the model, its size, precision, optimizers and batch in one line."""
+        batch = " ".join(
+            f"{str(tensor.dtype).removeprefix('torch.')}[{','.join(map(str, tensor.shape))}]"
+            for tensor in tensors_in(self._microbatch.batch)
+        )
+        return ", ".join(
+            [
+                *([] if self.module is None else [type(self.module).__name__]),
+                f"{self.num_parameters:,} parameters",
+                self.precision,
+                *self._states.names,
+                *([f"batch {batch}"] if batch else []),
+            ]
+        )
+
+    def checkpointed(self) -> ModelPlan:
+        """Return the same with activation checkpointing."""
+        other = copy.copy(self)
+        other._microbatch = replace(self._microbatch, checkpointing=True)
+        other._events = {}
+        return other
+
+    @property
+    def checkpointing(self) -> bool:
+        """True if every unit's activations are recomputed in backward."""
+        return self._microbatch.checkpointing
+
+    @property
+    def recipe(self) -> Recipe:
+        """The dtypes of the precision."""
+        return self._microbatch.recipe
+
+    @classmethod
+    def of_engine(
+        cls,
+        engine: Engine,
+        optimizers: Sequence[Optimizer],
+        *,
+        precision: str,
+        batch: Any = None,
+    ) -> ModelPlan:
+        """Return the model that ``engine`` shards, with the optimizers that step it."""
+        dtypes = {
+            id(parameter): flat.plan.master.dtype
+            for unit in engine.sharded.units
+            for flat in unit.flat_parameters
+            for parameter in flat.parameters
+        }
+        bare = meta_copy(engine.module, lambda tensor: dtypes.get(id(tensor), tensor.dtype))
+        model = cls(
+            bare,
+            precision=precision,
+            optimizer=torch.optim.SGD,
+            batch=batch,
+            units=engine.sharded.settings.units,
+            device=engine.sharded.settings.device,
+        )
+        assert model.module is not None
+        pairs = zip(engine.module.parameters(), model.module.parameters(), strict=True)
+        own = {id(parameter): bare for parameter, bare in pairs}
+        model._states = OptimizerStates(optimizers, own)
+        return model
+
+    def snapshots(
+        self,
+        stage: int,
+        world_size: int,
+        *,
+        rank: int = 0,
+        num_microbatches: int = 1,
+        shares_memory: bool = False,
+        offload: Offload | None = None,
+        **settings: Any,
+    ) -> list[Snapshot]:
+        """Return a step at a stage (0 is DDP) over so many ranks; ``settings`` are the engine's."""
+        if not isinstance(world_size, int) or world_size < 1:
+            raise ValueError(f"Expected world_size >= 1, got {world_size!r}.")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"Expected a rank from 0 to {world_size - 1}, got {rank!r}.")
+        if stage not in (0, 1, 2, 3):
+            raise ValueError(f"Expected stage among 0 (DDP), 1, 2, 3, got {stage!r}.")
+        if offload is not None and (stage == 0 or (stage < 3 and offload.weights)):
+            raise ValueError(
+                f"stage={stage} keeps whole weights on every device"
+                f"{'' if stage else ', and whole optimizer states'}; expected stage=3 to offload"
+                f" weights, or stage 1 to 3 to offload the optimizer, got {offload}."
+            )
+        if stage == 0:
+            return self._under_ddp(adds_gradients=num_microbatches > 1)
+        self._states.check_can_be_cut()
+        chosen = Settings(
+            stage, self.recipe, self.units, broadcast_buffers=False, device=_META, **settings
+        )
+        specs = self._specify(chosen)
+        terms = terms_of_specs(
+            specs, self.state_bytes, world_size=world_size, rank=rank, offload=offload
+        )
+        plans = (plan for spec in specs for _, plan in spec.flat_parameters)
+        is_local = not next(plans).reduces_every_microbatch
+        if self.module is None:
+            return without_units(terms, is_kept=is_local and num_microbatches > 1)
+        transport: DryTransport = DryTransport()
+        if self.device.type == "cpu":
+            shares_memory = shares_memory and world_size > 1
+            transport = DrySharedMemory() if shares_memory else DryMessages()
+        return sharded_step(
+            self.events(is_cast=True),
+            meta_copy(self.module),
+            chosen,
+            DryCommunicator(rank, world_size, transport),
+            terms,
+            buffers=self._buffers,
+            num_microbatches=num_microbatches,
+            adds_gradients=num_microbatches > 1 and not is_local,
+            offload=offload,
+        )
+
+    def _under_ddp(self, *, adds_gradients: bool) -> list[Snapshot]:
+        trainable = [p for p in self._parameters if p.requires_grad]
+        kinds = dict.fromkeys(KINDS, 0)
+        kinds["weights"] = sum(p.nbytes for p in self._parameters)
+        kinds["gradients"] = sum(p.nbytes for p in trainable)
+        kinds["states"] = sum(self.state_bytes(p, p.numel()) for p in trainable)
+        kinds["buffers"] = self._buffers
+        if self.module is None:
+            return [Snapshot("", "rest", kinds)]
+        events = self.events(is_cast=False)
+        sizes = [parameter.nbytes for parameter in self._parameters]
+        return replicated_step(events, sizes, kinds, adds_gradients=adds_gradients)
+
+    def _specify(self, settings: Settings) -> list[UnitSpec]:
+        if self.module is not None:
+            return specify_units(self.module, settings)
+        parameter = self._parameters[0]
+        flat = FlatSpec([("weight", parameter)], settings.plan(parameter.dtype))
+        return [UnitSpec("", nn.Module(), [flat])]
+
+    @property
+    def _buffers(self) -> int:
+        return sum(self.buffer_bytes.values())
+
+    @property
+    def buffer_bytes(self) -> dict[str, int]:
+        """Bytes of the module's buffers, by name."""
+        if self.module is None:
+            return {}
+        return {name: buffer.nbytes for name, buffer in self.module.named_buffers()}
+
+    def state_bytes(self, parameter: Parameter, numel: int) -> int:
+        """Return the bytes of optimizer states for ``numel`` elements of a parameter."""
+        return self._states.nbytes(parameter, numel)
+
+    def events(self, *, is_cast: bool) -> list[Event]:
+        """Return the events of a step; without a batch units run in the order of registration.
+
+        Args:
+            is_cast: Whether forward sees weights in the precision's dtype, or as DDP leaves them.
+        """
+        if is_cast not in self._events:
+            assert self.module is not None
+            module = meta_copy(self.module)
+            specs = specify_units(module, Settings(3, self.recipe, self.units, device=_META))
+            self._events[is_cast] = self._microbatch.events(module, specs, is_cast=is_cast)
+        return self._events[is_cast]
+
+
+def _built(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return model
+    with _META:
+        built = model()
+    if not isinstance(built, nn.Module):
+        raise TypeError(
+            f"Expected a module, a function that builds one or a number, got {built!r}."
+        )
+    return built

@@ -1,0 +1,120 @@
+"""Bytes of a rank through a step: under the engine, under DDP, and of a number of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from lightning_zero.comm import DryCommunicator
+from lightning_zero.memory.offload import staged_in_pass, staged_in_step
+from lightning_zero.memory.replay import replay
+from lightning_zero.memory.snapshots import Segments, Snapshot
+from lightning_zero.memory.terms import KINDS, RESTING, Kinds, UnitTerms
+from lightning_zero.memory.trace import Event, Kind
+from lightning_zero.plan import Medium, Offload, Settings
+
+
+def sharded_step(
+    events: Sequence[Event],
+    module: nn.Module,
+    settings: Settings,
+    comm: DryCommunicator,
+    units: Sequence[UnitTerms],
+    *,
+    buffers: int,
+    num_microbatches: int,
+    adds_gradients: bool,
+    offload: Offload | None,
+) -> list[Snapshot]:
+    """Return what a rank holds in a step's last microbatch under the engine, and at rest after it.
+
+    Args:
+        events: One microbatch.
+        module: A copy of the model on ``meta``, which is used up.
+        settings: The engine's, on ``meta``.
+        comm: The rank.
+        units: The terms of all units, the root last.
+        buffers: Bytes of the module's buffers.
+        num_microbatches: How many a step has.
+        adds_gradients: Whether reduced gradients are added to those of earlier microbatches.
+        offload: What rests outside the device.
+    """
+    still = {**dict.fromkeys(KINDS, 0), **_resting(units, Medium.DEVICE), "buffers": buffers}
+    host, disk = (_resting(units, medium) for medium in (Medium.HOST, Medium.DISK))
+    transport = comm.transport
+    stays = 1 - offload.ratio if offload and offload.optimizer else 1.0
+
+    def held() -> Kinds:
+        # What is offloaded is reduced into a shard that is free anyway, and is sent from there.
+        return {
+            **still,
+            "gathered": transport.gathered if settings.stage == 3 else 0,
+            "gradients": round(stays * transport.reduced + (1 - stays) * transport.last_reduced),
+            "unreduced": round(transport.partials + stays * transport.targets),
+        }
+
+    segments = replay(events, module, settings, comm, num_microbatches=num_microbatches, held=held)
+    staged = staged_in_pass(
+        units,
+        segments,
+        prefetch=settings.prefetch,
+        adds_gradients=adds_gradients,
+    )
+    found = [
+        segment.snapshot({**host, "staging": staging}, disk)
+        for segment, staging in zip(segments, staged, strict=True)
+    ]
+    rest = held()
+    if offload is not None:
+        staging = staged_in_step(units)
+        found.append(Snapshot("", "step", rest, {**host, "staging": staging}, disk))
+    return [*found, Snapshot("", "rest", rest, {**host, "staging": 0}, disk)]
+
+
+def replicated_step(
+    events: Sequence[Event], sizes: Sequence[int], resting: Kinds, *, adds_gradients: bool
+) -> list[Snapshot]:
+    """Return what a rank holds under DDP.
+
+    Args:
+        events: One microbatch.
+        sizes: Bytes of each parameter, by number.
+        resting: Bytes between steps, by kind.
+        adds_gradients: Whether gradients are added to those of earlier microbatches.
+    """
+    # Beside the gradients DDP keeps buckets of the same size, which it sends.
+    held = {**resting, "unreduced": resting["gradients"]}
+    segments = Segments(lambda: held)
+    for event in events:
+        segments.follow(event)
+        if adds_gradients:
+            continue
+        if event.kind is Kind.LOSS:
+            # The Trainer has just dropped the gradients of the step before.
+            held["gradients"] = 0
+        elif event.kind is Kind.GRAD:
+            held["gradients"] += sizes[event.parameter]
+    segments.note()
+    return [*(segment.snapshot() for segment in segments.found), Snapshot("", "rest", held)]
+
+
+def without_units(units: Sequence[UnitTerms], *, is_kept: bool) -> list[Snapshot]:
+    """Return what is known of a model that is a number of parameters.
+
+    Args:
+        units: One with all parameters.
+        is_kept: Whether whole gradients are kept between microbatches.
+    """
+    device, host, disk = (_resting(units, medium) for medium in Medium)
+    still = {**dict.fromkeys(KINDS, 0), **device}
+    kept = sum(unit.partial for unit in units) if is_kept else 0
+    return [
+        Snapshot("", "backward", {**still, "unreduced": kept}, host, disk),
+        Snapshot("", "rest", still, host, disk),
+    ]
+
+
+def _resting(units: Sequence[UnitTerms], medium: Medium) -> Kinds:
+    """Return what all units hold between steps in one medium."""
+    return {kind: sum(unit.resting[medium][kind] for unit in units) for kind in RESTING}

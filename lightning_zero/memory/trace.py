@@ -1,0 +1,81 @@
+"""The events of a step: which units run, which gradients arrive, and how many bytes are alive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from lightning_zero.plan import UnitSpec
+
+
+class Kind(Enum):
+    """The kind of an event."""
+
+    FORWARD = "forward"
+    """A call of a unit's forward begins."""
+    FORWARD_END = "end of forward"
+    """It has returned."""
+    LOSS = "loss"
+    """The backward pass begins."""
+    BACKWARD = "backward"
+    """The first gradient of a call's outputs is there."""
+    BACKWARD_END = "end of backward"
+    """The gradients of its inputs are all there."""
+    GRAD = "gradient"
+    """A parameter's gradient is there."""
+    END = "end"
+    """The backward pass has ended."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """An event of a step.
+
+    Attributes:
+        kind: What happened.
+        unit: The name of the unit that was called.
+        call: The number of the call.
+        parameter: The number of the parameter in the module.
+        before: The most bytes of activations that were alive since the event before.
+        now: Bytes of activations that are alive, with the gradient that came.
+    """
+
+    kind: Kind
+    unit: str = ""
+    call: int = -1
+    parameter: int = -1
+    before: int = 0
+    now: int = 0
+
+
+def in_order(specs: Sequence[UnitSpec], numbers: dict[int, int]) -> Iterator[Event]:
+    """Yield a step that goes through the units in the order in which they are registered.
+
+    The root's gradients come first: they are held longest, so that no other order holds more.
+
+    Args:
+        specs: All units, the root last.
+        numbers: Each parameter's number in the module, by its id.
+    """
+    *inner, root = specs
+
+    def grads(spec: UnitSpec) -> Iterator[Event]:
+        named = (pair for flat in spec.flat_parameters for pair in flat.named)
+        trainable = (p for _, p in named if p.requires_grad)
+        yield from (Event(Kind.GRAD, parameter=numbers[id(p)]) for p in trainable)
+
+    for call, spec in enumerate(inner):
+        yield Event(Kind.FORWARD, spec.name, call)
+        yield Event(Kind.FORWARD_END, spec.name, call)
+    yield Event(Kind.LOSS)
+    yield from grads(root)
+    ended: list[Event] = []
+    for call, spec in reversed(list(enumerate(inner))):
+        # A unit's outputs are the inputs of the next one, and its hooks on them were there first.
+        yield Event(Kind.BACKWARD, spec.name, call)
+        yield from ended
+        yield from grads(spec)
+        ended = [Event(Kind.BACKWARD_END, spec.name, call)]
+    yield from ended
+    yield Event(Kind.END)

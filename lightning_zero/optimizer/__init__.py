@@ -1,0 +1,49 @@
+"""The user's optimizer on pieces of parameters.
+
+============ ===================================================================================
+pieces       how an optimizer's groups are pointed at pieces, and its states cut
+owners       steps of whole parameters, for optimizers that mix their elements
+probe        proof of how an optimizer may be stepped: by element, by parameter, all at once
+taint        following an element through the operations of an optimizer
+twin         a copy of an optimizer that owns toy parameters
+hooks        what happens before and after a step of it
+clip         norms, clipping and unscaling of gradients over all ranks
+loss_scaler  dynamic loss scaling
+============ ===================================================================================
+"""
+
+from lightning_zero.optimizer.hooks import OptimizerHooks, Removable
+from lightning_zero.optimizer.loss_scaler import LossScaler
+from lightning_zero.optimizer.owners import WholeStep, whole_step_of
+from lightning_zero.optimizer.pieces import (
+    StateBytes,
+    check_can_be_cut,
+    cut_state,
+    members,
+    missing_in_state,
+    owned,
+    parameter_of,
+    pieces_of,
+    state_bytes,
+)
+from lightning_zero.optimizer.taint import Way
+from lightning_zero.optimizer.twin import bare
+
+__all__ = [
+    "LossScaler",
+    "OptimizerHooks",
+    "Removable",
+    "StateBytes",
+    "Way",
+    "WholeStep",
+    "bare",
+    "check_can_be_cut",
+    "cut_state",
+    "members",
+    "missing_in_state",
+    "owned",
+    "parameter_of",
+    "pieces_of",
+    "state_bytes",
+    "whole_step_of",
+]

@@ -1,0 +1,82 @@
+"""Gradient norms and clipping over pieces, exact over all ranks.
+
+Every element of a gradient lies in exactly one piece of one rank, so padding, empty pieces, frozen
+and unused parameters need no care: the sum over pieces, summed over the ranks, is the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+import torch
+from torch import Tensor
+
+from lightning_zero.comm import Communicator
+from lightning_zero.parameters import Piece
+
+
+def grads_of(pieces: Sequence[Piece]) -> list[Tensor]:
+    """Return the reduced gradients that this rank holds of ``pieces``."""
+    grads = [piece.reduced for piece in pieces]
+    return [grad for grad in grads if grad is not None]
+
+
+@torch.no_grad()
+def total_norm(pieces: Sequence[Piece], comm: Communicator, norm_type: float = 2.0) -> Tensor:
+    """Return the norm over all ranks of the gradients of the parameters of ``pieces``.
+
+    Args:
+        pieces: This rank's pieces; every rank names the same parameters.
+        comm: The ranks.
+        norm_type: The order of the norm; ``inf`` for the largest magnitude.
+
+    Returns:
+        A 0-d tensor, fp32 (fp64 if any master is), the same on every rank.
+    """
+    dtype = torch.float32
+    for piece in pieces:
+        dtype = torch.promote_types(dtype, piece.dtype)
+    grads = grads_of(pieces)
+    norms = torch.zeros(1, dtype=dtype, device=comm.device)
+    if grads:
+        norms = torch.stack(torch._foreach_norm(grads, norm_type, dtype=dtype))
+    if norm_type == inf:
+        largest = norms.max()
+        comm.control.max(largest)
+        return largest
+    power = norms.pow(norm_type).sum()
+    comm.control.sum(power)
+    return power.pow(1 / norm_type)
+
+
+@torch.no_grad()
+def clip_by_norm(pieces: Sequence[Piece], comm: Communicator, max_norm: float) -> Tensor:
+    """Scale the gradients to a total 2-norm of at most ``max_norm``; returns the norm before."""
+    norm = total_norm(pieces, comm)
+    grads = grads_of(pieces)
+    if grads:
+        torch._foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
+
+
+@torch.no_grad()
+def clip_by_value(pieces: Sequence[Piece], clip_value: float) -> None:
+    """Clamp every element of the gradients to ``[-clip_value, clip_value]``."""
+    grads = grads_of(pieces)
+    if grads:
+        torch._foreach_clamp_min_(grads, -clip_value)
+        torch._foreach_clamp_max_(grads, clip_value)
+
+
+@torch.no_grad()
+def unscale(pieces: Sequence[Piece], comm: Communicator, scale: float) -> bool:
+    """Divide the gradients by the loss scale; return whether one of any rank is not finite then.
+
+    All ranks get the same answer, also those whose own pieces are finite or empty.
+    """
+    grads = grads_of(pieces)
+    if grads:
+        torch._foreach_mul_(grads, 1.0 / scale)
+    largest = total_norm(pieces, comm, inf)
+    return not bool(torch.isfinite(largest))

@@ -1,0 +1,197 @@
+"""Hooks on the user's optimizer: its groups hold pieces, and its steps are announced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import is_
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_zero.comm import Communicator
+from lightning_zero.optimizer import pieces
+from lightning_zero.optimizer.owners import WholeStep, register
+from lightning_zero.optimizer.probe import Verdict, probe
+from lightning_zero.optimizer.taint import Way
+from lightning_zero.parameters import Piece
+
+
+class Removable(Protocol):
+    """Something that was put into the optimizer."""
+
+    def remove(self) -> None:
+        """Take it out again."""
+
+
+class OptimizerHooks:
+    """The hooks that keep an optimizer's groups at the pieces and announce its steps.
+
+    Args:
+        optimizer: The user's.
+        find_piece: Returns this rank's piece of a parameter, ``None`` for one of no engine.
+        comm: The ranks.
+        changed: Called when members were added or replaced, before they are taken in.
+        before: Called before the masters change, when the closure, if any, has run.
+        after: Called with the pieces that were stepped.
+
+    Attributes:
+        verdict: How the optimizer is stepped, and why.
+        handles: Remove them to end it.
+
+    Raises:
+        ValueError: The optimizer can be stepped in no way, or a parameter is in two of its groups.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        find_piece: pieces.FindPiece,
+        comm: Communicator,
+        *,
+        changed: Callable[[], None],
+        before: Callable[[], None],
+        after: Callable[[list[Piece]], None],
+    ) -> None:
+        self._find_piece = find_piece
+        self._changed, self._before, self._after = changed, before, after
+        self.verdict = self._probe(optimizer)
+        self._whole: WholeStep | None = None
+        if self.verdict.way is not Way.BY_ELEMENT:
+            self._whole = WholeStep(optimizer, self.verdict.way, comm)
+            register(optimizer, self._whole)
+        self._members: list[Parameter] = []
+        self._pieces: list[Piece] = []
+        self._is_begun = False
+        self._point(optimizer)
+        self.handles: list[Removable] = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(lambda *_: self._end()),
+            *(_Within(self, optimizer, name) for name in ("train", "eval")),
+        ]
+
+    def _probe(self, optimizer: Optimizer) -> Verdict:
+        verdict = probe(optimizer, self._master_of)
+        if verdict.way is Way.NOT_AT_ALL:
+            raise ValueError(
+                f"{type(optimizer).__name__} {verdict.reason}, so ZeRO cannot give it the parts"
+                " that it must step. Let it hold parameters only in its param groups, use another"
+                " optimizer, or strategy='ddp'."
+            )
+        return verdict
+
+    def _master_of(self, parameter: Parameter) -> Tensor:
+        piece = self._find_piece(parameter)
+        return parameter if piece is None else piece
+
+    @property
+    def notice(self) -> str | None:
+        """The cost of an optimizer that is not stepped by element, in a line."""
+        return None if self._whole is None else self._whole.describe(self.verdict.reason)
+
+    def _point(self, optimizer: Optimizer) -> None:
+        """Take in groups and parameters that were added since last time."""
+        members = pieces.members(optimizer)
+        if len(members) == len(self._members) and all(map(is_, members, self._members)):
+            return
+        if self._members:
+            self._changed()
+            self._check_still_holds(optimizer)
+        replaced = pieces.point_at_pieces(optimizer, self._find_piece)
+        self._members = pieces.members(optimizer)
+        self._pieces = [member for member in self._members if isinstance(member, Piece)]
+        if self._whole is not None:
+            self._whole.take(self._pieces)
+        pieces.take_state(optimizer, replaced, self._part_of)
+
+    def _check_still_holds(self, optimizer: Optimizer) -> None:
+        way = self._probe(optimizer).way
+        if way is not self.verdict.way:
+            raise ValueError(
+                f"{type(optimizer).__name__} is stepped {self.verdict.way.value}, but with the"
+                f" param group that was added it can only be stepped {way.value}. Put all of its"
+                " groups into the optimizer from the start."
+            )
+
+    def _part_of(self, state: Mapping[str, Any], piece: Piece) -> Mapping[str, Any] | None:
+        """The part of a parameter's state that this rank keeps."""
+        if self._whole is None:
+            return pieces.cut_state(state, piece)
+        return state if self._whole.keeps_state_of(piece) else None
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Take in new groups, and let the closure run before masters may change."""
+        if self._whole is not None:
+            self._whole.abandon()  # a step that an exception ended
+        self._is_begun = False
+        self._point(optimizer)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self.begin(optimizer)
+            return args, kwargs
+        if not self.verdict.waits_for_closure:
+            self.begin(optimizer)
+
+        def closure_and_begin() -> Any:
+            self._end()
+            result = closure()
+            self._point(optimizer)
+            self.begin(optimizer)
+            return result
+
+        rest = {name: value for name, value in kwargs.items() if name != "closure"}
+        return (args[0], *args[2:]), {**rest, "closure": closure_and_begin}
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Let the optimizer change masters."""
+        for piece in self._pieces:
+            view = piece.gradient
+            if view.state.is_unsynced and piece.grad is view.shown:
+                raise RuntimeError(
+                    f"The gradient of parameter {piece.range.slot.name!r} is this rank's own: its"
+                    " last backward pass was told not to send gradients. Let the last one before"
+                    f" {type(optimizer).__name__}.step() send them (`sync_grad=True`)."
+                )
+        self._before()
+        self._is_begun = True
+        if self._whole is not None:
+            self._whole.begin()
+
+    def _end(self) -> None:
+        """Bring weights up to date with what the optimizer has changed, if it could."""
+        if not self._is_begun:
+            return
+        self._is_begun = False
+        if self._whole is not None:
+            self._whole.end()
+        self._after(self._pieces)
+
+    def change(self, optimizer: Optimizer, method: Callable[..., Any], *args: Any) -> Any:
+        """Call a method of the optimizer that changes masters outside of a step."""
+        if self._is_begun:
+            return method(*args)
+        self._point(optimizer)
+        self.begin(optimizer)
+        try:
+            return method(*args)
+        finally:
+            self._end()
+
+
+class _Within:
+    """Lets ``train()`` and ``eval()`` of schedule-free optimizers, which swap weights, do so."""
+
+    def __init__(self, hooks: OptimizerHooks, optimizer: Any, name: str) -> None:
+        self._optimizer, self._name = optimizer, name
+        self._is_there = callable(getattr(type(optimizer), name, None))
+        if self._is_there:
+            method = getattr(optimizer, name)
+            setattr(optimizer, name, lambda *args: hooks.change(optimizer, method, *args))
+
+    def remove(self) -> None:
+        """Let them be the optimizer's own again."""
+        if self._is_there:
+            self._optimizer.__dict__.pop(self._name, None)

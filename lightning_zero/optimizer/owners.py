@@ -1,0 +1,285 @@
+"""Steps of whole parameters in their true shape, for optimizers that mix elements.
+
+By parameter, each has an owner, which alone keeps the optimizer's state for it. All at once, every
+rank owns every parameter, as under DDP. Between steps the param groups hold pieces, as for any
+optimizer. For the time of a step (and not while its closure runs) they hold these instead:
+
+    owner       whole master and gradient, as plain parameters of the true shape
+    elsewhere   an empty parameter without a gradient, which optimizers skip
+
+One exchange brings pieces to the owners, one brings them back; all at once needs only the first.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import nan
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_zero.comm import Communicator, SyncPoint
+from lightning_zero.optimizer.taint import Way
+from lightning_zero.optimizer.twin import with_inner
+from lightning_zero.parameters import Piece
+from lightning_zero.tensors import lasting_tensors
+
+_steps: weakref.WeakKeyDictionary[Optimizer, WholeStep] = weakref.WeakKeyDictionary()
+
+
+def register(optimizer: Optimizer, step: WholeStep) -> None:
+    """Note how an optimizer is stepped, for those who read its state."""
+    _steps[optimizer] = step
+
+
+def whole_step_of(optimizer: Optimizer) -> WholeStep | None:
+    """Return what steps whole parameters of an optimizer; ``None`` if it steps pieces."""
+    return _steps.get(optimizer)
+
+
+class Whole:
+    """One parameter of a step by parameter or all at once.
+
+    Args:
+        piece: This rank's part of its master.
+        ranges: The first element of each rank's part, and one past its last.
+        owner: The rank that steps it; ``None`` if all do.
+        rank: This one.
+
+    Attributes:
+        parameter: What the optimizer steps; without values between steps.
+        has_grad: Whether it has a gradient in this step.
+    """
+
+    def __init__(
+        self, piece: Piece, ranges: Sequence[tuple[int, int]], owner: int | None, rank: int
+    ) -> None:
+        self.piece = piece
+        self.ranges = ranges
+        self.owner = owner
+        self.is_here = owner in (None, rank)
+        self.has_grad = False
+        with lasting_tensors():
+            self.parameter = Parameter(self._placeholder(), requires_grad=False)
+
+    def _placeholder(self) -> Tensor:
+        piece, shape = self.piece, self.piece.range.slot.shape
+        if not self.is_here:
+            return torch.empty((0,) * max(len(shape), 1), dtype=piece.dtype, device=piece.device)
+        # Whoever reads it between steps sees that there is nothing.
+        return torch.full((), nan, dtype=piece.dtype, device=piece.device).expand(shape)
+
+    def sent(self) -> Iterator[Tensor]:
+        """Return this rank's part of the master, and of the gradient."""
+        yield self.piece.detach()
+        if self.has_grad:
+            grad = self.piece.reduced
+            yield torch.zeros_like(self.piece) if grad is None else grad.to(self.piece.dtype)
+
+    def fill(self, received: Sequence[_Reader]) -> None:
+        """Let the parameter have values, from what each rank has :meth:`sent`."""
+        for is_grad in (False, True) if self.has_grad else (False,):
+            flat = torch.empty(
+                self.piece.range.slot.numel, dtype=self.piece.dtype, device=self.piece.device
+            )
+            for reader, (start, stop) in zip(received, self.ranges, strict=True):
+                reader.read(flat[start:stop])
+            whole = flat.as_strided(self.piece.range.slot.shape, self.piece.range.slot.stride)
+            if is_grad:
+                self.parameter.grad = whole
+            else:
+                self.parameter.data = whole
+        self.parameter.requires_grad_(self.piece.requires_grad)
+
+    def flat(self) -> Tensor:
+        """Return the stepped master in memory order."""
+        whole, slot = self.parameter.detach(), self.piece.range.slot
+        if whole.stride() != slot.stride:
+            ordered = whole.new_empty(slot.numel)
+            ordered.as_strided(slot.shape, slot.stride).copy_(whole)
+            return ordered
+        return whole.as_strided((slot.numel,), (1,), whole.storage_offset())
+
+    def release(self) -> None:
+        """Give the memory of a step back."""
+        if self.owner is None and self.has_grad and self.parameter.grad is None:
+            self.piece.grad = None  # the optimizer itself has dropped it
+        self.parameter.requires_grad_(False)
+        self.parameter.grad = None
+        self.parameter.data = self._placeholder()
+
+
+class WholeStep:
+    """Steps an optimizer by parameter or all at once.
+
+    Args:
+        optimizer: The user's.
+        way: One of the two.
+        comm: The ranks.
+    """
+
+    def __init__(self, optimizer: Optimizer, way: Way, comm: Communicator) -> None:
+        assert way in (Way.BY_PARAMETER, Way.ALL_AT_ONCE)
+        self.way = way
+        self._optimizer = optimizer
+        self._control, self._transport = comm.control, comm.transport
+        self._wholes: dict[int, Whole] = {}
+        self._loads = [0] * comm.transport.size
+        self._is_begun = False
+
+    def take(self, pieces: Iterable[Piece]) -> None:
+        """Find owners for parameters that are new; all ranks name the same."""
+        new = [piece for piece in pieces if id(piece) not in self._wholes]
+        if not new:
+            return
+        of_ranks = self._control.gather_objects(
+            [(piece.range.start, piece.range.stop) for piece in new]
+        )
+        ranges = list(zip(*of_ranks, strict=True))
+        owners = self._owners([piece.range.slot.shape for piece in new])
+        for piece, own, owner in zip(new, ranges, owners, strict=True):
+            self._wholes[id(piece)] = Whole(piece, own, owner, self._transport.rank)
+        self._control.reserve(len(self._wholes))
+
+    def _owners(self, shapes: Sequence[tuple[int, ...]]) -> list[int | None]:
+        """The largest first, each to the rank that has the least to do."""
+        owners: list[int | None] = [None] * len(shapes)
+        if self.way is Way.BY_PARAMETER:
+            costs = [_cost(shape) for shape in shapes]
+            for index in sorted(range(len(shapes)), key=lambda index: -costs[index]):
+                owner = min(range(len(self._loads)), key=self._loads.__getitem__)
+                owners[index] = owner
+                self._loads[owner] += costs[index]
+        return owners
+
+    def keeps_state_of(self, piece: Piece) -> bool:
+        """Return whether this rank has the optimizer's state for a parameter."""
+        return self._wholes[id(piece)].is_here
+
+    def begin(self) -> None:
+        """Put whole parameters into the param groups; all ranks call it."""
+        wholes = list(self._wholes.values())
+        has_grad = [whole.piece.reduced is not None for whole in wholes]
+        flags = torch.tensor(has_grad, dtype=torch.uint8, device="cpu")
+        self._control.call(SyncPoint.GRADIENT, flags).wait()
+        for whole, flag in zip(wholes, flags.tolist(), strict=True):
+            whole.has_grad = bool(flag)
+        with lasting_tensors(), torch.no_grad():
+            self._bring_to_owners(wholes)
+        self._is_begun = True
+        self._exchange_keys({id(w.piece): w.parameter for w in wholes})
+
+    def _bring_to_owners(self, wholes: Sequence[Whole]) -> None:
+        parts: list[list[Tensor]] = [[] for _ in self._loads]
+        for whole in wholes:
+            own = list(whole.sent())
+            for rank in range(len(parts)) if whole.owner is None else (whole.owner,):
+                parts[rank] += own
+        here = [whole for whole in wholes if whole.is_here]
+        sizes = [
+            sum(_bytes(whole, rank) * (1 + whole.has_grad) for whole in here)
+            for rank in range(len(parts))
+        ]
+        received = self._send(parts, sizes)
+        for whole in here:
+            whole.fill(received)
+
+    def end(self) -> None:
+        """Bring what was stepped back to the pieces; all ranks call it."""
+        wholes = list(self._wholes.values())
+        with lasting_tensors(), torch.no_grad():
+            if self.way is Way.ALL_AT_ONCE:
+                for whole in wholes:
+                    piece = whole.piece
+                    piece.data.copy_(whole.flat()[piece.range.start : piece.range.stop])
+            else:
+                self._bring_back(wholes)
+        self.abandon()
+
+    def _bring_back(self, wholes: Sequence[Whole]) -> None:
+        parts: list[list[Tensor]] = [[] for _ in self._loads]
+        sizes = [0] * len(parts)
+        rank = self._transport.rank
+        for whole in wholes:
+            if whole.is_here:
+                flat = whole.flat()
+                for part, (start, stop) in zip(parts, whole.ranges, strict=True):
+                    part.append(flat[start:stop])
+            sizes[whole.owner or 0] += _bytes(whole, rank)
+        received = self._send(parts, sizes)
+        for whole in wholes:
+            received[whole.owner or 0].read(whole.piece.data)
+
+    def _send(self, parts: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> list[_Reader]:
+        """Send each rank its ``parts``; returns every rank's bytes, to be read in order."""
+        sent = [part.contiguous().view(torch.uint8) for each in parts for part in each]
+        device = self._transport.device
+        buffer = torch.cat(sent) if sent else torch.empty(0, dtype=torch.uint8, device=device)
+        given = [sum(part.nbytes for part in each) for each in parts]
+        received = self._transport.exchange(buffer, given, sizes)
+        return [_Reader(each) for each in torch.split(received, list(sizes))]
+
+    def abandon(self) -> None:
+        """Put the pieces back into the param groups, as they are."""
+        if not self._is_begun:
+            return
+        self._is_begun = False
+        self._exchange_keys({id(w.parameter): w.piece for w in self._wholes.values()})
+        for whole in self._wholes.values():
+            whole.release()
+
+    def _exchange_keys(self, others: Mapping[int, Parameter]) -> None:
+        """Replace parameters, by id, in the param groups and the state."""
+        for holder in with_inner(self._optimizer):
+            for group in holder.param_groups:
+                members = group["params"]
+                members[:] = [others.get(id(member), member) for member in members]
+            state: dict[Any, Any] = holder.state
+            for key in [key for key in state if id(key) in others]:
+                state[others[id(key)]] = state.pop(key)
+
+    def describe(self, reason: str) -> str:
+        """Return the way and its price in a line."""
+        name = type(self._optimizer).__name__
+        if self.way is Way.BY_PARAMETER:
+            return (
+                f"{name} {reason}, so it steps by parameter: each one whole, at the rank that owns"
+                " it and keeps its state."
+            )
+        nbytes = sum(
+            w.piece.range.slot.numel * w.piece.element_size() for w in self._wholes.values()
+        )
+        return (
+            f"{name} {reason}, so it steps all at once: every rank gathers all masters and"
+            f" gradients for a step, {2 * nbytes:,} bytes, and keeps the whole optimizer state, as"
+            " under DDP."
+        )
+
+
+class _Reader:
+    """The bytes from one rank, read from the front."""
+
+    def __init__(self, received: Tensor) -> None:
+        self._left = received
+
+    def read(self, out: Tensor) -> None:
+        """Fill ``out`` with the next ones."""
+        out.view(torch.uint8).copy_(self._left[: out.nbytes])
+        self._left = self._left[out.nbytes :]
+
+
+def _bytes(whole: Whole, rank: int) -> int:
+    start, stop = whole.ranges[rank]
+    return (stop - start) * whole.piece.element_size()
+
+
+def _cost(shape: Sequence[int]) -> int:
+    """Return the cost of a step: products of a matrix with itself, or one pass over a vector."""
+    numel = 1
+    for size in shape:
+        numel *= size
+    return numel * min(shape[0], numel // max(shape[0], 1)) if len(shape) > 1 else numel

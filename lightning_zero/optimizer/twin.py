@@ -1,0 +1,167 @@
+"""A copy of the user's optimizer that owns toy parameters, with the user's arguments and groups."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+Toys = Mapping[Parameter, Sequence[Parameter]]
+
+
+class CannotCopy(Exception):
+    """The optimizer holds something that a copy cannot have."""
+
+
+def bare(optimizer: Any) -> Optimizer:
+    """Return the user's optimizer without Lightning's wrapper."""
+    return getattr(optimizer, "_optimizer", optimizer)  # type: ignore[no-any-return]
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a param group, without its parameters."""
+    return {key: value for key, value in group.items() if key not in _NO_OPTIONS}
+
+
+_NO_OPTIONS = ("params", "param_names", "initial_lr")
+
+
+def twin_of(optimizer: Any, toys: Sequence[Toys], kept: Sequence[int]) -> Optimizer:
+    """Return a copy of ``optimizer`` that owns toys.
+
+    Attributes are copied instead of the constructor called, whose arguments nobody knows, and which
+    for some wrappers is the constructor of another optimizer.
+
+    Args:
+        optimizer: The user's, in any state.
+        toys: For each param group, which toys stand for which of its parameters; where something
+            else refers to a parameter, the first one takes its place.
+        kept: The numbers of the groups that the copy has.
+
+    Raises:
+        CannotCopy: It holds a module, or tensors outside of its state and groups.
+    """
+    original = bare(optimizer)
+    memo: dict[int, Any] = {}
+    for stands_for in toys:
+        memo.update({id(parameter): first for parameter, (first, *_) in stands_for.items()})
+    for holder in with_inner(original):
+        _check(holder)
+    groups = original.param_groups
+    memo[id(groups)] = [_copy_group(groups[index], toys[index], memo) for index in kept]
+    try:
+        return _copy(original, memo, {p: own for each in toys for p, own in each.items()})
+    except (TypeError, RuntimeError, AttributeError) as error:
+        raise CannotCopy(f"cannot be copied ({error})") from error
+
+
+def with_inner(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """Yield the optimizer, and those that it wraps."""
+    yield optimizer
+    for value in vars(optimizer).values():
+        if isinstance(value, Optimizer):
+            yield from with_inner(value)
+
+
+def _check(optimizer: Optimizer) -> None:
+    members = [group["params"] for group in optimizer.param_groups]
+    own = {k: v for k, v in vars(optimizer).items() if k not in ("state", "param_groups")}
+    own = {k: v for k, v in own.items() if not any(v is each for each in members)}
+    for leaf in tree_leaves(own):
+        if isinstance(leaf, nn.Module):
+            raise CannotCopy("holds a module")
+        if isinstance(leaf, Parameter):
+            raise CannotCopy("refers to parameters outside of its param groups")
+        if isinstance(leaf, Tensor) and leaf.numel() > 1:
+            raise CannotCopy("keeps tensors in itself, outside of its state")
+
+
+def _copy_group(group: Mapping[str, Any], toys: Toys, memo: dict[int, Any]) -> dict[str, Any]:
+    own = list(dict.fromkeys(toy for each in toys.values() for toy in each))
+    copied: dict[str, Any] = {
+        key: copy.deepcopy(value, memo)
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+    if all(toy.device.type == "cpu" for toy in own) and copied.get("capturable"):
+        # What a CUDA graph may capture, torch refuses on a host; neither does it take a learning
+        # rate in a tensor for several parameters at once.
+        copied.update(capturable=False, foreach=False)
+    if "param_names" in group:
+        copied["param_names"] = [str(index) for index in range(len(own))]
+    memo[id(group)] = copied
+    copied["params"] = own
+    return copied
+
+
+def _copy(optimizer: Optimizer, memo: dict[int, Any], toys: Toys) -> Optimizer:
+    cls = type(optimizer)
+    twin = cls.__new__(cls)
+    memo[id(optimizer)] = twin
+    for name, value in vars(optimizer).items():
+        if callable(value) and hasattr(cls, name):
+            # A scheduler counts steps in a method of its own, which would step the user's.
+            continue
+        if id(value) in memo:
+            twin.__dict__[name] = memo[id(value)]
+        elif isinstance(value, Optimizer):
+            twin.__dict__[name] = _copy(value, memo, toys)
+        elif name == "state":
+            twin.__dict__[name] = _copy_state(value, memo, toys)
+        elif name == "param_groups":
+            twin.__dict__[name] = [_own_group(group, memo, toys) for group in value]
+        elif isinstance(value, OrderedDict):
+            twin.__dict__[name] = OrderedDict()  # hooks
+        else:
+            twin.__dict__[name] = copy.deepcopy(value, memo)
+    return twin
+
+
+def _own_group(group: Mapping[str, Any], memo: dict[int, Any], toys: Toys) -> dict[str, Any]:
+    """The copy of a group; a wrapper may have groups of its own over the same parameters."""
+    if id(group) in memo:
+        return memo[id(group)]  # type: ignore[no-any-return]
+    return _copy_group(group, {p: toys[p] for p in group["params"] if p in toys}, memo)
+
+
+def _copy_state(
+    state: Mapping[Any, Any], memo: dict[int, Any], toys: Toys
+) -> defaultdict[Any, Any]:
+    """The state that an optimizer made already, each toy's from a parameter that it stands for."""
+    copied: defaultdict[Any, Any] = defaultdict(dict)
+    for key, entries in state.items():
+        if not isinstance(key, Parameter) or not isinstance(entries, Mapping):
+            copied[key] = copy.deepcopy(entries, memo)
+            continue
+        if hasattr(key, "parameter") and any(
+            isinstance(value, Tensor) and value.dim() and value.shape != key.shape
+            for value in tree_leaves(dict(entries))
+        ):
+            continue  # what steps whole parameters has made it, and will again
+        for toy in toys.get(key, ()):
+            if toy not in copied:
+                copied[toy] = {
+                    name: _toy_entry(name, value, key, toy, memo) for name, value in entries.items()
+                }
+    return copied
+
+
+def _toy_entry(name: str, value: Any, parameter: Tensor, toy: Tensor, memo: dict[int, Any]) -> Any:
+    is_number = (
+        isinstance(value, Tensor) and not value.dim() and (parameter.dim() or name == "step")
+    )
+    if not isinstance(value, Tensor) or is_number:
+        return copy.deepcopy(value, memo)
+    if value.shape != parameter.shape:
+        raise CannotCopy("has a state of another shape than its parameter already")
+    if value.numel() and value.device.type != "meta":
+        number = value.detach().reshape(-1)[:1].to(toy.device)
+        return number.expand(toy.numel()).reshape(toy.shape).clone()
+    return torch.zeros(toy.shape, dtype=value.dtype, device=toy.device)

@@ -1,0 +1,22 @@
+"""One group of parameters on flat memory, from the buffer to what optimizer and user see.
+
+================ ===============================================================================
+buffer           a flat tensor with a view for each parameter, whose memory can be given back
+stores           where weights, gradients and masters rest
+ownership        which engine a parameter belongs to
+guards           the classes that parameters have at rest and while they are whole
+edits            changes that users make in whole weights
+sharded_grad     stand-ins for whole gradients
+grad_view        what ``parameter.grad`` shows, as named states
+piece            a range of a parameter, and what the optimizer holds
+reducer          gradients on their way from autograd to the optimizer
+flat_parameters  all of these for the parameters of a unit that share a dtype and trainability
+================ ===============================================================================
+"""
+
+from lightning_zero.parameters.buffer import Buffer
+from lightning_zero.parameters.flat_parameters import FlatParameters
+from lightning_zero.parameters.piece import Piece
+from lightning_zero.parameters.reducer import Reducer
+
+__all__ = ["Buffer", "FlatParameters", "Piece", "Reducer"]

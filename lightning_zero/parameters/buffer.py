@@ -1,0 +1,57 @@
+"""A flat tensor for all slots of a layout, which can give its memory back and take it again."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_zero.plan import Layout
+from lightning_zero.tensors import lasting_tensors
+
+
+class Buffer:
+    """A flat 1-D tensor of a layout's ``numel`` elements, with one view per slot.
+
+    Memory is given back by resizing the storage to zero, never by replacing it: autograd saves
+    *views* of weights (``F.linear`` saves ``weight.t()``), and those must see the data when it is
+    whole again.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+        device: torch.device,
+        tensor: Tensor | None = None,
+    ) -> None:
+        with lasting_tensors():
+            if tensor is None:
+                tensor = torch.empty(layout.numel, dtype=dtype, device=device)
+            self.tensor = tensor
+            self.views = [
+                self.tensor.as_strided(slot.shape, slot.stride, slot.offset)
+                for slot in layout.slots
+            ]
+        self._nbytes = self.tensor.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the buffer holds now."""
+        return min(self.tensor.untyped_storage().nbytes(), self._nbytes)
+
+    def allocate(self) -> None:
+        """Take memory; the content is undefined."""
+        storage = self.tensor.untyped_storage()
+        if storage.nbytes() < self._nbytes:
+            storage.resize_(self._nbytes)
+
+    def release(self) -> None:
+        """Give the memory back; views stay, unreadable until the buffer is filled again."""
+        storage = self.tensor.untyped_storage()
+        # Memory that a numpy array was made of is the array's too, and stays.
+        if storage.resizable():
+            storage.resize_(0)
+
+    def shard(self, rank: int, world_size: int) -> Tensor:
+        """Return the part of ``rank``; a view, so it needs memory to be read."""
+        return self.tensor.view(world_size, -1)[rank]

@@ -1,0 +1,245 @@
+"""The parameters of a unit that share a dtype and whether they are trainable, on flat buffers.
+
+Such a group has one layout, one buffer of weights, one shard of the masters, one of gradients. Its
+parameters are one of three things: placeholders (at rest), views of the weights (whole), or views
+of whole masters that were gathered for reading or editing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_zero.comm import Communicator, Shared, SyncPoint, Work
+from lightning_zero.parameters.buffer import Buffer
+from lightning_zero.parameters.edits import Edits
+from lightning_zero.parameters.grad_view import GradientView
+from lightning_zero.parameters.guards import ParameterClasses
+from lightning_zero.parameters.ownership import Owner
+from lightning_zero.parameters.piece import Piece, PieceRange
+from lightning_zero.parameters.reducer import Reducer
+from lightning_zero.parameters.sharded_grad import ShardedGrad
+from lightning_zero.parameters.stores import Store
+from lightning_zero.plan import Layout, Plan
+from lightning_zero.tensors import lasting_tensors
+
+
+class FlatParameters:
+    """The parameters of a unit that share a dtype and trainability, on their buffers.
+
+    Args:
+        named: The parameters.
+        plan: The homes of weights, gradients and masters.
+        comm: The ranks.
+        owner: Called at uses of the parameters that need it.
+
+    Attributes:
+        parameters: The parameters on the module.
+        trainable: Whether they wanted gradients when they came.
+        layout: Where they lie in their buffers.
+        plan: The homes of weights, gradients and masters.
+        store: Where they rest.
+        weight: The buffer of whole weights.
+        pieces: This rank's pieces of them.
+        edits: Changes that users make in them.
+        reducer: Their gradients on the way to the pieces.
+        classes: What makes each use of them find memory.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Parameter]],
+        plan: Plan,
+        comm: Communicator,
+        owner: Owner,
+    ) -> None:
+        self.parameters = [parameter for _, parameter in named]
+        self.trainable = self.parameters[0].requires_grad
+        self.layout = Layout.build(
+            [(name, tuple(p.shape), _dense_stride(p)) for name, p in named], comm.mesh.shard.size
+        )
+        self.plan = plan
+        self.store = Store(self.layout, plan, comm)
+        self.weight = self.store.weights()
+        self._load()
+        self.pieces = [self._cut_piece(index) for index in range(len(named))]
+        has_copies = plan.has_master or plan.gives_weights_back
+        self.edits = Edits(self.parameters, self.weight, has_copies=has_copies)
+        self.reducer = Reducer(self.pieces, self.store)
+        self.classes = ParameterClasses(named, owner, plan.weight)
+        self.show_whole()
+
+    @property
+    def master(self) -> Tensor:
+        """This rank's shard of the masters."""
+        return self.store.shared.own
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    def _load(self) -> None:
+        """Fill weights and master from rank 0's parameters."""
+        comm, plan = self.store.comm, self.plan
+        with lasting_tensors():
+            source = self.weight
+            if plan.has_master:
+                source = Buffer(self.layout, plan.master.dtype, plan.master.device)
+            for start, stop in self.layout.gaps:
+                source.tensor[start:stop].zero_()
+            for parameter, view in zip(self.parameters, source.views, strict=True):
+                view.copy_(parameter)
+            comm.control.broadcast(source.tensor)
+            if source is not self.weight:
+                self.weight.tensor.copy_(source.tensor)
+            self.take_over(source)
+            comm.fence(SyncPoint.SETUP)
+
+    def _cut_piece(self, index: int) -> Piece:
+        layout, comm = self.layout, self.store.comm
+        place = index, comm.mesh.shard.rank
+        in_shard = slice(*layout.piece_in_shard(*place))
+        range_ = PieceRange(layout.slots[index], *layout.piece(*place), in_shard)
+        piece = Piece.cut(self.parameters[index], range_, self.master)
+        assemble = functools.partial(self.full_of, index)
+        stand_in = ShardedGrad(piece, self.weight.tensor, comm, assemble)
+        piece.gradient = GradientView(piece, stand_in)
+        return piece
+
+    def gather(self, unit: str, tag: int) -> Work:
+        """Start to make the weights whole from every rank's master."""
+        self.weight.allocate()
+        return self.store.fetch(self.weight.tensor, unit=unit, tag=tag)
+
+    def show_whole(self, *, is_new: bool = True) -> None:
+        """Point the parameters at the weights; with ``is_new`` nothing in them is an edit yet."""
+        self.classes.show(self.weight.views)
+        if is_new:
+            self.edits.begin(self.weight)
+
+    def show_resting(self) -> None:
+        """Point the parameters at placeholders that send every use to the owner."""
+        self.edits.end(self.weight)
+        self.classes.rest()
+
+    def full(self) -> Buffer:
+        """Return a new buffer with the whole masters, gathered now; in the parameters' dtype."""
+        with lasting_tensors():
+            whole = Buffer(self.layout, self.plan.master.dtype, self.plan.master.device)
+            self.store.fetch(whole.tensor, unit="full", tag=0).wait()
+            return whole
+
+    def full_of(self, index: int, part: Tensor) -> Tensor:
+        """Return the whole of parameter ``index``, of which each rank's ``part`` is its piece."""
+        return self.full_from({index: part}).views[index].clone()
+
+    def full_from(self, parts: Mapping[int, Tensor]) -> Buffer:
+        """Return a new buffer of which each rank's ``parts``, by index, are its pieces."""
+        dtype = next(iter(parts.values())).dtype
+        with lasting_tensors():
+            whole = Buffer(self.layout, dtype, self.master.device)
+            shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=self.master.device)
+            for index, part in parts.items():
+                shard[self.pieces[index].range.in_shard] = part
+            self.store.gather(whole.tensor, Shared(shard), unit="full", tag=0).wait()
+            return whole
+
+    def begin_gathered(self, *, is_whole: bool) -> Buffer:
+        """Point the parameters at whole masters; returns what holds them."""
+        whole = self.weight if is_whole and not self.plan.has_master else self.full()
+        self.classes.show(whole.views)
+        self.edits.begin(whole, are_gathered=True)
+        return whole
+
+    @torch.no_grad()
+    def take_over(self, whole: Buffer) -> None:
+        """Take this rank's part of ``whole`` as the new master; within `exclusive`."""
+        axis = self.store.comm.mesh.shard
+        shard = whole.shard(axis.rank, axis.size)
+        if shard.data_ptr() != self.master.data_ptr():
+            self.master.copy_(shard)
+
+    @property
+    def may_be_stepped(self) -> bool:
+        """Return whether an optimizer may change the masters; the same on every rank."""
+        return self.trainable or any(parameter.requires_grad for parameter in self.parameters)
+
+    @property
+    def gives_back(self) -> bool:
+        """Return whether the memory that parameters view is released while views may live."""
+        return self.plan.gives_weights_back and self.edits.buffer is self.weight
+
+    def replace(self, index: int, data: Tensor) -> None:
+        """Copy the tensor that the user put in the place of parameter ``index``'s own.
+
+        Values in the master's dtype are cast: the user may know of no other.
+        """
+        parameter, slot = self.parameters[index], self.layout.slots[index]
+        dtypes = (parameter.dtype, self.plan.master.dtype)
+        if (data.shape, data.device) != (parameter.shape, parameter.device) or (
+            data.dtype not in dtypes
+        ):
+            raise RuntimeError(
+                f"Parameter {slot.name!r} is a view of a flat buffer until training ends:"
+                f" {_describe(parameter)} cannot be replaced by {_describe(data)}. Convert or move"
+                " the module before the Trainer takes it or after it has ended, choose the"
+                " precision by Trainer(precision=...), or convert a copy.deepcopy of it made in"
+                " `with lightning_zero.gathered(module):`"
+            )
+        with lasting_tensors():
+            value = data.to(parameter.dtype)
+            # One rank alone may put back what was there, as `module.float()` does.
+            if not torch.equal(parameter, value):
+                parameter.copy_(value)
+
+    @torch.no_grad()
+    def keep_edits(self) -> None:
+        """Take this rank's part of what was changed over to the masters."""
+        edited = self.edits.unsaved
+        self.edits.bring_back()
+        for index in edited:
+            piece = self.pieces[index]
+            part = piece.range.part_of(self.weight.views[index])
+            # What did not change keeps the digits that only the master has.
+            same = piece.to(part.dtype) == part
+            piece.data.copy_(torch.where(same, piece.detach(), part.to(piece.dtype)))
+        self.edits.begin(self.edits.buffer, are_gathered=self.edits.are_gathered)
+
+    def let_go(self) -> None:
+        """End the parameters' time with their owner; gradients in pieces are not shown any more."""
+        self.reducer.hide()
+        self.classes.end()
+
+    def retire(self) -> None:
+        """Keep no more than this rank's pieces; nobody reads the weights any more."""
+        with lasting_tensors():
+            master = self.master.clone()
+            for piece in self.pieces:
+                piece.data = master[piece.range.in_shard]
+            self.store.retire(master)
+            self.weight = self.store.weights()
+            self.weight.release()
+            self.edits.end(self.weight)
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes held now, by kind; see ``ShardedModel.memory``."""
+        kinds = self.reducer.memory()
+        if self.plan.gives_weights_back:
+            kinds["gathered"] = self.weight.nbytes
+            kinds["master" if self.plan.has_master else "weights"] = self.master.nbytes
+        else:
+            kinds["weights"] = self.weight.nbytes
+            kinds["master"] = self.master.nbytes if self.plan.has_master else 0
+        return kinds
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
+
+
+def _dense_stride(parameter: Tensor) -> tuple[int, ...]:
+    """Return the parameter's stride if it fills its memory densely, else a contiguous one."""
+    dense = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format)
+    return tuple(dense.stride())

@@ -1,0 +1,143 @@
+"""The gradient that ``parameter.grad`` shows on the module, and what users make of it.
+
+==================== ================================ ============================================
+state                ``parameter.grad``               the piece's part of the averaged gradient
+==================== ================================ ============================================
+NONE                 ``None``                         none
+SHARDED              a ShardedGrad                    what the stand-in stands for
+HIDDEN               ``None``                         kept, while a backward pass runs
+UNSYNCED             an UnsyncedGrad: this rank's own none
+UNSYNCED_ON_SHARDED  an UnsyncedGrad                  kept, to be added at the first use
+==================== ================================ ============================================
+
+A backward pass begins with :meth:`GradientView.hide`, since autograd adds to what it finds, and
+ends with :meth:`~GradientView.show_sharded`, or with :meth:`~GradientView.show_unsynced` where
+nothing was sent. In between, and between steps, users may drop the parameter's gradient or put
+another in its place, which :meth:`~GradientView.follow` repeats on the piece.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_zero.parameters.sharded_grad import ShardedGrad, UnsyncedGrad
+from lightning_zero.tensors import internals, lasting_tensors
+
+if TYPE_CHECKING:
+    from lightning_zero.parameters.piece import Piece
+
+_GRAD: Any = Tensor.grad
+
+
+class GradState(Enum):
+    """The state of a parameter's gradient, as the engine left it; the table above says more."""
+
+    NONE = "none"
+    SHARDED = "sharded"
+    HIDDEN = "hidden"
+    UNSYNCED = "unsynced"
+    UNSYNCED_ON_SHARDED = "unsynced on sharded"
+
+    def __init__(self, _: str) -> None:
+        # An attribute, as optimizers ask for it through every piece.
+        self.is_unsynced = self.name.startswith("UNSYNCED")
+
+
+class GradientView:
+    """The gradient of one parameter as its module shows it.
+
+    Attributes:
+        piece: This rank's piece of the parameter.
+        sharded: The stand-in for the averaged gradient.
+        state: What the engine left as the parameter's gradient.
+        shown: The tensor for that state, to notice that the user has left another.
+        arrival: A gradient that autograd added to :attr:`shown` before it was hidden.
+    """
+
+    def __init__(self, piece: Piece, sharded: ShardedGrad) -> None:
+        self.piece = piece
+        self.sharded = sharded
+        self.state = GradState.NONE
+        self.shown: Tensor | None = None
+        self.arrival: Tensor | None = None
+
+    def show_sharded(self, reduced: Tensor | None = None) -> None:
+        """Show the stand-in for what the piece holds of the averaged gradient, or ``reduced``."""
+        with internals.as_plain_tensors():
+            _GRAD.__set__(self.piece.parameter, self.sharded)
+        self.state, self.shown = GradState.SHARDED, self.sharded
+        # An optimizer that saw a gradient of no elements would make a state for it.
+        if reduced is not None and reduced.numel():
+            _GRAD.__set__(self.piece, reduced)
+
+    def show_unsynced(self, held: Tensor) -> None:
+        """Show the gradient ``held``, which is this rank's own."""
+        has_none = self.state is GradState.NONE
+        self.state = GradState.UNSYNCED if has_none else GradState.UNSYNCED_ON_SHARDED
+        self.shown = UnsyncedGrad(self.piece, self.piece.parameter, held)
+        self.piece.parameter.grad = self.shown
+
+    def hide(self) -> bool:
+        """Clear the parameter for autograd's own gradient; return whether an unsynced one was left.
+
+        The piece keeps what it has of the averaged gradient.
+        """
+        with internals.as_plain_tensors():
+            if _GRAD.__get__(self.piece.parameter) is not self.shown:
+                self.follow()
+        before = self.state
+        has_sharded = before is GradState.SHARDED or before is GradState.UNSYNCED_ON_SHARDED
+        self.state = GradState.HIDDEN if has_sharded else GradState.NONE
+        if self.shown is not None:
+            self.piece.parameter.grad = self.shown = None
+        return before.is_unsynced
+
+    def claim(self) -> Tensor | None:
+        """Take the gradient that autograd just finished off the parameter."""
+        parameter = self.piece.parameter
+        grad, self.arrival = self.arrival, None
+        if grad is not None:
+            parameter.grad = self.shown
+            return grad
+        grad, parameter.grad = parameter.grad, None
+        if self.shown is not None:
+            # Autograd did not add to what was shown, so the user had dropped it.
+            self.drop()
+        return grad
+
+    def drop(self) -> None:
+        """Let neither the parameter nor the piece have a gradient."""
+        with internals.as_plain_tensors():
+            if _GRAD.__get__(self.piece.parameter) is self.shown:
+                _GRAD.__set__(self.piece.parameter, None)
+        self.state, self.shown = GradState.NONE, None
+        _GRAD.__set__(self.piece, None)
+
+    def follow(self) -> None:
+        """Repeat what the user did: dropped the parameter's gradient, or put another there."""
+        piece = self.piece
+        with internals.as_plain_tensors():
+            theirs = _GRAD.__get__(piece.parameter)
+        if theirs is None:
+            self.drop()
+        elif self.state.is_unsynced:
+            assert self.shown is not None
+            piece.parameter.grad, piece.reduced = self.shown, None
+            self.state = GradState.UNSYNCED
+            self.shown.copy_(theirs.detach())
+        else:
+            self.show_sharded()
+            if piece.numel():
+                with lasting_tensors():
+                    part = piece.range.part_of(theirs.detach())
+                    piece.reduced = part.to(piece.dtype, copy=True)
+
+    def add_sharded(self, held: Tensor) -> None:
+        """Add the averaged gradient of before, if there is one, to the unsynced one ``held``."""
+        if self.state is GradState.UNSYNCED_ON_SHARDED:
+            # Averaging it once more, with what every rank adds, leaves it what it is.
+            held.add_(self.sharded.whole())
+            self.piece.reduced, self.state = None, GradState.UNSYNCED

@@ -1,0 +1,377 @@
+"""The classes that parameters have by turns, so that each use of one finds memory to use.
+
+At rest a parameter's data is a stride-0 placeholder of the full shape. Reading it would be silent
+nonsense (and reading a freed storage a segmentation fault), so while a parameter rests its class is
+a subclass whose ``__torch_function__`` lets metadata through and hands everything else to the
+parameter's owner, which makes it readable or raises.
+
+While a parameter is a view of a flat buffer, its class is a subclass that notices what gives its
+memory away: its ``data``, and the methods that return views. What is done to ``data`` is hidden
+from the version counter by which changes in place are noticed, and another tensor put in its place
+would be trained by nobody. What may outlive the memory becomes a :class:`View`.
+
+Swapping ``__class__`` is what torch does for ``UninitializedParameter``; it stays in this module.
+The alternative, a second ``Parameter`` object in ``module._parameters``, loses the identity that
+optimizers, tied weights, EMA dictionaries and hooks rely on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_zero.parameters.ownership import (
+    NoOwner,
+    Owner,
+    Ownership,
+    owner_of,
+    ownership_of,
+    take,
+)
+from lightning_zero.plan import Home
+from lightning_zero.tensors import internals, lasting_tensors, properties
+
+
+class Resting:
+    """Mixin of the class that a parameter has while its data may not be read."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Let metadata through; make every other use readable first."""
+        if func is Tensor.copy_ and [isinstance(a, Resting) for a in args[:2]] == [True, False]:
+            # What `load_state_dict` does: a whole value needs no gather to be written.
+            owner_of(args[0]).write(args[0], args[1])
+            return args[0]
+        if func == properties.SET_DATA:
+            owner_of(args[0]).touch(args[0])
+            owner_of(args[0]).replace(args[0], args[1])
+            return None
+        return _touch_and_use(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
+        parameter = cast(Parameter, self)
+        owner_of(parameter).touch(parameter)
+        return copy.deepcopy(parameter, memo)
+
+    def __repr__(self) -> str:
+        parameter = cast(Parameter, self)
+        return f"Parameter at rest of shape {tuple(parameter.shape)}, {parameter.dtype}"
+
+
+class Whole:
+    """Mixin of the class that a parameter has while it is a view of a flat buffer.
+
+    No ``__torch_function__``: operations on whole weights cost what they cost on any parameter. So
+    functions that return views (``torch.chunk(weight, 2)``) are not noticed, as methods are.
+    """
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(_view(self, Tensor.unbind))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
+        with _ordinary(cast(Parameter, self)) as parameter:
+            return copy.deepcopy(parameter, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with _ordinary(cast(Parameter, self)) as parameter:
+            return parameter.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self) -> str:
+        with _ordinary(cast(Parameter, self)) as parameter:
+            return repr(parameter)
+
+
+@contextlib.contextmanager
+def _ordinary(parameter: Parameter) -> Iterator[Parameter]:
+    """Give a parameter its own class within the context."""
+    cls = type(parameter)
+    unguard(parameter)
+    try:
+        yield parameter
+    finally:
+        parameter.__class__ = cls
+
+
+_HANDING_ON = {"torch.nn.modules.module", "torch.functional", "torch._tensor"}
+"""The modules of torch that return to their caller what a parameter's methods return."""
+
+
+def _view(whole: Whole, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what ``func`` makes of a readable parameter, to the caller of our caller."""
+    if torch.compiler.is_compiling():
+        return func(whole, *args, **kwargs)
+    caller = sys._getframe(2).f_globals.get("__name__") or "torch."
+    if caller.startswith("torch.") and caller not in _HANDING_ON:
+        # Torch uses a view and lets go of it; its compiler, which calls this while compiled code
+        # runs, wants a plain tensor.
+        return func(whole, *args, **kwargs)
+    return _use([cast(Parameter, whole)], func, (whole, *args), kwargs)
+
+
+def _method(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``func`` as a method of :class:`Whole`."""
+
+    @functools.wraps(func)
+    def method(self: Whole, *args: Any, **kwargs: Any) -> Any:
+        return _view(self, func, *args, **kwargs)
+
+    return method
+
+
+def _attribute(name: str, traced: Callable[[Any], Tensor]) -> property:
+    """Return a tensor's attribute as one of :class:`Whole`."""
+    func = getattr(Tensor, name).__get__
+
+    def get(self: Whole) -> Any:
+        return traced(self) if torch.compiler.is_compiling() else _view(self, func)
+
+    def replace(self: Whole, data: Tensor) -> None:
+        parameter = cast(Parameter, self)
+        owner_of(parameter).replace(parameter, data)
+
+    return property(get, replace if name == "data" else None)
+
+
+for _name, _func in properties.VIEWING.items():
+    setattr(Whole, _name, _method(_func))
+for _name, _traced in properties.VIEWING_ATTRIBUTES.items():
+    setattr(Whole, _name, _attribute(_name, _traced))
+
+
+# -- views that may outlive the memory of a parameter ----------------------------------------------
+
+
+class View(Tensor):
+    """A view of a parameter; a use of it when the parameter rests touches the parameter.
+
+    A plain view would point at memory that was given back.
+
+    Attributes:
+        parameter: The parameter that it is a view of.
+        ownership: Whose the parameter was when the view was taken.
+    """
+
+    parameter: Parameter
+    ownership: Ownership
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Make the parameters of all views readable first; views of views are views as well."""
+        return _touch_and_use(func, args, kwargs or {})
+
+    def touch(self) -> None:
+        """Make the parameter readable, or raise."""
+        owner = self.ownership.owner
+        if isinstance(owner, NoOwner):
+            # Also where numpy keeps the memory, which the parameter has left; and where another
+            # owner has the parameter now, in other memory.
+            raise kept_too_long(self.ownership.name)
+        with internals.as_plain_tensors():
+            # A parameter that is gathered for reading returns to its memory later.
+            is_gone = self.untyped_storage().nbytes() == 0
+        if is_gone or isinstance(self.parameter, Resting):
+            owner.touch(self.parameter)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self._ordinary(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._ordinary().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self._ordinary())
+
+    def _ordinary(self) -> Tensor:
+        self.touch()
+        with internals.as_plain_tensors():
+            return self.as_subclass(Tensor)
+
+
+def kept_too_long(name: str) -> RuntimeError:
+    """Return the error of reading a view of a parameter that has left the memory for good."""
+    return RuntimeError(
+        f"A view of parameter {name!r} was kept beyond the training step in which it was"
+        " taken; the memory was given back. Clone what is to last: `p.detach().clone()`"
+    )
+
+
+def _touch_and_use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ``func`` when those of its arguments that rest were made readable."""
+    guarded = [] if func in properties.METADATA else list(_guarded_in((args, kwargs)))
+    for one in guarded:
+        if isinstance(one, View):
+            one.touch()
+        else:
+            owner_of(one).touch(one)
+    parameters = [one.parameter if isinstance(one, View) else one for one in guarded]
+    return _use(parameters, func, args, kwargs)
+
+
+def _guarded_in(value: Any) -> Iterator[Parameter | View]:
+    """Yield the tensors in ``value`` that must be touched before it is used."""
+    if isinstance(value, Resting):
+        yield cast(Parameter, value)
+    elif isinstance(value, View):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _guarded_in(item)
+    elif isinstance(value, dict):
+        yield from _guarded_in(list(value.values()))
+
+
+def _use(
+    parameters: list[Parameter],
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call ``func`` on readable ``parameters``, or on views of them."""
+    for parameter in parameters if func in properties.HIDING else ():
+        owner_of(parameter).expose(parameter)
+    for parameter in parameters if func in properties.POINTING else ():
+        _keep_address(parameter)
+    with internals.as_plain_tensors():
+        result = func(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return result
+        returning = [p for p in parameters if owner_of(p).gives_back(p)]
+        if not returning:
+            return result
+        return _tracked(result, {internals.storage_key(p): p for p in returning})
+
+
+def _tracked(value: Any, storages: dict[int, Parameter]) -> Any:
+    """Make those tensors in ``value`` that lie in one of ``storages`` views of the parameters."""
+    if type(value) in (list, tuple):
+        return type(value)(_tracked(one, storages) for one in value)
+    # What has no storage of its own: sparse tensors, those that functorch wraps.
+    if type(value) is Tensor and internals.has_storage(value):
+        parameter = storages.get(internals.storage_key(value))
+        if parameter is not None:
+            _become_view(value, parameter)
+    return value
+
+
+def _become_view(tensor: Tensor, parameter: Parameter) -> None:
+    # Not `as_subclass`, which adds a node to the graph.
+    tensor.__class__ = View
+    view = cast(View, tensor)
+    view.parameter, view.ownership = parameter, ownership_of(parameter)
+
+
+def track(tensor: Tensor, parameters: Iterable[Parameter]) -> None:
+    """Make ``tensor``, which lies in the buffer of readable ``parameters``, a view of one."""
+    if type(tensor) is Tensor:
+        first = tensor.storage_offset()
+        with internals.as_plain_tensors():
+            before = [p for p in parameters if p.storage_offset() <= first]
+            _become_view(tensor, max(before, key=Tensor.storage_offset))
+
+
+def _keep_address(parameter: Parameter) -> None:
+    """Let the memory of ``parameter`` live as long as a holder of no more than its address.
+
+    Raises:
+        RuntimeError: Torch has no way to do so on the parameter's device.
+    """
+    ownership = ownership_of(parameter)
+    if not ownership.owner.gives_back(parameter):
+        return
+    if parameter.device.type != "cpu":
+        raise RuntimeError(
+            f"The address of parameter {ownership.name!r} cannot be given away: its memory"
+            " is given back when its module is done. Give away a copy: `p.detach().clone()`"
+        )
+    with internals.as_plain_tensors():
+        # As for any array of numpy's, torch will no longer free the storage.
+        torch.empty(0, dtype=torch.uint8).set_(parameter.untyped_storage()).numpy()
+
+
+# -- the classes -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def _class(mixin: type, cls: type[Parameter]) -> type[Parameter]:
+    name = f"Resting{cls.__name__}" if mixin is Resting else cls.__name__
+    return cast("type[Parameter]", type(name, (mixin, cls), {}))
+
+
+class ParameterClasses:
+    """The classes that the parameters of one owner have by turns, made once for all steps.
+
+    Args:
+        named: The parameters, the owner's until :meth:`end`.
+        owner: Called at uses of the parameters. It is not kept alive.
+        home: Where the weights rest: the dtype and device of the placeholders.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, Parameter]], owner: Owner, home: Home) -> None:
+        self._parameters = [parameter for _, parameter in named]
+        for parameter in self._parameters:
+            unguard(parameter)
+        self._ownerships = [take(parameter, owner, name) for name, parameter in named]
+        self._resting, self._whole = (
+            [_class(mixin, type(parameter)) for parameter in self._parameters]
+            for mixin in (Resting, Whole)
+        )
+        # One element that stands for any number: NaN where the dtype has one.
+        value = float("nan") if home.dtype.is_floating_point else 0
+        with lasting_tensors():
+            one = torch.full((), value, dtype=home.dtype, device=home.device)
+            self._placeholders = [one.expand(p.shape) for p in self._parameters]
+
+    def rest(self) -> None:
+        """Point the parameters at placeholders, and send every use of them to the owner."""
+        with internals.as_plain_tensors():
+            for parameter, cls, data in zip(
+                self._parameters, self._resting, self._placeholders, strict=True
+            ):
+                properties.SET_DATA(parameter, data)
+                parameter.__class__ = cls
+
+    def show(self, views: Sequence[Tensor]) -> None:
+        """Point the parameters at ``views``, and let the owner know what gives them away."""
+        with internals.as_plain_tensors():
+            for parameter, cls, data in zip(self._parameters, self._whole, views, strict=True):
+                properties.SET_DATA(parameter, data)
+                parameter.__class__ = cls
+
+    def guard(self) -> None:
+        """Send every use of the parameters to the owner, their data staying what it is."""
+        for parameter, cls in zip(self._parameters, self._resting, strict=True):
+            parameter.__class__ = cls
+
+    def end(self) -> None:
+        """Let go of the parameters: readable ones are ordinary again, those at rest stay so."""
+        for ownership in self._ownerships:
+            ownership.end()
+        for parameter, cls in zip(self._parameters, self._whole, strict=True):
+            if type(parameter) is cls:
+                unguard(parameter)
+
+
+def unguard(parameter: Parameter) -> None:
+    """Make ``parameter`` an object of its own class again."""
+    if isinstance(parameter, (Resting, Whole)):
+        parameter.__class__ = type(parameter).__mro__[2]

@@ -1,0 +1,127 @@
+"""The part of a parameter that a rank owns: the range, and the tensor that the optimizer holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_zero.parameters.grad_view import GradientView
+from lightning_zero.plan import Slot
+from lightning_zero.tensors import internals, lasting_tensors
+
+_GRAD: Any = Tensor.grad
+
+
+@dataclass(frozen=True)
+class PieceRange:
+    """A range of one parameter's elements, possibly empty.
+
+    Attributes:
+        slot: Where the parameter lies in its buffer.
+        start: First element, counted in the parameter's memory order.
+        stop: One past the last element.
+        in_shard: The same range, counted in elements of the rank's shard.
+    """
+
+    slot: Slot
+    start: int
+    stop: int
+    in_shard: slice
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """Return the elements ``[n]`` of ``whole``, of the parameter's shape, in this range.
+
+        They share the memory of ``whole`` where its elements lie in the parameter's order: of a
+        tensor that is mapped from a file nothing else is read.
+        """
+        if whole.stride() == self.slot.stride:
+            # An empty range may begin behind the storage of a tensor without elements.
+            start = self.start if self.stop > self.start else 0
+            offset = int(whole.storage_offset()) + start
+            return whole.as_strided((self.stop - self.start,), (1,), offset)
+        flat = whole.new_empty(self.slot.numel)
+        flat.as_strided(self.slot.shape, self.slot.stride).copy_(whole)
+        return flat[self.start : self.stop]
+
+
+class Piece(Parameter):
+    """The part of one parameter's master on this rank, 1-D, that optimizers hold in its place.
+
+    Every rank holds a piece of every parameter in its ``param_groups``, so group indices, learning
+    rates and ``toggle_optimizer`` mean the same everywhere. ``requires_grad`` is the parameter's
+    own: freezing a piece freezes the parameter, on every rank, and the other way round. ``grad`` is
+    this rank's part of the averaged gradient; what the user makes of the parameter's gradient
+    (drops it, puts another in its place) becomes the piece's.
+
+    Attributes:
+        parameter: The parameter on the module that this is a piece of.
+        range: Which of its elements.
+        gradient: What the parameter's ``grad`` shows.
+    """
+
+    parameter: Parameter
+    range: PieceRange
+    gradient: GradientView
+
+    @classmethod
+    def cut(cls, parameter: Parameter, range: PieceRange, shard: Tensor) -> Piece:
+        """Return the piece of ``parameter`` whose values lie in this rank's ``shard``."""
+        with lasting_tensors():
+            piece = cls(shard[range.in_shard], requires_grad=False)
+        piece.parameter, piece.range = parameter, range
+        return piece
+
+    @property
+    def requires_grad(self) -> bool:
+        """Return whether the parameter wants a gradient."""
+        return self.parameter.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.parameter.requires_grad = value
+
+    def requires_grad_(self, requires_grad: bool = True) -> Piece:
+        """Freeze or unfreeze the parameter, in place."""
+        self.parameter.requires_grad = requires_grad
+        return self
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient for an optimizer to use or drop: :attr:`reduced`, or the unsynced one."""
+        # Optimizers ask several times per step: the usual case costs no further call.
+        view = self.gradient
+        with internals.as_plain_tensors():
+            if _GRAD.__get__(self.parameter) is not view.shown:
+                view.follow()
+        return view.shown if view.state.is_unsynced else _GRAD.__get__(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if self.gradient.state.is_unsynced:
+            self.gradient.drop()
+        _GRAD.__set__(self, value)
+
+    @property
+    def reduced(self) -> Tensor | None:
+        """This rank's part of the averaged gradient."""
+        view = self.gradient
+        with internals.as_plain_tensors():
+            if _GRAD.__get__(self.parameter) is not view.shown:
+                view.follow()
+        return _GRAD.__get__(self)  # type: ignore[no-any-return]
+
+    @reduced.setter
+    def reduced(self, value: Tensor | None) -> None:
+        _GRAD.__set__(self, value)
+
+    @property
+    def kept(self) -> Tensor | None:
+        """The value of :attr:`reduced` when it was last read; its memory is there until then."""
+        return _GRAD.__get__(self)  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        shape, of = tuple(self.parameter.shape), self.range
+        return f"Piece [{of.start}:{of.stop}] of a parameter of shape {shape}, {self.dtype}"

@@ -1,0 +1,235 @@
+"""The gradients of one group of parameters on their way from autograd to the optimizer.
+
+A gradient that autograd has finished is moved to the **partial** buffer, this rank's summand of all
+gradients of the group. Its reduction leaves the average of all ranks in the **shard**, of which
+every piece holds its part::
+
+    autograd -> take -> partial -> reduce -> shard -> install -> grad of pieces and parameters
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_zero.comm import ReduceBuffer, Work
+from lightning_zero.parameters.grad_view import GradState
+from lightning_zero.parameters.piece import Piece
+from lightning_zero.parameters.stores import Store
+
+
+class Reducer:
+    """Takes in the gradients that autograd finishes, and averages them over the ranks.
+
+    Attributes:
+        partial: Unreduced gradients and a view of each; ``None`` while there are none.
+        filled: For each parameter, whether :attr:`partial` holds a gradient of it.
+        arrived: For each parameter, whether one came in this backward pass.
+        used: For each parameter, whether one came since gradients were installed.
+        shard: The averaged gradients.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], store: Store) -> None:
+        self._pieces = pieces
+        self._store = store
+        self.partial: tuple[ReduceBuffer, list[Tensor]] | None = None
+        self.filled = [False] * len(pieces)
+        self.arrived = [False] * len(pieces)
+        self.used = [False] * len(pieces)
+        self.shard = GradShard(pieces, store)
+        self._in_flight: list[Tensor] = []
+        self._is_unscaled = False
+        # The average is taken in the pass that moves a gradient, as DDP does, when that costs
+        # nothing. A pass that casts cannot multiply as well, so then the reduced shard is scaled,
+        # which is N times smaller; as it is where a rank's own gradient is shown before that.
+        casts = store.plan.grad.dtype != store.plan.weight.dtype
+        self._early_scale = 1.0 if casts else 1 / store.comm.mesh.size
+
+    # -- from autograd to the partial buffer -----------------------------------------------------
+
+    def expect(self, *, is_local: bool) -> None:
+        """Begin a backward pass; with ``is_local`` one whose gradients stay on this rank."""
+        self.hide()
+        self._is_unscaled |= is_local
+        self.arrived = [False] * len(self._pieces)
+
+    def hide(self) -> None:
+        """Clear the parameters for autograd's gradients; forget those that the user dropped."""
+        for index, piece in enumerate(self._pieces):
+            was_unsynced = piece.gradient.hide()
+            if self.filled[index] and not was_unsynced:
+                self.filled[index] = self.used[index] = False
+
+    def take(self, index: int, grad: Tensor) -> None:
+        """Move parameter ``index``'s new gradient into the partial buffer, cast on the way."""
+        _, views = self.partial or self._allocate_partial()
+        view = views[index]
+        if grad.requires_grad:
+            # Of a backward with create_graph. To turn gradients off costs more than all the rest.
+            grad = grad.detach()
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        scale = 1.0 if self._is_unscaled else self._early_scale
+        if self.filled[index]:
+            view.add_(grad, alpha=scale)
+        elif scale == 1.0:
+            view.copy_(grad)
+        else:
+            torch.mul(grad, scale, out=view)
+        self.filled[index] = self.arrived[index] = self.used[index] = True
+
+    def _allocate_partial(self) -> tuple[ReduceBuffer, list[Tensor]]:
+        layout = self._store.layout
+        buffer = self._store.comm.transport.reduce_buffer(layout.numel, self._store.plan.grad.dtype)
+        views = [buffer.tensor.as_strided(s.shape, s.stride, s.offset) for s in layout.slots]
+        for start, stop in layout.gaps:
+            buffer.tensor[start:stop].zero_()
+        self.partial = buffer, views
+        return self.partial
+
+    # -- from the partial buffer to the shard ----------------------------------------------------
+
+    def reduce(self, unit: str, tag: int) -> Callable[[], None]:
+        """Start to average the gradients over the ranks; the returned call ends it."""
+        partial, views = self.partial or self._allocate_partial()
+        for view, is_filled in zip(views, self.filled, strict=True):
+            if not is_filled:
+                view.zero_()
+        self.partial = None
+        self.filled = [False] * len(self._pieces)
+        target = self._store.gradients()
+        self._in_flight = [partial.tensor, target]
+        work = self._store.reduce(target, partial, unit=unit, tag=tag)
+        is_scaled = self._early_scale != 1.0 and not self._is_unscaled
+        late_scale = 1.0 if is_scaled else 1 / self._store.comm.mesh.size
+        self._is_unscaled = False
+        return functools.partial(self._finish, work, target, late_scale)
+
+    def _finish(self, work: Work, target: Tensor, late_scale: float) -> None:
+        """Wait for a reduction; what it reads and writes had to live until then."""
+        work.wait()
+        self._in_flight = []
+        if late_scale != 1.0:
+            target.mul_(late_scale)
+        self.shard.add(target)
+
+    # -- from the shard to optimizer and user ----------------------------------------------------
+
+    @property
+    def has_grads(self) -> list[bool]:
+        """For each parameter, whether it got a gradient or its piece keeps an earlier one."""
+        return [
+            is_used or piece.reduced is not None
+            for is_used, piece in zip(self.used, self._pieces, strict=True)
+        ]
+
+    def install(self, has_grads: Sequence[bool]) -> None:
+        """End a backward pass: show the gradients that any rank has to optimizer and user."""
+        self.arrived = [False] * len(self._pieces)
+        if self.shard.install(has_grads):
+            self.used = [False] * len(self._pieces)
+
+    def show_local(self) -> None:
+        """End a backward pass whose gradients stay on this rank: show them, as DDP does."""
+        _, views = self.partial or (None, [])
+        for index, piece in enumerate(self._pieces):
+            if self.filled[index]:
+                piece.gradient.show_unsynced(views[index])
+            elif piece.gradient.state is GradState.HIDDEN:
+                piece.gradient.show_sharded()
+
+    def drop(self) -> None:
+        """Forget what arrived or was reduced and is not shown to the optimizer yet."""
+        self.partial, self._in_flight = None, []
+        self.shard.drop()
+        self._is_unscaled = False
+        for piece in self._pieces:
+            if piece.gradient.state.is_unsynced:
+                piece.gradient.hide()
+        for flags in (self.filled, self.arrived, self.used):
+            flags[:] = [False] * len(flags)
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes held now, by kind; see ``ShardedModel.memory``."""
+        partial = self.partial[0].tensor.nbytes if self.partial is not None else 0
+        return {
+            "gradients": self.shard.nbytes,
+            "unreduced": partial + sum(tensor.nbytes for tensor in self._in_flight),
+        }
+
+
+class GradShard:
+    """This rank's shard of the averaged gradients.
+
+    It lives as long as a piece holds a part of it: what ``zero_grad`` drops is free at once.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], store: Store) -> None:
+        self._pieces = pieces
+        self._store = store
+        # The shard while it holds gradients that are not installed yet, and their way into it.
+        self._fresh: tuple[Tensor, Work] | None = None
+        self._installed: weakref.ref[Tensor] | None = None
+
+    def add(self, reduced: Tensor) -> None:
+        """Start to let ``reduced`` rest, added to what was not dropped since it was installed."""
+        if self._fresh is not None:
+            # Of this pass already: gradients that came after their unit's reduction.
+            self._fresh[1].wait()
+        self._fresh = self._store.flush(reduced, self._earlier())
+
+    def drop(self) -> None:
+        """Forget what is not installed yet."""
+        self._fresh = None
+
+    def _earlier(self) -> Tensor | None:
+        """Return the shard to which new gradients are added; ``None`` if there is none."""
+        if self._fresh is not None:
+            return self._fresh[0]
+        held = [piece.reduced for piece in self._pieces]
+        if not [grad for grad in held if grad is not None]:
+            return None
+        living = self._living
+        shard = self._store.gradients() if living is None else living
+        # The user may have dropped or replaced some.
+        for piece, grad in zip(self._pieces, held, strict=True):
+            part = shard[piece.range.in_shard]
+            if grad is None:
+                part.zero_()
+            elif grad.data_ptr() != part.data_ptr():
+                part.copy_(grad)
+        return shard
+
+    @property
+    def _living(self) -> Tensor | None:
+        """The shard of which pieces hold parts, or are about to."""
+        if self._fresh is not None:
+            return self._fresh[0]
+        return self._installed() if self._installed is not None else None
+
+    def install(self, has_grads: Sequence[bool]) -> bool:
+        """Give the pieces their parts where any rank has a gradient; return whether any is new."""
+        if self._fresh is None:
+            for piece, has_grad in zip(self._pieces, has_grads, strict=True):
+                if has_grad:
+                    piece.gradient.show_sharded()
+            return False
+        (fresh, flush), self._fresh = self._fresh, None
+        flush.wait()
+        self._installed = weakref.ref(fresh)
+        for piece, has_grad in zip(self._pieces, has_grads, strict=True):
+            if has_grad:
+                piece.gradient.show_sharded(fresh[piece.range.in_shard])
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the shard, and of what the user put in the place of parts of it."""
+        shard = self._living
+        grads = [piece.kept for piece in self._pieces if piece.kept is not None]
+        others = [grad for grad in grads if shard is None or grad._base is not shard]
+        return sum(tensor.nbytes for tensor in others) + (0 if shard is None else shard.nbytes)

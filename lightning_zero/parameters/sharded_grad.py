@@ -1,0 +1,337 @@
+"""Stand-ins for whole gradients: true values, though no rank holds all of them.
+
+The averaged gradient of a parameter lies in pieces over the ranks. A :class:`ShardedGrad` is a
+tensor without memory that stands for it on the module, so that code written for whole gradients
+goes on working:
+
+* a norm is computed from the pieces, exactly, with one small message (one for a whole list);
+* an element-wise change in place (``mul_``, ``clamp_``, ``zero_``, ``copy_``) is made to the piece;
+* everything else gathers the whole gradient.
+
+All but the changes are collectives, so every rank must do the same. The stand-in has the value
+that the piece holds now; after ``optimizer.zero_grad()`` that is zeros. Under mixed precision it
+has the parameter's dtype, and what is computed from it the more precise one of the piece.
+
+Between microbatches whose gradients are not sent, every rank has a whole gradient of its own, and a
+:class:`UnsyncedGrad` stands for that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_zero.comm import Communicator
+from lightning_zero.tensors import internals
+
+if TYPE_CHECKING:
+    from lightning_zero.parameters.piece import Piece
+
+_aten = torch.ops.aten
+_ALIASES = {_aten.detach.default, _aten.alias.default, _aten.detach_.default}
+_WRITES = {_aten.copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default}
+"""Element-wise changes that torch does not tag as such."""
+
+
+class _StandIn(Tensor):
+    """A tensor without memory; what leaves torch, or this process, is the whole gradient.
+
+    Attributes:
+        piece: This rank's piece of the parameter.
+    """
+
+    piece: Piece
+
+    __torch_function__ = internals.without_torch_function  # type: ignore[assignment]
+
+    def whole(self) -> Tensor:
+        """Return the whole gradient, an ordinary tensor."""
+        raise NotImplementedError
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the whole gradient as an array."""
+        return self.whole().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return the whole gradient as nested lists."""
+        return self.whole().tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.whole().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.whole().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+class ShardedGrad(_StandIn):
+    """The stand-in for an averaged gradient of which every rank holds a piece.
+
+    Attributes:
+        comm: The ranks.
+        assemble: Returns the whole tensor of which every rank passes its part.
+    """
+
+    comm: Communicator
+    assemble: Callable[[Tensor], Tensor]
+
+    @staticmethod
+    def __new__(
+        cls, piece: Piece, like: Tensor, comm: Communicator, assemble: Callable[[Tensor], Tensor]
+    ) -> ShardedGrad:
+        """Make the stand-in for ``piece``'s parameter, of the dtype and device of ``like``."""
+        slot = piece.range.slot
+        made: ShardedGrad = internals.make_wrapper(
+            cls, slot.shape, strides=slot.stride, dtype=like.dtype, device=like.device
+        )
+        made.piece, made.comm, made.assemble = piece, comm, assemble
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Work on the pieces where that is exact, else on the whole gradient."""
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if func in _ALIASES:
+            return ShardedGrad(args[0].piece, args[0], args[0].comm, args[0].assemble)
+        if name in ("add", "add_") and _is_autograd_adding(args):
+            args[0].piece.gradient.arrival = args[1]
+            return args[0]
+        if name == "linalg_vector_norm" and _is_of_all(args):
+            return _norms([args[0]], _order(args, kwargs))[0].to(kwargs.get("dtype"))
+        if name == "_foreach_norm":
+            return _norm_of_each(args[0], _order(args, kwargs), kwargs.get("dtype"))
+        if _changes_elements(func, name):
+            return _change(func, args, kwargs)
+        if func._schema.is_mutable and _holds_one(args[0]):
+            raise _cannot_change(name)
+        args, kwargs = tree_map_only(ShardedGrad, ShardedGrad.whole, (args, kwargs))
+        result = func(*args, **kwargs)
+        return tree_map_only(Tensor, _ReadOnlyView.of, result) if func.is_view else result
+
+    def whole(self) -> Tensor:
+        """Return the whole gradient, in the precision of the piece; every rank calls it."""
+        return self.assemble(self.part)
+
+    @property
+    def part(self) -> Tensor:
+        """This rank's part of the gradient; zeros if the optimizer dropped it."""
+        grad = self.piece.reduced
+        return grad if grad is not None else torch.zeros_like(self.piece.detach())
+
+    def part_to_change(self) -> Tensor:
+        """Return :attr:`part`, held by the piece, so that changes last."""
+        if self.piece.reduced is None and self.piece.numel():
+            self.piece.reduced = self.part
+        return self.part
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        whole = self.whole()
+        whole[index] = value.whole() if isinstance(value, ShardedGrad) else value
+        self.copy_(whole)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Gradient in pieces over the ranks, of shape {tuple(self.shape)}, {self.dtype}"
+
+
+internals.measure_together(ShardedGrad)
+
+
+class UnsyncedGrad(_StandIn):
+    """The stand-in for a gradient that this rank summed up by itself since the last reduction.
+
+    Its uses are no collectives, unless averaged gradients of before were kept: then the first use
+    gathers them.
+
+    Attributes:
+        held: The whole gradient, in the buffer from which it will be reduced.
+    """
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, piece: Piece, like: Tensor, held: Tensor) -> UnsyncedGrad:
+        """Show ``held`` with the dtype of ``like``, which a parameter wants of its gradient."""
+        made: UnsyncedGrad = internals.make_wrapper(
+            cls, held.shape, strides=held.stride(), dtype=like.dtype, device=like.device
+        )
+        made.piece, made.held = piece, held
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Work on the gradient that is held."""
+        kwargs = kwargs or {}
+        if func in _ALIASES:
+            return UnsyncedGrad(args[0].piece, args[0], args[0].held)
+        if func.overloadpacket.__name__ in ("add", "add_") and _is_autograd_adding(args):
+            args[0].piece.gradient.arrival = args[1]
+            return args[0]
+        target = args[0] if func._schema.is_mutable else None
+        args, kwargs = tree_map_only(UnsyncedGrad, UnsyncedGrad.whole, (args, kwargs))
+        result = func(*args, **kwargs)
+        return target if isinstance(target, UnsyncedGrad) else result
+
+    def whole(self) -> Tensor:
+        """Return the gradient as DDP shows it within ``no_sync``; changes of it last."""
+        self.piece.gradient.add_sharded(self.held)
+        return self.held
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.whole()[index] = value.whole() if isinstance(value, UnsyncedGrad) else value
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Gradient of this rank alone, of shape {tuple(self.shape)}, {self.dtype}"
+
+
+class _ReadOnlyView(Tensor):
+    """A view of a gathered gradient; it may be read only, since a change would be lost."""
+
+    @classmethod
+    def of(cls, view: Tensor) -> Tensor:
+        """Return the same view, read-only."""
+        return view.as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Refuse changes; what is no view is an ordinary tensor."""
+        name = func.__name__
+        changes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        if changes and isinstance(args[0], cls):
+            raise _cannot_change(f"{name} of a view")
+        with internals.as_plain_tensors():
+            result = func(*args, **(kwargs or {}))
+        is_view = isinstance(result, Tensor) and result._base is not None
+        return (
+            cls.of(result)
+            if is_view
+            else tree_map_only(cls, lambda one: one.as_subclass(Tensor), result)
+        )
+
+
+def _cannot_change(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{name} cannot change a gradient that lies in pieces over the ranks. Change a copy"
+        " (`grad = p.grad.clone()`) and put it back (`p.grad = grad`)."
+    )
+
+
+def _norms(grads: Sequence[ShardedGrad], order: float) -> Tensor:
+    """Return the norm of each gradient over all ranks, in one message."""
+    parts, comm = [grad.part for grad in grads], grads[0].comm
+    dtype = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
+    dtype = torch.promote_types(torch.float32, dtype)
+    zero = torch.zeros((), dtype=dtype, device=comm.device)
+    norms = [
+        torch.linalg.vector_norm(part, order, dtype=dtype) if part.numel() else zero
+        for part in parts
+    ]
+    local = torch.stack(norms)
+    if order == inf:
+        comm.control.max(local)
+        return local
+    if order == 0:
+        comm.control.sum(local)
+        return local
+    powers = local.pow(order)
+    comm.control.sum(powers)
+    return powers.pow(1 / order)
+
+
+def _norm_of_each(
+    tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None
+) -> list[Tensor]:
+    """Return the norms of stand-ins, in one message, and of whole tensors, in their order."""
+    sharded = [one for one in tensors if isinstance(one, ShardedGrad)]
+    norms = iter(_norms(sharded, order).to(dtype).unbind())
+    return [
+        next(norms)
+        if isinstance(one, ShardedGrad)
+        else torch.linalg.vector_norm(one, order, dtype=dtype)
+        for one in tensors
+    ]
+
+
+def _order(args: Sequence[Any], kwargs: dict[str, Any]) -> float:
+    return float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+
+
+def _is_of_all(args: Sequence[Any]) -> bool:
+    """Return whether a norm is over all dimensions, and of an order that pieces can add up."""
+    dims = args[2] if len(args) > 2 else None
+    is_whole = dims is None or len(dims) == args[0].dim()
+    return is_whole and not any(args[3:]) and (len(args) < 2 or args[1] >= 0)
+
+
+def _is_autograd_adding(args: Sequence[Any]) -> bool:
+    is_ours = internals.in_backward() and isinstance(args[0], _StandIn)
+    return is_ours and not isinstance(args[1], _StandIn)
+
+
+def _holds_one(value: Any) -> bool:
+    return isinstance(value, ShardedGrad) or (
+        isinstance(value, (list, tuple)) and any(isinstance(one, ShardedGrad) for one in value)
+    )
+
+
+def _changes_elements(func: Any, name: str) -> bool:
+    if not name.endswith("_"):
+        return False
+    return name.startswith("_foreach") or torch.Tag.pointwise in func.tags or func in _WRITES
+
+
+def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do to the pieces what ``func`` would do to the whole gradients."""
+    targets, *others = args
+    if isinstance(targets, (list, tuple)):
+        parts = [one.part_to_change() if isinstance(one, ShardedGrad) else one for one in targets]
+        matched = [
+            [_matching(one, target) for one, target in zip(other, targets, strict=True)]
+            if isinstance(other, (list, tuple))
+            else other
+            for other in others
+        ]
+        func(parts, *matched, **kwargs)
+        return None
+    if not isinstance(targets, ShardedGrad):
+        args, kwargs = tree_map_only(ShardedGrad, ShardedGrad.whole, (args, kwargs))
+        return func(*args, **kwargs)
+    matched = [_matching(other, targets) for other in others]
+    matched_kwargs = {key: _matching(value, targets) for key, value in kwargs.items()}
+    func(targets.part_to_change(), *matched, **matched_kwargs)
+    return targets
+
+
+def _matching(value: Any, target: Any) -> Any:
+    """Return the part of an operand that meets this rank's part of ``target``."""
+    if not isinstance(value, Tensor) or (value.dim() == 0 and not isinstance(value, ShardedGrad)):
+        return value
+    if not isinstance(target, ShardedGrad):
+        return value.whole() if isinstance(value, ShardedGrad) else value
+    if isinstance(value, ShardedGrad):
+        if value.piece is target.piece:
+            return value.part
+        value = value.whole()
+    return target.piece.range.part_of(value.expand(target.shape))

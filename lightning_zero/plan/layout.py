@@ -1,0 +1,108 @@
+"""The place of every parameter in its flat buffer: pure arithmetic, without tensors or ranks.
+
+Nouns:
+
+* **slot**: one parameter's name, shape, stride and offset.
+* **layout**: the slots of one buffer, padded so that every rank's shard is equal.
+* **shard**: a rank's contiguous, equal part of a buffer.
+* **piece**: the part of one parameter that falls in a shard; 1-D, possibly empty.
+
+Three parameters over two ranks (``.`` is padding to the alignment or to equal shards)::
+
+    slots   | weight             | bias . | scale ...........|
+    shards  | rank 0                 | rank 1                |
+    pieces  | weight[0:n]            | weight[n:] bias scale |
+
+A shard boundary may fall anywhere, also inside a row: element-wise optimizers do not care, and
+equal shards are what makes every collective a single call without a copy.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+ALIGNMENT = 64
+"""Elements to which slots and shards are aligned: 256 bytes in fp32, as for a fresh tensor."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place in a buffer; ``stride`` keeps its memory format (channels last)."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        """One past the last element in the buffer."""
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The slots of one flat buffer that is shared out over ``world_size`` ranks."""
+
+    slots: tuple[Slot, ...]
+    numel: int
+    world_size: int
+
+    @classmethod
+    def build(
+        cls,
+        parameters: Iterable[tuple[str, tuple[int, ...], tuple[int, ...]]],
+        world_size: int,
+    ) -> Layout:
+        """Pack ``(name, shape, stride)`` back to back, aligned and padded to equal shards."""
+        slots: list[Slot] = []
+        offset = 0
+        for name, shape, stride in parameters:
+            slots.append(Slot(name, shape, stride, offset))
+            offset = _round_up(slots[-1].stop, ALIGNMENT)
+        return cls(tuple(slots), _round_up(offset, ALIGNMENT * world_size), world_size)
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one rank's shard, padding included."""
+        return self.numel // self.world_size
+
+    @functools.cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The ranges of the buffer that no slot covers."""
+        edges = [0, *(edge for slot in self.slots for edge in (slot.offset, slot.stop)), self.numel]
+        pairs = zip(edges[::2], edges[1::2], strict=True)
+        return tuple((start, stop) for start, stop in pairs if start < stop)
+
+    def shard(self, rank: int) -> tuple[int, int]:
+        """First and one-past-last element of a rank's shard in the buffer."""
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def piece(self, index: int, rank: int) -> tuple[int, int]:
+        """Return the range of slot ``index``, counted in its own elements, that ``rank`` owns.
+
+        Elements are counted in memory order. An empty piece is ``(0, 0)``.
+        """
+        slot = self.slots[index]
+        shard_start, shard_stop = self.shard(rank)
+        start = max(slot.offset, shard_start) - slot.offset
+        stop = min(slot.stop, shard_stop) - slot.offset
+        return (start, stop) if start < stop else (0, 0)
+
+    def piece_in_shard(self, index: int, rank: int) -> tuple[int, int]:
+        """Return the same range, counted in elements of the rank's shard; ``(0, 0)`` if empty."""
+        start, stop = self.piece(index, rank)
+        shift = self.slots[index].offset - self.shard(rank)[0] if stop else 0
+        return start + shift, stop + shift
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,186 @@
+"""The meaning of a stage, a precision and an accumulation policy, as data.
+
+Each kind of state has a **home**, where it rests between uses: a placement, a dtype and a device.
+Three homes are a **plan**. Two moments follow from them, and they are all that differs between the
+stages: whole weights are released after use if the weight's home is sharded, and gradients are
+reduced in every microbatch if the grad's home is sharded (otherwise in the last one).
+
+A home's **medium** is what holds its bytes. **Offload** gives homes another one than the device;
+the engine has none yet, and only predictions ask for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from lightning_zero.plan.placement import PLACEMENTS, Home, Medium, Placement
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A precision's dtypes for fp32 parameters; ``None`` is the parameter's own."""
+
+    weight: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    autocast: torch.dtype | None = None
+    loss_scaled: bool = False
+
+
+RECIPES = {
+    "64-true": Recipe(),
+    "32-true": Recipe(),
+    "bf16-true": Recipe(),
+    "16-true": Recipe(),
+    "bf16-mixed": Recipe(torch.bfloat16, torch.float32, torch.bfloat16),
+    "16-mixed": Recipe(torch.float16, torch.float32, torch.float16, loss_scaled=True),
+}
+"""The ``*-true`` rows cast the module before it is sharded, so its own dtypes are right."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The three homes of the parameters that share a dtype.
+
+    ``grad`` is the home of gradients between microbatches; its dtype is the one in which they are
+    reduced. A reduced gradient has the master's dtype, because the optimizer reads it.
+    """
+
+    weight: Home
+    grad: Home
+    master: Home
+
+    @classmethod
+    def build(
+        cls,
+        stage: int,
+        dtype: torch.dtype,
+        *,
+        recipe: Recipe = RECIPES["32-true"],
+        device: torch.device = _CPU,
+        reduce_dtype: torch.dtype | None = None,
+        accumulate: str | None = None,
+    ) -> Plan:
+        """Return the plan for parameters of ``dtype``.
+
+        Args:
+            stage: 1, 2 or 3.
+            dtype: The parameters' own dtype. Only fp32 parameters follow ``recipe``.
+            recipe: A row of :data:`RECIPES`.
+            device: The device of all three homes.
+            reduce_dtype: Overrides the dtype in which gradients travel.
+            accumulate: ``"reduce"`` or ``"local"``; ``None`` takes the stage's own placement.
+        """
+        weight, grad, master = PLACEMENTS[stage]
+        if accumulate is not None:
+            grad = Placement.PARTIAL if accumulate == "local" else Placement.SHARDED
+        if dtype is not torch.float32:
+            recipe = Recipe()
+        if not dtype.is_floating_point:
+            reduce_dtype = None
+        return cls(
+            Home(weight, recipe.weight or dtype, device),
+            Home(grad, reduce_dtype or recipe.reduce or dtype, device),
+            Home(master, dtype, device),
+        )
+
+    @property
+    def gives_weights_back(self) -> bool:
+        """Return whether whole weights are released after use."""
+        return self.weight.placement is Placement.SHARDED
+
+    @property
+    def reduces_every_microbatch(self) -> bool:
+        """Return whether gradients are reduced in every microbatch, not only in the last."""
+        return self.grad.placement is Placement.SHARDED
+
+    @property
+    def has_master(self) -> bool:
+        """Return whether the master is a second copy beside the weight."""
+        return (self.master.dtype, self.master.medium) != (self.weight.dtype, self.weight.medium)
+
+    @property
+    def copies_weights(self) -> bool:
+        """Return whether weights rest in bytes of their own, and are not cast from the masters."""
+        is_beside = self.master.medium is self.weight.medium
+        return not (self.gives_weights_back and self.has_master and is_beside)
+
+    @property
+    def media(self) -> dict[str, Medium]:
+        """The medium of each kind of resting bytes."""
+        return {
+            "weights": self.weight.medium,
+            "gradients": self.grad.medium,
+            "master": self.master.medium,
+            "states": self.master.medium,
+        }
+
+    def offloaded(self, *, optimizer: Medium, weights: Medium) -> Plan:
+        """Return the same plan with other media.
+
+        States are where the masters are. Reduced gradients are never in files: they are added to
+        in every microbatch, so they rest where the host reads them for a step.
+        """
+        grad = Medium.DEVICE if optimizer is Medium.DEVICE else Medium.HOST
+        return Plan(
+            replace(self.weight, medium=weights),
+            replace(self.grad, medium=grad),
+            replace(self.master, medium=optimizer),
+        )
+
+    def resting_bytes(
+        self, numel: int, world_size: int, *, trainable: bool = True
+    ) -> dict[str, int]:
+        """Return a rank's bytes between steps, by kind, for a padded buffer of ``numel`` elements.
+
+        A sharded weight needs no copy beside its master on the same medium: it is cast as it is
+        gathered. Gradients are counted as reduced; a ``PARTIAL`` home holds ``numel`` elements of
+        ``grad.dtype`` between microbatches instead.
+        """
+        shard = numel // world_size
+        weight = shard if self.gives_weights_back else numel
+        return {
+            "weights": weight * self.weight.dtype.itemsize if self.copies_weights else 0,
+            "gradients": shard * self.master.dtype.itemsize if trainable else 0,
+            "master": shard * self.master.dtype.itemsize if self.has_master else 0,
+        }
+
+
+@dataclass(frozen=True)
+class Offload:
+    """The homes that rest outside the device, and how much of them.
+
+    Attributes:
+        optimizer: ``"cpu"`` or ``"nvme"`` for masters and optimizer states, ``None`` if they stay.
+        weights: The same for sharded weights, and for the masters of frozen ones.
+        ratio: The share of each unit that is offloaded, above 0 and up to 1.
+    """
+
+    optimizer: str | None = None
+    weights: str | None = None
+    ratio: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("optimizer", "weights"):
+            value = getattr(self, name)
+            if value not in (None, "cpu", "nvme"):
+                raise ValueError(f"Expected offload of {name} to 'cpu' or 'nvme', got {value!r}.")
+        if self.optimizer is None and self.weights is None:
+            raise ValueError("Expected offload of the optimizer, of the weights or of both.")
+        if not 0 < self.ratio <= 1:
+            raise ValueError(f"Expected an offload ratio above 0 and up to 1, got {self.ratio!r}.")
+
+    @classmethod
+    def of_stage(cls, stage: int, medium: str, *, ratio: float = 1.0) -> Offload:
+        """Return the offload of ``zero2_offload``, ``zero3_offload`` and ``zero3_nvme``."""
+        return cls(medium, medium if stage == 3 else None, ratio)
+
+    def parts(self, plan: Plan, *, trainable: bool) -> list[tuple[float, Plan]]:
+        """Return the plans of what stays and of what is offloaded, with their shares."""
+        weights = Medium(self.weights or "device")
+        optimizer = Medium(self.optimizer or "device") if trainable else weights
+        away = plan.offloaded(optimizer=optimizer, weights=weights)
+        return [(1 - self.ratio, plan), (self.ratio, away)]

@@ -1,0 +1,69 @@
+"""The user's settings of the engine, checked when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from lightning_zero.plan.placement import PLACEMENTS
+from lightning_zero.plan.plan import RECIPES, Plan, Recipe
+from lightning_zero.plan.units import UnitPolicy
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The user's settings of the engine; ``ZeROStrategy`` documents each of them."""
+
+    stage: int = 3
+    recipe: Recipe = RECIPES["32-true"]
+    units: UnitPolicy = "auto"
+    prefetch: int = 1
+    reshard_after_forward: bool = True
+    reduce_dtype: torch.dtype | None = None
+    accumulate: str | None = None
+    broadcast_buffers: bool = True
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __post_init__(self) -> None:
+        if self.stage not in PLACEMENTS:
+            raise ValueError(f"Expected stage among 1, 2, 3, got {self.stage!r}.")
+        if not isinstance(self.prefetch, int) or self.prefetch < 0:
+            raise ValueError(f"Expected prefetch as a number of units >= 0, got {self.prefetch!r}.")
+        if self.accumulate not in (None, "reduce", "local"):
+            raise ValueError(f"Expected accumulate='reduce' or 'local', got {self.accumulate!r}.")
+        if self.reduce_dtype is not None and not self.reduce_dtype.is_floating_point:
+            raise ValueError(f"Expected reduce_dtype as a floating dtype, got {self.reduce_dtype}.")
+        if self.stage == 1 and self.accumulate == "reduce":
+            raise ValueError(
+                "stage=1 keeps whole gradients between microbatches, which accumulate='reduce'"
+                " contradicts. Use stage=2, or leave accumulate out."
+            )
+        if self.stage < 3 and not self.reshard_after_forward:
+            raise ValueError(
+                f"stage={self.stage} never gives weights back, so reshard_after_forward=False"
+                " has no meaning. Leave it out, or use stage=3."
+            )
+
+    def plan(self, dtype: torch.dtype, *, is_cast: bool = True) -> Plan:
+        """Return the plan for parameters of ``dtype``; precision may cast them if ``is_cast``."""
+        return Plan.build(
+            self.stage,
+            dtype,
+            recipe=self.recipe if is_cast else RECIPES["32-true"],
+            device=self.device,
+            reduce_dtype=self.reduce_dtype,
+            accumulate=self.accumulate,
+        )
+
+
+def as_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
+    """Return a dtype, also by a name from a YAML file (``bfloat16``, ``torch.bfloat16``)."""
+    if not isinstance(value, str):
+        return value
+    dtype = getattr(torch, value.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(
+            f"Expected reduce_dtype as a torch dtype such as 'bfloat16', got {value!r}."
+        )
+    return dtype

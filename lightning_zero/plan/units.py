@@ -1,0 +1,186 @@
+"""The search for a model's units.
+
+``"auto"`` takes, from the outside in,
+
+1. the blocks that a Transformers model says must not be split (``_no_split_modules``),
+2. the elements of every ``ModuleList``, ``ModuleDict`` and ``Sequential`` that hold no more than a
+   third of the model (larger ones are searched inside),
+3. any other module that itself holds a large parameter (an embedding, a head).
+
+Whatever is smaller than :data:`MIN_NUMEL` is not worth a collective and stays with the unit around
+it; what no unit took belongs to the root, which is whole for the entire step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import nn
+from torch._dynamo import OptimizedModule
+from torch.nn import Parameter
+from torch.nn.parameter import UninitializedParameter
+
+MIN_NUMEL = 2**16
+"""Elements below which a module is no unit by itself: a collective's latency costs more."""
+
+UnitPolicy = str | Iterable[type[nn.Module]] | Callable[[nn.Module], bool]
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+# Modules whose forward reads the parameters of children that it never calls.
+_CLOSED = (nn.MultiheadAttention,)
+_NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def find_units(root: nn.Module, policy: UnitPolicy = "auto") -> dict[str, nn.Module]:
+    """Return the modules below ``root`` that become units, by name.
+
+    Args:
+        root: The model; itself always the root unit.
+        policy: ``"auto"``, a set of module classes, or a callable that says of a module whether it
+            is a unit.
+
+    Raises:
+        TypeError: The policy is none of these.
+        ValueError: The policy names classes of which the model has no module.
+    """
+    if policy == "auto":
+        return dict(_automatic(root))
+    if isinstance(policy, str):
+        raise ValueError(f"Expected units='auto', classes or a callable, got units={policy!r}.")
+    if callable(policy) and not isinstance(policy, type):
+        return {
+            name: module
+            for name, module in _callable_modules(root)
+            if name and policy(unwrap_compiled(module))
+        }
+    classes = (policy,) if isinstance(policy, type) else tuple(policy)
+    if not all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in classes):
+        raise TypeError(f"Expected units as module classes, got units={policy!r}.")
+    found = {
+        name: module
+        for name, module in _callable_modules(root)
+        if name and isinstance(unwrap_compiled(module), classes)
+    }
+    if not found:
+        names = ", ".join(cls.__name__ for cls in classes)
+        raise ValueError(f"units={names}: {type(root).__name__} has no module of these classes.")
+    return found
+
+
+def unwrap_compiled(module: nn.Module) -> nn.Module:
+    """Return the module inside ``torch.compile(module)``, or the module itself."""
+    inner = module._orig_mod if isinstance(module, OptimizedModule) else module
+    assert isinstance(inner, nn.Module)
+    return inner
+
+
+def _callable_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every module whose ``forward`` is called; a compiled one stands for its inner one."""
+    compiled = {id(m._orig_mod) for m in root.modules() if isinstance(m, OptimizedModule)}
+    for name, module in root.named_modules():
+        if not isinstance(module, _NOT_CALLED) and id(module) not in compiled and _numel(module):
+            yield name, module
+
+
+def _automatic(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    unsplit = {
+        cls
+        for module in root.modules()
+        for cls in (getattr(module, "_no_split_modules", None) or ())
+    }
+    yield from _search(root, "", unsplit, limit=_numel(root) // 3)
+
+
+def _search(
+    parent: nn.Module, path: str, unsplit: set[str], limit: int
+) -> Iterator[tuple[str, nn.Module]]:
+    is_container = isinstance(parent, _CONTAINERS)
+    for name, child in parent.named_children():
+        child_path = f"{path}.{name}" if path else name
+        numel = _numel(child)
+        inner = unwrap_compiled(child)
+        if numel < MIN_NUMEL:
+            continue
+        may_be_called = not isinstance(child, _NOT_CALLED)
+        is_block = type(inner).__name__ in unsplit or (is_container and numel <= limit)
+        if may_be_called and (is_block or isinstance(inner, _CLOSED)):
+            yield child_path, child
+            continue
+        if may_be_called and _own_numel(inner) >= MIN_NUMEL:
+            yield child_path, child
+        yield from _search(child, child_path, unsplit, limit)
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters() if not isinstance(p, UninitializedParameter))
+
+
+def _own_numel(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters(recurse=False))
+
+
+def assign_parameters(
+    root: nn.Module, units: dict[str, nn.Module]
+) -> dict[str, list[tuple[str, Parameter]]]:
+    """Return every parameter, once, under the unit that takes it; ``""`` is the root.
+
+    A parameter that several units use belongs to their lowest common ancestor.
+
+    Raises:
+        ValueError: There is no parameter, or one that cannot lie in a flat buffer.
+    """
+    unit_names = {id(module): name for name, module in units.items()}
+    chains: dict[int, list[tuple[str, ...]]] = {}
+    named: dict[int, tuple[str, Parameter]] = {}
+
+    def walk(module: nn.Module, path: str, chain: tuple[str, ...]) -> None:
+        if id(module) in unit_names:
+            chain = (*chain, unit_names[id(module)])
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                full_name = f"{path}.{name}" if path else name
+                named.setdefault(id(parameter), (full_name, parameter))
+                chains.setdefault(id(parameter), []).append(chain)
+        for name, child in module._modules.items():
+            if child is not None:
+                walk(child, f"{path}.{name}" if path else name, chain)
+
+    walk(root, "", ("",))
+    if not named:
+        raise ValueError(
+            f"{type(root).__name__} has no parameters, so there is nothing to shard."
+            " Build its layers in `__init__` or `configure_model`, or use another strategy."
+        )
+    assigned: dict[str, list[tuple[str, Parameter]]] = {name: [] for name in ["", *units]}
+    for key, (name, parameter) in named.items():
+        check_parameter(name, parameter)
+        assigned[_common_owner(chains[key])].append((name, parameter))
+    return assigned
+
+
+def _common_owner(chains: list[tuple[str, ...]]) -> str:
+    """Return the innermost unit that encloses all uses of a parameter."""
+    if len({chain[-1] for chain in chains}) == 1:
+        return chains[0][-1]
+    owner = ""
+    for names in zip(*chains, strict=False):
+        if len(set(names)) > 1:
+            break
+        owner = names[0]
+    return owner
+
+
+def check_parameter(name: str, parameter: Any) -> None:
+    """Raise a ``ValueError`` if ``parameter`` cannot lie in a flat buffer."""
+    reason = None
+    if isinstance(parameter, UninitializedParameter):
+        reason = "is lazily initialized and has no shape yet; run one batch through the model first"
+    elif parameter.is_complex():
+        reason = "is complex; hold it as two real parameters (torch.view_as_complex in forward)"
+    elif parameter.is_sparse or parameter.is_quantized or parameter.is_nested:
+        reason = "is not a dense tensor; hold it as a buffer, or densify it"
+    elif type(parameter.data).__name__ == "DTensor":
+        reason = "is a DTensor, already sharded by something else; pass the plain module"
+    if reason is not None:
+        raise ValueError(f"Parameter {name!r} {reason}.")

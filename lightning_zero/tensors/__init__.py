@@ -1,0 +1,16 @@
+"""Facts about torch tensors, on which everything else stands.
+
+=========== ====================================================================================
+lasting     ordinary tensors, also made within inference mode
+nested      the tensors in nested values
+properties  what can be done to a tensor, by what it needs of the tensor's memory
+profiling   the package's verbs as named ranges in a profile
+internals   every private name of torch in use, with its reason
+=========== ====================================================================================
+"""
+
+from lightning_zero.tensors.lasting import lasting_tensors
+from lightning_zero.tensors.nested import tensors_in
+from lightning_zero.tensors.profiling import span, unseen
+
+__all__ = ["lasting_tensors", "span", "tensors_in", "unseen"]

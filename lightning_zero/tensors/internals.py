@@ -1,0 +1,72 @@
+"""Every private name of torch that the package uses, and why no public one would do.
+
+Those of ``torch.distributed`` are in ``comm``, those of torch's compiler and of its file format
+where they are used. Names are bound here once: to look one up costs less than at its own place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.optim.optimizer as _optimizers
+import torch.utils._foreach_utils as _foreach_utils
+from torch import Tensor
+
+as_plain_tensors = torch._C.DisableTorchFunctionSubclass
+"""A context in which subclasses of tensors are what they hold: torch documents no such one."""
+
+without_interception = torch._C.DisableTorchFunction
+"""As :data:`as_plain_tensors`, and no mode intercepts a function either."""
+
+without_torch_function = torch._C._disabled_torch_function_impl
+"""The ``__torch_function__`` of a class that has none: half the cost of torch's default one."""
+
+make_wrapper = Tensor._make_wrapper_subclass
+"""Makes a tensor without memory; the only way to one, and used by DTensor."""
+
+has_storage = torch._C._has_storage
+"""Is false of sparse and functorch's tensors, whose ``untyped_storage`` raises."""
+
+version_of = Tensor._version.__get__  # type: ignore[attr-defined]
+"""Reads how often a tensor was changed in place; as a function it can be mapped over many."""
+
+queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+"""Calls a function when the backward pass that runs now ends.
+
+As in DDP and FSDP2: there is no public event for it, and nothing else notices the end of a plain
+``loss.backward()`` in user code.
+"""
+
+profiler_is_enabled = torch.autograd._profiler_enabled
+"""Costs a hundredth of a range of ``record_function`` that nobody reads."""
+
+enable_profiler_ranges = torch.autograd._enable_record_function
+"""Turns the ranges of torch's own works on and off, for which there is no public switch."""
+
+
+def in_backward() -> bool:
+    """Return whether autograd runs a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return the identity of a tensor's storage, also while it has no memory and so no address."""
+    with as_plain_tensors():
+        return int(tensor.untyped_storage()._cdata)
+
+
+def step_together(cls: type[Tensor]) -> None:
+    """Let optimizers step all tensors of a class at once on a device, as they do parameters.
+
+    Torch does the same for DTensor.
+    """
+    _optimizers._foreach_supported_types.append(cls)
+
+
+def measure_together(cls: type[Any]) -> None:
+    """Let ``clip_grad_norm_`` ask for the norms of all tensors of a class at once on a device.
+
+    One after the other, each would be a message of its own. Torch does the same for DTensor.
+    """
+    _foreach_utils._foreach_supported_types.append(cls)

@@ -1,0 +1,64 @@
+"""The package's verbs as named ranges in a profile."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from torch.profiler import record_function
+
+from lightning_zero.tensors import internals
+
+
+class Labelled(Protocol):
+    """An object with a name to show."""
+
+    label: str
+
+
+def unseen() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which work is started that may end after a profiler has stopped.
+
+    Torch's works write the end of their own range when they are waited for, to memory that the
+    profiler has freed by then: the process dies, at once or later. So they get none; the range of
+    the verb that starts them stays.
+    """
+    return _without_ranges() if internals.profiler_is_enabled() else _NOTHING
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _without_ranges() -> Iterator[None]:
+    internals.enable_profiler_ranges(False)
+    try:
+        yield
+    finally:
+        internals.enable_profiler_ranges(True)
+
+
+Owner = TypeVar("Owner", bound=Labelled)
+Asked = ParamSpec("Asked")
+Method = Callable[Concatenate[Owner, Asked], None]
+
+
+def span(verb: str) -> Callable[[Method[Owner, Asked]], Method[Owner, Asked]]:
+    """Return a decorator: calls of the method are ranges ``zero.<verb> <label>`` in a profile.
+
+    Torch's own range costs 8 µs when no profiler runs, nine times per unit and step.
+    """
+
+    def decorate(method: Method[Owner, Asked]) -> Method[Owner, Asked]:
+        @functools.wraps(method)
+        def spanned(self: Owner, /, *args: Asked.args, **kwargs: Asked.kwargs) -> None:
+            if not internals.profiler_is_enabled():
+                return method(self, *args, **kwargs)
+            with record_function(f"zero.{verb} {self.label}"):
+                return method(self, *args, **kwargs)
+
+        return spanned
+
+    return decorate

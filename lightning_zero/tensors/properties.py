@@ -1,0 +1,184 @@
+"""The functions of torch by what they need of a tensor's memory.
+
+========== ====================================================================================
+FACTS      say what a tensor is
+METADATA   FACTS, and all else that can be done to a tensor without reading it
+HIDING     gives the memory to something whose changes raise no version
+POINTING   gives the memory's address to something that does not keep torch from freeing it
+VIEWING    methods and attributes that may return another tensor over the same memory
+========== ====================================================================================
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.tensors import internals
+
+_READABLE_ATTRIBUTES = [
+    "shape",
+    "dtype",
+    "device",
+    "layout",
+    "requires_grad",
+    "grad",
+    "grad_dtype",
+    "names",
+    "ndim",
+    "is_leaf",
+    "is_cuda",
+    "is_cpu",
+    "is_meta",
+    "is_sparse",
+    "is_quantized",
+    "is_mkldnn",
+    "is_nested",
+    "is_xpu",
+    "is_mps",
+    "is_xla",
+    "itemsize",
+    "nbytes",
+    "grad_fn",
+    "output_nr",
+    "retains_grad",
+    "_version",
+    "_base",
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+]
+_WRITABLE_ATTRIBUTES = ("requires_grad", "grad", "grad_dtype", "names", "_backward_hooks")
+_FACT_METHODS = [
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "element_size",
+    "is_floating_point",
+    "is_complex",
+    "get_device",
+    "__hash__",
+    "__len__",
+]
+_METHODS = [
+    "requires_grad_",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "is_same_size",
+    "new_empty",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_tensor",
+]
+_FACT_FUNCTIONS = ["is_floating_point", "is_complex", "numel", "is_tensor"]
+_FUNCTIONS = [
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "is_same_size",
+]
+
+_VIEWING_METHODS = [
+    "__array__",
+    "__dlpack__",
+    "__getitem__",
+    "_neg_view",
+    "adjoint",
+    "as_strided",
+    "as_subclass",
+    "broadcast_to",
+    "chunk",
+    "diagonal",
+    "detach",
+    "dsplit",
+    "expand",
+    "expand_as",
+    "flatten",
+    "hsplit",
+    "movedim",
+    "moveaxis",
+    "narrow",
+    "new",
+    "numpy",
+    "permute",
+    "ravel",
+    "reshape",
+    "reshape_as",
+    "resize",
+    "resize_as",
+    "select",
+    "slice_inverse",
+    "split",
+    "split_with_sizes",
+    "squeeze",
+    "swapaxes",
+    "swapdims",
+    "t",
+    "tensor_split",
+    "transpose",
+    "unbind",
+    "unfold",
+    "unsafe_chunk",
+    "unsafe_split",
+    "unsafe_split_with_sizes",
+    "unsqueeze",
+    "view",
+    "view_as",
+    "vsplit",
+]
+
+
+def _facts() -> frozenset[Any]:
+    """Return the functions that say what a tensor is."""
+    attributes = [getattr(Tensor, name) for name in _READABLE_ATTRIBUTES if hasattr(Tensor, name)]
+    return frozenset(
+        [attribute.__get__ for attribute in attributes]
+        + [getattr(Tensor, name) for name in _FACT_METHODS]
+        + [getattr(torch, name) for name in _FACT_FUNCTIONS]
+    )
+
+
+def _metadata() -> frozenset[Any]:
+    """Return all functions that need no more of a parameter than what it is."""
+    attributes = [getattr(Tensor, name) for name in _WRITABLE_ATTRIBUTES if hasattr(Tensor, name)]
+    return FACTS.union(
+        [attribute.__set__ for attribute in attributes],
+        [getattr(Tensor, name) for name in _METHODS],
+        [getattr(torch, name) for name in _FUNCTIONS],
+    )
+
+
+_DATA: Any = Tensor.data
+_CUDA_ARRAY: Any = Tensor.__cuda_array_interface__
+
+FACTS = _facts()
+METADATA = _metadata()
+GET_DATA, SET_DATA = _DATA.__get__, _DATA.__set__
+POINTING = {Tensor.__dlpack__, _CUDA_ARRAY.__get__}
+HIDING = {GET_DATA, Tensor.numpy, Tensor.__array__} | POINTING
+VIEWING = {name: getattr(Tensor, name) for name in _VIEWING_METHODS} | {
+    "unflatten": torch.unflatten  # The method calls itself by `super()`, which dynamo cannot trace.
+}
+VIEWING_ATTRIBUTES = {
+    "data": torch.detach,
+    "T": lambda tensor: torch.permute(tensor, tuple(reversed(range(tensor.dim())))),
+    "mT": lambda tensor: torch.transpose(tensor, -2, -1),
+    "H": torch.adjoint,
+    "mH": torch.adjoint,
+    "real": torch.real,
+    "imag": torch.imag,
+}
+"""Attributes that return views, each as a function that torch's compiler can trace."""
+
+
+def set_data(tensor: Tensor, data: Tensor) -> None:
+    """Assign ``tensor.data``, also of a subclass that intercepts the assignment."""
+    with internals.as_plain_tensors():
+        SET_DATA(tensor, data)

@@ -1,0 +1,275 @@
+"""Lightning's callbacks that read or write weights between steps, when a sharded one is at rest.
+
+They come unmodified, so for the time of a fit their methods are wrapped. Averaging is element-wise:
+its callbacks average, swap and save this rank's pieces (``weight_average.py``), unless a subclass
+or its function asks for whole weights. Other hooks run with the whole weights in the master's
+precision, and what they do to them stays; a finetuning callback that looks for its parameters in an
+optimizer finds them instead of their pieces. A search for the largest batch comes to one size on
+all ranks, because memory that is exhausted on one is exhausted on all (``engine.OomTrials``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    Callback,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.utilities.memory import is_oom_error
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+
+from lightning_zero.engine import Engine, OomTrials
+from lightning_zero.parameters import Piece
+from lightning_zero.trainer import internals, weight_average
+from lightning_zero.trainer.replacements import Replacements
+from lightning_zero.trainer.weight_average import Average
+
+try:
+    from lightning.pytorch.callbacks import WeightAveraging
+except ImportError:  # before Lightning 2.6
+    WeightAveraging = None  # type: ignore[assignment, misc]
+
+_READ, _WRITE = False, True
+_HOOKS: dict[type[Callback], dict[str, bool]] = {
+    BaseFinetuning: {"on_train_epoch_start": _READ},
+    StochasticWeightAveraging: {"on_train_epoch_start": _WRITE, "on_train_end": _WRITE},
+}
+_AVERAGING: list[type[Callback]] = [StochasticWeightAveraging]
+_LOADING: dict[type[Callback], str] = {StochasticWeightAveraging: internals.LOADS_AVERAGE}
+_ON_MODULES: dict[type[Callback], dict[str, bool]] = {
+    StochasticWeightAveraging: {"update_parameters": _READ, "transfer_weights": _WRITE},
+}
+"""Methods that take a module second and use nothing but its parameters and buffers."""
+if WeightAveraging is not None:
+    _HOOKS[WeightAveraging] = _ON_MODULES[WeightAveraging] = {
+        "on_train_batch_end": _READ,
+        "on_train_epoch_end": _READ,
+        "on_validation_epoch_start": _WRITE,
+        "on_validation_epoch_end": _WRITE,
+        "on_train_end": _WRITE,
+    }
+    _LOADING[WeightAveraging] = "on_load_checkpoint"
+    _AVERAGING.append(WeightAveraging)
+_OTHER_WORK = ("setup", "on_save_checkpoint", *internals.OVERRIDABLE)
+"""Other methods of an averaging callback that touch the average."""
+
+
+class AdaptedCallbacks:
+    """Callbacks whose hooks see weights, until :meth:`remove`.
+
+    1. Construct it before ``Callback.setup``: copies of the whole module are not made then.
+    2. :meth:`prepare` before the module is sharded, :meth:`attach` after.
+    3. :meth:`load` when the weights of a checkpoint are in place.
+    4. :meth:`gather`, while all ranks are there, if callbacks shall be ordinary again afterwards.
+
+    Args:
+        callbacks: The Trainer's.
+        is_fitting: Whether they will train. Otherwise averages are whole, from a fit before.
+
+    Raises:
+        NotImplementedError: A callback replaces parameters while they are sharded.
+    """
+
+    def __init__(self, callbacks: Iterable[Callback], *, is_fitting: bool) -> None:
+        self._callbacks = list(callbacks)
+        self._replaced = Replacements()
+        self._engine: Engine | None = None
+        self._awaiting: list[Callable[[], None]] = []
+        self._averages: dict[int, Average] = {}
+        self._wholes: dict[int, list[torch.Tensor]] = {}
+        for callback in self._callbacks:
+            if is_fitting and isinstance(callback, ModelPruning):
+                raise NotImplementedError(
+                    f"{type(callback).__name__} replaces parameters during training, which cannot"
+                    " be done to those that are sharded. Prune the module before or after `fit`, or"
+                    " use strategy='ddp'."
+                )
+        self._in_pieces = [
+            callback for callback in self._callbacks if is_fitting and _is_by_element(callback)
+        ]
+        for callback in self._callbacks:
+            for cls, name in _LOADING.items():
+                if isinstance(callback, cls):
+                    self._replaced.wrap(callback, name, self._load_later)
+            if isinstance(callback, BatchSizeFinder):
+                self._replaced.wrap(callback, "setup", _alone)
+        for callback in self._in_pieces:
+            self._replaced.put(callback, "setup", lambda *args, **kwargs: None)
+
+    def prepare(self, module: nn.Module) -> None:
+        """Copy what averages need of ``module``, which is not sharded yet."""
+        for number, callback in enumerate(self._in_pieces):
+            self._averages[id(callback)] = Average(module, f"average {number}")
+
+    def attach(self, engine: Engine) -> None:
+        """Let hooks find what they need on the module that ``engine`` shards."""
+        self._engine = engine
+        for callback in self._callbacks:
+            if id(callback) in self._averages:
+                self._average_pieces(callback, engine)
+                continue
+            for cls, hooks in _HOOKS.items():
+                for name, modify in hooks.items() if isinstance(callback, cls) else ():
+                    self._replaced.wrap(callback, name, _gathered, engine, modify)
+            if isinstance(callback, BaseFinetuning):
+                self._replaced.wrap(callback, internals.MAPS_GROUPS, _with_parameters)
+            if isinstance(callback, BatchSizeFinder):
+                self._replaced.wrap(callback, "scale_batch_size", _in_trials, engine)
+
+    def _average_pieces(self, callback: Any, engine: Engine) -> None:
+        averaged = self._averages[id(callback)]
+        device = internals.average_device(callback)
+        averaged.fill(engine, None if device is None else torch.device(device))
+        if isinstance(callback, StochasticWeightAveraging):
+            average = averaged.copy
+        else:
+            options = internals.average_options(callback)
+            average = weight_average.averaged_model(averaged, **options)
+        internals.set_average(callback, average)
+        for cls, methods in _ON_MODULES.items():
+            for name, modify in methods.items() if isinstance(callback, cls) else ():
+                self._replaced.wrap(callback, name, _on_pieces, averaged, modify)
+
+    def load(self) -> None:
+        """Let averages load what a checkpoint has for them; the module's weights are in place."""
+        assert self._engine is not None
+        awaiting, self._awaiting = self._awaiting, []
+        if awaiting:
+            with self._engine.sharded.writing():
+                for function in awaiting:
+                    function()
+
+    def _load_later(self, inner: Callable[..., Any], *args: Any) -> None:
+        """Load when each rank knows its pieces, and the module's weights have been loaded."""
+        self._awaiting.append(functools.partial(inner, *map(_without_copies, args)))
+        if self._engine is not None:
+            self.load()
+
+    def gather(self) -> None:
+        """Make averages whole in host memory; all ranks call it together."""
+        self._wholes = {
+            key: averaged.whole() for key, averaged in self._averages.items() if averaged.is_filled
+        }
+
+    def remove(self) -> None:
+        """Give the callbacks their own hooks back, and their averages if they were gathered."""
+        self._replaced.remove()
+        for callback in self._in_pieces:
+            whole = self._wholes.get(id(callback))
+            if whole is not None:
+                self._averages[id(callback)].restore(whole)
+            else:
+                internals.set_average(callback, None)
+
+
+def _gathered(
+    hook: Callable[..., Any], engine: Engine, modify: bool, *args: Any, **kwargs: Any
+) -> Any:
+    with engine.sharded.gathered(modify=modify):
+        return hook(*args, **kwargs)
+
+
+def _on_pieces(
+    method: Callable[..., Any], averaged: Average, modify: bool, first: Any, _: Any, *args: Any
+) -> Any:
+    with averaged.source.shown(modify=modify) as pieces:
+        return method(first, pieces, *args)
+
+
+def _with_parameters(
+    inner: Callable[..., Any], groups: list[dict[str, Any]], mapping: dict[Any, Any]
+) -> Any:
+    whole = [
+        {**group, "params": [p.parameter if isinstance(p, Piece) else p for p in group["params"]]}
+        for group in groups
+    ]
+    return inner(whole, mapping)
+
+
+# -- batch sizes -----------------------------------------------------------------------------------
+
+
+def _alone(setup: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    return setup(internals.OneRankTrainer(trainer), *args, **kwargs)
+
+
+def _in_trials(search: Callable[..., Any], engine: Engine, trainer: Any, module: Any) -> Any:
+    trials = OomTrials(engine, is_oom_error)
+    loop, replaced = internals.active_loop(trainer), Replacements()
+    replaced.put(
+        loop, "run", functools.partial(_undone, functools.partial(trials.run, loop.run), trainer)
+    )
+    try:
+        return search(trainer, module)
+    finally:
+        replaced.remove()
+
+
+def _undone(run: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run, and do not leave the Trainer validating if that fails in its validation."""
+    stage = trainer.state.stage
+    modes = [(module, module.training) for module in trainer.lightning_module.modules()]
+    try:
+        return run(*args, **kwargs)
+    except Exception:
+        trainer.state.stage = stage
+        for module, is_training in modes:
+            module.training = is_training
+        raise
+
+
+# -- averages in pieces ----------------------------------------------------------------------------
+
+
+def _is_by_element(callback: Any) -> bool:
+    """Return whether each rank may average its pieces; warn if a callback needs more."""
+    cls = next((cls for cls in _AVERAGING if isinstance(callback, cls)), None)
+    if cls is None:
+        return False
+    reasons = [f"{type(callback).__name__} overrides {name}" for name in _overridden(callback, cls)]
+    if not reasons and not weight_average.is_by_element(_updates(callback)):
+        reasons = ["its averaging function does not treat each element by itself"]
+    if reasons:
+        rank_zero_warn(
+            f"The average of {type(callback).__name__} is a whole copy of the weights on every"
+            f" rank, because {' and '.join(reasons)}. An average in shards needs Lightning's own"
+            " methods and an element-wise function."
+        )
+    return not reasons
+
+
+def _overridden(callback: Any, cls: type[Callback]) -> Iterator[str]:
+    names = {*_HOOKS[cls], *_ON_MODULES[cls], _LOADING[cls], *_OTHER_WORK}
+    for name in sorted(names):
+        if getattr(type(callback), name, None) is not getattr(cls, name, None):
+            yield name
+
+
+def _updates(callback: Any) -> Any:
+    if isinstance(callback, StochasticWeightAveraging):
+        return weight_average.counted_average(
+            callback.update_parameters, internals.average_function(callback)
+        )
+    return weight_average.torch_average(internals.average_options(callback))
+
+
+class _Uncopied(dict[str, Any]):
+    """The values of a file, which are copied where they go and need no copy before."""
+
+    def __deepcopy__(self, memo: Any) -> _Uncopied:
+        return self
+
+
+def _without_copies(argument: Any) -> Any:
+    """Return a checkpoint whose weights are not read if a callback uses ``deepcopy`` on it."""
+    if isinstance(argument, dict) and "state_dict" in argument:
+        return {**argument, "state_dict": _Uncopied(argument["state_dict"])}
+    return argument

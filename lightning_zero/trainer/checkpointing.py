@@ -1,0 +1,283 @@
+"""The base class of the strategy, which writes and reads checkpoints."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zero.checkpoint import (
+    DirectorySave,
+    FileSave,
+    Provenance,
+    Saver,
+    check_optimizer_states,
+    check_ranges,
+    collected,
+    load,
+    load_module_state,
+    load_optimizer_state,
+    module_state,
+    optimizer_state,
+    ranges_of_optimizers,
+    rehearse,
+)
+from lightning_zero.engine import Engine
+from lightning_zero.optimizer import members, parameter_of
+from lightning_zero.plan import Settings
+from lightning_zero.trainer.internals import StoredPath, unwrapped
+from lightning_zero.trainer.options import Options
+from lightning_zero.trainer.run import Run
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class SavingStrategy(DDPStrategy):
+    """Checkpoints of a sharded module: saved without gathering, loaded when it has been sharded.
+
+    1. ``_run`` begins when the ranks are connected.
+    2. The Trainer asks for states, saves and loads; what it loads before setup waits.
+    3. :meth:`_load_pending` at the end of setup.
+
+    Attributes:
+        options: What the user chose about the run.
+        settings: What the user chose about the engine.
+        engine: What shards the module, while there is one.
+    """
+
+    options: Options
+    settings: Settings
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.engine: Engine | None = None
+        self._run: Run | None = None
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self.engine is None or self.engine.is_restored:
+            return super().lightning_module_state_dict()
+        return module_state(self._module, self.engine)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self.engine is not None
+        inner = unwrapped(optimizer)
+        known = [unwrapped(other) for other in self.optimizers]
+        number = next((n for n, other in enumerate(known) if other is inner), len(known))
+        return optimizer_state(inner, self.engine, f"optimizer {number}")
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: StoredPath, storage_options: Any | None = None
+    ) -> None:
+        saver = self._saver
+        if self.options.checkpoint == "dcp" and (
+            storage_options is not None or not self._writes_files
+        ):
+            what = type(self.checkpoint_io).__name__ if storage_options is None else "options"
+            raise ValueError(
+                f"checkpoint='dcp' writes directories itself, which the {what} given for storage"
+                " contradicts. Take one of them out."
+            )
+        if storage_options is None and self._writes_files:
+            is_async = self.options.async_checkpoint or isinstance(
+                self.checkpoint_io, AsyncCheckpointIO
+            )
+            # After fit there is nothing to go on with, and nobody who would wait for the thread.
+            is_running = self.engine is not None and not self.engine.is_closed
+            saver.save(
+                checkpoint,
+                str(filepath),
+                self._provenance,
+                in_background=is_async and is_running,
+                kind=self._checkpoint_kind,
+            )
+            return
+        # A writer of the user's own takes whole tensors.
+        super().save_checkpoint(collected(checkpoint, saver.comm), filepath, storage_options)
+
+    @property
+    def _checkpoint_kind(self) -> Callable[..., Any]:
+        """Return the function that makes the job of a save."""
+        if self.options.checkpoint == "file":
+            return FileSave
+        names = self._parameter_names
+        parameters = [
+            [
+                names.get(id(parameter_of(parameter)), f"outside of the module {number}")
+                for number, parameter in enumerate(members(unwrapped(optimizer)))
+            ]
+            for optimizer in self.optimizers
+        ]
+        return functools.partial(DirectorySave, parameters=parameters)
+
+    @override
+    def remove_checkpoint(self, filepath: StoredPath) -> None:
+        if self._writes_files:
+            self._saver.remove(str(filepath))
+        else:
+            super().remove_checkpoint(filepath)
+
+    @property
+    def _saver(self) -> Saver:
+        return self._current.saver
+
+    @property
+    def _current(self) -> Run:
+        assert self._run is not None, "the environment is set up before anything else"
+        return self._run
+
+    @property
+    def _writes_files(self) -> bool:
+        """Return whether checkpoints are our files, and no plugin of the user writes them."""
+        plugin: CheckpointIO | None = self.checkpoint_io
+        if type(plugin) is AsyncCheckpointIO:
+            plugin = plugin.checkpoint_io
+        return type(plugin) is TorchCheckpointIO
+
+    @property
+    def _provenance(self) -> Provenance:
+        return Provenance(
+            stage=self.settings.stage,
+            world_size=self._saver.comm.world_size,
+            precision=str(self.precision_plugin.precision),
+        )
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: StoredPath, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        self._saver.wait()
+        self._agree_to_load(str(checkpoint_path))
+        if not self._writes_files:
+            # Lightning 2.5 has no such argument, and never gives one.
+            given = {} if weights_only is None else {"weights_only": weights_only}
+            return super().load_checkpoint(checkpoint_path, **given)
+        path = self._current.path = self._saver.path_of(str(checkpoint_path))
+        safe, verify = weights_only in (None, True), self.options.verify_checkpoint
+        checkpoint = load(path, self._saver.comm, weights_only=safe, verify=verify)
+        held = checkpoint if isinstance(checkpoint, dict) else {}
+        for key in ("state_dict", "pytorch-lightning_version"):
+            if key not in held:
+                raise ValueError(
+                    f"{path!r} is not a checkpoint of a Trainer: it has no {key!r}."
+                    " Load bare weights with lightning_zero.load_weights(module, path)."
+                )
+        if not isinstance(held["state_dict"], Mapping):
+            raise ValueError(
+                f"{path!r} is not a checkpoint of a Trainer: its 'state_dict' is a"
+                f" {type(held['state_dict']).__name__}, not a dictionary."
+            )
+        return held
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if not self._current.is_set_up:
+            # As under DDP the checkpoint is read and its hooks run before setup; the values are
+            # copied when each rank knows its part, and the optimizers are there to be checked.
+            self._current.pending = (checkpoint, strict)
+        else:
+            self._load_weights(checkpoint, strict)
+
+    def _agree_to_load(self, path: str | None) -> None:
+        """Raise on all ranks unless all load a checkpoint in this setup, or none does."""
+        if self._current.has_agreed_to_load:
+            return
+        self._current.has_agreed_to_load = True
+        paths = self._saver.comm.gather_objects(path)
+        without = [str(rank) for rank, its in enumerate(paths) if its is None]
+        if without and len(without) < len(paths):
+            given = next(its for its in paths if its is not None)
+            raise ValueError(
+                f"Some ranks load the checkpoint {given!r}, but rank {', '.join(without)} loads"
+                " none: ckpt_path is None there, or names none that is on its disk. Give every rank"
+                " the same ckpt_path, on a disk that all share."
+            )
+
+    def _load_pending(self, trainer: pl.Trainer) -> None:
+        """Load what was read before setup, unless the Trainer will refuse it in a moment."""
+        run = self._current
+        pending, run.pending = run.pending, None
+        run.is_set_up = True
+        if pending is None:
+            return
+        checkpoint, strict = pending
+        if trainer.state.fn == TrainerFn.FITTING:
+            if "optimizer_states" not in checkpoint:
+                return
+            with self._naming_the_file():
+                rehearse(self._module, checkpoint["state_dict"], strict=strict)
+            # Finetuning callbacks bring the param groups of the checkpoint later, in on_fit_start.
+            if not any(isinstance(callback, BaseFinetuning) for callback in callbacks_of(trainer)):
+                self._check_optimizer_states(checkpoint)
+                self._check_optimizer_values(checkpoint)
+        self._load_weights(checkpoint, strict)
+        if run.callbacks is not None:
+            run.callbacks.load()
+
+    def _load_weights(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        is_open = self.engine is not None and not self.engine.is_closed
+        with self._naming_the_file():
+            load_module_state(
+                self._module,
+                self.engine if is_open else None,
+                checkpoint["state_dict"],
+                strict=strict,
+            )
+
+    @contextmanager
+    def _naming_the_file(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"The checkpoint {self._current.path!r} does not fit the module. {error}"
+            ) from error
+
+    def _check_optimizer_states(self, checkpoint: Mapping[str, Any]) -> None:
+        optimizers = [unwrapped(optimizer) for optimizer in self.optimizers]
+        names = self._parameter_names
+
+        def name_of(parameter: Any) -> str:
+            return names.get(id(parameter_of(parameter)), "a parameter outside of the module")
+
+        try:
+            check_optimizer_states(optimizers, checkpoint["optimizer_states"], name_of)
+        except ValueError as error:
+            raise ValueError(f"{self._current.path!r} cannot be resumed from. {error}") from error
+
+    def _check_optimizer_values(self, checkpoint: Mapping[str, Any]) -> None:
+        optimizers = map(unwrapped, self.optimizers)
+        ranges = ranges_of_optimizers(optimizers, checkpoint["optimizer_states"])
+        check_ranges(ranges, self._saver.comm, f"Loading {self._current.path!r}")
+
+    @property
+    def _parameter_names(self) -> dict[int, str]:
+        return {id(p): name for name, p in self._module.named_parameters()}
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._check_optimizer_states(checkpoint)
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            load_optimizer_state(unwrapped(optimizer), state)
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[Any]:
+    """Return the Trainer's callbacks, which are missing from its type."""
+    return trainer.callbacks  # type: ignore[attr-defined, no-any-return]

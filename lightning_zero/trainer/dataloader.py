@@ -1,0 +1,80 @@
+"""Training data that ends on all ranks together.
+
+How many batches an iterable dataset has is known when it ends, and that may be at a different batch
+on each rank. A rank without a batch cannot take part in a training step, so the epoch ends for all
+ranks when it ends for one. DDP waits for ever here. Before each batch the ranks ask each other for
+it: one small message, and only where the length is unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_zero.comm import Control, SyncPoint
+
+_OWN = ("_loader", "_control", "_is_training")
+_END = object()
+
+
+class SameLength:
+    """A data loader of unknown length that, in training, ends on all ranks at the same batch.
+
+    Everything else it does as the loader that it stands for.
+
+    Args:
+        loader: Any iterable of batches.
+        control: The ranks.
+        is_training: Whether what iterates now is the training loop.
+    """
+
+    def __init__(self, loader: Any, control: Control, is_training: Callable[[], bool]) -> None:
+        self._loader = loader
+        self._control = control
+        self._is_training = is_training
+
+    @classmethod
+    def of(cls, loader: Any, control: Control | None, is_training: Callable[[], bool]) -> Any:
+        """``loader`` itself where no rank can have more batches than another."""
+        if control is None or control.world_size == 1 or sized_len(loader) is not None:
+            return loader
+        return cls(loader, control, is_training)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._loader)
+        if not self._is_training():
+            yield from batches
+            return
+        while True:
+            batch = next(batches, _END)
+            has_ended = torch.tensor([batch is _END], dtype=torch.uint8, device="cpu")
+            self._control.call(SyncPoint.BATCH, has_ended).wait()
+            if has_ended.item():
+                self._warn(has_more=batch is not _END)
+                return
+            yield batch
+
+    def _warn(self, *, has_more: bool) -> None:
+        have_more = self._control.gather_objects(has_more)
+        ended = [rank for rank, more in enumerate(have_more) if not more]
+        if len(ended) < len(have_more):
+            rank_zero_warn(
+                f"The training data of ranks {ended} ended before those of the others, so the epoch"
+                " ends here for all ranks, without the batches that are left. Give every rank as"
+                " many batches, or set limit_train_batches."
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OWN:
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._loader, name, value)

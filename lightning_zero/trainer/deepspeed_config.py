@@ -1,0 +1,78 @@
+"""Demands of a DeepSpeed configuration on the Trainer, the loss scaler and the optimizers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.optim import Optimizer
+
+from lightning_zero.deepspeed import Config
+from lightning_zero.optimizer import LossScaler
+from lightning_zero.trainer.internals import unwrapped
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+@dataclass(frozen=True)
+class Demands:
+    """The demands of a DeepSpeed configuration in one call of ``fit``.
+
+    A contradiction between them and the Trainer or the module raises a ``ValueError``.
+    """
+
+    config: Config
+    trainer: pl.Trainer
+    module: pl.LightningModule
+
+    def act(self, scaler: LossScaler | None) -> None:
+        """Set the Trainer's arguments and the scaler's, and warn once of what has no effect."""
+        config = self.config
+        for name, default in (("gradient_clip_val", None), ("accumulate_grad_batches", 1)):
+            given = getattr(self.trainer, name)
+            wanted = config.trainer_value(name, given, default)
+            if wanted != given and not self.module.automatic_optimization:
+                raise ValueError(
+                    f"The DeepSpeed configuration asks for {name}={wanted}, but the module"
+                    " optimizes manually. Do it in `training_step`, and take the key out."
+                )
+            setattr(self.trainer, name, wanted)
+        if scaler is not None:
+            for name, value in config.scaler.items():
+                setattr(scaler, name, value)
+            config.scaler.clear()
+        if config.warnings:
+            rank_zero_warn("\n".join(config.warnings))
+            config.warnings.clear()
+
+    def optimizers(self) -> list[Optimizer]:
+        """Build the optimizer; none if the configuration leaves that to the module."""
+        if self.config.optimizer is None:
+            return []
+        if self.module.configure_optimizers() is not None:
+            raise ValueError(
+                "The DeepSpeed configuration has an optimizer block, and configure_optimizers"
+                " returns an optimizer too. Return None from it, or take the block out."
+            )
+        return [self.config.optimizer.build(self.module.parameters())]
+
+    def schedulers(
+        self, optimizers: list[Optimizer], given: list[LRSchedulerConfig]
+    ) -> list[LRSchedulerConfig]:
+        """Build the scheduler; those ``given`` if the configuration leaves that to the module."""
+        if self.config.scheduler is None:
+            return given
+        if len(optimizers) != 1 or given:
+            raise ValueError(
+                "The DeepSpeed configuration has a scheduler block, which is for one optimizer"
+                " without a scheduler, but configure_optimizers returns"
+                f" {len(optimizers)} optimizers and {len(given)}"
+                " schedulers. Return no scheduler from it, or take the block out."
+            )
+        scheduler = self.config.scheduler.build(
+            unwrapped(optimizers[0]), lambda: self.trainer.estimated_stepping_batches
+        )
+        return [LRSchedulerConfig(scheduler, interval="step")]

@@ -1,0 +1,67 @@
+"""Loggers that run the model on one rank to draw its graph, as TensorBoard's ``log_graph`` does.
+
+A sharded module cannot be run by one rank alone, and its hooks cannot be traced. So for the time of
+a run the loggers are given an ordinary copy of it, made from weights that all ranks gather.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+
+from lightning_zero.engine import Engine
+from lightning_zero.trainer import internals
+from lightning_zero.trainer.replacements import Replacements
+
+
+class LoggedGraphs:
+    """Loggers whose ``log_graph`` gets a whole module on rank 0, until :meth:`remove`.
+
+    It holds two whole models there, and one on the other ranks, as long as it takes.
+
+    Args:
+        loggers: The Trainer's.
+        engine: What shards the module.
+    """
+
+    def __init__(self, loggers: Iterable[Any], engine: Engine) -> None:
+        drawing = [logger for logger in loggers if _draws(logger)]
+        # To gather takes all ranks: of loggers that only some have, no rank draws a whole module.
+        is_everywhere = len(set(engine.comm.control.gather_objects(len(drawing)))) == 1
+        self._replaced = Replacements()
+        for logger in drawing if is_everywhere else ():
+            self._replaced.wrap(logger, "log_graph", _log_whole, engine)
+
+    def remove(self) -> None:
+        """Give the loggers their own method back."""
+        self._replaced.remove()
+
+
+def _draws(logger: Any) -> bool:
+    if type(logger).__name__ == "LitLogger":
+        return False  # its log_graph warns that it draws nothing
+    overrides = getattr(type(logger), "log_graph", Logger.log_graph) is not Logger.log_graph
+    # A model should not be gathered for nothing.
+    return overrides and internals.draws_graphs(logger)
+
+
+def _log_whole(
+    log_graph: Callable[..., Any], engine: Engine, model: Any, *args: Any, **kwargs: Any
+) -> None:
+    control, error = engine.comm.control, None
+    with engine.sharded.gathered():
+        if control.rank == 0:
+            try:
+                whole = copy.deepcopy(model)
+                whole.trainer = model.trainer
+                log_graph(whole, *args, **kwargs)
+            except Exception as raised:
+                error = raised
+    told = control.broadcast_object(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    if told is not None:
+        raise RuntimeError(f"Rank 0 could not log the graph of the model. {told}")

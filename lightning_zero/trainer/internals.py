@@ -1,0 +1,114 @@
+"""Every private name of Lightning that is in use, each with its reason.
+
+Lightning may change them in any release, so nothing else in the package touches one, and a test
+looks for each where Lightning has it. ``ZeROStrategy`` moreover inherits from ``DDPStrategy``:
+
+- ``_precision_plugin``: read by the connector to learn whether the user chose a precision here
+- ``_layer_sync``: converts batch norms as ``DDPStrategy.setup`` does, which is replaced
+- ``_timeout``, ``_get_process_group_backend``: for a group that is made before Lightning makes it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.strategies import _StrategyRegistry
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+StrategyRegistry = _StrategyRegistry
+"""The type in the signature of ``Strategy.register_strategies``."""
+StoredPath = _PATH
+"""The type in the signatures of ``Strategy.save_checkpoint`` and others."""
+update_device = _update_properties
+"""Sets ``module.device`` of all modules; ``module.to`` would move the parameters, too."""
+optimizers_to_device = _optimizers_to_device
+"""Moves optimizer states as ``Strategy.teardown`` does, whose other half is replaced."""
+
+LOADS_AVERAGE = "_load_average_model_state"
+"""Loads the average of ``StochasticWeightAveraging``, which has no public hook for it."""
+OVERRIDABLE = ("_swap_models", "_copy_average_to_current")
+"""Methods of ``WeightAveraging`` that touch the average, and that a subclass may override."""
+MAPS_GROUPS = "_apply_mapping_to_param_groups"
+"""Looks for parameters in param groups, for ``BaseFinetuning``; there are pieces in them."""
+ANSWERS_REQUEUE = "_slurm_sigusr_handler_fn"
+ANSWERS_END = "_sigterm_notifier_fn"
+"""Answer a signal at once, on one rank; there is no public way to answer later."""
+
+
+def unwrapped(optimizer: Any) -> Optimizer:
+    """Return the user's optimizer, which ``LightningOptimizer`` has no public name for."""
+    inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    assert isinstance(inner, Optimizer)
+    return inner
+
+
+def trainer_of(module: pl.LightningModule) -> Any:
+    """Return the module's Trainer, or ``None``, where ``module.trainer`` raises."""
+    return module._trainer
+
+
+def signal_connector(trainer: Any) -> Any:
+    """Return the object that registers the Trainer's signal handlers."""
+    return trainer._signal_connector
+
+
+def active_loop(trainer: Any) -> Any:
+    """Return the loop that ``BatchSizeFinder`` runs again and again."""
+    return trainer._active_loop
+
+
+def draws_graphs(logger: Any) -> bool:
+    """Return whether a logger's ``log_graph`` is on; TensorBoard's is off by default."""
+    return bool(getattr(logger, "_log_graph", True))
+
+
+def forget_result(metric: Any) -> None:
+    """Let a metric compute anew, of torchmetrics, which caches without a way to clear."""
+    metric._computed = None
+
+
+# -- averaging callbacks, which have no public access to their averages ----------------------------
+
+
+def set_average(callback: Any, average: Any) -> None:
+    """Replace the averaged model of a callback."""
+    callback._average_model = average
+
+
+def average_device(callback: Any) -> Any:
+    """Return the device that the user chose for the average, or ``None``."""
+    return callback._device
+
+
+def average_options(callback: Any) -> dict[str, Any]:
+    """Return the arguments of torch's ``AveragedModel`` that ``WeightAveraging`` was given."""
+    return {"use_buffers": callback._use_buffers, **callback._kwargs}
+
+
+def average_function(callback: Any) -> Callable[..., Any]:
+    """Return the function that ``StochasticWeightAveraging`` averages by."""
+    return callback._avg_fn  # type: ignore[no-any-return]
+
+
+class OneRankTrainer:
+    """A Trainer that says it has one rank, for ``BatchSizeFinder``, which refuses several.
+
+    It asks the private connector.
+    """
+
+    _accelerator_connector = SimpleNamespace(is_distributed=False)
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)

@@ -1,0 +1,339 @@
+"""A callback that measures the memory of each rank in training, beside its prediction."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_zero.memory import (
+    KINDS,
+    RESTING,
+    Estimate,
+    ModelPlan,
+    compare,
+    estimate_of,
+    explain,
+    format_bytes,
+    table,
+    write_report,
+)
+from lightning_zero.trainer import internals
+from lightning_zero.trainer.strategy import ZeROStrategy
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+POINTS = ("setup", "forward", "backward", "step", "validation")
+"""When the monitor looks: before the first step, and after each of the others."""
+
+ALLOCATOR = ("allocated", "reserved", "peak", "fragmentation", "resident")
+"""What the allocator and the operating system say, beside the kinds that the engine counts."""
+
+_COUNTED = tuple(kind for kind in KINDS if kind != "activations")
+_ROWS = (*_COUNTED, *ALLOCATOR)
+
+
+class MostBytes(Metric):
+    """The most bytes of each kind at each point, over all steps and all ranks; exact integers."""
+
+    full_state_update = False
+    bytes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        zeros = torch.zeros(len(POINTS), len(_ROWS), dtype=torch.int64)
+        self.add_state("bytes", zeros, dist_reduce_fx="max")
+
+    @override
+    def update(self, point: str, held: Mapping[str, int]) -> None:
+        row = torch.tensor([held.get(kind, 0) for kind in _ROWS], device=self.bytes.device)
+        place = POINTS.index(point)
+        self.bytes[place] = torch.maximum(self.bytes[place], row)
+
+    @override
+    def compute(self) -> dict[str, dict[str, int]]:
+        return {
+            point: dict(zip(_ROWS, row, strict=True))
+            for point, row in zip(POINTS, self.bytes.tolist(), strict=True)
+            if any(row)
+        }
+
+
+class MemoryMonitor(Callback):
+    """Measures bytes by kind through a step, logs them, and compares them with the prediction.
+
+    At setup, after forward, backward and the optimizer step, and in validation, the monitor takes
+    what the engine counts to the byte, and what the allocator says: on CUDA allocated, reserved and
+    peak bytes and the fragmentation (reserved minus allocated, each at most since the point before;
+    the monitor resets the allocator's peaks at every point), on the CPU the resident memory of the
+    process. The most over all ranks is logged as ``memory/<point>/<kind>`` and shown
+    as a table when training ends. Under other strategies than ``ZeROStrategy`` weights, gradients,
+    optimizer states and buffers are counted.
+
+    Args:
+        report: A folder that gets ``memory.json`` and ``memory.html`` at the end; the page has
+            pictures if matplotlib is installed.
+        predict: Compare with the estimate for this model, its optimizers and its first batch.
+
+    Attributes:
+        measured: Bytes by kind at each point, the most over all steps and ranks.
+        predicted: The estimate for this rank.
+        differences: A sentence for each kind of which this rank held another number of bytes
+            between steps than predicted, with the names of what holds more or less.
+    """
+
+    def __init__(self, *, report: str | Path | None = None, predict: bool = True) -> None:
+        self.report = None if report is None else Path(report)
+        self.predict = predict
+        self.measured: dict[str, dict[str, int]] = {}
+        self.predicted: Estimate | None = None
+        self.differences: list[str] = []
+        self._own: dict[str, int] = {}
+        self._subject: ModelPlan | None = None
+        self._most = MostBytes()
+        self._is_logged = False
+
+    # -- the points ------------------------------------------------------------------------------
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._most = MostBytes()
+        self._subject, self.predicted, self._own, self.differences = None, None, {}, []
+        self._look("setup", trainer)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self.predict and self._subject is None:
+            self._foresee(trainer, batch)
+
+    @override
+    def on_before_backward(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
+    ) -> None:
+        self._look("forward", trainer)
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._look("backward", trainer)
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        self._look("step", trainer)
+
+    @override
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if not trainer.sanity_checking:
+            self._look("validation", trainer)
+
+    def _look(self, point: str, trainer: pl.Trainer) -> None:
+        held = {**held_by(trainer), **allocated_on(trainer.strategy.root_device)}
+        self._most.update(point, held)
+        self._is_logged = False
+        if point == "step":
+            self._own = held
+
+    # -- the prediction --------------------------------------------------------------------------
+
+    def _foresee(self, trainer: pl.Trainer, batch: Any) -> None:
+        strategy = trainer.strategy
+        if not isinstance(strategy, ZeROStrategy) or strategy.engine is None:
+            self.predict = False
+            return
+        self._subject = self._subject_of(strategy, trainer, batch)
+        chosen = strategy.settings
+        self._settings: dict[str, Any] = {
+            "num_microbatches": trainer.accumulate_grad_batches,
+            "prefetch": chosen.prefetch,
+            "reshard_after_forward": chosen.reshard_after_forward,
+            "reduce_dtype": chosen.reduce_dtype,
+            "accumulate": chosen.accumulate,
+            "shares_memory": strategy.engine.comm.transport.reads_peers,
+        }
+        try:
+            self.predicted = self._estimate(strategy)
+        except ValueError as error:
+            rank_zero_warn(f"MemoryMonitor predicts no activations: {error}")
+            self._subject = self._subject_of(strategy, trainer, batch=None)
+            self.predicted = self._estimate(strategy)
+
+    def _estimate(self, strategy: ZeROStrategy) -> Estimate:
+        assert self._subject is not None
+        return estimate_of(
+            self._subject,
+            strategy.settings.stage,
+            strategy.world_size,
+            rank=strategy.global_rank,
+            **self._settings,
+        )
+
+    def _subject_of(self, strategy: ZeROStrategy, trainer: pl.Trainer, batch: Any) -> ModelPlan:
+        assert strategy.engine is not None
+        return ModelPlan.of_engine(
+            strategy.engine,
+            [internals.unwrapped(optimizer) for optimizer in trainer.optimizers],
+            precision=str(strategy.precision_plugin.precision),
+            batch=batch,
+        )
+
+    def _explain(self, trainer: pl.Trainer) -> None:
+        """Say of every kind that differs from its prediction what holds it."""
+        engine = getattr(trainer.strategy, "engine", None)
+        if engine is None or self._subject is None or self.predicted is None or not self._own:
+            return
+        # After the last look hooks of the module may have changed what is held.
+        self._own = held_by(trainer)
+        self.differences = explain(self._subject, engine, self.predicted.resting, self._own)
+
+    # -- what is shown ---------------------------------------------------------------------------
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Among the ranks on their devices; until then here, as copies to a device wait for it.
+        self.measured = self._most.to(trainer.strategy.root_device).compute()
+        internals.forget_result(self._most)
+        self._most.cpu()
+        for logger in trainer.loggers:
+            logger.log_metrics(
+                {
+                    f"memory/{point}/{kind}": count
+                    for point, kinds in self.measured.items()
+                    for kind, count in kinds.items()
+                    if count
+                },
+                step=trainer.global_step,
+            )
+        self._is_logged = True
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self._is_logged:
+            self.on_train_epoch_end(trainer, pl_module)
+        self._explain(trainer)
+        rank_zero_info(self.text(trainer.world_size))
+        if self.report is not None and trainer.is_global_zero:
+            stages = []
+            strategy = trainer.strategy
+            if self._subject is not None and isinstance(strategy, ZeROStrategy) and strategy.engine:
+                stages = compare(
+                    self._subject,
+                    (0, 1, 2, 3),
+                    [trainer.world_size],
+                    **self._settings,
+                )
+            write_report(
+                self.report,
+                subject="a rank" if self._subject is None else self._subject.describe(),
+                measured=self.measured,
+                held=self._own,
+                predicted=self.predicted,
+                stages=stages,
+            )
+
+    def text(self, world_size: int) -> str:
+        """Return the tables of what was measured, and of what was predicted."""
+        totals: dict[str, dict[str, int | None]] = {}
+        before = 0
+        for point, kinds in self.measured.items():
+            total = sum(kinds[kind] for kind in _COUNTED)
+            totals[point] = {**kinds, "total": total, "change": total - before}
+            before = total
+        lines = [
+            f"Memory of a rank, the most over {world_size} ranks, after each part of a step:",
+            table(totals, [*_COUNTED, "total", "change", *ALLOCATOR]),
+        ]
+        return "\n".join([*lines, *self._explained()])
+
+    def _explained(self) -> list[str]:
+        if self.predicted is None or not self._own:
+            return []
+        predicted: dict[str, int | None] = {**self.predicted.resting}
+        measured: dict[str, int | None] = {k: self._own[k] for k in RESTING}
+        lines = [
+            "Between steps, this rank against its prediction:",
+            table({"predicted": predicted, "measured": measured}, RESTING),
+            *self.differences,
+        ]
+        peak = self.predicted.peak
+        lines.append(
+            f"Within a step {format_bytes(peak.total)} at most were predicted, in {peak.label}: "
+            + ", ".join(f"{k} {format_bytes(n)}" for k, n in peak.kinds.items() if n)
+            + "."
+        )
+        return lines
+
+
+def held_by(trainer: pl.Trainer) -> dict[str, int]:
+    """Return the bytes that this rank holds now, by kind."""
+    if isinstance(trainer.strategy, ZeROStrategy):
+        return trainer.strategy.memory()
+    module = trainer.lightning_module
+    states = [
+        value
+        for optimizer in trainer.optimizers
+        for state in internals.unwrapped(optimizer).state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
+    grads = [p.grad for p in module.parameters() if p.grad is not None]
+    return {
+        "weights": sum(parameter.nbytes for parameter in module.parameters()),
+        "gradients": sum(grad.nbytes for grad in grads),
+        "states": sum(value.nbytes for value in states),
+        "buffers": sum(buffer.nbytes for buffer in module.buffers()),
+    }
+
+
+def allocated_on(device: torch.device) -> dict[str, int]:
+    """Return the figures of an accelerator's allocator, or of the system for this process.
+
+    Peaks are those since the last call: they begin anew here, or one bad moment long ago would be
+    shown at every later point.
+    """
+    if device.type != "cuda":
+        return {"resident": _resident()}
+    stats = torch.cuda.memory_stats(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    reserved, peak = stats["reserved_bytes.all.peak"], stats["allocated_bytes.all.peak"]
+    return {
+        "allocated": stats["allocated_bytes.all.current"],
+        "reserved": stats["reserved_bytes.all.current"],
+        "peak": peak,
+        "fragmentation": reserved - peak,
+    }
+
+
+def _resident() -> int:
+    """Return this process's bytes in memory: now where the system has them, else the most."""
+    pages = Path("/proc/self/statm")
+    if pages.exists():
+        return int(pages.read_text().split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )

@@ -1,0 +1,31 @@
+"""Methods of other people's objects, replaced for the time of a run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+class Replacements:
+    """Methods that stand in for those of other objects until :meth:`remove`."""
+
+    def __init__(self) -> None:
+        self._places: list[tuple[Any, str]] = []
+
+    def put(self, owner: Any, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Replace ``owner.name`` by ``function`` and return the method that was there."""
+        inner: Callable[..., Any] = getattr(owner, name)
+        setattr(owner, name, function)
+        self._places.append((owner, name))
+        return inner
+
+    def wrap(self, owner: Any, name: str, around: Callable[..., Any], *args: Any) -> None:
+        """Replace ``owner.name`` by ``around(owner.name, *args, ...)``."""
+        self.put(owner, name, functools.partial(around, getattr(owner, name), *args))
+
+    def remove(self) -> None:
+        """Give all objects their own methods back."""
+        for owner, name in self._places:
+            delattr(owner, name)
+        self._places = []

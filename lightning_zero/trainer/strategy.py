@@ -1,0 +1,483 @@
+"""ZeRO as a Lightning strategy: the adapter between the Trainer and the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_zero.checkpoint import Saver
+from lightning_zero.comm import Communicator, Traffic, join_group, process_groups
+from lightning_zero.deepspeed import Config
+from lightning_zero.engine import ActivationCheckpointing, Engine
+from lightning_zero.plan import Settings, UnitPolicy, as_dtype
+from lightning_zero.trainer import internals
+from lightning_zero.trainer.callbacks import AdaptedCallbacks
+from lightning_zero.trainer.checkpointing import SavingStrategy, callbacks_of
+from lightning_zero.trainer.dataloader import SameLength
+from lightning_zero.trainer.deepspeed_config import Demands
+from lightning_zero.trainer.graph_logging import LoggedGraphs
+from lightning_zero.trainer.options import START_METHODS, Options
+from lightning_zero.trainer.precision import ZeROPrecision
+from lightning_zero.trainer.run import Removable, Run
+from lightning_zero.trainer.signals import Signals
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_PEERS_TIMEOUT = timedelta(seconds=5)
+
+
+class ZeROStrategy(SavingStrategy):
+    """Trains with optimizer states, gradients and weights partitioned over the ranks.
+
+    Everything else is as under ``strategy="ddp"``: the same numbers, hooks, callbacks and launchers
+    (Rajbhandari et al., *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*,
+    2020).
+
+    Args:
+        stage: 1, 2 or 3.
+        units: What is gathered and released together: ``"auto"``, a set of module classes, or a
+            callable that says of a module whether it is a unit.
+        prefetch: How many units ahead weights are gathered; 0 gathers each when it is needed.
+        reshard_after_forward: Give weights back after a unit's forward and gather them again for
+            its backward. ``False`` keeps them in between: less traffic, more memory. Stage 3 only.
+        reduce_dtype: The dtype in which gradients are summed over the ranks; by default fp32 under
+            mixed precision, else the parameters' own.
+        accumulate: With ``accumulate_grad_batches``: ``"reduce"`` keeps only gradient shards
+            between microbatches, ``"local"`` sends nothing until the last one and holds whole
+            gradients. By default ``"local"`` at stage 1 and ``"reduce"`` at stages 2 and 3.
+        activation_checkpointing: ``True`` to recompute every unit's activations in backward, or the
+            module classes to do so for.
+        broadcast_buffers: Overwrite buffers with rank 0's before each forward, as DDP does.
+        restore_weights: Make the module whole and ordinary again after ``fit``. ``False`` for
+            models that one host cannot hold.
+        checkpoint: What checkpoints are: ``"file"``, one plain ``.ckpt``, or ``"dcp"``, a directory
+            of torch.distributed.checkpoint. Both are read whatever is said here.
+        verify_checkpoint: Read all of a checkpoint that is loaded and compare its checksums, each
+            tensor on one rank. Without it a rank checks what it reads, as far as there are
+            checksums: all in what this package wrote, whole tensors in other programs' files.
+        async_checkpoint: Write checkpoints behind the training, from a copy of this rank's values
+            in host memory.
+        launcher: ``"subprocess"``, ``"spawn"``, ``"fork"`` or ``"notebook"``, as ``ddp``,
+            ``ddp_spawn``, ``ddp_fork`` and ``ddp_notebook`` are launched.
+        config: A DeepSpeed configuration to take arguments from: a dictionary or a JSON file. Each
+            of its keys acts, warns or raises.
+        accelerator: As in ``ParallelStrategy``.
+        parallel_devices: As in ``ParallelStrategy``.
+        cluster_environment: As in ``ParallelStrategy``.
+        checkpoint_io: As in ``ParallelStrategy``.
+        precision_plugin: A ``ZeROPrecision``; by default built from ``Trainer(precision=...)``.
+        process_group_backend: As in ``DDPStrategy``.
+        timeout: As in ``DDPStrategy``.
+
+    Raises:
+        ValueError: An argument is out of range or contradicts another.
+    """
+
+    def __init__(
+        self,
+        stage: int = 3,
+        *,
+        units: UnitPolicy = "auto",
+        prefetch: int = 1,
+        reshard_after_forward: bool = True,
+        reduce_dtype: torch.dtype | str | None = None,
+        accumulate: Literal["reduce", "local"] | None = None,
+        activation_checkpointing: bool | Iterable[type[nn.Module]] = False,
+        broadcast_buffers: bool = True,
+        restore_weights: bool = True,
+        checkpoint: Literal["file", "dcp"] = "file",
+        async_checkpoint: bool = False,
+        verify_checkpoint: bool = False,
+        launcher: Literal["subprocess", "spawn", "fork", "notebook"] = "subprocess",
+        config: str | Path | dict[str, Any] | None = None,
+        accelerator: pl.accelerators.Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        options = Options(
+            activation_checkpointing=activation_checkpointing,
+            restore_weights=restore_weights,
+            checkpoint=checkpoint,
+            async_checkpoint=async_checkpoint,
+            verify_checkpoint=verify_checkpoint,
+            launcher=launcher,
+        )
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=START_METHODS[launcher],
+        )
+        self.precision_plugin = precision_plugin
+        self.config = Config.read(config)
+        self.settings = Settings(
+            stage=self.config.stage(stage),
+            units=units,
+            prefetch=self.config.argument("prefetch", prefetch),
+            reshard_after_forward=reshard_after_forward,
+            reduce_dtype=self.config.argument("reduce_dtype", as_dtype(reduce_dtype)),
+            accumulate=accumulate,
+            broadcast_buffers=broadcast_buffers,
+        )
+        self.options = options
+        self._announced = ""
+
+    # -- precision -------------------------------------------------------------------------------
+
+    @property
+    @override
+    def precision_plugin(self) -> ZeROPrecision:
+        return self._zero_precision
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        # Lightning's connector knows nothing of us: it reads `_precision_plugin` to learn whether
+        # the user chose one here, and otherwise assigns one of its own.
+        self._zero_precision = ZeROPrecision.of(precision_plugin or Precision())
+        self._precision_plugin = None if precision_plugin is None else self._zero_precision
+
+    # -- setup -----------------------------------------------------------------------------------
+
+    @override
+    def setup_distributed(self) -> None:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            self._join_group()
+        super().setup_distributed()
+        process_groups.end_at_exit()
+
+    def _join_group(self) -> None:
+        """Make the group before Lightning does, in a store without keys of restarted ranks."""
+        if process_groups.is_initialized() or not isinstance(
+            self.cluster_environment, TorchElasticEnvironment
+        ):
+            return
+        self.set_world_ranks()
+        join_group(
+            self.cluster_environment.main_address,
+            self.cluster_environment.main_port,
+            backend=self._get_process_group_backend(),
+            rank=self.global_rank,
+            world_size=self.world_size,
+            timeout=self._timeout or default_pg_timeout,
+            device=self.root_device,
+        )
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        # Never on the accelerator: a whole model need not fit there.
+        device: AbstractContextManager[Any] = torch.device("meta") if empty_init else nullcontext()
+        with device, self.precision_plugin.tensor_init_context():
+            yield
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        comm = Communicator(self.root_device)
+        self._run = Run(comm, Saver(comm.control))
+        trainer = internals.trainer_of(self._module)
+        if trainer is not None:
+            is_fitting = trainer.state.fn == TrainerFn.FITTING
+            self._run.callbacks = AdaptedCallbacks(callbacks_of(trainer), is_fitting=is_fitting)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        self._agree_to_load(None)
+        self.accelerator.setup(trainer)
+        run, module = self._current, self._module
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        self.config.check_precision(str(self.precision_plugin.precision))
+        if is_fitting:
+            Demands(self.config, trainer, module).act(self.precision_plugin.scaler)
+        if run.callbacks is not None:
+            run.callbacks.prepare(module)
+        if is_fitting and self._layer_sync:
+            self._layer_sync.apply(module)
+        self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        self._shard(module, is_fitting=is_fitting)
+        assert self.engine is not None
+        if run.callbacks is not None:
+            run.callbacks.attach(self.engine)
+        run.stand_ins.append(LoggedGraphs(trainer.loggers, self.engine))
+        if is_fitting:
+            run.signals = Signals(trainer, self.engine.comm.control)
+            run.stand_ins.append(run.signals)
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        self._load_pending(trainer)
+
+    def _shard(self, module: pl.LightningModule, *, is_fitting: bool) -> None:
+        settings = dataclasses.replace(
+            self.settings,
+            recipe=self.precision_plugin.recipe,
+            device=self.root_device,
+            broadcast_buffers=self.settings.broadcast_buffers and is_fitting,
+        )
+        run = self._current
+        self.engine = Engine(module, settings, run.comm, facts=self._facts(module.trainer))
+        self.engine.sharded.broadcast_buffers()
+        self.precision_plugin.comm = self.engine.comm
+        self.model = module
+        units = [unit.module for unit in self.engine.sharded.units[:-1]]
+        choice = self.options.activation_checkpointing
+        run.stand_ins.append(ActivationCheckpointing.chosen(choice, module, units))
+        self._announce(self.engine.sharded.describe())
+
+    def _facts(self, trainer: pl.Trainer) -> dict[str, dict[str, Any]]:
+        """Return what must be equal on all ranks beside the model and the engine's settings."""
+        names = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches")
+        facts = {
+            "The Trainer": {
+                "function": trainer.state.fn,
+                "precision": str(self.precision_plugin.precision),
+                **{name: getattr(trainer, name) for name in names},
+                "accumulation schedules": [
+                    callback.scheduling
+                    for callback in callbacks_of(trainer)
+                    if isinstance(callback, GradientAccumulationScheduler)
+                ],
+            },
+            "The strategy": dict(vars(self.options)),
+        }
+        if self.precision_plugin.scaler is not None:
+            facts["The loss scaler"] = dict(vars(self.precision_plugin.scaler))
+        return facts
+
+    def _announce(self, units: str) -> None:
+        """Log the units, once for as long as they stay the same."""
+        if units != self._announced:
+            self._announced = units
+            rank_zero_info(units)
+
+    @override
+    def model_to_device(self) -> None:
+        """Move everything but the parameters, which the engine moves unit by unit."""
+        module = self._module
+        for child in module.modules():
+            if isinstance(child, Metric):
+                child.to(self.root_device)
+            for name, buffer in child._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    child._buffers[name] = buffer.to(self.root_device)
+        internals.update_device(module, device=self.root_device)
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        demands = Demands(self.config, trainer, self._module)
+        if optimizers := demands.optimizers():
+            self.optimizers, self.lr_scheduler_configs = optimizers, []
+        else:
+            super().setup_optimizers(trainer)
+        self.lr_scheduler_configs = demands.schedulers(self.optimizers, self.lr_scheduler_configs)
+        assert self.engine is not None
+        for optimizer in self.optimizers:
+            if (notice := self.engine.adopt(optimizer)) is not None:
+                rank_zero_info(notice)
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._run is not None and self._run.signals is not None:
+            self._run.signals.answer()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.engine is not None
+        with self.engine.step(awaits_backward=self._module.automatic_optimization) as watch:
+            output = super().training_step(*args, **kwargs)
+            watch(output)
+            return output
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation():
+            return super().predict_step(*args, **kwargs)
+
+    def _evaluation(self) -> AbstractContextManager[Any]:
+        assert self.engine is not None
+        return self.engine.step(awaits_backward=False)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        assert self.engine is not None
+        with self.engine.no_sync():
+            yield
+
+    # -- collective calls ------------------------------------------------------------------------
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        control = self._run.comm.control if self._run is not None else None
+        return SameLength.of(dataloader, control, lambda: self._module.trainer.training)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        with self._collective("a barrier"):
+            super().barrier(*args, **kwargs)
+
+    @override
+    def broadcast(self, obj: _T, src: int = 0) -> _T:
+        with self._collective("a broadcast"):
+            return super().broadcast(obj, src)
+
+    @override
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._collective("a reduction of values"):
+            return super().reduce(tensor, *args, **kwargs)
+
+    @override
+    def all_gather(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self._collective("an all-gather of values"):
+            return super().all_gather(tensor, *args, **kwargs)
+
+    def _collective(self, place: str) -> AbstractContextManager[Any]:
+        return nullcontext() if self._run is None else self._run.comm.control.log.at(place)
+
+    # -- memory and traffic ----------------------------------------------------------------------
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes that this rank holds now, by kind; see ``ShardedModel.memory``."""
+        return self.engine.sharded.memory() if self.engine is not None else {}
+
+    @property
+    def traffic(self) -> Traffic:
+        """Traffic that this rank sent in the last optimizer step, by unit and verb."""
+        return self.engine.comm.transport.ledger.last_step if self.engine is not None else {}
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._run is not None:
+            self._run.has_failed = True
+        if self.engine is not None and not self.engine.is_closed:
+            self.engine.reset()
+
+    @override
+    def teardown(self) -> None:
+        assert self.accelerator is not None
+        assert self.cluster_environment is not None
+        stand_ins: list[Removable] = []
+        if self._run is not None:
+            stand_ins, self._run.stand_ins, self._run.signals = self._run.stand_ins, [], None
+        # One may raise, of a full disk or of ranks that have died: all others are ended still.
+        with ExitStack() as endings:
+            for end in reversed(
+                [
+                    *(stand_in.remove for stand_in in stand_ins),
+                    self._end_saves,
+                    self._end_engine,
+                    self._end_callbacks,
+                    self._move_to_host,
+                    self.precision_plugin.teardown,
+                    self.accelerator.teardown,
+                    self.checkpoint_io.teardown,
+                    self.cluster_environment.teardown,
+                    self._leave_ranks,
+                ]
+            ):
+                endings.callback(end)
+
+    def _end_saves(self) -> None:
+        if self._run is not None:
+            self._run.saver.close()
+
+    def _end_engine(self) -> None:
+        if self.engine is None or self.engine.is_closed:
+            return
+        restores = self._may_restore(self.engine)
+        try:
+            if restores and self._current.callbacks is not None:
+                self._current.callbacks.gather()
+        finally:
+            self.engine.close(restore=restores)
+
+    def _end_callbacks(self) -> None:
+        if self._run is not None and self._run.callbacks is not None:
+            callbacks, self._run.callbacks = self._run.callbacks, None
+            callbacks.remove()
+
+    def _move_to_host(self) -> None:
+        """Leave the optimizers, and the module if it is whole, as DDP leaves them."""
+        internals.optimizers_to_device(self.optimizers, torch.device("cpu"))
+        module = self.lightning_module
+        if module is None or not (self.engine is None or self.engine.is_restored):
+            return
+        if self._layer_sync and internals.trainer_of(module) is not None:
+            self._layer_sync.revert(module)
+        module.cpu()
+
+    def _leave_ranks(self) -> None:
+        if self._run is not None:
+            self._run.comm.control.leave()
+
+    def _may_restore(self, engine: Engine) -> bool:
+        if not self.options.restore_weights:
+            return False
+        if self._current.has_failed and not engine.comm.control.has_all_ranks(_PEERS_TIMEOUT):
+            # Any rank may be the one that survived, so each says it.
+            log.warning(
+                "Other ranks did not survive the exception, so the weights they held are lost and"
+                " the parameters stay at rest. Continue from a checkpoint."
+            )
+            return False
+        return True
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: internals.StrategyRegistry) -> None:
+        for stage in (1, 2, 3):
+            for launcher in START_METHODS:
+                suffix = "" if launcher == "subprocess" else f"_{launcher}"
+                strategy_registry.register(
+                    f"zero{stage}{suffix}",
+                    cls,
+                    description=f"ZeRO stage {stage}, launcher '{launcher}'",
+                    override=True,
+                    stage=stage,
+                    launcher=launcher,
+                )

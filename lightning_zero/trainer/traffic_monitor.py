@@ -1,0 +1,61 @@
+"""A callback that logs the traffic of a training step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
+
+from lightning_zero.comm import sum_of
+from lightning_zero.trainer.strategy import ZeROStrategy
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class TrafficMonitor(Callback):
+    """Logs elements, bytes and collectives that each rank sends per optimizer step.
+
+    The values appear in the user's logger as ``traffic/gather_bytes`` (weights),
+    ``traffic/reduce_bytes`` (gradients) and likewise for elements and collectives; rank 0's, which
+    are those of every rank. ``trainer.strategy.traffic`` has them by unit.
+
+    Args:
+        every_n_steps: How many optimizer steps lie between two logged ones.
+
+    Raises:
+        TypeError: The trainer's strategy is not ``ZeROStrategy``.
+    """
+
+    def __init__(self, every_n_steps: int = 50) -> None:
+        if every_n_steps < 1:
+            raise ValueError(f"Expected every_n_steps >= 1, got {every_n_steps}.")
+        self.every_n_steps = every_n_steps
+        self._last_logged = 0
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._last_logged = trainer.global_step
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+    ) -> None:
+        strategy = trainer.strategy
+        if not isinstance(strategy, ZeROStrategy):
+            raise TypeError(
+                f"TrafficMonitor counts what ZeROStrategy sends, got {type(strategy).__name__}."
+            )
+        step = trainer.global_step
+        # Between two steps there may be several batches.
+        if step % self.every_n_steps or step == self._last_logged or not strategy.traffic:
+            return
+        self._last_logged = step
+        values = {
+            f"traffic/{verb}_{unit}": float(value)
+            for verb in ("gather", "reduce")
+            for unit, value in sum_of(strategy.traffic, verb)._asdict().items()
+        }
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=step)

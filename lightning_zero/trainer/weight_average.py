@@ -1,0 +1,277 @@
+"""An average of a module's weights, of which each rank keeps the part that it owns.
+
+Averaging is element-wise, so a rank can average its pieces of the masters by itself. The average
+stays what Lightning's callbacks know it as, a copy of the module with its structure, its buffers
+and its hooks; only each parameter of the copy is 1-D, as long as this rank's piece::
+
+    module.weight     [6, 4]   piece on rank 1  [12]   in the engine's master
+    copy.weight                piece on rank 1  [12]   the average, memory of its own
+
+``copy.state_dict()`` shows tensors of whole shape that are sharded over the ranks, and
+``copy.load_state_dict()`` takes whole tensors, so a checkpoint is the one of a run under DDP.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.hooks import RemovableHandle
+
+from lightning_zero.checkpoint import ShardedValue
+from lightning_zero.engine import Engine
+from lightning_zero.parameters import Piece
+
+
+class Average:
+    """A copy of ``module``, made before it is sharded, for the average of its weights.
+
+    Its life: construct, :meth:`fill`, then any number of updates and checkpoints, :meth:`restore`.
+
+    Args:
+        module: The module, not sharded yet.
+        key: What the average's tensors are called in a checkpoint, to tell them from others.
+
+    Attributes:
+        copy: The copy. Its parameters are empty until :meth:`fill`, then pieces.
+        source: What stands for the module in an update: its ``parameters()`` are the pieces.
+    """
+
+    source: Pieces
+
+    def __init__(self, module: nn.Module, key: str) -> None:
+        self.key = key
+        self._module = module
+        stand_ins = {
+            id(p): Parameter(torch.empty(0, dtype=p.dtype), p.requires_grad)
+            for p in module.parameters()
+        }
+        self.copy = copy.deepcopy(module, dict(stand_ins))
+        self._pieces: dict[int, Piece] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def fill(self, engine: Engine, device: torch.device | None) -> None:
+        """Begin with the module's weights, now that ``engine`` shards it.
+
+        Args:
+            engine: Whose pieces are averaged.
+            device: Where the average is kept; by default where the pieces are.
+        """
+        self._engine = engine
+        self.source = Pieces(self._module, engine)
+        for own, parameter in zip(self.copy.parameters(), self._module.parameters(), strict=True):
+            piece = engine.sharded.piece(parameter)
+            assert piece is not None, "an engine has a piece of each of its module's parameters"
+            self._pieces[id(own)] = piece
+            own.data = piece.data.to(device or piece.device, own.dtype, copy=True)
+        for child, twin in zip(self.copy.modules(), self._module.modules(), strict=True):
+            self._fill_buffers(child, twin, device or engine.sharded.settings.device)
+            handle = child.register_load_state_dict_pre_hook(self._cut)  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
+        # Torch marks the function, which it could not do with a method.
+        show = functools.partial(self._show_sharded)
+        handle = self.copy.register_state_dict_post_hook(show)  # type: ignore[no-untyped-call]
+        self._handles.append(handle)
+
+    @staticmethod
+    def _fill_buffers(child: nn.Module, twin: nn.Module, device: torch.device) -> None:
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                values = twin._buffers[name] if buffer.is_meta else buffer
+                assert values is not None
+                child._buffers[name] = values.detach().to(device, copy=buffer.is_meta)
+
+    @property
+    def is_filled(self) -> bool:
+        """True once there is an average."""
+        return bool(self._handles)
+
+    # -- in a checkpoint -------------------------------------------------------------------------
+
+    def _show_sharded(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        """Show whole tensors that are sharded over the ranks in place of the parts."""
+        own = {p.untyped_storage()._cdata: (n, p) for n, p in self.copy.named_parameters()}
+        values: dict[str, ShardedValue] = {}
+        for key, value in state.items():
+            found = isinstance(value, Tensor) and own.get(value.untyped_storage()._cdata)
+            if found:
+                # Tied names share one tensor in the file, as they do in the module.
+                state[key] = values.setdefault(found[0], self._sharded_value_of(*found))
+
+    def _sharded_value_of(self, name: str, part: Parameter) -> ShardedValue:
+        piece = self._pieces[id(part)]
+        slot = piece.range.slot
+        return ShardedValue.of(
+            f"{self.key} {name}", part.data, piece.range.start, slot.shape, slot.stride
+        )
+
+    def _cut(
+        self,
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        """Leave of whole tensors this rank's part."""
+        for name, own in module._parameters.items():
+            value = state.get(prefix + name)
+            if own is None or value is None:
+                continue
+            piece = self._pieces[id(own)]
+            if value.shape == piece.parameter.shape:
+                state[prefix + name] = piece.range.part_of(value)
+                continue
+            errors.append(
+                f"size mismatch for the average of {prefix + name}: its shape is"
+                f" {tuple(value.shape)} in the checkpoint and {tuple(piece.parameter.shape)} here."
+            )
+            state[prefix + name] = own.data
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def whole(self) -> list[Tensor]:
+        """Return all whole averages in host memory; all ranks call it together."""
+        parts = {id(self._pieces[id(own)]): own.data for own in self.copy.parameters()}
+        wholes = {
+            id(parameter): value.to("cpu", copy=True)
+            for parameter, value in self._engine.sharded.full_parameters(
+                lambda piece: parts[id(piece)]
+            )
+        }
+        return [wholes[id(self._pieces[id(own)].parameter)] for own in self.copy.parameters()]
+
+    def restore(self, whole: Sequence[Tensor]) -> None:
+        """Make the copy an ordinary module on the host that holds ``whole``."""
+        for handle in self._handles:
+            handle.remove()
+        for own, value in zip(self.copy.parameters(), whole, strict=True):
+            own.data = value
+        self.copy.cpu()
+
+
+class Pieces:
+    """A sharded module as a callback that averages or swaps weights looks at it."""
+
+    def __init__(self, module: nn.Module, engine: Engine) -> None:
+        self._module = module
+        self._engine = engine
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Yield this rank's part ``[n]`` of every master, in the order of the parameters."""
+        for parameter in self._module.parameters():
+            piece = self._engine.sharded.piece(parameter)
+            assert piece is not None, "an engine has a piece of each of its module's parameters"
+            yield piece.data
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Return the module's own buffers."""
+        return self._module.buffers()
+
+    @contextmanager
+    def shown(self, *, modify: bool) -> Iterator[Pieces]:
+        """Bring the parts up to date for a while; ``modify`` keeps what becomes of them."""
+        if modify:
+            with self._engine.sharded.writing():
+                yield self
+            return
+        self._engine.sharded.keep_edits()
+        yield self
+
+
+class _Prepared(nn.Module):
+    """Hands over a copy that exists already to whoever copies this."""
+
+    def __init__(self, prepared: nn.Module) -> None:
+        super().__init__()
+        self._prepared = [prepared]
+
+    def __deepcopy__(self, memo: Any) -> nn.Module:
+        return self._prepared[0]
+
+
+def averaged_model(average: Average, **options: Any) -> AveragedModel:
+    """Torch's ``AveragedModel(**options)`` on the pieces of ``average``."""
+    return AveragedModel(_Prepared(average.copy), **options)
+
+
+# -- what may be averaged in pieces ----------------------------------------------------------------
+
+
+class _Toy(nn.Module):
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value = Parameter(value.clone())
+
+
+Update = Callable[[nn.Module, nn.Module], object]
+
+
+def is_by_element(start: Callable[[nn.Module], tuple[nn.Module, Update]]) -> bool:
+    """Return whether averaging two halves of a tensor is the same as averaging the whole.
+
+    Args:
+        start: Makes of a first module the average and the function that updates it by another.
+    """
+    values = [torch.linspace(-1, 1, 24).mul(step + 1).cos().view(6, 4) for step in range(3)]
+    try:
+        expected = _average(start, values).flatten()
+        halves = [
+            _average(start, [value.flatten()[part] for value in values])
+            for part in (slice(0, 9), slice(9, 24))
+        ]
+    except Exception:
+        return False
+    return torch.allclose(torch.cat(halves), expected, rtol=1e-5, atol=1e-7)
+
+
+def _average(
+    start: Callable[[nn.Module], tuple[nn.Module, Update]], values: Sequence[Tensor]
+) -> Tensor:
+    average, update = start(_Toy(values[0]))
+    for value in values:
+        update(average, _Toy(value))
+    (result,) = average.parameters()
+    return result.detach()
+
+
+def torch_average(options: Mapping[str, Any]) -> Callable[[nn.Module], tuple[nn.Module, Update]]:
+    """Describe for :func:`is_by_element` how ``AveragedModel(**options)`` averages."""
+
+    def start(first: nn.Module) -> tuple[nn.Module, Update]:
+        model = AveragedModel(first, **copy.deepcopy(dict(options)))
+        return model, lambda _, other: model.update_parameters(other)
+
+    return start
+
+
+def counted_average(
+    update: Callable[..., object], avg_fn: Callable[..., Tensor]
+) -> Callable[[nn.Module], tuple[nn.Module, Update]]:
+    """Describe for :func:`is_by_element` how ``update(..., num_averaged, avg_fn)`` averages."""
+
+    def start(first: nn.Module) -> tuple[nn.Module, Update]:
+        num_averaged = torch.tensor(0)
+        return first, functools.partial(_counted, update, num_averaged, copy.deepcopy(avg_fn))
+
+    return start
+
+
+def _counted(
+    update: Callable[..., object],
+    num_averaged: Tensor,
+    avg_fn: Callable[..., Tensor],
+    average: nn.Module,
+    module: nn.Module,
+) -> None:
+    update(average, module, num_averaged, avg_fn)

@@ -1,0 +1,361 @@
+"""Checkpoints that are damaged, that differ between ranks, or that are something else."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_zero import ZeROStrategy, load_weights
+from lightning_zero.checkpoint.dcp.directory import Directory
+from lightning_zero.checkpoint.dcp.save import DirectorySave
+from lightning_zero.checkpoint.file.format import Provenance
+from lightning_zero.checkpoint.file.records import stored_records
+from lightning_zero.checkpoint.file.save import FileSave
+from lightning_zero.checkpoint.load import load, mapped
+from lightning_zero.checkpoint.saver import Saver
+from lightning_zero.checkpoint.state import (
+    check_optimizer_states,
+    check_ranges,
+    load_module_state,
+    module_state,
+    optimizer_state,
+    ranges_of_optimizers,
+)
+from lightning_zero.checkpoint.values.origins import ranges_of
+from lightning_zero.checkpoint.values.sharded_value import ShardedValue
+from lightning_zero.comm import Control
+from lightning_zero.commands.convert import convert
+from lightning_zero.commands.inspect import damage
+from tests.oracle import resharding
+from tests.oracle.by_trainer import Rows, make_trainer, model, world
+from tests.oracle.ranks import Pools
+
+Kind = Callable[..., Any]
+KINDS = pytest.mark.parametrize("kind", [FileSave, DirectorySave])
+PROVENANCE = Provenance(stage=3, world_size=2, precision="32-true")
+
+
+def told(function: Any, *args: Any, **kwargs: Any) -> str:
+    """Kind and message of the error that a call raises."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def flip(control: Control, file: Path, place: int, bit: int) -> None:
+    """Change one bit of a file, which all ranks see when this returns."""
+    if control.rank == 0:
+        with file.open("r+b") as content:
+            content.seek(place)
+            byte = content.read(1)[0]
+            content.seek(place)
+            content.write(bytes([byte ^ 1 << bit]))
+    control.gather_objects(None)
+
+
+def places(path: Path) -> list[tuple[Path, int, int]]:
+    """Where the values of every tensor lie: the file, the first byte, how many."""
+    if path.is_dir():
+        records = [chunk.content for chunk in Directory.open(path).chunks]
+    else:
+        with zipfile.ZipFile(path) as archive:
+            records = list(stored_records(path, archive))
+    return [(each.file, each.offset, each.nbytes) for each in records if each.nbytes]
+
+
+# -- every tensor ----------------------------------------------------------------------------------
+
+
+def save_trained(path: str, kind: Kind) -> None:
+    """Save a module with two optimizers, and something of a callback."""
+    module, optimizers, engine = resharding.shard(3, "32-true")
+    resharding.steps(module, optimizers, 0, resharding.NUM_BEFORE)
+    checkpoint = {
+        "state_dict": module_state(module, engine),
+        "optimizer_states": [
+            optimizer_state(o, engine, f"optimizer {n}") for n, o in enumerate(optimizers)
+        ],
+        "callbacks": {"average": {"weight": module_state(module, engine)["norm.weight"]}},
+    }
+    Saver(engine.comm.control).save(checkpoint, path, PROVENANCE, kind=kind)
+
+
+def resume_from_damage(path: str, seed: int, verify: bool) -> list[str]:
+    """The errors of loading a checkpoint with one bit changed in every tensor, one by one."""
+    module, optimizers, engine = resharding.shard(3, "32-true")
+    control = engine.comm.control
+    before = [piece.detach().clone() for piece in engine.sharded.pieces]
+
+    def resume() -> None:
+        checkpoint = load(path, control, verify=verify)
+        states = checkpoint["optimizer_states"]
+        check_optimizer_states(optimizers, states, lambda piece: "")
+        check_ranges(ranges_of_optimizers(optimizers, states), control, f"Loading {path!r}")
+        load_module_state(module, engine, checkpoint["state_dict"])
+
+    chance, errors = random.Random(seed), []
+    for file, offset, nbytes in places(Path(path)):
+        place, bit = offset + chance.randrange(nbytes), chance.randrange(8)
+        flip(control, file, place, bit)
+        errors.append(told(resume))
+        flip(control, file, place, bit)
+        assert all(torch.equal(a, b) for a, b in zip(before, engine.sharded.pieces, strict=True))
+    assert told(resume) == "no error"
+    return errors
+
+
+@KINDS
+@pytest.mark.parametrize("world", [1, 3])
+def test_every_damaged_tensor_is_refused_by_all(
+    ranks: Pools, tmp_path: Path, kind: Kind, world: int
+) -> None:
+    path = tmp_path / "name"
+    ranks(2).run(save_trained, str(path), kind)
+    every = ranks(world).run(resume_from_damage, str(path), world, False)
+    assert len(every[0]) > 25
+    assert all(errors == every[0] for errors in every)
+    for error in every[0]:
+        assert error.startswith("ValueError")
+        assert "is damaged: bytes [" in error
+        assert str(path) in error
+
+
+def test_files_of_other_programs_are_checked(ranks: Pools, tmp_path: Path) -> None:
+    path = tmp_path / "plain.ckpt"
+    module, optimizers = resharding.build()
+    resharding.steps(module, optimizers, 0, resharding.NUM_BEFORE)
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    torch.save({"state_dict": module.state_dict(), "optimizer_states": states}, path)
+    for number, verify in ((1, False), (3, True)):
+        for errors in ranks(number).run(resume_from_damage, str(path), number, verify):
+            assert all("is damaged: bytes [0, " in error for error in errors)
+    # A rank that reads a part of a record cannot know.
+    weight = mapped(str(path))["state_dict"]["head.weight"]
+    assert [each.is_checked for each in ranges_of("", weight)] == [True]
+    assert [each.is_checked for each in ranges_of("", weight, 1)] == [False]
+
+
+NUMEL = 300_000
+
+
+def save_large(path: str, kind: Kind) -> None:
+    control = Control()
+    edges = [NUMEL * rank // control.world_size + rank for rank in range(control.world_size)]
+    start, stop = edges[control.rank], [*edges, NUMEL][control.rank + 1]
+    part = torch.arange(start, stop, dtype=torch.float32)
+    value = ShardedValue.of("large", part, start, (NUMEL // 100, 100), (100, 1))
+    Saver(control).save({"state_dict": {"large": value}}, path, PROVENANCE, kind=kind)
+
+
+def read_blocks(path: str) -> list[tuple[int, str, bool]]:
+    """Of every changed byte, the error, and whether this rank alone would have found it."""
+    control, found = Control(), []
+    start = NUMEL * control.rank // control.world_size
+    stop = NUMEL * (control.rank + 1) // control.world_size
+    assert damage(Path(path)) == []
+    control.gather_objects(None)
+    for file, offset, nbytes in places(Path(path)):
+        for place in range(7, nbytes, 100_000):
+            flip(control, file, offset + place, 3)
+            ranges = list(
+                ranges_of("large", load(path, control)["state_dict"]["large"], start, stop)
+            )
+            alone = told(check_ranges, ranges, None, "")
+            error = told(check_ranges, ranges, control, "Loading")
+            found.append((place, error, alone != "no error"))
+            flip(control, file, offset + place, 3)
+    return found
+
+
+@KINDS
+def test_a_rank_checks_the_blocks_that_it_reads(ranks: Pools, tmp_path: Path, kind: Kind) -> None:
+    path = tmp_path / "name"
+    ranks(2).run(save_large, str(path), kind)
+    every = ranks(3).run(read_blocks, str(path))
+    assert len(every[0]) >= 12
+    for of_ranks in zip(*every, strict=True):
+        place, error, _ = of_ranks[0]
+        assert all(its == error for _, its, _ in of_ranks)
+        first, last = error.split("bytes [")[1].split(")")[0].split(", ")
+        assert int(first) <= place < int(last)
+        assert int(last) - int(first) <= 2**17
+        assert "'large'" in error
+        # No rank reads much more than its part.
+        assert 1 <= sum(is_found for *_, is_found in of_ranks) <= 2
+
+
+def test_what_is_damaged_is_not_converted(ranks: Pools, tmp_path: Path) -> None:
+    for kind in (FileSave, DirectorySave):
+        path = tmp_path / f"{kind.__name__}.ckpt"
+        ranks(1).run(save_trained, str(path), kind)
+        for file, offset, _ in places(path)[::9]:
+            flip(Control(), file, offset, 0)
+            for target in ("other.ckpt", "other.safetensors"):
+                weights_only = target.endswith("safetensors")
+                error = told(convert, path, tmp_path / target, weights_only=weights_only)
+                assert "is damaged: bytes [" in error or weights_only
+                assert (error == "no error") == (tmp_path / target).exists()
+                (tmp_path / target).unlink(missing_ok=True)
+            flip(Control(), file, offset, 0)
+
+
+# -- what is no tensor -----------------------------------------------------------------------------
+
+
+def test_a_damaged_pickle_is_called_damaged(ranks: Pools, tmp_path: Path) -> None:
+    path = tmp_path / "file.ckpt"
+    ranks(1).run(save_trained, str(path), FileSave)
+    with zipfile.ZipFile(path) as archive:
+        size = len(archive.read("archive/data.pkl"))
+        begin = path.read_bytes().index(archive.read("archive/data.pkl"))
+    chance, control = random.Random(0), Control()
+    for _ in range(100):
+        place, bit = begin + chance.randrange(size), chance.randrange(8)
+        flip(control, path, place, bit)
+        error = told(mapped, str(path))
+        assert "file.ckpt' cannot be read as a checkpoint; it is damaged" in error
+        assert "weights_only=False" not in error
+        flip(control, path, place, bit)
+    mapped(str(path))
+
+
+def test_a_directory_without_one_of_its_files_is_refused(ranks: Pools, tmp_path: Path) -> None:
+    path = tmp_path / "name"
+    ranks(1).run(save_trained, str(path), DirectorySave)
+    module, _ = resharding.build()
+    readers = [
+        functools.partial(load, str(path), Control()),
+        functools.partial(load_weights, module, path),
+        functools.partial(damage, path),
+    ]
+    for name in ("lightning_zero.json", ".metadata", "meta.pt"):
+        content = (path / name).read_bytes()
+        half = content[: len(content) // 2]
+        (path / name).write_bytes(half)
+        for reader in readers[: 1 if name == "meta.pt" else 3]:
+            assert str(path) in told(reader), name
+        (path / name).write_bytes(content)
+    (path / "meta.pt").unlink()
+    for reader in readers:
+        error = told(reader)
+        assert error.startswith("FileNotFoundError")
+        assert "'meta.pt'" in error
+        assert str(path) in error
+
+
+def test_pipes_and_devices_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.ckpt")
+    for path in (tmp_path / "pipe.ckpt", Path("/dev/zero")):
+        for error in (
+            told(load, str(path), Control()),
+            told(load_weights, torch.nn.Linear(1, 1), path),
+            told(Saver(Control()).save, {}, str(path), PROVENANCE),
+        ):
+            assert f"{str(path)!r} is a device or a pipe" in error
+    assert (tmp_path / "pipe.ckpt").is_fifo()
+
+
+# -- ranks that differ, and states that do not fit -------------------------------------------------
+
+
+def fit_each(folder: str, paths: list[list[str | None]]) -> list[str]:
+    """The errors of runs in which each rank is given a path of its own."""
+    os.chdir(f"{folder}/{os.environ['RANK']}")
+    errors = []
+    for of_ranks in paths:
+        path = of_ranks[int(os.environ["RANK"])]
+        trainer = make_trainer(
+            world(), ZeROStrategy(3), "/nowhere", max_steps=9, enable_checkpointing=False
+        )
+        module = model()
+        before = {name: value.detach().clone() for name, value in module.state_dict().items()}
+        errors.append(told(trainer.fit, module, Rows(), ckpt_path=path))
+        if errors[-1] != "no error":
+            assert all(torch.equal(v, before[name]) for name, v in module.state_dict().items())
+    return errors
+
+
+def write_files(folder: str) -> None:
+    trainer = make_trainer(
+        world(), ZeROStrategy(3), "/nowhere", max_steps=2, enable_checkpointing=False
+    )
+    trainer.fit(model(), Rows())
+    trainer.save_checkpoint(f"{folder}/good.ckpt")
+    trainer.fit_loop.max_epochs = None
+    if not trainer.is_global_zero:
+        return
+    good = torch.load(f"{folder}/good.ckpt", weights_only=True)
+
+    def write(name: str, change: Callable[[Any], object]) -> None:
+        other = torch.load(f"{folder}/good.ckpt", weights_only=True)
+        change(other)
+        torch.save(other, f"{folder}/{name}.ckpt")
+
+    states = good["optimizer_states"][0]["state"]
+    write("list", lambda c: c.update(state_dict=list(c["state_dict"].items())))
+    write("lacks", lambda c: c["optimizer_states"][0]["state"][0].pop("exp_avg_sq"))
+    sgd = {number: {"momentum_buffer": state["exp_avg"]} for number, state in states.items()}
+    write("kind", lambda c: c["optimizer_states"][0].update(state=sgd))
+    write("text", lambda c: c.update(optimizer_states=["hello"]))
+    later = {**good, "global_step": good["global_step"] + 1}
+    os.makedirs(f"{folder}/0")
+    os.makedirs(f"{folder}/1")
+    torch.save(good, f"{folder}/0/last.ckpt")
+    torch.save(later, f"{folder}/1/last.ckpt")
+    torch.save(good, f"{folder}/0/one.ckpt")
+
+
+def test_refusals_name_the_file_and_change_nothing(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2).run(write_files, str(tmp_path))
+    names = [f"{tmp_path}/{name}.ckpt" for name in ("list", "lacks", "kind", "text", "good")]
+    paths: list[list[str | None]] = [[name, name] for name in names[:4]]
+    here = "/proc/self/cwd"
+    paths += [
+        [f"{here}/last.ckpt"] * 2,
+        [f"{here}/one.ckpt"] * 2,
+        [names[4], None],
+        [None, names[4]],
+    ]
+    first, second = ranks(2).run(fit_each, str(tmp_path), paths)
+    assert first == second
+    assert all(error.split(":")[0].endswith("Error") for error in first)
+    as_list, lacks, kind, text, last, one, none, other = first
+    assert "list.ckpt' is not a checkpoint of a Trainer: its 'state_dict' is a list" in as_list
+    assert "lacks.ckpt' cannot be resumed from." in lacks
+    assert "'exp_avg_sq' is missing" in lacks
+    assert "kind.ckpt' cannot be resumed from." in kind
+    assert "'momentum_buffer'" in kind
+    assert "text.ckpt' cannot be resumed from." in text
+    assert "the ranks see different checkpoints" in last
+    assert "step 2" in last
+    assert "step 3" in last
+    assert "on rank 1: there is no file" in one
+    assert f"{names[4]!r}, but rank 1 loads none" in none
+    assert f"{names[4]!r}, but rank 0 loads none" in other
+
+
+def save_with_other_optimizers(folder: str) -> str:
+    module, optimizers, engine = resharding.shard(3, "32-true")
+    if engine.comm.control.rank == 1:
+        for group in optimizers[0].param_groups:
+            group["amsgrad"] = True
+    resharding.steps(module, optimizers, 0, 1)
+    return told(optimizer_state, optimizers[0], engine, "optimizer 0")
+
+
+def test_other_optimizers_on_a_rank_are_named_when_saving(ranks: Pools, tmp_path: Path) -> None:
+    first, second = ranks(2).run(save_with_other_optimizers, str(tmp_path))
+    assert first == second
+    assert "do not agree on optimizer 0: one has AdamW with param groups" in first
+    assert "'amsgrad': False" in first
+    assert "'amsgrad': True" in first

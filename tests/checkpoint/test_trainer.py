@@ -1,0 +1,430 @@
+"""Checkpoints by the Trainer: as under DDP, whatever writes them and whoever resumes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch import Tensor
+
+from lightning_zero import ZeROPrecision, ZeROStrategy, load_weights
+from lightning_zero.optimizer.loss_scaler import LossScaler
+from tests.oracle.by_trainer import (
+    NUM_ROWS,
+    Model,
+    Rows,
+    Stop,
+    assert_close,
+    make_trainer,
+    model,
+    resume,
+    strategy_of,
+    train,
+    world,
+)
+from tests.oracle.models import Tied
+from tests.oracle.ranks import Pools
+
+
+class Trust:
+    """Something that weights_only=True refuses to make."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Trust)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3", "async3"])
+def test_callbacks_leave_the_files_that_ddp_leaves(
+    ranks: Pools, tmp_path: Path, ddp: tuple[Path, dict[str, Any]], name: str
+) -> None:
+    folder, expected = ddp
+    found = ranks(2).run(train, str(tmp_path), name)[0]
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    for key in ("files", "best", "last", "top"):
+        assert found[key] == expected[key]
+    for file in found["files"]:
+        assert_same_file(tmp_path / file, folder / file)
+    restored = Model.load_from_checkpoint(tmp_path / "after.ckpt")
+    for key, value in restored.state_dict().items():
+        torch.testing.assert_close(value, expected["weights"][key], rtol=1e-4, atol=1e-6)
+    assert restored.net.head.weight is restored.net.embedding.weight
+
+
+def assert_same_file(path: Path, other: Path) -> None:
+    found, expected = (torch.load(p, weights_only=True) for p in (path, other))
+    assert list(found) == list(expected)
+    assert_close(found, expected, path.name)
+    state = found["state_dict"]
+    assert state["net.head.weight"].data_ptr() == state["net.embedding.weight"].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"), [("ddp", "zero3"), ("zero2", "ddp"), ("zero3", "zero1")]
+)
+def test_resume_in_mid_epoch_goes_on_as_if_never_stopped(
+    ranks: Pools,
+    tmp_path: Path,
+    ddp: tuple[Path, dict[str, Any]],
+    writer: str,
+    reader: str,
+) -> None:
+    folder, expected = ddp
+    if writer != "ddp":
+        folder = tmp_path
+        ranks(2).run(train, str(folder), writer)
+    for file, done in (("mid.ckpt", 5), ("last.ckpt", 12)):
+        # Another world size too.
+        for found in (
+            ranks(2).run(resume, f"{folder}/{file}", reader)[0],
+            ranks(3).run(resume, f"{folder}/{file}", reader)[2],
+        ):
+            assert found["step"] == 12
+            assert found["losses"] == pytest.approx(expected["losses"][done:], rel=1e-5)
+            assert found["loaded"] == list(expected["weights"])
+            for key, value in found["weights"].items():
+                torch.testing.assert_close(value, expected["weights"][key], rtol=1e-4, atol=1e-6)
+
+
+class Noisy(Model):
+    """The same with dropout."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        (text,) = batch
+        return super().training_step([text], index) + 0.1 * self.noise(text)
+
+    def noise(self, text: Tensor) -> Tensor:
+        noise = torch.nn.functional.dropout(self.net.embedding(text), 0.5).sum()
+        self.losses[-1] += noise.item()
+        return noise
+
+
+class KeepsRandomState(Callback):
+    """Lightning's checkpoints have no state of torch's generator; a callback may keep it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"torch": torch.get_rng_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state["torch"]
+
+    def on_train_start(self, *args: Any) -> None:
+        if hasattr(self, "loaded"):
+            torch.set_rng_state(self.loaded)
+
+
+def train_noisy(name: str, path: str, ckpt_path: str | None = None) -> list[float]:
+    torch.manual_seed(3 if ckpt_path is None else 4)
+    module = Noisy()
+    trainer = make_trainer(
+        world(),
+        strategy_of(name),
+        "/nowhere",
+        enable_checkpointing=False,
+        max_steps=6,
+        callbacks=[Stop(path, 3), KeepsRandomState()],
+    )
+    trainer.fit(module, Rows(), ckpt_path=ckpt_path)
+    return module.losses
+
+
+def test_dropout_goes_on_where_it_was(ranks: Pools, tmp_path: Path) -> None:
+    expected = ranks(2).run(train_noisy, "ddp", str(tmp_path / "ddp.ckpt"))[0]
+    for writer, reader in (("ddp", "zero3"), ("zero3", "ddp"), ("zero2", "zero1")):
+        path = str(tmp_path / f"{writer}.ckpt")
+        if writer != "ddp":
+            found = ranks(2).run(train_noisy, writer, path)[0]
+            assert found == pytest.approx(expected, rel=1e-5)
+        found = ranks(2).run(train_noisy, reader, str(tmp_path / "other.ckpt"), path)[0]
+        assert found == pytest.approx(expected[3:], rel=1e-5)
+
+
+def resume_by_word(folder: str, kind: Any) -> list[float]:
+    module, results = model(), []
+    keep = ModelCheckpoint(folder, monitor="val", save_last="link", every_n_epochs=1)
+    trainer = make_trainer(
+        world(),
+        ZeROStrategy(3, checkpoint=kind),
+        folder,
+        max_steps=-1,
+        max_epochs=2,
+        callbacks=keep,
+    )
+    trainer.fit(module, Rows(), Rows())
+    assert os.path.islink(f"{folder}/last.ckpt")
+    for word in ("best", "last"):
+        results.append(trainer.test(module, Rows(), ckpt_path=word, verbose=False)[0]["val"])
+    results.append(trainer.validate(module, Rows(), verbose=False)[0]["val"])
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, Rows(), Rows(), ckpt_path="last")
+    assert len(module.losses) == 3 * NUM_ROWS // 4
+    return results
+
+
+@pytest.mark.parametrize("kind", ["file", "dcp"])
+def test_best_and_last(ranks: Pools, tmp_path: Path, kind: str) -> None:
+    best, last, now = ranks(2).run(resume_by_word, str(tmp_path), kind)[0]
+    assert best == pytest.approx(now, rel=1e-5)
+    assert last == pytest.approx(now, rel=1e-5)
+
+
+# -- trust -----------------------------------------------------------------------------------------
+
+
+def refuse_and_trust(path: str) -> str:
+    module = Model(extra=Trust())
+    trainer = make_trainer(
+        world(), ZeROStrategy(3), "/nowhere", max_steps=2, enable_checkpointing=False
+    )
+    trainer.fit(module, Rows())
+    trainer.save_checkpoint(path)
+    told = ""
+    trainer = make_trainer(
+        world(), ZeROStrategy(3), "/nowhere", max_steps=4, enable_checkpointing=False
+    )
+    try:
+        trainer.fit(model(), Rows(), ckpt_path=path)
+    except ValueError as error:
+        told = str(error)
+    trainer = make_trainer(
+        world(), ZeROStrategy(3), "/nowhere", max_steps=4, enable_checkpointing=False
+    )
+    module = model()
+    trainer.fit(module, Rows(), ckpt_path=path, weights_only=False)
+    assert len(module.losses) == 2
+    return told
+
+
+def test_other_objects_are_made_only_on_request(ranks: Pools, tmp_path: Path) -> None:
+    for told in ranks(2).run(refuse_and_trust, str(tmp_path / "file.ckpt")):
+        assert "holds more than tensors and plain values" in told
+        assert "tests.checkpoint.test_trainer.Trust" in told
+        assert "weights_only=False" in told
+
+
+# -- plugins ---------------------------------------------------------------------------------------
+
+
+class Recorder(TorchCheckpointIO):
+    """A writer that knows nothing of sharding."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        torch.save({"recorded": checkpoint, "options": storage_options}, path)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return torch.load(path, weights_only=True)["recorded"]
+
+
+def use_plugins(folder: str) -> list[Any]:
+    results = []
+    for name, plugin in (("own", Recorder()), ("async", AsyncCheckpointIO())):
+        module = model()
+        trainer = make_trainer(
+            world(),
+            ZeROStrategy(3, checkpoint_io=plugin),
+            "/nowhere",
+            max_steps=3,
+            enable_checkpointing=False,
+        )
+        trainer.fit(module, Rows())
+        path = f"{folder}/{name}.ckpt"
+        trainer.save_checkpoint(path)
+        trainer.strategy.teardown()
+        trainer.strategy.barrier()
+        found = torch.load(path, weights_only=True)
+        found = found.get("recorded", found)
+        for key, value in module.state_dict().items():
+            assert torch.equal(found["state_dict"][key], value)
+        again = model()
+        more = make_trainer(
+            world(),
+            ZeROStrategy(2, checkpoint_io=type(plugin)()),
+            "/nowhere",
+            max_steps=5,
+            enable_checkpointing=False,
+        )
+        more.fit(again, Rows(), ckpt_path=path)
+        results.append(again.losses)
+    return results
+
+
+def test_writers_of_the_user(
+    ranks: Pools, tmp_path: Path, ddp: tuple[Path, dict[str, Any]]
+) -> None:
+    for losses in ranks(2).run(use_plugins, str(tmp_path))[0]:
+        assert losses == pytest.approx(ddp[1]["losses"][3:5], rel=1e-5)
+
+
+# -- what does not fit, scalers, and places --------------------------------------------------------
+
+
+class Wider(Model):
+    """Another shape and another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.head = torch.nn.Linear(6, 12)
+
+
+def resume_from_bad_files(folder: str) -> list[str]:
+    def fit(module: Model, path: str) -> str:
+        trainer = make_trainer(
+            world(), ZeROStrategy(3), "/nowhere", max_steps=9, enable_checkpointing=False
+        )
+        before = {name: p.detach().clone() for name, p in module.named_parameters()}
+        try:
+            trainer.fit(module, Rows(), ckpt_path=path)
+        except (FileNotFoundError, KeyError, RuntimeError, ValueError) as error:
+            for name, parameter in module.named_parameters():
+                assert torch.equal(parameter, before[name]), name
+            return f"{type(error).__name__}: {error}"
+        return "no error"
+
+    trainer = make_trainer(
+        world(), ZeROStrategy(3), "/nowhere", max_steps=2, enable_checkpointing=False
+    )
+    trainer.fit(model(), Rows())
+    trainer.save_checkpoint(f"{folder}/good.ckpt")
+    trainer.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
+    if trainer.is_global_zero:
+        content = Path(f"{folder}/good.ckpt").read_bytes()
+        Path(f"{folder}/cut.ckpt").write_bytes(content[: len(content) // 2])
+        torch.save({"w": torch.ones(1)}, f"{folder}/bare.ckpt")
+        more = torch.load(f"{folder}/good.ckpt", weights_only=True)
+        more["optimizer_states"] *= 2
+        torch.save(more, f"{folder}/more.ckpt")
+    trainer.strategy.barrier()
+    names = ("none", "cut", "bare", "weights", "more")
+    return [
+        *(fit(model(), f"{folder}/{name}.ckpt") for name in names),
+        fit(Wider(), f"{folder}/good.ckpt"),
+    ]
+
+
+def test_a_bad_file_is_one_clear_error_and_changes_nothing(ranks: Pools, tmp_path: Path) -> None:
+    told, other = ranks(2).run(resume_from_bad_files, str(tmp_path))
+    assert told == other
+    none, cut, bare, weights, more, wider = told
+    assert none.startswith("FileNotFoundError")
+    assert "none.ckpt" in none
+    assert "cut.ckpt' cannot be read as a checkpoint" in cut
+    assert "bare.ckpt' is not a checkpoint of a Trainer" in bare
+    assert "contains only the model" in weights
+    assert "more.ckpt' cannot be resumed from. The checkpoint has states of 2 optimizers" in more
+    assert "good.ckpt' does not fit" in wider
+    assert "net.head.bias" in wider
+    assert "[11, 6]" in wider
+
+
+def keep_the_scale(folder: str) -> list[Any]:
+    def trainer(num_steps: int, scaler: LossScaler | None) -> Trainer:
+        plugin = ZeROPrecision("16-mixed", scaler)
+        strategy = ZeROStrategy(2, precision_plugin=plugin)
+        return make_trainer(
+            world(), strategy, "/nowhere", max_steps=num_steps, enable_checkpointing=False
+        )
+
+    first = trainer(3, LossScaler(init_scale=2.0**9, growth_interval=2))
+    first.fit(model(), Rows())
+    first.save_checkpoint(f"{folder}/file.ckpt")
+    second = trainer(3, None)
+    second.fit(model(), Rows(), ckpt_path=f"{folder}/file.ckpt")
+    return [first.precision_plugin.state_dict(), second.precision_plugin.state_dict()]
+
+
+def test_scaler_is_kept_under_the_name_that_ddp_reads(ranks: Pools, tmp_path: Path) -> None:
+    first, second = ranks(2).run(keep_the_scale, str(tmp_path))[0]
+    assert first == second
+    assert first["scale"] == 2.0**10
+    found = torch.load(tmp_path / "file.ckpt", weights_only=True)
+    assert found["MixedPrecision"] == first
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.load_state_dict(found["MixedPrecision"])
+    assert scaler.get_scale() == 2.0**10
+
+
+def save_elsewhere(folder: str) -> list[str]:
+    """To a URL, and after a fit that left the weights at rest."""
+    strategy = ZeROStrategy(3, restore_weights=False)
+    module = model()
+    trainer = make_trainer(
+        world(),
+        strategy,
+        "/nowhere",
+        max_steps=5,
+        enable_checkpointing=False,
+        callbacks=[Stop("memory://folder/file.ckpt", 5), Stop(f"{folder}/at5.ckpt", 5)],
+    )
+    trainer.fit(module, Rows())
+    trainer.save_checkpoint(f"{folder}/after.ckpt")
+    if trainer.is_global_zero:
+        remote = fsspec.filesystem("memory").cat("/folder/file.ckpt")
+        Path(f"{folder}/remote.ckpt").write_bytes(remote)
+    trainer.strategy.barrier()
+    return os.listdir(folder)
+
+
+def test_urls_and_weights_that_stay_at_rest(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2).run(save_elsewhere, str(tmp_path))
+    found, remote, after = (
+        torch.load(tmp_path / f"{name}.ckpt", weights_only=True)
+        for name in ("at5", "remote", "after")
+    )
+    assert_close(remote, found, "remote")
+    assert_close(after["state_dict"], found["state_dict"], "after")
+    assert_close(after["optimizer_states"], found["optimizer_states"], "after")
+
+
+class Pretrained(Model):
+    """Takes weights from a file when it is sharded, and keeps them."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(lr=0.0)
+        self.path = path
+
+    def on_fit_start(self) -> None:
+        load_weights(self.net, self.path)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.global_step == 2:
+            raise InterruptedError("all ranks stop here")
+
+
+def start_from_weights(folder: str) -> dict[str, Tensor]:
+    """Load bare weights, train without a learning rate, and fail with a last checkpoint."""
+    torch.manual_seed(7)
+    module = Pretrained(f"{folder}/weights.pt")
+    keeper = OnExceptionCheckpoint(folder, "failed")
+    trainer = make_trainer(world(), ZeROStrategy(3), "/nowhere", callbacks=keeper)
+    with pytest.raises(InterruptedError):
+        trainer.fit(module, Rows())
+    again = model()
+    trainer = make_trainer(
+        world(), ZeROStrategy(1), "/nowhere", max_steps=4, enable_checkpointing=False
+    )
+    trainer.fit(again, Rows(), ckpt_path=f"{folder}/failed.ckpt")
+    assert len(again.losses) == 2
+    return {name: value.clone() for name, value in module.net.state_dict().items()}
+
+
+def test_pretrained_weights_and_a_checkpoint_on_exception(ranks: Pools, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    expected = Tied().state_dict()
+    torch.save(expected, tmp_path / "weights.pt")
+    for found in ranks(2).run(start_from_weights, str(tmp_path)):
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    saved = torch.load(tmp_path / "failed.ckpt", weights_only=True)
+    for name, value in expected.items():
+        assert torch.equal(saved["state_dict"][f"net.{name}"], value)

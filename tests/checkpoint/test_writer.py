@@ -1,0 +1,154 @@
+"""Bytes reach their places whichever way they take, and what cannot be written is an error."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pytest_mock import MockerFixture
+from torch import Tensor
+
+from lightning_zero.checkpoint.checksums import PartChecksums, RecordChecksums
+from lightning_zero.checkpoint.file.writer import Writer
+from lightning_zero.checkpoint.load import read_ahead
+from lightning_zero.checkpoint.values.chunk import BUFFER_BYTES
+
+LARGE = 3 * BUFFER_BYTES + 12345
+FILE_BYTES = LARGE + 30000
+
+
+def whole(checksums: PartChecksums) -> int:
+    """The checksum of all that was written."""
+    return RecordChecksums.of("record", checksums.nbytes, [checksums]).whole
+
+
+def content_of(nbytes: int) -> Tensor:
+    return torch.randint(256, (nbytes,), dtype=torch.uint8)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file of the right size, full of ones."""
+    path = tmp_path / "file"
+    path.write_bytes(b"\1" * FILE_BYTES)
+    return path
+
+
+def assert_written(path: Path, place: int, content: Tensor, checksum: int) -> None:
+    expected = content.numpy().tobytes()
+    found = path.read_bytes()
+    assert found[place : place + len(expected)] == expected
+    assert not (found[:place] + found[place + len(expected) :]).strip(b"\1")
+    assert len(found) == FILE_BYTES
+    assert checksum == zlib.crc32(expected)
+
+
+@pytest.mark.parametrize("place", [0, 1, 4095, 4096, 4100, 8191])
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, 2**18 + 1, LARGE])
+def test_bytes_reach_their_place(path: Path, place: int, nbytes: int) -> None:
+    content = content_of(nbytes)
+    with Writer(path) as writer:
+        checksum = whole(writer.write(place, content))
+        writer.sync()
+    assert_written(path, place, content, checksum)
+
+
+def test_large_parts_go_past_the_cache(path: Path, mocker: MockerFixture) -> None:
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_DIRECT))
+    except OSError:
+        pytest.skip("this file system has no direct writes")
+    write = mocker.spy(os, "pwrite")
+    with Writer(path) as writer:
+        writer.write(100, content_of(LARGE))
+        direct = [call.args for call in write.call_args_list if call.args[0] == writer._direct]
+    sizes = [len(chunk) for _, chunk, _ in direct]
+    assert LARGE - sum(sizes) < 2 * 4096
+    assert len(sizes) == 4, "one write for each buffer"
+    assert all(place % 4096 == 0 for _, _, place in direct)
+
+
+def test_neighbours_share_a_block(path: Path) -> None:
+    first, second = content_of(LARGE // 2), content_of(LARGE // 2)
+    with Writer(path) as one, Writer(path) as other:
+        one.write(10, first)
+        other.write(10 + len(first), second)
+        one.write(10 + len(first) + len(second), b"the end")
+    found = path.read_bytes()[10:][: LARGE + 6]
+    assert found == (torch.cat([first, second]).numpy().tobytes() + b"the end")
+
+
+@pytest.mark.parametrize("where", ["open", "pwrite"])
+def test_a_file_system_without_direct_writes(path: Path, where: str, mocker: MockerFixture) -> None:
+    direct: set[int] = set()
+    real_open, real_write = os.open, os.pwrite
+
+    def opened(name: Any, flags: int, *mode: int) -> int:
+        if flags & os.O_DIRECT and where == "open":
+            raise OSError(errno.EINVAL, "no")
+        descriptor = real_open(name, flags & ~os.O_DIRECT, *mode)
+        if flags & os.O_DIRECT:
+            direct.add(descriptor)
+        return descriptor
+
+    def written(descriptor: int, chunk: Any, place: int) -> int:
+        if descriptor in direct:
+            raise OSError(errno.EINVAL, "no")
+        return real_write(descriptor, chunk, place)
+
+    mocker.patch("os.open", opened)
+    mocker.patch("os.pwrite", written)
+    content = content_of(LARGE)
+    with Writer(path) as writer:
+        checksum = whole(writer.write(7, content))
+    assert_written(path, 7, content, checksum)
+    assert bool(direct) == (where == "pwrite")
+
+
+def test_a_full_disk_is_an_error(path: Path, mocker: MockerFixture) -> None:
+    real_write, room = os.pwrite, 5000
+
+    def written(descriptor: int, chunk: Any, place: int) -> int:
+        if place >= room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real_write(descriptor, memoryview(chunk)[: room - place], place)
+
+    mocker.patch("os.pwrite", written)
+    with Writer(path) as writer, pytest.raises(OSError, match="No space left"):
+        writer.write(0, content_of(LARGE))
+
+
+def _num_resident(value: Tensor) -> int:
+    """How many pages of a mapped file's range the system has in memory."""
+    num_pages = -(-value.nbytes // mmap.PAGESIZE)
+    pages = (ctypes.c_ubyte * num_pages)()
+    size = ctypes.c_size_t(value.nbytes)
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(value.data_ptr()), size, pages) == 0
+    return sum(page & 1 for page in pages)
+
+
+def test_all_of_a_part_is_read_ahead(tmp_path: Path) -> None:
+    content = content_of(LARGE)
+    path = tmp_path / "file"
+    path.write_bytes(content.numpy().tobytes())
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+    shown = torch.from_file(str(path), size=LARGE, dtype=torch.uint8)
+    read_ahead(shown)
+    deadline = time.monotonic() + 60
+    num_pages = -(-LARGE // mmap.PAGESIZE)
+    while _num_resident(shown) < num_pages and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert _num_resident(shown) == num_pages
+    read_ahead(torch.ones(3))  # of memory that is no file's nothing comes
+    assert torch.equal(shown, content)

@@ -1,0 +1,142 @@
+"""The three ways of the wires give the same bits, and windows keep their promises."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.sync_points import SyncPoint
+from lightning_zero.comm.traffic import Ledger, Sent, sum_of
+from lightning_zero.comm.window import Address, Window
+from lightning_zero.engine.engine import Engine
+from lightning_zero.plan.settings import Settings
+from tests.oracle.models import MODELS
+from tests.oracle.parity import share
+from tests.oracle.projects import WAYS
+from tests.oracle.ranks import Pools
+
+CPU = torch.device("cpu")
+
+
+def _train(way: str, stage: int, steps: int = 3) -> tuple[list[torch.Tensor], dict[str, int], bool]:
+    comm = Communicator(CPU, **WAYS[way])
+    case = MODELS["transformer"]
+    model = case.build()
+    engine = Engine(model, Settings(stage=stage, units=lambda m: "Block" in type(m).__name__), comm)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    engine.adopt(optimizer)
+    for step in range(steps):
+        rank, world = comm.control.rank, comm.control.world_size
+        batch = share(case.batch(4 * world, step), rank, world)
+        optimizer.zero_grad()
+        case.loss(model, batch).backward()
+        optimizer.step()
+    sizes = [
+        4 * flat.layout.numel for unit in engine.sharded.units for flat in unit.flat_parameters
+    ]
+    memory = {**engine.sharded.memory(), "largest": max(sizes)}
+    engine.close()
+    return [p.detach() for p in model.parameters()], memory, comm.transport.reads_peers
+
+
+def _all_ways(stage: int) -> dict[str, Any]:
+    return {way: _train(way, stage) for way in WAYS}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_all_ways_give_the_same_bits(ranks: Pools, world: int) -> None:
+    for stage in (1, 2, 3):
+        for answer in ranks(world).run(partial(_all_ways, stage)):
+            expected, memory, has_windows = answer["windows"]
+            assert has_windows == (world > 1)
+            # Reduce buffers in windows stay from step to step: two or three of the largest unit.
+            kept = memory["unreduced"]
+            assert 0 < kept <= 3 * memory["largest"] if has_windows else kept == 0
+            for way in ("point to point", "backend"):
+                values, same_memory, shares = answer[way]
+                assert not shares
+                assert same_memory == {**memory, "unreduced": 0}
+                # Two summands have one order; a backend may add three in another.
+                tolerance = {"rtol": 0, "atol": 0} if world < 3 or way != "backend" else {}
+                torch.testing.assert_close(values, expected, **tolerance)
+
+
+def _reduce_without_reader() -> tuple[int, int, int]:
+    """Rank 0 publishes three buffers before rank 1 reads the first."""
+    comm = Communicator(CPU)
+    outs, works, buffers = [], [], []
+    for unit in range(3):
+        buffer = comm.transport.reduce_buffer(128, torch.float32)
+        buffer.tensor.fill_(float(comm.control.rank + unit))
+        out = torch.empty(64)
+        works.append(comm.transport.reduce(out, buffer, unit=str(unit), tag=unit + 1))
+        outs.append(out)
+        buffers.append(buffer)
+    different = len({id(buffer.window) for buffer in buffers})
+    for work in works:
+        work.wait()
+    assert [out[0].item() for out in outs] == [1.0, 3.0, 5.0]
+    comm.fence(SyncPoint.STEP)
+    held = comm.transport.scratch_bytes
+    again = comm.transport.reduce_buffer(128, torch.float32)
+    comm.transport.reduce(torch.empty(64), again, unit="again", tag=9).wait()
+    comm.fence(SyncPoint.STEP)
+    comm.transport.release()
+    return different, held, comm.transport.scratch_bytes
+
+
+def test_a_buffer_is_reused_only_when_all_have_read_it(ranks: Pools) -> None:
+    for different, held, after in ranks(2).run(_reduce_without_reader):
+        assert different == 3
+        assert held == 3 * 128 * 4
+        assert after == 0
+
+
+def test_a_window_is_shared_memory() -> None:
+    window = Window.create(64, world_size=2)
+    window.view(16, torch.float32).fill_(3.0)
+    other = Window.open(window.address, world_size=2)
+    assert other.view(16, torch.float32).tolist() == [3.0] * 16
+    other.readers[1] = 1
+    window.num_published = 1
+    assert window.is_read_by_all(owner=0)
+    assert window.touched_bytes == 64
+
+
+def test_a_window_of_nobody_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="on another host, or has ended"):
+        Window.open(Address(os.getpid(), 987654, 64, 0), world_size=2)
+
+
+def _blind_rank() -> bool:
+    """Rank 1 cannot open the others' memory, as in another container."""
+    if torch.distributed.get_rank() == 1:
+        Window.open = classmethod(lambda *_: (_ for _ in ()).throw(RuntimeError("hidden")))  # type: ignore[assignment]
+    return Communicator(CPU).transport.reads_peers
+
+
+def test_one_rank_that_sees_no_windows_takes_them_from_all(ranks: Pools) -> None:
+    pool = ranks(3)
+    try:
+        assert pool.run(_blind_rank) == [False] * 3
+    finally:
+        pool.kill()
+
+
+def test_the_ledger_counts_by_step() -> None:
+    ledger = Ledger()
+    ledger.note("a", "gather", 10, 2)
+    ledger.note("a", "reduce", 10, 4)
+    ledger.end_step()
+    ledger.note("a", "gather", 10, 2)
+    ledger.note("b", "gather", 5, 2)
+    ledger.end_step()
+    assert ledger.last_step == {("a", "gather"): Sent(10, 20, 1), ("b", "gather"): Sent(5, 10, 1)}
+    assert sum_of(ledger.last_step, "gather") == Sent(15, 30, 2)
+    assert sum_of(ledger.last_step, "reduce") == Sent()
+    assert sum_of(ledger.total) == Sent(35, 90, 4)

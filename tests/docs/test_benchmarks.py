@@ -1,0 +1,361 @@
+"""The benchmarks run; their models say nothing about speed."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import re
+import sys
+from math import nan
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_zero import estimate
+from lightning_zero.comm.transport import sum_into
+from tests.oracle.launch import run_forked
+from tests.oracle.ranks import ROOT, Pools
+from tests.oracle.sharded import padded
+
+LAYERS, DIM, VOCABULARY, LENGTH = 3, 128, 64, 16
+SIZES = {"layers": LAYERS, "dim": DIM, "vocabulary": VOCABULARY, "length": LENGTH, "heads": 4}
+BRIEF = {"steps": 2, "warmup": 1}
+LINEAR = [(DIM, DIM * 3), (DIM, DIM), (DIM, DIM * 4), (DIM * 4, DIM)]
+BLOCK = [DIM] * 4 + [size for rows, width in LINEAR for size in (rows * width, width)]
+ROOT_SIZES = [VOCABULARY * DIM, LENGTH * DIM, DIM, DIM, VOCABULARY * DIM]
+"""Elements of each parameter of a block, and of what is around the blocks."""
+
+
+def load(name: str) -> Any:
+    """A benchmark as a module, which finds its neighbours as when it is run."""
+    path = ROOT / "examples" / "benchmarks" / f"{name}.py"
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = ModuleType(spec.name)
+    module.__file__ = str(path)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def held(world: int) -> int:
+    """Elements of a rank's shards."""
+    return (LAYERS * padded(BLOCK, world) + padded(ROOT_SIZES, world)) // world
+
+
+def test_contenders_side_by_side(tmp_path: Path) -> None:
+    """Two real ranks of each: a table, a JSON and a picture, with the elements of the oracle."""
+    names = ["ddp", "zero1", "zero3", "fsdp2"]
+    options = [
+        word for name, n in {**SIZES, **BRIEF, "rounds": 1}.items() for word in (f"--{name}", n)
+    ]
+    command = ["--only", *names, *options, "--output", tmp_path]
+    script = "examples/benchmarks/compare.py"
+    finished = run_forked(script, *command, timeout=170)
+    rows = re.findall(r"^\| ([a-z]\w*) \| [\d.]+ \| [\d.]+ \|", finished.stdout, re.MULTILINE)
+    assert rows == names
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    report = json.loads((tmp_path / "compare.json").read_text())
+    assert report["job"].items() >= {**SIZES, **BRIEF, "world": 2}.items()
+    measured = report["rows"]
+    assert list(measured) == names
+    assert measured["ddp"]["ratio_range"] == [1.0, 1.0]
+    assert all(len(row["seconds_by_round"]) == 1 for row in measured.values())
+    base = measured["ddp"]["loss"]
+    assert all(row["loss"] == pytest.approx(base, rel=1e-4) for row in measured.values())
+    # Stage 3 gathers all but the root and the last block twice.
+    once, again = held(2), (LAYERS - 1) * padded(BLOCK, 2) // 2
+    assert measured["zero1"]["sent"] == 2 * once
+    assert measured["zero3"]["sent"] == 2 * once + again
+    for name in ("zero1", "zero3"):
+        # What the kernel counts, where it does, are our messages, their heads and small talk.
+        sent = measured[name]["sent"] * 4
+        assert sent <= measured[name].get("socket_bytes", sent) < 1.1 * sent
+    assert measured["zero3"]["bytes"]["weights"] == 4 * once
+    assert measured["zero1"]["bytes"]["weights"] == 8 * once
+    numel = LAYERS * sum(BLOCK) + sum(ROOT_SIZES)
+    of_ddp = {"weights": 4 * numel, "master": 0, "gradients": 4 * numel}
+    assert measured["ddp"]["bytes"].items() >= of_ddp.items()
+    assert 8 * numel < measured["ddp"]["bytes"]["states"] < 8.1 * numel
+    # Every dimension is even: FSDP2 pads nothing.
+    of_fsdp2 = {kind: nbytes // 2 for kind, nbytes in of_ddp.items()}
+    assert measured["fsdp2"]["bytes"].items() >= of_fsdp2.items()
+    # DDP's whole gradients and their buckets; of ours a shard and at least one unit beside it.
+    whole = 4 * (LAYERS * sum(BLOCK) + sum(ROOT_SIZES)) / 2**20
+    least = {"ddp": 2 * whole, "zero1": whole / 2, "zero3": whole / 2, "fsdp2": whole / 2}
+    for name, row in measured.items():
+        assert least[name] <= row["peak_mib"] <= row["trainer_peak_mib"] < 5 * whole, name
+    for stage in (1, 3):
+        peak, predicted = measured[f"zero{stage}"]["trainer_peak_mib"], predicted_peak(stage)
+        # One run: what a thread of the backend frees may count as alive, of a block or two.
+        assert 0.97 * predicted <= peak <= 1.03 * predicted + 2 * 4 * sum(BLOCK) / 2**20
+
+
+def predicted_peak(stage: int) -> float:
+    """The estimate's peak beyond weights, masters and optimizer states, in MiB."""
+    contenders = load("contenders")
+    job = contenders.Job(**SIZES)
+
+    def loss(model: nn.Module, tokens: Tensor) -> Tensor:
+        logits = model(tokens[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    batch = torch.zeros(job.batch, job.length + 1, dtype=torch.int64)
+    found = estimate(
+        lambda: contenders.GPT(job),
+        stage=stage,
+        world_size=2,
+        optimizer="AdamW",
+        batch=batch,
+        step=loss,
+    )
+    still = sum(found.resting[kind] for kind in ("weights", "master", "states"))
+    return (found.peak.total - still) / 2**20
+
+
+@pytest.fixture
+def compare(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The benchmark, with answers in place of processes; some contenders end at another loss."""
+    module = load("compare")
+    answer = {"seconds": 1.0, "page_faults": 1, "peak_mib": 1.0, "trainer_peak_mib": 1.0}
+    others = {"zero3": itertools.repeat(4.002), "zero2": iter([4.1, 4.0, 4.0])}
+    others["fsdp1"] = itertools.repeat(nan)
+
+    def answers(worker: Any, name: str, job: Any) -> dict[str, Any]:
+        return {**answer, "loss": next(others[name]) if name in others else 4.0}
+
+    monkeypatch.setattr(module, "in_fresh_processes", answers)
+    return module
+
+
+def test_a_wrong_loss_is_not_compared(compare: Any) -> None:
+    job = compare.Job()
+    assert list(compare.compare(["ddp", "fsdp2"], job, 2)) == ["ddp", "fsdp2"]
+    with pytest.raises(RuntimeError, match=r"zero3 ends at loss 4.002, ddp at 4.0"):
+        compare.compare(["ddp", "zero3"], job, 1)
+    with pytest.raises(RuntimeError, match=r"fsdp1 ends at loss nan, ddp at 4.0"):
+        compare.compare(["no traffic", "ddp", "fsdp1"], job, 1)
+    # Of the first of two rounds.
+    with pytest.raises(RuntimeError, match=r"zero2 ends at loss 4.1"):
+        compare.compare(["ddp", "zero2"], job, 2)
+    # Without the wire losses mean nothing; in bf16 they agree to fewer digits.
+    for other in (compare.Job(fake_world=8), compare.Job(precision="bf16-mixed")):
+        assert compare.compare(["ddp", "zero3"], other, 1)["zero3"]["ratio"] == 1.0
+
+
+def test_a_device_is_timed_without_waiting_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, done = load("measure"), []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.place = len(done)
+            done.append("mark")
+
+        def elapsed_time(self, other: Event) -> float:
+            return 500.0 * (other.place - self.place)
+
+    class Run:
+        job = module.Job(warmup=1, steps=2)
+
+        def __call__(self) -> int:
+            done.append("step")
+            return len(done)
+
+        def settle(self) -> None:
+            done.append("wait")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    times, loss = module._times_on_cuda(Run())
+    assert done == ["step", "wait", "step", "mark", "step", "mark", "step", "mark", "wait"]
+    assert times == [1.0, 1.0]
+    assert loss == 7
+
+
+def test_fake_ranks_cannot_do_everything(
+    compare: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare.default_names(compare.Job())[0] == "ddp"
+    names = compare.default_names(compare.Job(fake_world=8))
+    assert names[0] == "no traffic"
+    assert set(compare.CONTENDERS) - set(names) == {"ddp", "zero redundancy"}
+    monkeypatch.setattr(sys, "argv", ["compare.py", "--fake-world", "8", "--only", "zero3", "ddp"])
+    with pytest.raises(SystemExit):
+        compare.main()
+    said = capsys.readouterr().err
+    assert "ddp needs real ranks, got --fake-world: leave it out of --only." in said
+
+
+def test_the_least_peak_counts() -> None:
+    runs = [
+        {"peak_mib": 3.0, "trainer_peak_mib": 4.0, "sent": 1},
+        {"peak_mib": 2.0, "trainer_peak_mib": 5.0, "sent": 2},
+    ]
+    assert load("compare")._least_peaks(runs) == {
+        "peak_mib": 2.0, "trainer_peak_mib": 4.0, "sent": 2,
+    }  # fmt: skip
+
+
+def test_a_gpus_run_is_rehearsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All its parts on the CPU, with fewer contenders and the tests of another file."""
+    gpu = load("gpu")
+    monkeypatch.setattr(gpu, "PRECISIONS", ["bf16-mixed"])
+    worlds = {1: ("Trainer", "Trainer zero3", "ddp", "zero3"), 8: ("zero3", "fsdp2")}
+    monkeypatch.setattr(gpu, "WORLDS", worlds)
+    monkeypatch.setattr(gpu, "TESTS", "tests/engine/test_schedule.py")
+    sizes = [word for name, n in {**SIZES, **BRIEF}.items() for word in (f"--{name}", str(n))]
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["gpu.py", "--device", "cpu", "--output", str(tmp_path), "--rounds", "1", *sizes],
+    )
+    assert gpu.main() == 0
+    report = json.loads((tmp_path / "gpu.json").read_text())
+    assert report["tests"]["code"] == 0
+    assert " passed" in report["tests"]["summary"]
+    rows = {(row["world"], row["name"]): row for row in report["rows"]}
+    assert list(rows) == [(world, name) for world, names in worlds.items() for name in names]
+    assert rows[1, "ddp"]["ratio"] == 1.0
+    assert rows[1, "zero3"]["loss"] == pytest.approx(rows[1, "ddp"]["loss"], rel=2e-2)
+    assert rows[1, "Trainer zero3"]["loss"] == pytest.approx(rows[1, "Trainer"]["loss"], rel=2e-2)
+    assert rows[8, "zero3"]["bytes"]["master"] == pytest.approx(4 * held(8), rel=0.05)
+    page = (tmp_path / "gpu.md").read_text()
+    assert page.count("| bf16-mixed |") == len(rows)
+    assert page in capsys.readouterr().out
+
+
+def test_rounds_and_steps_are_dropped_and_no_contender(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, now, jobs = load("gpu"), [0.0], []
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
+
+    def answer(case: Any, job: Any) -> dict[str, Any]:
+        now[0] += 1.0
+        jobs.append(job)
+        return {"error": "none"} if case.name == "fsdp2" else {"seconds": 1.0}
+
+    monkeypatch.setattr(gpu, "run_case", answer)
+    num_cases = len(gpu.cases())
+    # Time for two rounds and a half: two are run, with all steps.
+    found = list(gpu.rounds(gpu.GPT_1B, gpu.Clock(2.5 * num_cases), 5))
+    assert [len(answers) for answers in found] == [num_cases] * 2
+    assert {job.steps for job in jobs} == {gpu.GPT_1B.steps}
+    # Too little for one: it is run all the same, with fewer steps.
+    now[0] = 0.0
+    jobs.clear()
+    (found,) = gpu.rounds(gpu.GPT_1B, gpu.Clock(0.5 * num_cases), 5)
+    assert len(found) == num_cases
+    assert {job.steps for job in jobs[1:]} == {2}
+    rows = gpu.rows_of([found])
+    assert {row["name"] for row in rows if "error" in row} == {"fsdp2"}
+
+
+@pytest.mark.parametrize("world", [8, 64])
+def test_one_rank_of_many_on_the_fake_backend(tmp_path: Path, world: int) -> None:
+    """In this process: what ``--fake-world`` starts another one for."""
+    measure = load("measure")
+    job = measure.Job(**SIZES, **BRIEF, fake_world=world)
+    for name in ("zero1", "zero3", "fsdp2"):
+        answer = tmp_path / name
+        measure.timed(0, name, job, 0, answer)
+        assert json.loads(answer.read_text())["seconds"] > 0
+        measure.weighed(0, name, job, 0, answer)
+        row = json.loads(answer.read_text())
+        assert 0 < row["peak_mib"] <= row["trainer_peak_mib"]
+        if name == "fsdp2":
+            continue
+        whole, kinds = held(world) * world, row["bytes"]
+        assert kinds["weights"] == 4 * (held(world) if name == "zero3" else whole)
+        assert kinds["gradients"] == 4 * held(world)
+        assert kinds["gathered"] == kinds["unreduced"] == kinds["master"] == 0
+        # Rank 0's shards hold no padding, or a little at their ends.
+        states = 8 * held(world)
+        assert 0.9 * states <= kinds["states"] <= states + 4 * (len(BLOCK) * LAYERS + 5)
+        again = (LAYERS - 1) * padded(BLOCK, world) if name == "zero3" else 0
+        assert row["sent"] == (2 * whole + again) // world * (world - 1)
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    """Every way saves and loads the same values again, and has its line."""
+    ways = ["file", "directory", "dcp"]
+    command = ["--megabytes", 3, "--rounds", 1, "--folder", tmp_path, "--only", *ways]
+    script = "examples/benchmarks/checkpoint.py"
+    finished = run_forked(script, *command, timeout=170)
+    lines = re.findall(r"^([a-z.]+)((?: +[\d.]+){5})$", finished.stdout, re.M)
+    assert [name for name, _ in lines] == ways
+    assert list(tmp_path.iterdir()) == []
+
+
+WIRES = ["windows", "messages", "backend"]
+WAYS = [
+    *[f"{wire} gather" for wire in WIRES],
+    *["all_gather_into_tensor", "broadcast"],
+    *[f"{wire} reduce" for wire in WIRES],
+    *["all_to_all_single + sum", "reduce_scatter_tensor", "all_reduce"],
+]
+
+
+def test_wires_side_by_side(tmp_path: Path) -> None:
+    """Two real ranks: a line and a row for each way and size, with the elements that were sent."""
+    command = ["--mib", 0.25, 0.5, "--rounds", 2, "--devices", "cpu", "--output", tmp_path]
+    script = "examples/benchmarks/wires.py"
+    finished = run_forked(script, *command, timeout=170)
+    line = r"^\| (\w.*?)( \(chosen\))? \| [\d.]+ \| [\d.]+ to [\d.]+ \|"
+    lines = [(way, bool(mark)) for way, mark in re.findall(line, finished.stdout, re.MULTILINE)]
+    assert lines == [(way, way.startswith("windows")) for way in WAYS] * 2
+    rows = json.loads((tmp_path / "wires.json").read_text())["rows"]
+    assert [(row["way"], row["is_chosen"]) for row in rows] == lines
+    assert [row["mib"] for row in rows] == [0.25] * len(WAYS) + [0.5] * len(WAYS)
+    for row in rows:
+        numel, wire = row["mib"] * 2**20 / 4, row["way"].split()[0]
+        assert row["ms_range"][0] <= row["ms"] <= row["ms_range"][1]
+        assert row["sent"] == (numel / 2 if wire in WIRES else None)
+        # The kernel, where it counts, counts tokens and barriers too.
+        if row["on_sockets"] is not None and wire in ("windows", "messages"):
+            least = numel / 2 if wire == "messages" else 0
+            assert least <= row["on_sockets"] < least + numel / 8, row
+
+
+def _wrong_ways() -> dict[str, str]:
+    """What is said of each; all the others are right, or this raises."""
+    wires = load("wires")
+    job = wires.Job(world=torch.distributed.get_world_size(), mib=(1 / 64,), rounds=1, warmup=0)
+    assert [row["way"] for row in wires.compare(job)] == WAYS
+    values = wires.Values(1000, torch.device("cpu"))
+    exact, rounded = wires.all_to_all_and_sum(values), wires.all_reduce(values)
+    backwards = [values.shard(whole) for whole in reversed(values.everybodys)]
+    candidates = {
+        "another order": exact._replace(run=lambda _: sum_into(exact.out, backwards)),
+        "another order, in which it may be": exact._replace(
+            run=lambda _: sum_into(exact.out, backwards), is_exact=False
+        ),
+        "one rank alone": rounded._replace(run=lambda _: None),
+        "nothing": wires.all_gather_into_tensor(values)._replace(run=lambda _: None),
+    }
+    said = {}
+    for name, way in candidates.items():
+        try:
+            wires.measure({name: way}, job)
+        except RuntimeError as error:
+            said[name] = str(error)
+    return said
+
+
+def test_a_wrong_way_has_no_time(ranks: Pools) -> None:
+    """Among three ranks, whose sums have more than one order."""
+    for said in ranks(3).run(_wrong_ways, timeout=120):
+        assert list(said) == ["another order", "one rank alone", "nothing"]
+        for name, error in said.items():
+            assert re.match(rf"{name} is wrong by up to (nan|[\d.e-]+): its time", error)

@@ -1,0 +1,184 @@
+"""What the documentation says is run: code, configuration, commands and examples."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Container
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.oracle.launch import run_here, run_script
+from tests.oracle.ranks import ROOT, Pools
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+EXAMPLES = sorted(
+    path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb")
+)
+NUMBER = r"[\d,]+"
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    """The fenced blocks of a page in one of the languages."""
+    fences = re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [code for language, code in fences if language in languages]
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def with_blocks(*languages: str, less: Container[str] = ()) -> list[Any]:
+    pages = [page for page in PAGES if blocks(page, *languages) and name_of(page) not in less]
+    return [pytest.param(page, id=name_of(page)) for page in pages]
+
+
+# ---------------------------------------------------------------------------- pages
+
+
+# The first by the next test, the second by test_memory_docs.py.
+RUN_ELSEWHERE = ("README.md", "docs/memory.md")
+
+
+def test_the_python_of_the_readme_starts_its_ranks_itself(tmp_path: Path) -> None:
+    run_script("\n".join(blocks(ROOT / "README.md", "python")), cwd=tmp_path, timeout=170)
+
+
+@pytest.mark.parametrize("page", with_blocks("python", less=RUN_ELSEWHERE))
+def test_the_python_of_a_page_runs_as_one_script(ranks: Pools, page: Path, tmp_path: Path) -> None:
+    """Blocks follow one another, as in a notebook."""
+    ranks(2).run(run_here, "\n".join(blocks(page, "python")), cwd=tmp_path, timeout=170)
+
+
+@pytest.mark.parametrize("page", with_blocks("yaml"))
+def test_the_yaml_of_a_page_makes_a_strategy(page: Path) -> None:
+    for block in blocks(page, "yaml"):
+        strategy = yaml.safe_load(block)["trainer"]["strategy"]
+        module, _, name = strategy["class_path"].rpartition(".")
+        assert getattr(importlib.import_module(module), name)(**strategy["init_args"])
+
+
+def targets() -> set[str]:
+    return set(re.findall(r"^([a-z][\w-]*):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_make_targets_and_linked_files_exist(page: Path) -> None:
+    text = page.read_text()
+    commands = "\n".join(blocks(page, "bash", "console", "sh"))
+    commands += "\n" + "\n".join(re.findall(r"`([^`\n]+)`", text))
+    used = re.findall(r"^(?:\$ )?make ([a-z][\w-]*)", commands, re.MULTILINE)
+    assert set(used) <= targets(), page
+    links = re.findall(r"\]\(([^)#\s]+)", text)
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    scripts = re.findall(r"(?:python|torchrun)[^\n]* ((?:examples|docs)/\S+\.py)", commands)
+    assert not missing + [script for script in scripts if not (ROOT / script).exists()]
+
+
+def test_a_target_that_does_not_exist_would_be_found() -> None:
+    assert {"train", "test", "lint"} <= targets()
+    assert "fly" not in targets()
+
+
+# ---------------------------------------------------------------------------- examples
+
+
+def test_every_example_is_run_by_a_test() -> None:
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name_of(e) for e in EXAMPLES if f'"{name_of(e)}"' not in tests] == []
+
+
+Example = Callable[..., str]
+
+
+@pytest.fixture(params=["ranks", pytest.param("script", marks=pytest.mark.slow)])
+def example(request: pytest.FixtureRequest, ranks: Pools, tmp_path: Path) -> Example:
+    """An example on two ranks of the pool, or as a script that starts its second process itself."""
+
+    def run(*words: object) -> str:
+        if request.param == "script":
+            return run_script(*words, cwd=tmp_path, timeout=170).stdout
+        return ranks(2).run(run_here, *words, cwd=tmp_path, timeout=170)[0]
+
+    return run
+
+
+def test_minimal(example: Example) -> None:
+    output = example("examples/minimal.py")
+    losses = [float(value) for value in re.findall(r"loss: ([\d.]+)", output)]
+    assert losses
+    assert losses[-1] < 0.1
+
+
+SMALL = {
+    "--trainer.max_epochs": 2,
+    "--trainer.limit_train_batches": 20,
+    "--trainer.limit_val_batches": 4,
+    "--trainer.enable_progress_bar": False,
+    "--trainer.enable_model_summary": False,
+    "--data.context": 64,
+    "--model.width": 96,
+    "--model.depth": 4,
+    "--model.heads": 2,
+}
+
+
+def table_of(output: str) -> dict[str, tuple[int, int]]:
+    rows = re.findall(rf"^([a-z ]+?) +({NUMBER}) +({NUMBER}) *$", output, re.MULTILINE)
+    return {kind: tuple(int(n.replace(",", "")) for n in numbers) for kind, *numbers in rows}
+
+
+def test_train_gpt(example: Example) -> None:
+    config = ROOT / "examples" / "zero3.yaml"
+    small = [word for pair in SMALL.items() for word in pair]
+    output = example("examples/train_gpt.py", "fit", "--config", config, *small)
+
+    losses = [float(value) for value in re.findall(r"val_loss ([\d.]+)", output)]
+    assert len(losses) == 3
+    assert losses[0] > 5.0
+    assert losses[-1] < 3.6
+
+    block = 12 * 96 * 96 + 13 * 96
+    root = 256 * 96 + 64 * 96 + 2 * 96
+    numel, num_tensors = 4 * block + root, 4 * 12 + 4
+    bytes_of = table_of(output)
+    held, ddp_held = bytes_of["weights"]
+    assert bytes_of["gradients"] == (held, ddp_held)
+    assert ddp_held == 4 * numel
+    # Each tensor begins at a multiple of 64 elements.
+    assert 2 * numel <= held <= 2 * (numel + 64 * num_tensors)
+    gathered, _ = bytes_of["gathered"]
+    assert 4 * (root + block) <= gathered <= 4 * (root + block + 64 * num_tensors)
+    ours, ddp = bytes_of["states"]
+    assert ddp == 8 * numel + 4 * num_tensors
+    # Adam counts the steps of each parameter that this rank has a piece of; rank 0 may have fewer
+    # elements than padding leaves to rank 1.
+    slack = 4 * 64 * num_tensors
+    assert 4 * numel - slack < ours <= 4 * numel + 4 * num_tensors
+    total, ddp_total = bytes_of["at any moment"]
+    assert ddp_total == 16 * numel + 4 * num_tensors
+    assert 2 * numel + gathered + ours <= total < ddp_total
+
+
+def test_gan(example: Example) -> None:
+    output = example("examples/gan.py", "--epochs", 2)
+    distances = [float(value) for value in re.findall(r"from the circle ([\d.]+)", output)]
+    assert len(distances) == 3  # before training and after each epoch
+    assert distances[-1] < 0.5 * distances[0]
+
+
+def test_finetune_lora(example: Example) -> None:
+    output = example("examples/finetune_lora.py", "--epochs", 1)
+    losses = [float(value) for value in re.findall(r"loss ([\d.]+)", output)]
+    base_start, base_end, start, end = losses
+    assert base_end < 0.2 * base_start
+    assert end < 0.2 * start
+    gradients = [int(n.replace(",", "")) for n in re.findall(rf"gradients +({NUMBER})", output)]
+    states = [int(n.replace(",", "")) for n in re.findall(rf"states +({NUMBER})", output)]
+    layer, embeddings = 4 * 128 * 128 + 3 * 128 * 256 + 2 * 128, 2 * 64 * 128 + 128
+    adapters = 8 * (4 * 256 + 3 * (128 + 256))  # rank 8, seven matrices
+    assert gradients == [2 * (4 * layer + embeddings), 2 * 4 * adapters]
+    assert 2 * gradients[1] < states[1] <= 2 * gradients[1] + 4 * 4 * 7 * 2

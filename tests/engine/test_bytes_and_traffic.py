@@ -1,0 +1,318 @@
+"""Bytes held and elements sent are those of the plan and of the stage table, exactly."""
+
+from collections import Counter
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.loggers import Logger
+from torch import nn
+
+from lightning_zero import TrafficMonitor
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.traffic import Sent
+from lightning_zero.engine.engine import Engine
+from lightning_zero.plan.plan import RECIPES
+from tests.oracle.models import MODELS, Block
+from tests.oracle.parity import RECIPES as PRECISIONS
+from tests.oracle.parity import share
+from tests.oracle.projects import Regression, fit, rows
+from tests.oracle.ranks import Pools
+from tests.oracle.sharded import CPU, adamw, cast_inputs, padded, shard, surroundings
+
+Kinds = dict[str, int]
+
+
+def one_step(engine: Engine, name: str, precision: str, optimizer: torch.optim.Optimizer) -> None:
+    case, comm = MODELS[name], engine.comm
+    batch = case.batch(4 * comm.control.world_size, 0)
+    part = cast_inputs(share(batch, comm.control.rank, comm.control.world_size), precision)
+    with engine.step() as watch, surroundings(precision):
+        loss = case.loss(engine.module, part)
+        watch(loss)
+    loss.backward()
+    optimizer.step()
+
+
+# -------------------------------------------------------------------------------------- bytes
+
+
+def held_and_planned(
+    pairs: list[tuple[str, str]],
+) -> dict[tuple[str, str, int], tuple[Kinds, Kinds]]:
+    """By model, precision and stage: what the engine holds after a step, and what the plan says."""
+    comm = Communicator(CPU, windows=False)
+    found = {}
+    for (name, precision), stage in product(pairs, (1, 2, 3)):
+        model = MODELS[name].build(dtype=PRECISIONS[precision].master)
+        engine = shard(model, stage=stage, recipe=RECIPES[precision], comm=comm)
+        optimizer = adamw(model)
+        engine.adopt(optimizer)
+        before = engine.sharded.memory()
+        assert before["gradients"] == before["states"] == before["gathered"] == 0
+        one_step(engine, name, precision, optimizer)
+        for unit in engine.sharded.units:
+            unit.weights.wait_if_in_flight()
+        found[name, precision, stage] = engine.sharded.memory(), planned(engine)
+        engine.close()
+    return found
+
+
+def planned(engine: Engine) -> Kinds:
+    """The plan's terms, and Adam's: two numbers per element of a piece and a step count each."""
+    kinds: Counter[str] = Counter(dict.fromkeys(("gathered", "unreduced", "buffers"), 0))
+    world = engine.comm.mesh.size
+    for unit in engine.sharded.units:
+        for flat in unit.flat_parameters:
+            terms = flat.plan.resting_bytes(flat.layout.numel, world, trainable=flat.trainable)
+            sizes = [piece.numel() for piece in flat.pieces if piece.numel()]
+            if not sizes:
+                # Only padding falls to this rank: no piece keeps a part of the shard.
+                terms["gradients"] = 0
+            kinds.update(terms)
+            if flat.trainable:
+                kinds["states"] += sum(
+                    2 * size * flat.plan.master.dtype.itemsize + 4 for size in sizes
+                )
+    kinds["buffers"] = sum(buffer.nbytes for buffer in engine.module.buffers())
+    return dict(kinds)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_bytes_by_kind_are_the_plans(ranks: Pools, world: int) -> None:
+    precisions = ["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
+    names = ["odd_widths", "frozen", "batchnorm_conv"]
+    # Every precision at every world, with one model each, another one at another world.
+    pairs = [(names[(number + world) % 3], name) for number, name in enumerate(precisions)]
+    for found in ranks(world).run(held_and_planned, pairs):
+        for key, (held, plan) in found.items():
+            assert held == plan, key
+
+
+def rank_bytes(stage: int) -> Kinds:
+    """A model without padding: 2 units of 128 * 128 elements and a root of 128 * 64."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(2)))
+    model = nn.Sequential(model, nn.Linear(128, 64, bias=False))
+    engine = shard(model, stage=stage, recipe=RECIPES["bf16-mixed"], units="leaves")
+    optimizer = adamw(model)
+    engine.adopt(optimizer)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(torch.ones(2, 128)).square().mean()
+    loss.backward()
+    optimizer.step()
+    memory = engine.sharded.memory()
+    engine.close()
+    return memory
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bytes_are_the_papers(ranks: Pools, world: int, stage: int) -> None:
+    """2P + 16P/N at stages 1 and 2, 16P/N at stage 3, and no second copy of a sharded weight."""
+    numel = 2 * 128 * 128 + 128 * 64
+    for memory in ranks(world).run(rank_bytes, stage):
+        assert memory["weights"] == (0 if stage == 3 else 2 * numel)
+        assert memory["gradients"] == 4 * numel // world
+        assert memory["master"] == 4 * numel // world
+        assert abs(memory["states"] - 8 * numel // world) <= 3 * 4
+
+
+# ------------------------------------------------------------------------------------ traffic
+
+NUM_BLOCKS = 4
+
+
+class Body(nn.Module):
+    """A stem in the root and four blocks; the first is frozen, or none."""
+
+    def __init__(self, *, frozen: bool) -> None:
+        super().__init__()
+        self.stem = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList([Block(6) for _ in range(NUM_BLOCKS)])
+        self.blocks[0].requires_grad_(not frozen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+Ways = list[tuple[int, str, int, bool, str, bool]]
+
+
+def elements_sent(ways: Ways) -> list[dict[tuple[str, str], int]]:
+    """What one step sends, by unit and verb, after two that taught the order of units."""
+    return [_elements_sent(*way) for way in ways]
+
+
+def _elements_sent(
+    stage: int, policy: str, accumulate: int, reshard: bool, wires: str, frozen: bool
+) -> dict[tuple[str, str], int]:
+    torch.manual_seed(0)
+    model = Body(frozen=frozen)
+    how = {} if reshard else {"reshard_after_forward": False}
+    comm = Communicator(CPU, windows=wires == "windows")
+    engine = shard(model, stage=stage, accumulate=policy, comm=comm, **how)
+    optimizer = adamw(model)
+    engine.adopt(optimizer)
+    for _ in range(3):
+        before = Counter(engine.comm.transport.ledger.elements)
+        for micro in range(accumulate):
+            loss = None
+            with engine.no_sync() if micro < accumulate - 1 else engine.step() as _:
+                loss = model(torch.ones(4, 6)).square().mean()
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = engine.comm.transport.ledger.elements
+    sent = {key: after[key] - before[key] for key in after if key[0] != "full"}
+    engine.close()
+    return sent
+
+
+def table(way: tuple[int, str, int, bool, str, bool], world: int) -> dict[tuple[str, str], int]:
+    """The stage table of the design, unit by unit.
+
+    At stage 3 the root is gathered once per microbatch, and so is the last block: it is kept whole
+    from its forward to its backward.
+    """
+    stage, policy, accumulate, reshard, _, frozen = way
+    expected = {}
+    sizes = {f"blocks.{number}": [6, 6, 36, 6] for number in range(NUM_BLOCKS)}
+    for label, numels in {**sizes, "root": [36, 6]}.items():
+        send = padded(numels, world) // world * (world - 1)
+        is_frozen = frozen and label == "blocks.0"
+        if not is_frozen:
+            expected[label, "reduce"] = send * (accumulate if policy == "reduce" else 1)
+        if stage < 3 and not is_frozen:
+            expected[label, "gather"] = send
+        if stage == 3:
+            is_once = label in ("root", f"blocks.{NUM_BLOCKS - 1}") or not reshard
+            expected[label, "gather"] = send * accumulate * (1 if is_once else 2)
+    return expected
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_elements_sent_are_the_stage_table(ranks: Pools, world: int) -> None:
+    ways: Ways = [
+        (stage, policy, accumulate, reshard, wires, frozen)
+        for stage, policies in ((1, ["local"]), (2, ["reduce", "local"]), (3, ["reduce", "local"]))
+        for policy in policies
+        for accumulate in (1, 3)
+        for reshard in ((True, False) if stage == 3 else (True,))
+        for wires in ("messages", "windows")
+        for frozen in (False, True)
+    ]
+    if world in (1, 4):  # every stage and policy
+        ways = [way for way in ways if way[2:] == (3, True, "messages", False)]
+        assert len(ways) == 5
+    for by_way in ranks(world).run(elements_sent, ways):
+        for way, sent in zip(ways, by_way, strict=True):
+            assert sent == table(way, world), way
+
+
+def test_one_rank_sends_nothing(ranks: Pools) -> None:
+    way = (3, "reduce", 2, True, "messages", False)
+    (sent,) = ranks(1).run(elements_sent, [way])
+    assert set(sent[0].values()) == {0}
+
+
+class Notes(Logger):
+    """Keeps what is logged under ``traffic/``, with its step."""
+
+    name, version = "notes", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Nothing is kept."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if "traffic/gather_bytes" in metrics:
+            self.logged.append((step, dict(metrics)))
+
+
+class Watched(Regression):
+    """Notes the strategy's traffic after every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.traffic: dict[tuple[str, str], Sent] = {}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.traffic = dict(self.trainer.strategy.traffic)
+
+
+def watched_fit(stage: int, precision: str, accumulate: int) -> tuple[Any, Any]:
+    notes, module = Notes(), Watched()
+    fit(
+        module, stage, data=(rows(32),), logger=notes, callbacks=[TrafficMonitor(2)],
+        precision=precision, accumulate_grad_batches=accumulate, log_every_n_steps=1,
+    )  # fmt: skip
+    return module.traffic, notes.logged
+
+
+def watched_fits(ways: list[tuple[int, str, int]]) -> list[tuple[Any, Any]]:
+    return [watched_fit(*way) for way in ways]
+
+
+BLOCKS = [f"net.blocks.{number}" for number in range(3)]
+BUNDLES = {
+    "32-true": {"root": [([36, 6, 36, 6], 4)], **{name: [([6, 6, 36, 6], 4)] for name in BLOCKS}},
+    # The norms are whole in fp32, and stay with the root.
+    "bf16-mixed": {
+        "root": [([36, 6, 36, 6], 2), ([6, 6] * 3, 4)],
+        **{name: [([36, 6], 2)] for name in BLOCKS},
+    },
+}
+"""By precision and unit: elements of each parameter that is gathered in so many bytes each."""
+
+
+def traffic_of(stage: int, precision: str) -> dict[tuple[str, str], Sent]:
+    """What two ranks send in a step, by hand."""
+    expected = {}
+    for unit, flats in BUNDLES[precision].items():
+        # At stage 3 the root and the last block are gathered once, the others twice.
+        times = 2 if stage == 3 and unit in BLOCKS[:2] else 1
+        sends = [(padded(numels, 2) // 2, itemsize) for numels, itemsize in flats]
+        elements, count = sum(send for send, _ in sends), len(sends)
+        nbytes = sum(send * itemsize for send, itemsize in sends)
+        expected[unit, "gather"] = Sent(times * elements, times * nbytes, times * count)
+        expected[unit, "reduce"] = Sent(elements, 4 * elements, count)
+    return expected
+
+
+def test_a_trainer_tells_and_logs_what_a_step_sends(ranks: Pools) -> None:
+    """The root has the linears before and behind three blocks."""
+    ways = [(3, "32-true", 1), (3, "bf16-mixed", 1), (1, "32-true", 2)]
+    first, second = ranks(2).run(watched_fits, ways)
+    for way, (traffic, logged), (other, _) in zip(ways, first, second, strict=True):
+        stage, precision, accumulate = way
+        expected = traffic_of(stage, precision)
+        assert traffic == other == expected, way
+        # Of 8 batches, each step once.
+        assert [step for step, _ in logged] == ([2, 4, 6, 8] if accumulate == 1 else [2, 4])
+        totals = {
+            f"traffic/{verb}_{what}": sum(
+                getattr(sent, what) for (_, kind), sent in expected.items() if kind == verb
+            )
+            for verb in ("gather", "reduce")
+            for what in Sent._fields
+        }
+        assert logged[-1][1].items() >= totals.items(), way
+
+
+def _under_ddp() -> None:
+    with pytest.raises(TypeError, match="TrafficMonitor counts what ZeROStrategy sends, got DDPS"):
+        fit(Regression(), "ddp", callbacks=[TrafficMonitor(1)])
+
+
+def test_the_traffic_of_other_strategies_is_not_known(ranks: Pools) -> None:
+    with pytest.raises(ValueError, match="Expected every_n_steps >= 1, got 0"):
+        TrafficMonitor(0)
+    ranks(1).run(_under_ddp)

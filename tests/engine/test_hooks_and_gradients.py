@@ -1,0 +1,331 @@
+"""Hooks of a LightningModule see true gradients, and what they do to gradients counts."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities import grad_norm as lightning_grad_norm
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+
+from lightning_zero import full_grad, gathered, grad_norm
+from lightning_zero.engine.engine import Engine
+from lightning_zero.parameters.sharded_grad import ShardedGrad
+from lightning_zero.plan.settings import Settings
+from tests.oracle.projects import STAGES, Regression, Run, assert_like_ddp, fit, rows, under_all
+from tests.oracle.ranks import Pools
+
+
+class Noting(Regression):
+    """Notes what its hooks see; SGD, so that small gradients make small steps."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.1, optimizer=torch.optim.SGD)
+        self.notes: list[Any] = []
+
+    def note_norms(self) -> None:
+        self.notes.append([p.grad is None for p in self.parameters()])
+        self.notes.append([float(p.grad.norm()) for p in self.parameters() if p.grad is not None])
+
+
+class _NotesNorms(Noting):
+    def on_after_backward(self) -> None:
+        self.notes.append(dict(lightning_grad_norm(self, 2)))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        self.notes += [float(get_total_norm(grads, order)) for order in (1, 2, 3.5, float("inf"))]
+        self.notes += [float(norm) for norm in torch._foreach_norm(grads, 1)]
+        self.notes += [float(grad_norm(self)), float(grads[0].norm("fro")), float(grads[0].norm(0))]
+        self.notes += [grad.norm(dim=-1).tolist() for grad in grads]
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.notes.append("before zero_grad")
+
+
+class _Reads(Noting):
+    """Reads gradients in every way that gathers them."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        first, *_, last = [p.grad for p in self.parameters()]
+        assert first is not None
+        assert last is not None
+        self.notes += [
+            (first + 1).tolist(),
+            first.cpu().clone().tolist(),
+            first.data.numpy().tolist(),
+            first.tolist(),
+            copy.deepcopy(first).tolist(),
+            pickle.loads(pickle.dumps(first)).tolist(),
+            first[1].sum().item(),
+            (last.detach() * last).sum().item(),
+            torch.histc(first.float(), bins=5).tolist(),
+            last.mean().item(),
+            last.shape,
+            torch.isfinite(last).all().item(),
+            full_grad(next(self.parameters())).tolist(),
+            torch.cat([p.grad.flatten() for p in self.parameters()]).tolist(),
+        ]
+
+
+class _ClipsByNorm(Noting):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.notes.append(float(clip_grad_norm_(self.parameters(), 0.1)))
+        self.notes.append(float(clip_grad_norm_(self.parameters(), 0.05, norm_type=1)))
+
+
+class _ClipsByValue(Noting):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        clip_grad_value_(self.parameters(), 0.02)
+        clip_grad_value_([self.head.weight], 0.01, foreach=True)
+        self.note_norms()
+
+
+class _Operates(Noting):
+    """Gradient surgery of every kind."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        weights = [block.linear.weight for block in self.net.blocks]
+        mask = torch.arange(36.0).view(6, 6) % 2
+        weights[0].grad *= mask
+        weights[0].grad.add_(weights[1].grad, alpha=0.5).mul_(torch.tensor(0.5))
+        weights[1].grad.data.clamp_(-0.01, 0.02)
+        weights[2].grad[2:4] = 0.0
+        weights[2].grad[weights[2].grad > 0.1] = 0.1
+        with gathered(self.head):
+            self.head.weight.grad = self.head.weight.grad.clone() + self.head.weight.detach()
+        self.head.bias.grad = None
+        self.net.stem.bias.grad.zero_()
+        self.net.stem.weight.grad.copy_(mask)
+        others = [weight.grad for weight in weights]
+        torch._foreach_mul_(others, 0.5)
+        torch._foreach_add_(others, [weight.grad.clone() for weight in reversed(weights)])
+        self.note_norms()
+
+
+class _Drops(Noting):
+    """Drops the gradients of every other step, by one of three ways."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_step % 4 == 1:
+            self.zero_grad()
+        if self.global_step % 4 == 2:
+            for parameter in self.head.parameters():
+                parameter.grad = None
+        if self.global_step % 4 == 3:
+            self.net.zero_grad(set_to_none=False)
+        self.note_norms()
+
+
+class _Unused(Noting):
+    """A block has no gradient in every other step, and then none is seen."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net.stem(x)
+        for index, block in enumerate(self.net.blocks):
+            if index != 1 or self.global_step % 2:
+                x = block(x)
+        return self.head(x)
+
+    def on_after_backward(self) -> None:
+        self.notes.append([p.grad is None for p in self.parameters()])
+        self.notes.append(dict(lightning_grad_norm(self, 2)))
+
+
+CASES = [_NotesNorms, _Reads, _ClipsByNorm, _ClipsByValue, _Operates, _Drops]
+
+
+def _train(strategy: Any, case: type[Noting]) -> Run:
+    module = case()
+    run = fit(module, strategy, max_steps=5, max_epochs=-1)
+    run.notes = module.notes
+    return run
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_on_parameters_are_those_of_ddp(ranks: Pools, case: type[Noting]) -> None:
+    runs = ranks(2).run(under_all, _train, case)
+    assert len(runs[0]["ddp"].notes) >= 5
+    assert_like_ddp(runs)
+
+
+def test_unused_parameters_have_none(ranks: Pools) -> None:
+    runs = ranks(3).run(_train_with_unused)
+    assert_like_ddp(runs)
+
+
+def _train_with_unused() -> dict[Any, Run]:
+    ddp = "ddp_find_unused_parameters_true"
+    return {"ddp": _train(ddp, _Unused), **{stage: _train(stage, _Unused) for stage in STAGES}}
+
+
+class _Refused(Noting):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        grad = self.head.weight.grad
+        with pytest.raises(NotImplementedError, match="normal_ cannot change a gradient"):
+            grad.normal_()
+        with pytest.raises(NotImplementedError, match="zero_ of a view cannot change a gradient"):
+            grad[2:].zero_()
+        with pytest.raises(NotImplementedError, match="add_ of a view"):
+            grad.data.flatten()[3:][1:] += 1.0
+        before = grad.clone()
+        grad.mul_(1.0)
+        assert torch.equal(before, grad.clone())
+        assert "in pieces" in repr(grad)
+
+
+class _TakesNoMemory(Noting):
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            assert isinstance(parameter.grad, ShardedGrad)
+            assert parameter.grad.shape == parameter.shape
+            assert parameter.grad.dtype == parameter.dtype
+            assert parameter.grad.stride() == parameter.grad.clone().stride()
+            with pytest.raises(RuntimeError, match="storage"):
+                parameter.grad.untyped_storage().data_ptr()
+
+
+def _check(strategy: int, case: type[Noting]) -> None:
+    fit(case(), strategy, max_steps=2)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("case", [_Refused, _TakesNoMemory])
+def test_faces_of_gradients(ranks: Pools, stage: int, case: type[Noting]) -> None:
+    ranks(2).run(_check, stage, case)
+
+
+# ------------------------------------------------------------------------- once per real step
+
+
+class _Overrides(Noting):
+    """Overrides every hook around a step and notes when it is called and what it sees."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.notes.append(["backward", loss.item()])
+        super().backward(loss, *args, **kwargs)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.notes.append(["before backward", loss.item()])
+
+    def on_after_backward(self) -> None:
+        self.notes.append(["after backward", self.global_step])
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.notes.append("clip")
+        super().configure_gradient_clipping(optimizer, *args, **kwargs)
+        self.note_norms()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.notes.append(["before step", self.global_step])
+        with gathered(self):
+            for name, parameter in self.named_parameters():
+                histogram = torch.histc(parameter.detach(), bins=2, min=-2, max=3.5)
+                self.notes.append([name, float(parameter.norm()), histogram.tolist()])
+                self.notes.append(parameter.detach().clone())
+        if isinstance(optimizer, torch.optim.Optimizer):
+            self.notes.append(len(optimizer.param_groups))
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None
+    ) -> None:
+        # Warms the rate up, as Lightning's documentation shows.
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * min(1.0, (self.global_step + 1) / 3)
+        self.notes.append(["step", epoch, batch_idx])
+        optimizer.step(closure=closure)
+        self.notes.append("stepped")
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        self.notes.append(["zero", epoch, batch_idx])
+        super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+        # Of pieces that the optimizer dropped the parameters show zeros.
+        self.notes.append([p.grad is None or not p.grad.any() for p in self.parameters()])
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.notes.append("before zero_grad")
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.notes.append(["schedule", metric])
+        super().lr_scheduler_step(scheduler, metric)
+        self.notes.append(scheduler.get_last_lr())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class _StepsLater(_Overrides):
+    """Steps by hand, with the closure that it was given run first."""
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None
+    ) -> None:
+        loss = closure()
+        self.notes.append(["ran", None if loss is None else loss.item()])
+        optimizer.step(closure=lambda: loss)
+
+
+def _override(strategy: Any, case: type[Noting], accumulate: int) -> Run:
+    module = case()
+    run = fit(
+        module,
+        strategy,
+        max_epochs=2,
+        gradient_clip_val=0.2,
+        accumulate_grad_batches=accumulate,
+        data=(rows(12),),
+    )
+    run.notes = module.notes
+    return run
+
+
+@pytest.mark.parametrize(
+    ("case", "accumulate"), [(_Overrides, 1), (_Overrides, 2), (_StepsLater, 1)]
+)
+def test_overrides_are_called_once_per_step(
+    ranks: Pools, case: type[Noting], accumulate: int
+) -> None:
+    runs = ranks(2).run(under_all, _override, case, accumulate)
+    steps = runs[0]["ddp"].notes.count("clip")
+    assert steps == {1: 6, 2: 4}[accumulate]
+    assert_like_ddp(runs)
+
+
+def engine_with_grads() -> tuple[nn.Linear, Engine]:
+    model = nn.Linear(4, 3)
+    engine = Engine(model, Settings(stage=2))
+    engine.adopt(torch.optim.SGD(model.parameters(), 0.1))
+    model(torch.ones(2, 4)).sum().backward()
+    return model, engine
+
+
+def test_norms_of_shown_and_plain_gradients_gather_nothing(mocker: Any) -> None:
+    model, engine = engine_with_grads()
+    whole = mocker.spy(ShardedGrad, "whole")
+    plain = torch.arange(3.0)
+    grads = [plain, model.weight.grad, model.bias.grad]
+    norms = torch._foreach_norm(grads, 2)
+    # Both rows of the batch are ones, and the loss is a sum.
+    expected = [plain.norm(), torch.full((3, 4), 2.0).norm(), torch.full((3,), 2.0).norm()]
+    torch.testing.assert_close(norms, expected)
+    assert whole.call_count == 0
+    engine.close()
+
+
+def test_gradients_that_users_put_in_are_counted() -> None:
+    model, engine = engine_with_grads()
+    shard = engine.sharded.memory()["gradients"]
+    model.weight.grad = torch.ones(3, 4)
+    assert [piece.reduced is None for piece in engine.sharded.pieces] == [False, False]
+    assert engine.sharded.memory()["gradients"] == shard + model.weight.nbytes
+    model.bias.grad = torch.ones(3)
+    assert [piece.reduced is None for piece in engine.sharded.pieces] == [False, False]
+    # No piece shows a part of the shard any more, and it is gone.
+    assert engine.sharded.memory()["gradients"] == model.weight.nbytes + model.bias.nbytes
+    engine.close()

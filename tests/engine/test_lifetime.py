@@ -1,0 +1,268 @@
+"""What is left of a training when it has ended: nothing that nobody holds, and clear words.
+
+Collection is asked for by `gc.collect()`, never waited for.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from lightning_zero.engine.engine import Engine
+from lightning_zero.plan.plan import RECIPES
+from lightning_zero.plan.settings import Settings
+from tests.oracle.models import Block
+from tests.oracle.projects import STAGES, WIDTH, Regression, make_strategy, make_trainer, rows
+from tests.oracle.ranks import Pools
+
+Watched = dict[str, Any]
+"""Weak references by name."""
+
+
+def _parts_of(engine: Engine) -> Watched:
+    """The engine and everything that it made."""
+    parts: dict[str, Any] = {"engine": engine}
+    for unit in engine.sharded.units:
+        parts[f"unit {unit.label}"] = unit
+        for flat in unit.flat_parameters:
+            name = flat.layout.slots[0].name
+            parts[f"bundle of {name}"] = flat
+            parts[f"weights of {name}"] = flat.weight.tensor.untyped_storage()
+            if flat.plan.has_master or flat.plan.gives_weights_back:
+                parts[f"masters of {name}"] = flat.master.untyped_storage()
+            grads = [piece.reduced for piece in flat.pieces if piece.reduced is not None]
+            if grads:
+                parts[f"gradients of {name}"] = grads[0].untyped_storage()
+    parts |= {f"piece of {piece.range.slot.name}": piece for piece in engine.sharded.pieces}
+    return _watch(parts)
+
+
+def _watch(parts: dict[str, Any]) -> Watched:
+    return {name: weakref.ref(part) for name, part in parts.items()}
+
+
+def _left(watched: dict[str, Watched]) -> dict[str, list[str]]:
+    """Who is still there, of each case."""
+    gc.collect()
+    return {
+        case: [name for name, part in parts.items() if part() is not None]
+        for case, parts in watched.items()
+    }
+
+
+# ----------------------------------------------------------------------------- the Trainer
+
+
+class _Keeper(Regression):
+    """Keeps what modules keep by habit or by mistake: its loss with the graph, views, gradients."""
+
+    def __init__(self, *, fails: bool) -> None:
+        super().__init__()
+        self.fails = fails
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.fails and batch_idx == 1:
+            raise ArithmeticError
+        self.kept = super().training_step(batch, batch_idx)
+        self.views = [self.head.weight[0], self.net.blocks[1].linear.weight.data]
+        return self.kept
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.used = optimizer
+        self.grads = [parameter.grad for parameter in self.parameters()]
+
+
+def _fit_and_drop(strategy: Any, *, fails: bool = False, **options: Any) -> Watched:
+    module = _Keeper(fails=fails)
+    trainer = make_trainer(strategy, limit_train_batches=2, **options)
+    try:
+        trainer.fit(module, rows(8), rows(4))
+    except ArithmeticError:
+        assert fails
+    parts = {"module": module, "trainer": trainer, "strategy": trainer.strategy}
+    watched = _watch({**parts, **dict(module.named_parameters())})
+    return watched | _parts_of(trainer.strategy.engine)
+
+
+def _left_after_fits() -> dict[str, list[str]]:
+    watched = {f"stage {stage}": _fit_and_drop(make_strategy(stage)) for stage in STAGES}
+    watched["at rest"] = _fit_and_drop(make_strategy(3, restore_weights=False))
+    watched["failed"] = _fit_and_drop(make_strategy(3), fails=True)
+    watched["mixed, local"] = _fit_and_drop(
+        make_strategy(2, accumulate="local"), precision="bf16-mixed", accumulate_grad_batches=2
+    )
+    return _left(watched)
+
+
+def test_a_fit_leaves_nothing_when_module_and_trainer_are_dropped(ranks: Pools) -> None:
+    for left in ranks(2).run(_left_after_fits, timeout=240):
+        assert left == {name: [] for name in left}
+
+
+# ----------------------------------------------------------------------------- the plain loop
+
+
+def _closed(
+    module: nn.Module, stage: int, *, restore: bool = True, precision: str = "32-true"
+) -> Watched:
+    """Train for two steps and close; what the engine made."""
+    settings = Settings(stage=stage, units={Block}, recipe=RECIPES[precision])
+    engine = Engine(module, settings)
+    optimizer = torch.optim.AdamW(module.parameters())
+    engine.adopt(optimizer)
+    dtype = engine.sharded.units[0].flat_parameters[0].weight.tensor.dtype
+    for _ in range(2):
+        optimizer.zero_grad()
+        with engine.step() as watch, torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            loss = module(torch.ones(2, WIDTH)).sum()
+            watch(loss)
+        loss.backward()
+        optimizer.step()
+    watched = _parts_of(engine)
+    engine.close(restore=restore)
+    return watched | _parts_of(engine)
+
+
+def _dropped(stage: int) -> Watched:
+    module = Regression()
+    watched = _closed(module, stage)
+    return watched | _watch({"module": module, **dict(module.named_parameters())})
+
+
+def _left_after_closing() -> dict[str, list[str]]:
+    watched, held = {}, []
+    for stage in STAGES:
+        watched[f"stage {stage}, dropped"] = _dropped(stage)
+        for precision in ("32-true", "bf16-mixed"):
+            for restore in (True, False):
+                held.append(Regression())
+                parts = _closed(held[-1], stage, restore=restore, precision=precision)
+                if not restore and stage < 3:
+                    # The parameters go on living in the buffers of whole weights.
+                    parts = {n: p for n, p in parts.items() if not n.startswith("weights of")}
+                watched[f"stage {stage}, held, {precision}, {restore}"] = parts
+    return _left(watched)
+
+
+def test_a_closed_engine_goes_though_its_module_stays(ranks: Pools) -> None:
+    for left in ranks(2).run(_left_after_closing, timeout=120):
+        assert left == {name: [] for name in left}
+
+
+# ----------------------------------------------------------------------------- what is said
+
+
+USES = {
+    "sum": lambda weight: weight.sum(),
+    "data": lambda weight: weight.data,
+    "assignment": lambda weight: setattr(weight, "data", torch.ones(WIDTH, WIDTH)),
+    "copy": lambda weight: nn.init.ones_(weight),
+    "copy_": lambda weight: weight.detach().copy_(torch.ones(WIDTH, WIDTH)),
+    "load": lambda weight: Tensor.copy_(weight, torch.ones(WIDTH, WIDTH)),
+}
+
+
+def _said(use: Any, *args: Any) -> str:
+    with pytest.raises(RuntimeError) as error, torch.no_grad():
+        use(*args)
+    return str(error.value)
+
+
+def _use_what_was_left_sharded() -> dict[str, str]:
+    module = Regression()
+    assert _left({"": _closed(module, 3, restore=False)}) == {"": []}
+    weight = module.net.blocks[0].linear.weight
+    assert (weight.shape, weight.dtype) == ((WIDTH, WIDTH), torch.float32)
+    assert "at rest" in repr(weight)
+    said = {name: _said(use, weight) for name, use in USES.items()}
+    values = {name: torch.ones(p.shape) for name, p in module.named_parameters()}
+    said["load_state_dict"] = _said(module.load_state_dict, values)
+    said["training"] = _said(Engine, module, Settings(stage=3))
+    return said
+
+
+def test_what_was_left_sharded_says_so_when_its_engine_is_gone(ranks: Pools) -> None:
+    for said in ranks(2).run(_use_what_was_left_sharded):
+        for name, words in said.items():
+            assert "was left sharded when its training ended" in words, name
+            assert "restore_weights=True" in words, name
+        assert "'net.blocks.0.linear.weight'" in said["sum"]
+
+
+def _ordinary_where_weights_are_whole() -> None:
+    for stage in (1, 2):
+        module = Regression()
+        _closed(module, stage, restore=False)
+        for parameter in module.parameters():
+            assert type(parameter) is Parameter
+            assert parameter.isfinite().all()
+        assert module.double().head.weight.dtype == torch.float64
+
+
+def test_replicated_weights_that_are_not_restored_are_ordinary(ranks: Pools) -> None:
+    ranks(2).run(_ordinary_where_weights_are_whole)
+
+
+def _use_views_of_another_training() -> list[str]:
+    """Within a step of a second engine, which gathers the parameter into other memory."""
+    module = Regression()
+    weight = module.net.blocks[0].linear.weight
+    first = Engine(module, Settings(stage=3, units={Block}))
+    with first.step(awaits_backward=False):
+        view, array = weight.data, weight.detach().numpy()
+        row = view[0]
+    first.close()
+    del first
+    gc.collect()
+    values = weight.detach().clone()
+    said = [_said(torch.sum, view), _said(repr, row)]
+    second = Engine(module, Settings(stage=3, units={Block}))
+    said += [_said(torch.sum, view), _said(repr, row)]
+    with second.step(awaits_backward=False):
+        assert torch.equal(weight, values)
+        said += [_said(torch.sum, view), _said(repr, row)]
+        assert torch.equal(weight.data, torch.from_numpy(array))
+    second.close()
+    return said
+
+
+def test_a_view_of_one_training_says_so_in_the_next(ranks: Pools) -> None:
+    for said in ranks(2).run(_use_views_of_another_training):
+        assert len(said) == 6
+        for words in said:
+            assert "A view of parameter 'net.blocks.0.linear.weight' was kept beyond" in words
+            assert "p.detach().clone()" in words
+
+
+def _go_backward_too_late() -> dict[str, str]:
+    losses, engines, said = {}, [], {}
+    for stage in STAGES:
+        for is_held in (True, False):
+            module = Regression()
+            engine = Engine(module, Settings(stage=stage, units={Block}))
+            loss = module(torch.ones(2, WIDTH)).sum()
+            loss.backward(retain_graph=True)
+            engine.close()
+            engines += [engine] if is_held else []
+            losses[f"stage {stage}, {is_held}"] = loss, module
+            del engine
+    gc.collect()
+    for case, (loss, module) in losses.items():
+        said[case] = _said(loss.backward)
+        # Another forward is that of any module.
+        module(torch.ones(2, WIDTH)).sum().backward()
+        assert all(parameter.grad is not None for parameter in module.parameters())
+    return said
+
+
+def test_a_backward_after_the_training_is_refused(ranks: Pools) -> None:
+    for said in ranks(2).run(_go_backward_too_late):
+        for name, words in said.items():
+            assert "ran before the module's training ended" in words, name
+            assert "Run the forward again" in words, name

@@ -1,0 +1,246 @@
+"""Offload is predicted by the plan's terms: where each kind rests, and what lies on its way."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero import estimate
+from lightning_zero.memory import Offload
+from lightning_zero.memory.advice import Limits, advise
+from lightning_zero.memory.model import ModelPlan
+from lightning_zero.memory.prediction import NO_OFFLOAD_YET, Estimate, compare, named_offloads
+from tests.oracle.command import run
+
+P, N = 10**9, 8
+
+
+def total(kinds: dict[str, int]) -> float:
+    """Bytes for each parameter."""
+    return sum(kinds.values()) / P
+
+
+@pytest.mark.parametrize(
+    ("stage", "medium", "precision", "device", "host", "disk"),
+    [
+        # 2 or 4 of weights; 4 + 4 + 8 of gradients, masters and Adam's states.
+        (1, "cpu", "bf16-mixed", 2, 16 / N, 0),
+        (2, "cpu", "bf16-mixed", 2, 16 / N, 0),
+        (3, "cpu", "bf16-mixed", 0, 16 / N, 0),
+        (3, "nvme", "bf16-mixed", 0, 4 / N, 12 / N),
+        # A sharded fp32 weight is its own master; a replicated one on the device cannot be.
+        (2, "cpu", "32-true", 4, 16 / N, 0),
+        (3, "cpu", "32-true", 0, 16 / N, 0),
+        (3, "nvme", "32-true", 0, 4 / N, 12 / N),
+        (2, "nvme", "bf16-true", 2, 2 / N, 6 / N),
+    ],
+)
+def test_what_rests_where(
+    stage: int, medium: str, precision: str, device: float, host: float, disk: float
+) -> None:
+    found = estimate(P, stage=stage, world_size=N, precision=precision, offload=medium)
+    held = (found.model_states / P, total(found.host), total(found.disk))
+    assert held == pytest.approx((device, host, disk), rel=1e-6)
+    assert found.host_peak == sum(found.host.values())
+
+
+@pytest.mark.parametrize(
+    ("offload", "device", "host"),
+    [
+        # With weights on the device and masters on the host there are two copies.
+        (Offload("cpu"), 2 / N, 16 / N),
+        (Offload(weights="cpu"), 16 / N, 2 / N),
+        (Offload("cpu", "cpu", 0.25), 12 / N, 4 / N),
+    ],
+)
+def test_homes_move_one_by_one(offload: Offload, device: float, host: float) -> None:
+    found = estimate(P, world_size=N, precision="bf16-mixed", offload=offload)
+    assert (found.model_states / P, total(found.host)) == pytest.approx((device, host), rel=1e-6)
+
+
+def test_what_does_not_move_is_as_before() -> None:
+    for precision in ("32-true", "bf16-mixed"):
+        here = estimate(P, world_size=N, precision=precision)
+        away = estimate(P, world_size=N, precision=precision, offload="nvme")
+        everywhere = [away.resting, away.host, away.disk]
+        for kind, count in here.resting.items():
+            assert sum(kinds[kind] for kinds in everywhere) == count
+
+
+ROWS = 640
+"""Elements of a unit below; with two ranks a shard has half of them, without padding."""
+
+
+def chain() -> nn.Module:
+    """Four units, the second twice as large, and a root without parameters."""
+    widths = (5, 10, 5, 5)
+    return nn.Sequential(*[nn.Linear(128, width, bias=False) for width in widths])
+
+
+def of_chain(**changes: Any) -> Estimate:
+    return estimate(chain, world_size=2, units=(nn.Linear,), optimizer="adam", **changes)
+
+
+def test_what_is_on_its_way() -> None:
+    shard = ROWS // 2
+    mixed = of_chain(precision="bf16-mixed", offload="cpu")
+    by_phase: dict[str, int] = {}
+    for moment in mixed.snapshots:
+        staging = moment.host["staging"]
+        by_phase[moment.phase] = max(by_phase.get(moment.phase, 0), staging)
+    # The unit in use and the next, cast to two bytes an element; nothing in a step on the host.
+    passing = 2 * (2 + 1) * shard
+    assert by_phase == {"forward": passing, "backward": passing, "step": 0, "rest": 0}
+    # The reduced gradients of two units, on the device while they are sent.
+    assert mixed.most["gradients"] == 4 * (2 + 1) * shard
+    assert mixed.resting["gradients"] == 0
+    assert mixed.host["gradients"] == 4 * 5 * shard
+
+    # Stage 2: weights stay, and come up by a cast through buffers of two units.
+    low = of_chain(stage=2, precision="bf16-mixed", offload="cpu")
+    staged = {moment.phase: moment.host["staging"] for moment in low.snapshots}
+    assert staged == {"forward": 0, "backward": 0, "step": passing, "rest": 0}
+    exact = of_chain(stage=2, offload="cpu")
+    assert exact.host["staging"] == 0
+
+    # Files: masters (or fp32 weights) and two states of three units in the step.
+    files = of_chain(offload="nvme")
+    three = 12 * (1 + 2 + 1) * shard + 3 * 4  # and three counts of steps
+    staged = {moment.phase: moment.host["staging"] for moment in files.snapshots}
+    assert staged["step"] == three
+    assert max(m.host["staging"] for m in files.snapshots if m.phase == "forward") == 4 * 3 * shard
+
+    # From the second microbatch on gradients are added on the host.
+    twice = of_chain(offload="cpu", accumulate_grad_batches=2)
+    assert max(m.host["staging"] for m in twice.snapshots if m.phase == "backward") == 4 * 3 * shard
+    assert twice.most["unreduced"] == of_chain(offload="cpu").most["unreduced"]
+
+
+def test_frozen_weights_go_with_the_weights() -> None:
+    def frozen() -> nn.Module:
+        model = chain()
+        model[0].requires_grad_(False)
+        return model
+
+    plain = estimate(frozen, world_size=2, units=(nn.Linear,), precision="bf16-mixed")
+    states = estimate(
+        frozen, world_size=2, units=(nn.Linear,), precision="bf16-mixed", offload=Offload("cpu")
+    )
+    shard = ROWS // 2
+    assert plain.resting["master"] == 4 * 5 * shard
+    assert states.resting["master"] == 4 * shard
+    assert states.host["master"] == 4 * 4 * shard
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"offload": "ram"}, "Expected offload of optimizer to 'cpu' or 'nvme', got 'ram'."),
+        ({"offload": "cpu", "stage": 0}, "or stage 1 to 3 to offload the optimizer"),
+        ({"offload": Offload("cpu", "cpu"), "stage": 2}, "stage=2 keeps whole weights"),
+    ],
+)
+def test_a_bad_offload_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        estimate(P, **change)
+
+
+def test_an_offload_of_nothing_is_named() -> None:
+    with pytest.raises(ValueError, match="Expected offload of the optimizer, of the weights"):
+        Offload()
+    with pytest.raises(ValueError, match=r"Expected an offload ratio above 0 and up to 1, got 0\."):
+        Offload("cpu", ratio=0)
+
+
+def test_columns_have_the_strategies_names() -> None:
+    subject = ModelPlan(P, device=torch.device("cpu"))
+    names = [
+        one.name for one in compare(subject, (3,), [2], offloads=named_offloads("cpu", "nvme"))
+    ]
+    assert names == ["zero3", "zero2_offload", "zero3_offload", "zero3_nvme"]
+    half = compare(subject, (), [2], offloads=named_offloads("nvme", ratio=0.5))
+    assert [one.name for one in half] == ["zero3_nvme 50%"]
+    assert estimate(P, offload=Offload("cpu", "nvme")).name == (
+        "zero3, optimizer on cpu, weights on nvme"
+    )
+
+
+def test_advice_comes_to_offload_last() -> None:
+    subject = ModelPlan(10**10, precision="bf16-mixed", device=torch.device("cuda"))
+    stages = compare(subject, (0, 1, 2, 3), [8], offloads=named_offloads("cpu"))
+    assert advise(subject, stages, Limits(20 * 10**9 + 10**6)).startswith("On 8 ranks, zero3 fits:")
+    tight = Limits(10 * 10**9, host_memory=200 * 10**9)
+    text = advise(subject, stages, tight)
+    assert "On 8 ranks, nothing fits: zero3 holds 20.0 GB of 10.0 GB." in text
+    assert "Once the strategy offloads, zero3_offload would fit" in text
+    assert "with 20.0 GB of host memory per rank." in text
+    small_host = Limits(10 * 10**9, host_memory=100 * 10**9)
+    text = advise(subject, stages, small_host)
+    assert "zero3_nvme would fit" in text
+    assert "5.00 GB of host memory and 15.0 GB in files per rank." in text
+    none = advise(subject, stages, Limits(10 * 10**9, host_memory=10**9))
+    assert "offloads" not in none
+
+
+def test_advice_knows_the_host() -> None:
+    on_cuda = ModelPlan(10**10, precision="bf16-mixed", device=torch.device("cuda"))
+    stages = compare(on_cuda, (3,), [8])
+    assert stages[0].host_peak == 0
+    text = advise(on_cuda, stages, Limits(24 * 10**9, 300 * 10**9))
+    assert "zero3 fits" in text
+    assert "Before setup 8 ranks build 40.0 GB each in host memory, of 300 GB" in text
+    assert "Before setup" not in advise(on_cuda, stages, Limits(24 * 10**9, 300 * 10**9, 4))
+    # On a CPU the device's memory is the host's.
+    on_cpu = ModelPlan(10**10, precision="bf16-mixed", device=torch.device("cpu"))
+    stages = compare(on_cpu, (3,), [8])
+    assert stages[0].host_peak == stages[0].peak.total
+    text = advise(on_cpu, stages, Limits(24 * 10**9, 100 * 10**9))
+    assert "nothing fits: zero3 holds 160 GB in its node's host memory of 100 GB." in text
+
+
+def test_command_predicts_offload(capsys: Any, tmp_path: Any) -> None:
+    code, out, _ = run(
+        capsys, "10B", "--precision", "bf16-mixed", "--offload", "cpu", "nvme", "--stages", "3",
+        "--device-memory", "6GB", "--host-memory", "1TB", "--report", str(tmp_path),
+    )  # fmt: skip
+    assert code == 0
+    assert "zero2_offload, 8 ranks  zero3_offload, 8 ranks  zero3_nvme, 8 ranks" in out
+    assert NO_OFFLOAD_YET in out
+    assert (
+        "zero3_nvme, 8 ranks: 8 on a node, with 40.0 GB of host memory in a step and 120 GB" in out
+    )
+    assert "Once the strategy offloads, zero3_offload would fit" in out
+    page = (tmp_path / "memory.html").read_text()
+    assert NO_OFFLOAD_YET in page.replace("&#x27;", "'")
+    assert "in host memory" in page
+    assert "in files" in page
+
+
+def test_command_knows_the_nodes_of_a_configuration(capsys: Any, tmp_path: Any) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("trainer: {devices: 4, num_nodes: 2, precision: bf16-mixed}\n")
+    words = [str(config), "--model", "torch.nn:Linear", "--args", "in_features=8"]
+    words += ["out_features=8", "--offload", "cpu", "--stages", "3"]
+    for more, on_node in (([], 4), (["--ranks-per-node", "2"], 2), (["--ranks", "2"], 2)):
+        code, out, _ = run(capsys, *words, *more)
+        assert code == 0
+        assert f" ranks: {on_node} on a node, with" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["10B", "--host-memory", "1TB"], "together with --device-memory"),
+        (["10B", "--offload", "cpu", "--offload-ratio", "2"], "Expected an offload ratio above 0"),
+        (["10B", "--ranks-per-node", "0"], "Expected ranks per node >= 1, got 0."),
+    ],
+)
+def test_command_names_a_mistake(capsys: Any, words: list[str], message: str) -> None:
+    code, _, err = run(capsys, *words)
+    assert code == 1
+    assert message in err
+    assert len(err.splitlines()) == 1

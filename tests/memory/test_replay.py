@@ -1,0 +1,116 @@
+"""The engine holds in a replay what it holds in training, whatever calls a step is made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.engine.engine import Engine
+from lightning_zero.memory.live_bytes import LiveBytes
+from lightning_zero.memory.prediction import estimate
+from lightning_zero.plan.settings import Settings
+
+WIDTH = 16
+
+
+class Inner(nn.Linear):
+    """A unit within a unit."""
+
+
+class Outer(nn.Module):
+    """A unit whose output is the output of the unit within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, 2 * WIDTH)
+        self.inner = Inner(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(torch.tanh(self.before(x)))
+
+
+class Calls(nn.Module):
+    """Units that are called twice, or again in backward; some of them frozen."""
+
+    def __init__(self, *, recomputes: bool = False, frozen: int = 0, stem: bool = True) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH) if stem else nn.Identity()
+        self.outers = nn.ModuleList([Outer() for _ in range(4)])
+        self.outers[:frozen].requires_grad_(False)
+        self.recomputes = recomputes
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for outer in (*self.outers, self.outers[1]):
+            x = checkpoint(outer, x, use_reentrant=False) if self.recomputes else outer(x)
+        return self.head(x)
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "recomputed": {"recomputes": True},
+    "first_frozen": {"frozen": 2, "stem": False},
+    "some_frozen": {"frozen": 2},
+    "no_stem": {"stem": False},
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "no_prefetch": {"prefetch": 0},
+    "prefetch_far": {"prefetch": 3},
+    "kept": {"reshard_after_forward": False},
+    "stage_2": {"stage": 2},
+}
+UNITS = {"outer": (Outer,), "both": (Outer, Inner)}
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def measure_all(name: str) -> dict[str, dict[str, int]]:
+    """What an engine held at most in its second step, for each cut and all settings."""
+    return {
+        f"{cut} {chosen}": measure(Calls(**MODELS[name]), UNITS[cut], SETTINGS[chosen])
+        for cut in UNITS
+        for chosen in SETTINGS
+    }
+
+
+def measure(model: nn.Module, units: Any, settings: dict[str, Any]) -> dict[str, int]:
+    comm = Communicator(torch.device("cpu"), windows=False)
+    engine = Engine(model, Settings(units=units, **settings), comm)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    engine.adopt(optimizer)
+    most = {"gathered": 0, "unreduced": 0, "gradients": 0}
+
+    def look() -> None:
+        now = engine.sharded.memory()
+        most.update({kind: max(count, now[kind]) for kind, count in most.items()})
+
+    for _ in range(2):
+        most.update(dict.fromkeys(most, 0))
+        with LiveBytes(on_operation=look):
+            loss = loss_of(model, torch.ones(4, WIDTH))
+            optimizer.zero_grad()
+            loss.backward()
+        optimizer.step()
+    engine.close()
+    return dict(most)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_replay_holds_what_training_holds(ranks: Any, name: str) -> None:
+    measured = ranks(2).run(measure_all, name)[0]
+    for where, held in measured.items():
+        cut, chosen = where.split()
+        found = estimate(
+            Calls(**MODELS[name]), world_size=2, optimizer="sgd", batch=torch.ones(4, WIDTH),
+            step=loss_of, units=UNITS[cut], **SETTINGS[chosen],
+        )  # fmt: skip
+        assert {kind: found.most[kind] for kind in held} == held, where

@@ -1,0 +1,308 @@
+"""The command, the pictures and the report page."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_zero.memory import plot
+from lightning_zero.memory.advice import advise
+from lightning_zero.memory.model import ModelPlan
+from lightning_zero.memory.prediction import compare, estimate
+from lightning_zero.memory.report import EQUAL_STAGES, write_report
+from lightning_zero.memory.size import format_bytes, parse_bytes, parse_numel
+from lightning_zero.memory.terms import KINDS
+from tests.oracle.command import run
+from tests.oracle.models import MODELS
+from tests.oracle.ranks import ROOT
+
+GPT = f"{ROOT}/examples/train_gpt.py:GPT"
+
+
+@pytest.fixture(scope="module")
+def subject() -> ModelPlan:
+    return subject_of(4)
+
+
+def subject_of(rows: int) -> ModelPlan:
+    case = MODELS["transformer"]
+    return ModelPlan(
+        case.build(), batch=case.batch(rows, 0), step=case.loss, units=is_block,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+
+
+def is_block(module: torch.nn.Module) -> bool:
+    return type(module).__name__ == "TransformerBlock"
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("80GB", 80 * 10**9), ("24 GiB", 24 * 2**30), ("1e9", 10**9), ("512", 512), ("1.5T", 15e11)],
+)
+def test_bytes_are_read(text: str, count: float) -> None:
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (160 * 10**9, "160 GB"), (999_999, "1.00 MB"),
+     (1_579_008, "1.58 MB"), (33_800, "33.8 kB"), (999.6e9, "1.00 TB")],
+)  # fmt: skip
+def test_bytes_are_written(count: int, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+def test_numbers_of_parameters_are_read() -> None:
+    assert parse_numel("10B") == 10**10
+    assert parse_numel("350M") == 350 * 10**6
+    with pytest.raises(ValueError, match=r"Expected a number of parameters such as '10B'"):
+        parse_numel("ten")
+    with pytest.raises(ValueError, match=r"Expected a number of bytes such as '80GB'"):
+        parse_bytes("big")
+
+
+def test_the_page_stands_alone(subject: ModelPlan, tmp_path: Path) -> None:
+    stages = compare(subject, (0, 1, 2, 3), [2])
+    scaling = compare(subject, (0, 1, 2, 3), [1, 2, 4])
+    measured = {"step": dict.fromkeys(KINDS, 1)}
+    page = write_report(
+        tmp_path / "new" / "folder", measured=measured, predicted=stages[3], stages=stages,
+        held=stages[3].resting,
+        scaling=scaling, device_memory=10**6,
+    )  # fmt: skip
+    text = page.read_text()
+    pictures = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    assert len(pictures) == 3
+    for picture in pictures:
+        xml.etree.ElementTree.fromstring(picture)
+    assert not re.search(r"<(script|link|img|iframe)\b", text)
+    facts = json.loads((page.parent / "memory.json").read_text())
+    assert facts["predicted"]["peak"]["total"] == stages[3].peak.total
+    assert len(facts["scaling"]) == 12
+    assert f"{stages[3].resting['weights']:,}" in text
+
+
+def test_the_page_without_matplotlib(
+    subject: ModelPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    page = write_report(tmp_path, predicted=compare(subject, [3], [2])[0])
+    assert "lightning-zero[plot]" in page.read_text()
+    assert "<svg" not in page.read_text()
+    with pytest.raises(ImportError, match="Pictures need matplotlib"):
+        plot.stages({"ddp": {"weights": 1}}, title="")
+
+
+def test_pictures_show_what_was_estimated(subject: ModelPlan) -> None:
+    stages = compare(subject, (0, 3), [2])
+    bars = plot.stages({found.name: found.peak.kinds for found in stages}, title="")
+    drawn = sum(patch.get_width() for patch in bars.axes[0].patches)
+    assert drawn * 1e3 == pytest.approx(sum(found.peak.total for found in stages))
+    step = plot.timeline(stages[1].snapshots, title="")
+    highest = step.axes[0].lines[0].get_ydata().max() * 1e3
+    assert highest == pytest.approx(stages[1].peak.total)
+
+
+def test_the_page_explains_itself(subject: ModelPlan, tmp_path: Path) -> None:
+    several = {"num_microbatches": 4}
+    for name, settings in (("equal", {}), ("other", several)):
+        stages = compare(subject, (0, 1, 2, 3), [2], **settings)
+        text = write_report(tmp_path / name, subject="<this>", stages=stages).read_text()
+        assert "<title>Memory of &lt;this&gt;</title>" in text
+        assert "1 GB is 10<sup>9</sup> bytes" in text
+        assert all(f"<dt>{kind}</dt>" in text for kind in KINDS)
+        assert (EQUAL_STAGES in text) == (name == "equal")
+        facts = json.loads((tmp_path / name / "memory.json").read_text())
+        assert facts["subject"] == "<this>"
+
+
+@pytest.mark.parametrize("worlds", [[1, 8, 64], [2, 3]])
+@pytest.mark.parametrize("limit", [None, 80 * 10**9, 56 * 10**9])
+def test_every_tick_of_the_logarithmic_axes_has_a_label(
+    worlds: list[int], limit: int | None
+) -> None:
+    model = ModelPlan(10**10, precision="bf16-mixed", device=torch.device("cpu"))
+    figure = plot.scaling(compare(model, (0, 1, 2, 3), worlds), title="", limit=limit)
+    (axes,) = figure.axes
+    low, high = axes.get_ylim()
+    ticks = axes.get_yticks()
+    assert (ticks[0], ticks[-1]) == (low, high)
+    assert [float(label.get_text()) for label in axes.get_yticklabels()] == list(ticks)
+    assert [label.get_text() for label in axes.get_xticklabels()] == [str(w) for w in worlds]
+    assert len(axes.get_yminorticklabels()) == len(axes.get_xminorticklabels()) == 0
+    assert all("logarithmic scale" in text for text in (axes.get_xlabel(), axes.get_ylabel()))
+    assert low < axes.dataLim.y0
+    assert axes.dataLim.y1 < high
+    # Beside the lines, one below the other.
+    boxes = label_boxes(figure)
+    assert all(box.x0 > axes.get_window_extent().x1 for box in boxes)
+    assert not any(a.overlaps(b) for n, a in enumerate(boxes) for b in boxes[:n])
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9, 0.97, 1.0, 1.02, 1.1, 1.2, 1.3, 2.0])
+def test_the_labels_of_a_step_are_off_its_lines(subject: ModelPlan, share: float) -> None:
+    found = compare(subject, [3], [2])[0]
+    limit = int(share * found.peak.total)
+    figure = plot.timeline(found.snapshots, title="", limit=limit)
+    (axes,) = figure.axes
+    boxes = label_boxes(figure)
+    assert len(boxes) == 2
+    device, peak = sorted(boxes, key=lambda box: box.height)
+    assert not device.overlaps(peak)
+    assert max(box.y1 for box in boxes) <= axes.get_window_extent().y1
+    scale = 1e3
+    for height in (limit, found.peak.total):
+        line = axes.transData.transform((0, height / scale))[1]
+        assert not peak.y0 < line < peak.y1
+    line = axes.transData.transform((0, limit / scale))[1]
+    assert line < device.y0
+
+
+def label_boxes(figure: Any) -> list[Any]:
+    """Where the annotations of a picture are drawn."""
+    from matplotlib.text import Text
+
+    figure.draw_without_rendering()
+    # Of the text alone, without the line from it to the peak.
+    return [Text.get_window_extent(text) for text in figure.axes[0].texts]
+
+
+def test_the_line_is_the_formula() -> None:
+    for stage, fixed, shared in ((0, 16, 0), (1, 2, 16), (2, 2, 16), (3, 0, 16)):
+        own = [
+            estimate(10**9, stage=stage, world_size=world, precision="bf16-mixed")
+            for world in (1, 8, 64)
+        ]
+        assert plot.replicated_and_sharded(own) == pytest.approx(
+            (fixed * 1e9, shared * 1e9), abs=1e4
+        )
+
+
+def test_advice_names_the_least_sharding() -> None:
+    subject = subject_of(64)
+    stages = compare(subject, (0, 1, 2, 3), [2])
+    roomy = advise(subject, stages, stages[0].peak.total)
+    assert roomy.startswith("On 2 ranks, ddp fits: ")
+    tight = advise(subject, stages, stages[1].peak.total)
+    assert tight.startswith("On 2 ranks, zero1 fits: ")
+    never = advise(subject, stages, 10**4)
+    assert "nothing fits: " in never
+    assert "activation checkpointing brings zero3 to " in never.lower()
+
+
+def test_advice_finds_enough_ranks() -> None:
+    subject = ModelPlan(10**10, precision="bf16-mixed", device=torch.device("cpu"))
+    text = advise(subject, compare(subject, (0, 1, 2, 3), [2]), 24 * 10**9)
+    assert "nothing fits: zero3 holds 80.0 GB of 24.0 GB. Zero3 fits on 8 ranks." in text
+    assert "Activations are not counted" in text
+
+
+def test_command_on_a_number(capsys: Any) -> None:
+    code, out, _ = run(capsys, "10B", "--ranks", "8", "--precision", "bf16-mixed",
+                       "--device-memory", "80GB")  # fmt: skip
+    assert code == 0
+    row = next(line for line in out.splitlines() if line.startswith("model states"))
+    assert re.findall(r"[\d.]+ GB", row) == ["160 GB", "40.0 GB", "40.0 GB", "20.0 GB"]
+    assert "On 8 ranks, zero1 fits" in out
+
+
+def test_command_on_a_class_with_a_batch(capsys: Any, tmp_path: Path) -> None:
+    code, out, _ = run(
+        capsys, GPT, "--args", "width=64", "depth=2", "--optimizer", "adamw", "--ranks", "1", "2",
+        "--batch", "int64[2,129]", "--stages", "0", "3", "--report", str(tmp_path),
+    )  # fmt: skip
+    assert code == 0
+    assert "activations" in out
+    assert "zero3, 2 ranks" in out
+    assert "zero1" not in out
+    page = (tmp_path / "memory.html").read_text()
+    assert page.count("<svg") == 3
+    subject = "GPT, 124,672 parameters, 32-true, AdamW, batch int64[2,129]"
+    assert f"<title>Memory of {subject}</title>" in page
+    assert f"<h1>Memory of {subject}</h1>" in page
+
+
+def test_command_counts_activation_checkpointing(capsys: Any) -> None:
+    words = [GPT, "--args", "width=128", "depth=6", "--optimizer", "adamw", "--ranks", "2",
+             "--batch", "int64[2,129]", "--stages", "3"]  # fmt: skip
+    found = []
+    for more in ([], ["--activation-checkpointing"]):
+        code, out, _ = run(capsys, *words, *more)
+        assert code == 0
+        row = next(line for line in out.splitlines() if line.startswith("activations"))
+        found.append(parse_bytes(row.removeprefix("activations").strip()))
+    assert 0 < found[1] < 0.8 * found[0]
+
+
+def test_command_on_a_configuration(capsys: Any) -> None:
+    code, out, _ = run(capsys, f"{ROOT}/examples/zero3.yaml", "--model", GPT, "--optimizer", "sgd")
+    assert code == 0
+    assert "zero3, 2 ranks" in out
+    assert "842,496 parameters, 32-true" in out
+
+
+def test_command_reads_what_a_configuration_gives_the_strategy(capsys: Any, tmp_path: Path) -> None:
+    def unreduced(more: str) -> int:
+        config = tmp_path / "config.yaml"
+        config.write_text(
+            "trainer:\n  devices: 2\n  accumulate_grad_batches: 4\n  strategy:\n"
+            f"    class_path: lightning_zero.ZeROStrategy\n    init_args: {{stage: 3{more}}}\n"
+        )
+        code, out, _ = run(
+            capsys, str(config), "--model", GPT, "--optimizer", "sgd", "--stages", "3"
+        )
+        assert code == 0
+        assert ("Not read from the strategy's init_args: units." in out) == ("units" in more)
+        row = next(line for line in out.splitlines() if line.startswith("unreduced"))
+        return parse_bytes(row.removeprefix("unreduced").strip())
+
+    # All units' gradients wait for the last microbatch.
+    assert unreduced(", accumulate: local, units: [x]") > 1.2 * unreduced("")
+
+
+def test_command_on_a_hugging_face_configuration(capsys: Any, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    numel = sum(p.numel() for p in transformers.LlamaForCausalLM(config).parameters())
+    code, out, _ = run(capsys, str(tmp_path), "--batch", "input_ids=int64[2,16]",
+                       "labels=int64[2,16]")  # fmt: skip
+    assert code == 0
+    head = f"LlamaForCausalLM, {numel:,} parameters, 32-true, AdamW, batch int64[2,16] int64[2,16]"
+    assert out.startswith(f"{head}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nonsense"], "Expected a number of parameters (10B), an import path"),
+        (["no.such:Model"], "Expected a module that can be imported in 'no.such:Model'"),
+        (["torch.nn:Nothing"], "Expected a class of torch.nn in 'torch.nn:Nothing'"),
+        (["gone.py:Model"], "there is no file gone.py"),
+        (["gone.yaml"], "found nothing at gone.yaml"),
+        ([f"{ROOT}/examples/zero3.yaml"], "names no `model.class_path`"),
+        ([GPT], "configure_optimizers does not run without a Trainer"),
+        (["10B", "--optimizer", "adamm"], "Expected an optimizer of torch.optim"),
+        (["10B", "--ranks", "0"], "Expected world_size >= 1, got 0."),
+        (["10B", "--batch", "int64[2]"], "A number of parameters has no activations"),
+        (["10B", "--batch", "int65[2]"], "Expected a batch such as int64[4,128]"),
+        (["10B", "--device-memory", "big"], "Expected a number of bytes such as '80GB'"),
+        ([GPT, "--args", "width"], "Expected arguments as name=value, got 'width'."),
+    ],
+)
+def test_command_names_a_mistake(capsys: Any, words: list[str], message: str) -> None:
+    code, _, err = run(capsys, *words)
+    assert code == 1
+    assert message in err
+    assert len(err.splitlines()) == 1

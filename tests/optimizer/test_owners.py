@@ -1,0 +1,253 @@
+"""Optimizers that mix elements, stepped by parameter or all at once, against a plain loop."""
+
+from collections.abc import Callable
+from typing import Any
+
+import prodigyopt
+import pytest
+import pytorch_optimizer
+import schedulefree
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.optimizer import Way, whole_step_of
+from tests.oracle.ranks import Pools
+from tests.oracle.sharded import shard, whole
+
+load = pytorch_optimizer.load_optimizer
+STEPS = 8
+
+
+class Model(nn.Module):
+    """Matrices of several shapes, vectors, and a scale of no dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList([nn.Linear(12, 20), nn.Linear(20, 12)])
+        self.head = nn.Linear(12, 5, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x) * self.scale
+
+
+def rows(rank: int, seed: int) -> Tensor:
+    return torch.randn(4, 12, generator=torch.Generator().manual_seed(100 * seed + rank))
+
+
+def loss_of(model: nn.Module, rank: int, seed: int) -> Tensor:
+    return model(rows(rank, seed)).square().mean()
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.ndim == 2]
+
+
+def vectors(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.ndim != 2]
+
+
+Make = Callable[[nn.Module], list[Optimizer]]
+
+
+def all_of(cls: Callable[..., Any], **options: Any) -> Make:
+    return lambda model: [cls(model.parameters(), **options)]
+
+
+OPTIMIZERS: dict[str, tuple[Make, Way]] = {
+    "muon beside adamw": (
+        lambda m: [torch.optim.Muon(matrices(m), lr=0.02), torch.optim.AdamW(vectors(m), lr=0.01)],
+        Way.BY_PARAMETER,
+    ),
+    "torch adafactor": (all_of(torch.optim.Adafactor, lr=0.05), Way.ALL_AT_ONCE),
+    "transformers adafactor": (all_of(transformers.Adafactor), Way.ALL_AT_ONCE),
+    "prodigy": (all_of(prodigyopt.Prodigy), Way.ALL_AT_ONCE),
+    "lookahead": (
+        lambda m: [pytorch_optimizer.Lookahead(torch.optim.AdamW(m.parameters(), lr=0.02))],
+        Way.BY_ELEMENT,
+    ),
+    "schedulefree": (all_of(schedulefree.AdamWScheduleFree, lr=0.02), Way.BY_ELEMENT),
+    **{
+        name: (all_of(load(name), lr=0.02), Way.BY_PARAMETER)
+        for name in (
+            "adafactor",
+            "came",
+            "novograd",
+            "ranger",
+            "scalableshampoo",
+            "shampoo",
+            "sm3",
+            "soap",
+            "stableadamw",
+        )
+    },
+    **{
+        name: (all_of(load(name), lr=0.02), Way.ALL_AT_ONCE)
+        for name in ["adamp", "dadaptadam", "dadaptsgd", "lamb", "lars", "sgdp"]
+    },
+    **{name: (all_of(load(name), lr=0.02), Way.BY_ELEMENT) for name in ("adan", "lion", "madgrad")},
+}
+# Sums of products, and what divides by small ones, are added up in another order by other threads.
+LOOSE = {"soap": 2e-3, "shampoo": 2e-3, "scalableshampoo": 2e-3}
+
+
+def train(optimizers: list[Optimizer], backward: Callable[[int], None], steps: range) -> None:
+    for seed in steps:
+        for optimizer in optimizers:
+            getattr(optimizer, "train", lambda: None)()
+        backward(seed)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def plain(name: str, world: int) -> dict[str, Tensor]:
+    model = Model()
+    optimizers = OPTIMIZERS[name][0](model)
+
+    def backward(seed: int) -> None:
+        # Averaged as ranks do, to the bit: with another last one SOAP takes other bases at once.
+        parameters = list(model.parameters())
+        for rank in range(world):
+            grads = torch.autograd.grad(loss_of(model, rank, seed), parameters)
+            for parameter, grad in zip(parameters, grads, strict=True):
+                part = grad * (1 / world)
+                parameter.grad = part if rank == 0 else parameter.grad + part
+
+    train(optimizers, backward, range(STEPS))
+    return {key: p.detach().clone() for key, p in model.named_parameters()}
+
+
+def sharded(name: str, stage: int) -> tuple[dict[str, Tensor], list[Way], int]:
+    model = Model()
+    engine = shard(model, stage=stage)
+    with engine.sharded.gathered():  # some copy weights when they are made
+        optimizers = OPTIMIZERS[name][0](model)
+    for optimizer in optimizers:
+        engine.adopt(optimizer)
+
+    def backward(seed: int) -> None:
+        loss_of(model, engine.comm.control.rank, seed).backward()
+
+    train(optimizers, backward, range(STEPS))
+    found = whole(engine)
+    steps = [whole_step_of(optimizer) for optimizer in optimizers]
+    nbytes = engine.sharded.memory()["states"]
+    engine.close()
+    return found, [Way.BY_ELEMENT if step is None else step.way for step in steps], nbytes
+
+
+def all_stages(name: str) -> list[Any]:
+    return [sharded(name, stage) for stage in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer_trains_as_in_a_plain_loop(ranks: Pools, name: str, world: int) -> None:
+    expected = plain(name, world)
+    limit = LOOSE.get(name, 1e-5)
+    for stages in ranks(world).run(all_stages, name):
+        for stage, (found, ways, _) in enumerate(stages, start=1):
+            assert ways[0] is OPTIMIZERS[name][1]
+            for key, value in found.items():
+                torch.testing.assert_close(
+                    value,
+                    expected[key],
+                    rtol=limit,
+                    atol=limit,
+                    msg=lambda m, w=f"stage {stage} {key}": f"{w}: {m}",
+                )
+
+
+# -------------------------------------------------------------------------------- how it is done
+
+
+def look_at_muon() -> tuple[int, list[str], int, str]:
+    model = Model()
+    engine = shard(model, stage=3)
+    muon = torch.optim.Muon(matrices(model), lr=0.02)
+    notice = engine.adopt(muon)
+    seen: list[Any] = []
+    muon.register_step_pre_hook(
+        lambda *_: seen.append([tuple(p.shape) for p in muon.param_groups[0]["params"]])
+    )
+    pieces = list(muon.param_groups[0]["params"])
+    loss_of(model, 0, 0).backward()
+    muon.step()
+    # Between steps the groups hold pieces, and the state is whole, at the owner alone.
+    assert all(a is b for a, b in zip(muon.param_groups[0]["params"], pieces, strict=True))
+    assert seen[0] != [tuple(p.shape) for p in pieces]
+    owned = [index for index, piece in enumerate(pieces) if piece in muon.state]
+    shapes = [tuple(p.shape) for p in matrices(model)]
+    for index in owned:
+        assert muon.state[pieces[index]]["momentum_buffer"].shape == shapes[index]
+    muon.zero_grad()
+    assert all(piece.grad is None for piece in pieces)
+    nbytes = engine.sharded.memory()["states"]
+    engine.close()
+    return nbytes, owned, engine.comm.control.rank, notice or ""
+
+
+def test_states_live_with_the_owner_only(ranks: Pools) -> None:
+    found = ranks(2).run(look_at_muon)
+    owned = [index for _, indices, _, _ in found for index in indices]
+    assert sorted(owned) == [0, 1, 2]
+    assert sum(nbytes for nbytes, *_ in found) == 4 * (240 + 240 + 60)
+    assert max(nbytes for nbytes, *_ in found) <= 4 * (240 + 60)
+    for *_, notice in found:
+        assert "Muon mixes the elements of a parameter" in notice
+        assert "by parameter" in notice
+
+
+def closures(make: Callable[[nn.Module], Optimizer], world: int, stage: int | None) -> Any:
+    """Steps with a closure that clears, and goes forward and backward."""
+    model = Model()
+    engine = None if stage is None else shard(model, stage=stage)
+    optimizer = make(model)
+    if engine is not None:
+        engine.adopt(optimizer)
+    losses = []
+    for seed in range(3):
+
+        def closure(seed: int = seed) -> Tensor:
+            optimizer.zero_grad()
+            # Every rank has the same loss, or a search along a line would differ.
+            loss = sum(loss_of(model, rank, seed) / world for rank in range(world))
+            loss.backward()
+            return loss.detach()
+
+        losses.append(float(optimizer.step(closure)))
+    if engine is None:
+        return {key: p.detach().clone() for key, p in model.named_parameters()}, losses
+    found = whole(engine)
+    engine.close()
+    return found, losses
+
+
+CLOSURES: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "lbfgs": lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=4),
+    "lbfgs searching": lambda m: torch.optim.LBFGS(
+        m.parameters(), max_iter=4, line_search_fn="strong_wolfe"
+    ),
+    "muon": lambda m: torch.optim.Muon(matrices(m), lr=0.02),
+    "prodigy": lambda m: prodigyopt.Prodigy(m.parameters()),
+}
+
+
+def with_closure(name: str, stage: int) -> Any:
+    return closures(CLOSURES[name], 2, stage)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", CLOSURES)
+def test_closures_may_be_called_again(ranks: Pools, name: str, stage: int) -> None:
+    expected, losses = closures(CLOSURES[name], 2, None)
+    for found, seen in ranks(2).run(with_closure, name, stage):
+        assert seen == pytest.approx(losses, rel=1e-4)
+        for key, value in found.items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-5)

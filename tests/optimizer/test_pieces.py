@@ -1,0 +1,288 @@
+"""The user's own optimizers on pieces: they go on as in a plain loop."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.parameters.piece import Piece
+from tests.oracle.ranks import Pools
+from tests.oracle.sharded import shard, whole
+from tests.oracle.stack import Stack, build, rows, square
+
+WORLD = 2
+
+# -------------------------------------------------------------------------- optimizers in a loop
+
+
+def plain(name: str) -> dict[str, Tensor]:
+    """The parameters after the loop in plain torch, the ranks' losses averaged."""
+    model = build(Stack)
+
+    def backward(loss: Callable[[nn.Module, Tensor], Tensor], seed: int) -> None:
+        sum(loss(model, rows(rank, seed)) / WORLD for rank in range(WORLD)).backward()
+
+    LOOPS[name](model, lambda optimizer: None, backward)
+    return {key: p.detach().clone() for key, p in model.named_parameters()}
+
+
+def sharded(name: str, stage: int) -> dict[str, Tensor]:
+    model = build(Stack)
+    engine = shard(model, stage=stage)
+
+    def backward(loss: Callable[[nn.Module, Tensor], Tensor], seed: int) -> None:
+        loss(model, rows(engine.comm.control.rank, seed)).backward()
+
+    LOOPS[name](model, engine.adopt, backward)
+    found = whole(engine)
+    engine.close()
+    return found
+
+
+def simple(make: Callable[[Any], Optimizer]) -> Any:
+    def loop(model: nn.Module, adopt: Any, backward: Any) -> None:
+        optimizer = make(model.parameters())
+        adopt(optimizer)
+        for seed in range(3):
+            backward(square, seed)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return loop
+
+
+def groups(model: nn.Module, adopt: Any, backward: Any) -> None:
+    """Weight decay by dimension, a tensor learning rate, a scheduler."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.5}, {"params": vectors, "weight_decay": 0.0}],
+        lr=torch.tensor(0.02),
+        foreach=False,
+    )
+    adopt(optimizer)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for seed in range(3):
+        backward(square, seed)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+
+def one_cycle(model: nn.Module, adopt: Any, backward: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    adopt(optimizer)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=5)
+    for seed in range(4):
+        backward(square, seed)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+
+def two_optimizers(model: nn.Module, adopt: Any, backward: Any) -> None:
+    """They take turns; what one leaves in the other's gradients adds up."""
+    first = torch.optim.Adam(model.blocks[0].parameters(), lr=0.02)
+    second = torch.optim.SGD(
+        [*model.stem.parameters(), *model.blocks[1:].parameters(), *model.head.parameters()],
+        lr=0.05,
+    )
+    adopt(first)
+    adopt(second)
+    for seed in range(4):
+        backward(square, seed)
+        optimizer = (first, second)[seed % 2]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def closure(model: nn.Module, adopt: Any, backward: Any) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    adopt(optimizer)
+    for seed in range(3):
+
+        def run(seed: int = seed) -> float:
+            optimizer.zero_grad()
+            backward(square, seed)
+            return 1.0
+
+        result = optimizer.step(run) if seed % 2 else optimizer.step(closure=run)
+        assert result == 1.0
+
+
+def added_group(model: nn.Module, adopt: Any, backward: Any) -> None:
+    """The body is frozen at first and joins the optimizer later."""
+    for parameter in model.blocks.parameters():
+        parameter.requires_grad = False
+    optimizer = torch.optim.Adam([*model.stem.parameters(), *model.head.parameters()], lr=0.02)
+    adopt(optimizer)
+    for seed in range(4):
+        if seed == 2:
+            for parameter in model.blocks.parameters():
+                parameter.requires_grad = True
+            optimizer.add_param_group({"params": list(model.blocks.parameters()), "lr": 0.01})
+        backward(square, seed)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def frozen_through_groups(model: nn.Module, adopt: Any, backward: Any) -> None:
+    """What `toggle_optimizer` does: it knows only what is in the param groups."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    adopt(optimizer)
+    for seed in range(4):
+        for number, parameter in enumerate(optimizer.param_groups[0]["params"]):
+            parameter.requires_grad = seed % 2 == 0 or number > 4
+        backward(square, seed)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not model.stem.weight.requires_grad
+
+
+def frozen_through_parameters(model: nn.Module, adopt: Any, backward: Any) -> None:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    adopt(optimizer)
+    for seed in range(4):
+        model.blocks[1].requires_grad_(seed % 2 == 0)
+        model.stem.requires_grad_(seed != 1)
+        backward(square, seed)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def skipped_steps(model: nn.Module, adopt: Any, backward: Any) -> None:
+    """Gradients add up where no step and no zero_grad comes."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    adopt(optimizer)
+    for seed in range(5):
+        backward(square, seed)
+        if seed % 2:
+            optimizer.step()
+        if seed in (1, 2):
+            optimizer.zero_grad()
+
+
+def zeroed_not_dropped(model: nn.Module, adopt: Any, backward: Any) -> None:
+    """A gradient of zeros still decays a weight; none at all does not."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5)
+    adopt(optimizer)
+    for seed in range(4):
+        if seed == 3:
+            optimizer.zero_grad()
+        if seed != 2:
+            backward(square, seed)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+def dropped(model: nn.Module, adopt: Any, backward: Any) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5)
+    adopt(optimizer)
+    for seed in range(3):
+        if seed != 1:
+            backward(square, seed)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def edited_gradients(model: nn.Module, adopt: Any, backward: Any) -> None:
+    """Gradients in the param groups may be scaled, replaced and dropped."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    adopt(optimizer)
+    for seed in range(3):
+        backward(square, seed)
+        for number, parameter in enumerate(optimizer.param_groups[0]["params"]):
+            if parameter.grad is None:
+                continue
+            if number % 3 == 0:
+                parameter.grad *= 0.5
+            elif number % 3 == 1:
+                parameter.grad = parameter.grad * 2
+            elif seed == 1:
+                parameter.grad = None
+        backward(square, seed + 10)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+optim = torch.optim
+LOOPS: dict[str, Any] = {
+    "sgd": simple(lambda p: optim.SGD(p, lr=0.05)),
+    "nesterov": simple(lambda p: optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True)),
+    "adamw_fused": simple(lambda p: optim.AdamW(p, lr=0.02, fused=True)),
+    "adamw_foreach": simple(lambda p: optim.AdamW(p, lr=0.02, foreach=True)),
+    "adam_amsgrad": simple(lambda p: optim.Adam(p, lr=0.02, amsgrad=True)),
+    "adagrad": simple(lambda p: optim.Adagrad(p, lr=0.02, initial_accumulator_value=0.1)),
+    "rmsprop": simple(lambda p: optim.RMSprop(p, lr=0.02, centered=True, momentum=0.5)),
+    "rprop": simple(lambda p: optim.Rprop(p, lr=0.02)),
+    "asgd": simple(lambda p: optim.ASGD(p, lr=0.02)),
+    "nadam": simple(lambda p: optim.NAdam(p, lr=0.02)),
+    "groups": groups,
+    "one_cycle": one_cycle,
+    "two_optimizers": two_optimizers,
+    "closure": closure,
+    "added_group": added_group,
+    "frozen_through_groups": frozen_through_groups,
+    "frozen_through_parameters": frozen_through_parameters,
+    "skipped_steps": skipped_steps,
+    "zeroed_not_dropped": zeroed_not_dropped,
+    "dropped": dropped,
+    "edited_gradients": edited_gradients,
+}
+
+
+def all_sharded(name: str) -> list[dict[str, Tensor]]:
+    return [sharded(name, stage) for stage in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_loop_is_that_of_plain_torch(ranks: Pools, name: str) -> None:
+    expected = plain(name)
+    for stages in ranks(WORLD).run(all_sharded, name):
+        for stage, found in enumerate(stages, start=1):
+            for key, value in found.items():
+                torch.testing.assert_close(
+                    value,
+                    expected[key],
+                    rtol=1e-4,
+                    atol=2e-6,
+                    msg=lambda m, w=f"stage {stage} {key}": f"{w}: {m}",
+                )
+
+
+# -------------------------------------------------------------------------- objects and errors
+
+
+def look_at_objects() -> None:
+    model = build(Stack)
+    engine = shard(model, stage=3)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.Adagrad(parameters, lr=0.1)
+    engine.adopt(optimizer)
+    pieces = optimizer.param_groups[0]["params"]
+    assert all(isinstance(piece, Piece) for piece in pieces)
+    assert [piece.parameter for piece in pieces] == parameters
+    # The state that Adagrad made at once was cut with its parameter.
+    assert all(optimizer.state[piece]["sum"].shape == piece.shape for piece in pieces)
+    assert set(optimizer.state) == set(pieces)
+    shards = sum(
+        b.layout.shard_numel for unit in engine.sharded.units for b in unit.flat_parameters
+    )
+    assert sum(piece.numel() for piece in pieces) <= shards
+    engine.close()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    optimizer.step()  # an optimizer outlives its engine
+    other = shard(build(Stack), stage=3)
+    twice = torch.optim.SGD(other.module.parameters(), lr=0.1)
+    other.adopt(twice)
+    twice.add_param_group({"params": [other.module.stem.weight]})
+    with pytest.raises(ValueError, match="more than one param group of SGD"):
+        twice.step()
+    other.close()
+
+
+def test_the_optimizer_stays_the_users(ranks: Pools) -> None:
+    ranks(WORLD).run(look_at_objects)

@@ -1,0 +1,102 @@
+"""Checkpoints full of one number, ways to damage them, and what is said of them."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_zero.checkpoint.file.format import Provenance
+from lightning_zero.checkpoint.saver import Saver
+from lightning_zero.checkpoint.values.sharded_value import ShardedValue
+from lightning_zero.comm import Control
+from tests.oracle.ranks import loopback
+
+CPU = torch.device("cpu")
+PROVENANCE = Provenance(stage=3, world_size=2, precision="32-true")
+
+
+def some(control: Control, fill: float, numel: int = 100_000) -> dict[str, Any]:
+    """A checkpoint in which everything is ``fill``."""
+    edges = [numel * rank // control.world_size for rank in range(control.world_size + 1)]
+    start, stop = edges[control.rank], edges[control.rank + 1]
+    part = torch.full((stop - start,), fill)
+    whole = ShardedValue.of("whole", part, start, (numel,), (1,))
+    return {"state_dict": {"whole": whole, "plain": torch.full((7,), fill)}, "fill": fill}
+
+
+def told(function: Any, *args: Any, **kwargs: Any) -> str:
+    """Kind and message of the error that a call raises."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+class Hostile:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> Any:
+        return os.system, (self.command,)
+
+
+def damaged(content: bytes, chance: random.Random) -> bytes:
+    data = bytearray(content)
+    kind = chance.randrange(5)
+    place = chance.randrange(len(data))
+    if kind == 0:
+        del data[place:]
+    elif kind == 1:
+        data[place] ^= 1 << chance.randrange(8)
+    elif kind == 2:
+        data[place : place + chance.randrange(1, 200)] = b""
+    elif kind == 3:
+        data[place:place] = bytes(chance.randrange(256) for _ in range(9))
+    else:
+        for _ in range(8):
+            data[chance.randrange(len(data))] = chance.randrange(256)
+    return bytes(data)
+
+
+def save_forever(rank: int, store: str, path: str, how: dict[str, Any]) -> None:
+    """Save 1.0, 2.0, 3.0 ... to one path until somebody kills this process."""
+    os.environ.update(GLOO_SOCKET_IFNAME=loopback())
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    control = Control()
+    saver = Saver(control)
+    for number in itertools.count(1):
+        saver.save(some(control, float(number)), path, PROVENANCE, **how)
+
+
+def kill_in_mid_save(path: Path, chance: random.Random, **how: Any) -> None:
+    """Let two processes save to a path, and kill one of them soon after something is there."""
+    fork = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        args = (f"{folder}/store", str(path), how)
+        processes = [fork.Process(target=save_forever, args=(rank, *args)) for rank in range(2)]
+        for process in processes:
+            process.start()
+        try:
+            deadline = time.monotonic() + 60
+            while not path.exists() and time.monotonic() < deadline:
+                time.sleep(0.005)
+            assert path.exists(), "nothing was saved"
+            time.sleep(chance.random() * 0.1)
+            os.kill(chance.choice(processes).pid or 0, signal.SIGKILL)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()

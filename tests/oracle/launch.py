@@ -1,0 +1,312 @@
+"""Scripts in processes of their own: for tests of launchers, commands and examples.
+
+Everything that can run inside a rank of the pool should (ranks.py): a script costs seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Literal
+
+from tests.oracle.ranks import ROOT, loopback, server, without_pytest
+
+MARK = "LIGHTNING_ZERO_TEST"
+
+
+class ScriptError(Exception):
+    """A script failed or did not end in time; the message holds what it printed."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a script ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def output(self) -> str:
+        """All that was printed."""
+        return self.stdout + self.stderr
+
+
+def run_script(
+    script: str | Path,
+    *args: object,
+    nproc: int = 2,
+    nodes: int = 1,
+    restarts: int = 0,
+    launcher: Literal["plain", "lightning", "torchrun", "srun"] = "lightning",
+    timeout: float = 120.0,
+    check: bool = True,
+    env: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
+) -> Finished:
+    """Run a Python script to its end.
+
+    Args:
+        script: A path (relative to the repository's root), or code: a string with a newline.
+        *args: The script's arguments.
+        nproc: Processes per node, started by torchrun, or by Lightning inside the script: the
+            script finds the number in the variable NPROC. A plain script is told 1.
+        nodes: Nodes imitated on this machine, each by its own torchrun.
+        restarts: How often torchrun starts all processes again when one of them has failed.
+        launcher: "torchrun"; "srun", imitated by SLURM's variables; or who starts the other
+            processes: "lightning" or nobody ("plain").
+        timeout: Seconds after which every process is killed.
+        check: Whether an exit code other than 0 is an error.
+        env: Variables to add.
+        cwd: The folder to run in.
+
+    Raises:
+        ScriptError: when time is up, with the stack of every process, or as `check` says.
+    """
+    if launcher != "torchrun" and (nodes, restarts) != (1, 0):
+        raise ValueError(f"{nodes=}, {restarts=} need launcher='torchrun', not {launcher!r}")
+    with tempfile.TemporaryDirectory(prefix="script-") as folder:
+        path = _path_of(script, folder)
+        port = free_port()
+        words = [str(path), *map(str, args)]
+        commands: list[list[str]] = [words]
+        own: list[dict[str, str]] = [{}]
+        if launcher == "torchrun":
+            place = ["--master-addr=127.0.0.1", f"--master-port={port}", f"--nnodes={nodes}"]
+            options = [f"--nproc-per-node={nproc}", f"--max-restarts={restarts}"]
+            options += ["--standalone"] if nodes == 1 else place
+            run = ["-m", "torch.distributed.run", *options]
+            commands = [[*run, f"--node-rank={node}", *words] for node in range(nodes)]
+            own = [{}] * nodes
+        elif launcher == "srun":
+            commands, own = [words] * nproc, [slurm_variables(task, nproc) for task in range(nproc)]
+            own = [{**variables, "MASTER_PORT": str(port)} for variables in own]
+        started = {"NPROC": str(1 if launcher == "plain" else nproc)}
+        everybodys = {**started, **(env or {})}
+        envs = [{**everybodys, **variables} for variables in own]
+        return run_python(*commands, timeout=timeout, check=check, env=envs, cwd=cwd)
+
+
+def run_forked(
+    script: str | Path, *args: object, nproc: int = 2, timeout: float = 120.0
+) -> Finished:
+    """Run a script as `run_script` does, in a process that begins with everything imported.
+
+    For launchers that fork: they start no other interpreter, so that all of it takes a second.
+    Where a script starts interpreters, this saves one of them.
+    """
+    environment = {**without_pytest(os.environ), "NPROC": str(nproc)}
+    environment |= {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": loopback()}
+    with tempfile.TemporaryDirectory(prefix="script-") as folder:
+        path, printed = _path_of(script, folder), Path(folder) / "output"
+        here, there = Pipe()
+        with printed.open("wb") as output, here, there:
+            process = server(0).start(
+                _be_script,
+                *(path, args),
+                connection=there,
+                output=output,
+                environment=environment,
+            )
+        try:
+            finished = Finished(process.wait(timeout), printed.read_text(errors="replace"), "")
+        except TimeoutError as error:
+            text = printed.read_text(errors="replace")
+            raise ScriptError(f"`{script}` did not end within {timeout:g} s\n{text}") from error
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.stdin.close()
+    if finished.code:
+        raise ScriptError(f"`{script}` ended with code {finished.code}\n{finished.output}")
+    return finished
+
+
+def _be_script(connection: Connection, path: Path, args: Sequence[object]) -> None:
+    """Be the script; it reads nothing from the connection."""
+    connection.close()
+    _run_as_main(path, args)
+
+
+def run_here(script: str | Path, *args: object, cwd: str | Path) -> str:
+    """Run a script as the main program of this process, in a folder; returns what it prints.
+
+    For ranks of the pool: a Trainer of the script joins them, as it joins ranks of torchrun.
+    """
+    with tempfile.TemporaryDirectory(prefix="script-") as folder, contextlib.ExitStack() as stack:
+        path = _path_of(script, folder)
+        stack.callback(os.chdir, os.getcwd())
+        os.chdir(cwd)
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            _run_as_main(path, args)
+    return printed.getvalue()
+
+
+def _run_as_main(path: Path, args: Sequence[object]) -> None:
+    before = sys.argv, sys.path[:]
+    sys.argv = [str(path), *map(str, args)]
+    sys.path.insert(0, str(path.parent))
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = before
+
+
+def slurm_variables(task: int, num_tasks: int) -> dict[str, str]:
+    """What `srun` tells a task of a job on one node."""
+    variables = {
+        "JOB_ID": "4242",
+        "JOB_NAME": "train",
+        "NNODES": "1",
+        "NODEID": "0",
+        "NODELIST": "localhost",
+        "STEP_NODELIST": "localhost",
+        "NTASKS": str(num_tasks),
+        "NTASKS_PER_NODE": str(num_tasks),
+        "PROCID": str(task),
+        "LOCALID": str(task),
+    }
+    return {f"SLURM_{name}": value for name, value in variables.items()}
+
+
+def run_python(
+    *commands: Sequence[str],
+    timeout: float = 120.0,
+    check: bool = True,
+    env: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None,
+    cwd: Path = ROOT,
+) -> Finished:
+    """Run `python <command>` for each command, all at the same time, to the last one's end.
+
+    With several commands the code is the first that is not 0, and outputs follow one another.
+    `env` has variables to add, for all commands or for each.
+    """
+    mark = uuid.uuid4().hex
+    environment = {
+        **without_pytest(os.environ),
+        "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": loopback(),
+        MARK: mark,
+    }
+    own = env if isinstance(env, Sequence) else [env or {}] * len(commands)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="output-")))
+        processes = []
+        stack.callback(_kill, mark, processes)
+        for number, (command, variables) in enumerate(zip(commands, own, strict=True)):
+            process = subprocess.Popen(
+                [sys.executable, *command],
+                cwd=cwd,
+                env={**environment, **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=stack.enter_context((folder / f"{number}.out").open("wb")),
+                stderr=stack.enter_context((folder / f"{number}.err").open("wb")),
+                start_new_session=True,
+            )
+            processes.append(process)
+        in_time = _wait(processes, timeout)
+        if not in_time:
+            _abort(mark, processes)
+        codes = [process.poll() for process in processes]
+        code = next((code for code in codes if code), 0)
+        finished = Finished(code, _read(folder, "*.out"), _read(folder, "*.err"))
+    words = " ".join(commands[0])
+    if not in_time:
+        raise ScriptError(f"`python {words}` did not end within {timeout:g} s\n{finished.output}")
+    if check and finished.code:
+        raise ScriptError(f"`python {words}` ended with code {finished.code}\n{finished.output}")
+    return finished
+
+
+def say(line: str) -> None:
+    """Print a line of a script in one go: `print` lets lines of several processes mix."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def free_port() -> int:
+    """A port that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _path_of(script: str | Path, folder: str) -> Path:
+    """Return the file of a script, which is written into `folder` if it is code."""
+    if "\n" not in str(script):
+        return ROOT / script
+    path = Path(folder) / "script.py"
+    path.write_text(str(script))
+    return path
+
+
+def _read(folder: Path, pattern: str) -> str:
+    return "".join(path.read_text(errors="replace") for path in sorted(folder.glob(pattern)))
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(process.poll() is None for process in processes):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _abort(mark: str, processes: list[subprocess.Popen[bytes]]) -> None:
+    """Have each process print its stack and die, one after another for the sake of the reader."""
+    for pid in sorted(_tree(mark, processes)):  # parents first: they must not end their children
+        _signal([pid], signal.SIGABRT)
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline and is_running(pid):
+            time.sleep(0.02)
+
+
+def _kill(mark: str, processes: list[subprocess.Popen[bytes]]) -> None:
+    _signal(_tree(mark, processes), signal.SIGKILL)
+    for process in processes:
+        process.wait()
+
+
+def _signal(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _tree(mark: str, processes: list[subprocess.Popen[bytes]]) -> set[int]:
+    """The processes and all that inherited their mark, sessions of their own included."""
+    tree = {process.pid for process in processes if process.poll() is None}
+    for path in Path("/proc").glob("[0-9]*/environ"):  # none where there is no /proc
+        with contextlib.suppress(OSError):
+            if f"{MARK}={mark}".encode() in path.read_bytes():
+                tree.add(int(path.parent.name))
+    return tree
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is not just waiting to be buried."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return not Path("/proc/self").exists()

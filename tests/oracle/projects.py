@@ -1,0 +1,212 @@
+"""Small Lightning projects with no word of ZeRO in them, and how they are run under a strategy.
+
+    def train(strategy):                     # on every rank of the pool
+        return fit(Regression(), strategy, max_epochs=2)
+
+    def test_it(ranks):
+        runs = ranks(2).run(under_all, train)
+        assert_like_ddp(runs)
+
+`under_all` runs a function under "ddp" and under the three stages, in one call of the pool; the
+numbers of DDP are the oracle of all others.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_zero import ZeROStrategy
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.trainer import strategy as strategy_room
+from tests.oracle.models import Block, Blocks
+from tests.oracle.parity import distance_in_ulps
+
+STAGES = (1, 2, 3)
+WAYS: dict[str, dict[str, bool]] = {
+    "windows": {},
+    "point to point": {"windows": False},
+    "backend": {"direct": False},
+}
+"""Arguments of `Communicator` for each of its wires."""
+WIDTH = 6
+
+
+class Regression(LightningModule):
+    """Three blocks between two linears learn normal numbers."""
+
+    def __init__(self, lr: float = 0.05, optimizer: type = torch.optim.AdamW) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.net = Blocks(3, WIDTH)
+            self.head = nn.Linear(WIDTH, WIDTH)
+        self.lr = lr
+        self.optimizer = optimizer
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.net(x))
+
+    def loss(self, batch: Sequence[Tensor]) -> Tensor:
+        return F.mse_loss(self(batch[0]), batch[1])
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters(), lr=self.lr)
+
+
+def rows(num_rows: int = 16, *, batch_size: int = 2, seed: int = 0) -> DataLoader[Any]:
+    """Normal numbers with targets; Lightning gives each rank its own."""
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(2, num_rows, WIDTH, generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=batch_size)
+
+
+def make_strategy(name: str | int | Strategy, **options: Any) -> str | Strategy:
+    """A stage as a strategy whose units are the blocks; anything else is Lightning's to read."""
+    return ZeROStrategy(name, **{"units": {Block}, **options}) if isinstance(name, int) else name
+
+
+def make_trainer(strategy: str | int | Strategy, **options: Any) -> Trainer:
+    """A quiet Trainer over all ranks of the pool."""
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return Trainer(
+            **{
+                "accelerator": "cpu",
+                "devices": dist.get_world_size() if dist.is_initialized() else 1,
+                "strategy": make_strategy(strategy),
+                "max_epochs": 1,
+                "log_every_n_steps": 1,
+                **quiet,
+                **options,
+            }
+        )
+
+
+@contextmanager
+def wired(way: str) -> Iterator[None]:
+    """Strategies that are set up within take this way."""
+    strategy_room.Communicator = functools.partial(Communicator, **WAYS[way])  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        strategy_room.Communicator = Communicator  # type: ignore[attr-defined]
+
+
+@dataclass
+class Run:
+    """What a run leaves behind on one rank."""
+
+    params: dict[str, Tensor]
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    notes: Any = None
+
+    @classmethod
+    def of(cls, module: nn.Module, trainer: Trainer | None = None, notes: Any = None) -> Run:
+        """Copies of what the module, which must be whole, and the trainer hold."""
+        state = {
+            name: value.detach().clone()
+            for named in (module.named_parameters(), module.named_buffers())
+            for name, value in named
+        }
+        metrics = {
+            k: v.detach().clone() for k, v in (trainer.callback_metrics if trainer else {}).items()
+        }
+        return cls(state, metrics, list(getattr(module, "losses", [])), notes)
+
+
+def fit(module: LightningModule, strategy: str | int | Strategy, **options: Any) -> Run:
+    """Fit on `rows()`, or on the loaders in `data`."""
+    data = options.pop("data", None) or (rows(),)
+    trainer = make_trainer(strategy, **options)
+    trainer.fit(module, *data)
+    return Run.of(module, trainer)
+
+
+def under_all(
+    function: Callable[..., Run], *args: Any, stages: Iterable[int] = STAGES, **kwargs: Any
+) -> dict[str | int, Run]:
+    """`function(strategy, ...)` under DDP and under each stage."""
+    return {name: function(name, *args, **kwargs) for name in ("ddp", *stages)}
+
+
+def assert_like_ddp(
+    runs: Sequence[dict[str | int, Run]],
+    *,
+    ulps: float = 16.0,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Fail unless every stage leaves behind on every rank what DDP leaves behind there.
+
+    Args:
+        runs: Each rank's runs by strategy.
+        ulps: How far parameters, buffers and metrics may be off, in roundings of `dtype`.
+        dtype: None is each tensor's own.
+    """
+    for rank, by_strategy in enumerate(runs):
+        expected = by_strategy["ddp"]
+        for name, run in by_strategy.items():
+            where = f"rank {rank}, stage {name}"
+            _assert_same(run.params, expected.params, where, ulps, dtype)
+            _assert_same(run.metrics, expected.metrics, where, ulps, dtype)
+            eps = max(1e-4, 8 * torch.finfo(dtype).eps if dtype else 0.0)
+            for ours, theirs in ((run.losses, expected.losses), (run.notes, expected.notes)):
+                assert _is_close(ours, theirs, eps), f"{where}: {ours} is not {theirs}"
+
+
+def _assert_same(
+    ours: dict[str, Tensor], theirs: dict[str, Tensor], where: str, ulps: float, dtype: Any
+) -> None:
+    assert list(ours) == list(theirs), f"{where}: other names"
+    for name, target in theirs.items():
+        assert ours[name].shape == target.shape, f"{where}: {name} has another shape"
+        assert ours[name].dtype == target.dtype, f"{where}: {name} has another dtype"
+        distance = distance_in_ulps(ours[name], target, dtype)
+        assert distance <= ulps, f"{where}: {name} is off by {distance:.3g} ulps"
+
+
+def _is_close(one: Any, other: Any, eps: float) -> bool:
+    """Whether nested values differ by rounding only."""
+    if isinstance(other, Tensor):
+        return isinstance(one, Tensor) and torch.allclose(one, other, rtol=eps, atol=eps / 10)
+    if isinstance(other, float):
+        return one == other or abs(one - other) <= eps / 10 + eps * abs(other)
+    if isinstance(other, dict):
+        return list(one) == list(other) and all(_is_close(one[k], other[k], eps) for k in other)
+    if isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(
+            _is_close(mine, its, eps) for mine, its in zip(one, other, strict=True)
+        )
+    return bool(one == other)

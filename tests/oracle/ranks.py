@@ -1,0 +1,386 @@
+"""A pool of rank processes per world size, started once and shared by all tests of a session.
+
+A test sends a top-level function; every rank runs it with the same arguments and returns a
+picklable value. A rank is forked (forks.py) in a part of a second, a call costs milliseconds.
+
+    def total(value):                        # top level: the ranks import it by name
+        tensor = torch.tensor([value * (dist.get_rank() + 1)])
+        dist.all_reduce(tensor)
+        return tensor.item()
+
+    def test_total(ranks):
+        assert ranks(3).run(total, 2.0) == [12.0, 12.0, 12.0]
+
+What a rank function may count on:
+
+- the default process group (gloo, CPU) exists, torch runs one thread, the rank variables that
+  launchers set (RANK, LOCAL_RANK, WORLD_SIZE, ...) are set, so a Lightning Trainer works too;
+- every call begins with the same seeds on all ranks, the default dtype, a clean `os.environ` and
+  the repository's root as its folder;
+- `assert` explains itself and the project's warning filters hold, as in the test process.
+
+What goes wrong on any rank becomes one `RankError` that shows each rank: its traceback, or where
+it hangs, and what it printed. The pool is then killed, and the next call starts a fresh one.
+After a call that went well all ranks meet in a collective, so that a rank that has sent too much
+or too little is the fault of this call and not of the next one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import pickle
+import random
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.oracle.forks import Process, Server
+
+ROOT = Path(__file__).resolve().parents[2]
+START_SECONDS = 120.0
+MEET_SECONDS = 20.0
+GRACE_SECONDS = 5.0
+SHOWN_CHARACTERS = 6000
+
+
+class RankError(Exception):
+    """One or more ranks raised, died or did not answer in time."""
+
+
+# ---------------------------------------------------------------------------- the test's side
+
+
+class Pools:
+    """One pool per world size, each started when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, Pool] = {}
+        atexit.register(self.close)
+
+    def __call__(self, world_size: int) -> Pool:
+        """The pool of this world size."""
+        return self._pools.setdefault(world_size, Pool(world_size))
+
+    def close(self) -> None:
+        """Kill every rank of every pool."""
+        for pool in self._pools.values():
+            pool.kill()
+
+
+class Pool:
+    """`world_size` processes that wait for functions to run."""
+
+    def __init__(self, world_size: int, *, grace: float = GRACE_SECONDS) -> None:
+        self.world_size = world_size
+        self.grace = grace
+        self._ranks: list[Rank] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._num_calls = 0
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any
+    ) -> list[Any]:
+        """Run `function(*args, **kwargs)` on every rank and return the results in rank order.
+
+        Raises:
+            RankError: when a rank raised, died or did not answer within `timeout` seconds.
+            TypeError: when the ranks cannot import the function by its name.
+        """
+        name = _importable_name(function)
+        request = pickle.dumps((function, args, kwargs))
+        try:
+            if not self._ranks:
+                self._start()
+            self._num_calls += 1
+            results = self._ask(name, request, timeout)
+            self._meet(f"{name} returned, but the ranks are out of step after it", MEET_SECONDS)
+        except BaseException:  # an interrupt too leaves ranks in the middle of something
+            self.kill()
+            raise
+        return [pickle.loads(result) for result in results]
+
+    def kill(self) -> None:
+        """End all processes at once; the next `run` starts fresh ones."""
+        ranks, self._ranks = self._ranks, []
+        for rank in ranks:
+            rank.kill()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix=f"ranks-{self.world_size}-")
+        folder = Path(self._folder.name)
+        # Neighbours come from different servers (forks.py says why), which import side by side.
+        servers = [server(index % 2) for index in range(self.world_size)]
+        for index in range(self.world_size):
+            self._ranks.append(Rank.start(servers[index], index, self.world_size, folder))
+        self._meet("the ranks could not be started", START_SECONDS)
+
+    def _meet(self, complaint: str, timeout: float) -> None:
+        self._ask(complaint, pickle.dumps((_meet, (self._num_calls + 1,), {})), timeout)
+
+    def _ask(self, name: str, request: bytes, timeout: float) -> list[bytes]:
+        for rank in self._ranks:
+            rank.send(request)
+        answers: dict[int, Answer] = {}
+        waiting = list(self._ranks)
+        deadline = time.monotonic() + timeout
+        reason = f"no answer within {timeout:g} s"
+        while waiting and time.monotonic() < deadline:
+            for rank in _ready(waiting):
+                answer = answers[rank.index] = rank.answer()
+                waiting.remove(rank)
+                failed_at = time.monotonic() + self.grace
+                if not answer.good and failed_at < deadline:
+                    deadline = failed_at
+                    reason = f"no answer within {self.grace:g} s of the first failure"
+        for rank in waiting:
+            answers[rank.index] = Answer(False, f"hangs: {reason}. It is here:\n{rank.stack()}")
+        if not all(answer.good for answer in answers.values()):
+            raise RankError(self._report(name, answers))
+        return [answers[index].result for index in range(self.world_size)]
+
+    def _report(self, name: str, answers: dict[int, Answer]) -> str:
+        failed = {index: a.complaint for index, a in sorted(answers.items()) if not a.good}
+        lines = [f"{name}: {_these(failed)} of {self.world_size} failed"]
+        for text in dict.fromkeys(failed.values()):
+            lines += [f"--- {_these(i for i in failed if failed[i] == text)} {text.rstrip()}"]
+        for rank in self._ranks:
+            if output := rank.output():
+                lines += [f"--- rank {rank.index} printed\n{output.rstrip()}"]
+        return "\n".join(lines)
+
+
+@dataclass
+class Answer:
+    """What came from a rank: a pickled result, or a complaint in words."""
+
+    good: bool
+    complaint: str = ""
+    result: bytes = b""
+
+
+@dataclass
+class Rank:
+    """The test's end of one rank process."""
+
+    index: int
+    process: Process
+    connection: Connection
+    log: Path
+    stacks: Path
+    log_start: int = 0
+
+    @classmethod
+    def start(cls, server: Server, index: int, world_size: int, folder: Path) -> Rank:
+        """Start the process; its first answer comes when it has joined the others."""
+        here, there = Pipe()
+        log = folder / f"rank{index}.log"
+        with log.open("wb") as output, there:
+            process = server.start(
+                be_rank,
+                *(index, world_size, folder),
+                connection=there,
+                output=output,
+                environment=_environment(index, world_size),
+            )
+        return cls(index, process, here, log, _stack_file(folder, index))
+
+    def send(self, request: bytes) -> None:
+        """Hand over a pickled (function, args, kwargs)."""
+        self.log_start = self.log.stat().st_size
+        with contextlib.suppress(OSError):  # a dead rank is reported by `answer`
+            self.connection.send_bytes(request)
+
+    def has_answer(self) -> bool:
+        """Whether `answer` would return at once."""
+        return self.connection.poll() or self.process.poll() is not None
+
+    def answer(self) -> Answer:
+        """The answer, or how the process died."""
+        try:
+            return Answer(*pickle.loads(self.connection.recv_bytes()))
+        except (EOFError, OSError):
+            code = self.process.wait(timeout=GRACE_SECONDS)
+            ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            return Answer(False, f"died with {ending}")
+
+    def stack(self) -> str:
+        """Where the process is right now, innermost call first."""
+        before = self.stacks.stat().st_size if self.stacks.exists() else 0
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGUSR1)
+        text, deadline = "", time.monotonic() + 2.0
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            now = self.stacks.read_text()[before:] if self.stacks.exists() else ""
+            if now and now == text:
+                break
+            text = now
+        threads = [t for t in text.split("\n\n") if "in _live_as_long_as_the_test" not in t]
+        # below this frame lies the pool itself, the same for every test
+        return "\n\n".join(re.sub(r"\n.* in _answer\n(.|\n)*", "", t) for t in threads)
+
+    def output(self) -> str:
+        """What the process printed since the last request."""
+        with self.log.open("rb") as file:
+            file.seek(self.log_start)
+            return file.read().decode(errors="replace")[-SHOWN_CHARACTERS:]
+
+    def kill(self) -> None:
+        """End the process and whatever it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.connection.close()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+
+
+@cache
+def server(number: int) -> Server:
+    """Return the server of this number, which now begins to import if it is the first call."""
+    return Server({**without_pytest(os.environ), "PYTHONPATH": str(ROOT)}, cwd=ROOT)
+
+
+def _ready(waiting: list[Rank]) -> list[Rank]:
+    wait([rank.connection for rank in waiting], timeout=0.2)
+    return [rank for rank in waiting if rank.has_answer()]
+
+
+def _importable_name(function: Callable[..., Any]) -> str:
+    function = getattr(function, "func", function)  # a functools.partial
+    name = f"{function.__module__}.{function.__qualname__}"
+    if "<" in name:
+        raise TypeError(f"{name} is not at the top level of a module: the ranks cannot import it")
+    return name
+
+
+def _these(indices: Iterable[int]) -> str:
+    listed = list(indices)
+    return ("rank " if len(listed) == 1 else "ranks ") + ", ".join(map(str, listed))
+
+
+def _environment(index: int, world_size: int) -> dict[str, str]:
+    return {
+        **without_pytest(os.environ),
+        "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": loopback(),
+        "RANK": str(index),
+        "LOCAL_RANK": str(index),
+        "NODE_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",  # never used: the default group exists already
+    }
+
+
+def without_pytest(environment: Iterable[str]) -> dict[str, str]:
+    """The environment of this process less what pytest put into it."""
+    return {name: os.environ[name] for name in environment if not name.startswith("PYTEST")}
+
+
+def loopback() -> str:
+    """The network interface that needs no network."""
+    return "lo0" if sys.platform == "darwin" else "lo"
+
+
+def _stack_file(folder: Path, index: int) -> Path:
+    return folder / f"rank{index}.stacks"
+
+
+# ---------------------------------------------------------------------------- the rank's side
+
+
+def be_rank(connection: Connection, index: int, world_size: int, folder: Path) -> NoReturn:
+    """Be a rank until the test process goes away."""
+    threading.Thread(target=_live_as_long_as_the_test, daemon=True).start()
+    faulthandler.enable()
+    stacks = _stack_file(folder, index).open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=index, world_size=world_size, timeout=_NEVER)
+    # pytest around the loop gives its assertion messages and the project's warning filters
+    options = ["-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-s"]
+    options += ["-o", "addopts=", "--noconftest"]
+    pytest.main(options, plugins=[_Serve(connection)])
+    os._exit(1)
+
+
+class _Serve:
+    """A pytest plugin that answers requests where pytest would collect tests."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.environment = dict(os.environ)
+
+    def pytest_collection(self) -> NoReturn:
+        while True:
+            try:
+                request = self.connection.recv_bytes()
+            except EOFError:
+                os._exit(0)
+            os.chdir(ROOT)
+            os.environ.clear()
+            os.environ.update(self.environment)
+            self.connection.send_bytes(_answer(request))
+
+
+_NEVER = timedelta(hours=1)  # the pool's own time limits come first and say more
+
+
+def _answer(request: bytes) -> bytes:
+    try:
+        function, args, kwargs = pickle.loads(request)
+        _seed()
+        answer = (True, "", pickle.dumps(function(*args, **kwargs)))
+    except BaseException as error:  # SystemExit and pytest's outcomes are answers too
+        frames = error.__traceback__ and error.__traceback__.tb_next
+        text = "".join(traceback.format_exception(type(error), error, frames))
+        answer = (False, f"raised\n{text}", b"")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return pickle.dumps(answer)
+
+
+def _seed() -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+
+
+def _meet(number: int) -> None:
+    """Fail or hang unless the next collective of every rank is this one."""
+    total = torch.tensor([float(number)])
+    dist.all_reduce(total)
+    if total.item() != number * dist.get_world_size():
+        raise RuntimeError("this rank's collective met another collective of the other ranks")
+
+
+def _live_as_long_as_the_test() -> None:
+    os.read(0, 1)
+    os._exit(1)

@@ -1,0 +1,343 @@
+"""Every way to start the ranks: scripts of their own, for what the pool cannot imitate."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_zero import ZeROStrategy
+from tests.oracle.launch import Finished, run_forked, run_script, slurm_variables
+from tests.oracle.projects import STAGES, Regression, Run, assert_like_ddp, fit, make_trainer, rows
+from tests.oracle.ranks import Pools
+
+# One process of it is the same run under every launcher, so all print the same digest.
+FIT = """
+import os, sys
+import torch
+import lightning_zero
+from lightning.pytorch import Trainer
+from tests.oracle.launch import say
+from tests.oracle.projects import Regression, make_trainer, rows
+
+class Gloomy(Regression):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == 1:
+            raise ArithmeticError("rank 1 gave up")
+        return super().training_step(batch, batch_idx)
+
+def fail(**launch):
+    try:
+        make_trainer("zero3_fork", **launch).fit(Gloomy(), rows())
+    except Exception as error:
+        say(str(error).strip().rpartition("ArithmeticError: ")[2])
+
+def main():
+    launch = dict(devices=int(os.environ["NPROC"]), num_nodes=int(os.environ.get("NODES", 1)))
+    launch["max_epochs"] = 2
+    # DDP's sampler shuffles, also for one device; plain Lightning has none.
+    launch["use_distributed_sampler"] = launch["devices"] * launch["num_nodes"] > 1
+    for name in sys.argv[1:]:
+        if name == "fail_fork":
+            fail(**launch)
+            continue
+        module = Regression()
+        trainer = make_trainer(name, **launch)
+        trainer.fit(module, rows(16, batch_size=2), rows(8, batch_size=2, seed=1))
+        weights = sum(p.detach().double().abs().sum() for p in module.parameters())
+        loss = trainer.callback_metrics["val_loss"]
+        say(f"rank {trainer.global_rank} {trainer.world_size} {weights:.6f} {loss:.6f}")
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture(scope="module")
+def digest(ranks: Pools) -> str:
+    """The line that each of two ranks prints, less its number."""
+    first, second = ranks(2).run(_digest)
+    assert first == second
+    return first
+
+
+def _digest() -> str:
+    run = fit(Regression(), "zero3", max_epochs=2, data=(rows(), rows(8, seed=1)))
+    weights = sum(p.double().abs().sum() for p in run.params.values())
+    return f"2 {weights:.6f} {run.metrics['val_loss']:.6f}"
+
+
+def _lines(stdout: str) -> list[str]:
+    return sorted(line for line in stdout.splitlines() if line.startswith("rank "))
+
+
+@pytest.mark.slow
+def test_lightning_starts_the_other_process_of_two_jobs_at_once(digest: str) -> None:
+    with ThreadPoolExecutor(2) as jobs:
+        for finished in jobs.map(
+            lambda name: run_script(FIT, name, timeout=170), ("zero3", "zero1")
+        ):
+            assert _lines(finished.stdout) == [f"rank 0 {digest}", f"rank 1 {digest}"]
+
+
+def test_two_nodes_of_torchrun(digest: str) -> None:
+    finished = run_script(FIT, "zero3", nproc=1, nodes=2, launcher="torchrun", env={"NODES": "2"})
+    assert _lines(finished.stdout) == [f"rank 0 {digest}", f"rank 1 {digest}"]
+
+
+def test_fork_brings_weights_and_metrics_back(digest: str) -> None:
+    lines = _lines(run_forked(FIT, "fail_fork", "zero3_fork", "zero2_notebook").stdout)
+    assert lines == [f"rank 0 {digest}", f"rank 0 {digest}", "rank 1 gave up"]  # sorted
+
+
+@pytest.mark.slow
+def test_spawn_brings_weights_and_metrics_back(digest: str) -> None:
+    lines = _lines(run_script(FIT, "zero3_fork", "zero1_spawn", timeout=170).stdout)
+    assert lines == [f"rank 0 {digest}"] * 2
+
+
+ALONE = [
+    *(f"zero{stage}_{start}" for stage in STAGES for start in ("fork", "notebook")),
+    *(f"zero{stage}" for stage in STAGES),
+]
+
+
+@pytest.mark.parametrize(
+    ("run", "names"),
+    [
+        (functools.partial(run_forked, nproc=1), ALONE),
+        pytest.param(
+            functools.partial(run_script, launcher="plain", timeout=170),
+            ["zero3_spawn", *ALONE],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["forked", "script"],
+)
+def test_one_device_is_plain_lightning_under_every_launcher(
+    run: Callable[..., Finished], names: list[str]
+) -> None:
+    """One after another in one script, which also trains without a strategy before and after."""
+    lines = _lines(run(FIT, "auto", *names, "auto").stdout)
+    assert len(lines) == len(names) + 2
+    assert len(set(lines)) == 1
+    assert lines[0].startswith("rank 0 1 ")
+
+
+def _alone(cluster: str, variables: dict[str, str]) -> dict[str | int, Run]:
+    os.environ.update(variables)
+    runs: dict[str | int, Run] = {}
+    for name, strategy in (("ddp", "auto"), *zip(STAGES, STAGES, strict=True)):
+        module, trainer = Regression(), make_trainer(strategy, use_distributed_sampler=False)
+        if name != "ddp":
+            assert type(trainer.strategy.cluster_environment).__name__ == cluster
+        trainer.fit(module, rows(), rows(8, seed=1))
+        runs[name] = Run.of(module, trainer)
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("cluster", "variables"),
+    [
+        ("TorchElasticEnvironment", {"TORCHELASTIC_RUN_ID": "1", "LOCAL_RANK": "0"}),
+        ("SLURMEnvironment", slurm_variables(0, 1)),
+    ],
+)
+def test_one_device_of_a_cluster_is_plain_lightning(
+    ranks: Pools, cluster: str, variables: dict[str, str]
+) -> None:
+    assert_like_ddp(ranks(1).run(_alone, cluster, variables))
+
+
+DIE = """
+import os, signal, sys, time
+from pathlib import Path
+from lightning.pytorch.callbacks import ModelCheckpoint
+from tests.oracle.launch import say
+from tests.oracle.projects import Regression, make_trainer, rows
+
+folder, life = Path(sys.argv[1]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+class Mortal(Regression):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if (life, self.global_step, self.global_rank) == (0, 1, 1):
+            raise ArithmeticError("rank 1 gave up")
+        if (life, self.global_step, self.global_rank) == (1, 5, 0):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss
+
+last = ModelCheckpoint(folder, save_last=True)
+saving = dict(enable_checkpointing=True, callbacks=[last])
+trainer = make_trainer("zero3", devices=2, max_epochs=2, **saving)
+module = Mortal()
+if life and trainer.global_rank == 1:
+    time.sleep(1.0)  # so that rank 0 looks for it while its former life's address is there
+found = [path for path in [folder / "last.ckpt"] if path.exists()]
+trainer.fit(module, rows(), rows(8, seed=1), ckpt_path=found[0] if found else None)
+weights = sum(p.detach().double().abs().sum() for p in module.parameters())
+loss = trainer.callback_metrics["val_loss"]
+say(f"life {life} with {len(found)} checkpoint and {len(module.losses)} steps")
+say(f"rank {trainer.global_rank} {trainer.world_size} {weights:.6f} {loss:.6f}")
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_starts_again_when_a_rank_has_died(digest: str, tmp_path: Path) -> None:
+    """Rank 1 raises while rank 0 waits for its gradients; in the next life rank 0 is killed."""
+    finished = run_script(DIE, tmp_path, launcher="torchrun", restarts=2, timeout=170)
+    assert _lines(finished.stdout) == [f"rank 0 {digest}", f"rank 1 {digest}"]
+    assert finished.stdout.count("life 2 with 1 checkpoint and 4 steps") == 2
+    assert "ArithmeticError: rank 1 gave up" in finished.output
+    assert "Other ranks did not survive the exception" in finished.output
+    assert "exitcode: -9" in finished.output
+
+
+QUEUE = """
+import os, signal, sys
+import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from tests.oracle.launch import say
+from tests.oracle.projects import Regression, make_trainer, rows
+
+class Interrupted(Regression):
+    # The signal comes to rank 0 before a step, and to rank 1 within its backward and the next.
+    def on_train_batch_start(self, batch, batch_idx):
+        self.place = self.current_epoch, batch_idx
+        if self.place == (0, 2) and self.global_rank == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def on_after_backward(self):
+        if self.place in ((0, 2), (0, 3)) and self.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+for module in (Interrupted(), Regression()):
+    trainer = make_trainer("zero3", devices=2, max_epochs=2, default_root_dir=sys.argv[1])
+    assert type(trainer.strategy.cluster_environment) is SLURMEnvironment
+    trainer.fit(module, rows(), rows(8, seed=1))
+    weights = sum(p.detach().double().abs().sum() for p in module.parameters())
+    loss = trainer.callback_metrics["val_loss"]
+    say(f"rank {trainer.global_rank} {trainer.world_size} {weights:.6f} {loss:.6f}")
+    say(f"{len(module.losses)} steps")
+
+class Ended(Regression):
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 0 and self.global_rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_after_backward(self):
+        if len(self.losses) == 1 and self.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+folder = sys.argv[1] + "/end"
+saves = dict(callbacks=[OnExceptionCheckpoint(folder)], enable_checkpointing=True)
+trainer = make_trainer("zero3", devices=2, default_root_dir=folder, **saves)
+module = Ended()
+try:
+    trainer.fit(module, rows())
+except SystemExit as end:
+    say(f"{type(end).__name__} after {len(module.losses)}")
+saved = torch.load(folder + "/on_exception.ckpt")["state_dict"]
+assert all(torch.equal(saved[name], p) for name, p in module.named_parameters())
+"""
+
+
+def test_slurm_starts_the_ranks_and_queues_them_again(digest: str, tmp_path: Path) -> None:
+    """At the signal to make room one checkpoint is written, from which the next job goes on.
+
+    The signal finds each rank somewhere else; all answer it at the same batch. So they do the
+    signal to end.
+    """
+    command = tmp_path / "scontrol"
+    command.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    command.chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    finished = run_script(QUEUE, tmp_path, launcher="srun", env=path, timeout=170)
+    assert _lines(finished.stdout) == [f"rank 0 {digest}"] * 2 + [f"rank 1 {digest}"] * 2
+    steps = [line for line in finished.stdout.splitlines() if line.endswith("steps")]
+    assert steps == ["8 steps", "4 steps"] * 2
+    assert finished.stdout.count("SIGTERMException after 3") == 2
+    assert (tmp_path / "asked").read_text() == "requeue 4242\n"
+    assert len(list(tmp_path.glob("hpc_ckpt_*.ckpt"))) == 1
+
+
+# ------------------------------------------------------------------------------- the command line
+
+
+class FromCommandLine(Regression):
+    """A LightningModule with loaders of its own."""
+
+    def train_dataloader(self) -> Any:
+        return rows()
+
+
+QUIET = """
+trainer:
+  accelerator: cpu
+  devices: {world}
+  max_epochs: 1
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  strategy: {strategy}
+"""
+
+BY_PATH = "{{class_path: lightning_zero.ZeROStrategy, init_args: {{stage: {stage}, {more}}}}}"
+
+
+def _run_command_line(path: str, strategy: str) -> list[Any]:
+    Path(path).mkdir(parents=True, exist_ok=True)
+    world = torch.distributed.get_world_size()
+    config = Path(path) / f"{torch.distributed.get_rank()}.yaml"
+    config.write_text(QUIET.format(world=world, strategy=strategy))
+    sys.argv = ["main"]  # LightningCLI warns of arguments that it was given twice
+    cli = LightningCLI(
+        FromCommandLine, args=["fit", "--config", str(config)], save_config_callback=None
+    )
+    assert isinstance(cli.trainer.strategy, ZeROStrategy)
+    settings = cli.trainer.strategy.settings
+    return [settings.stage, settings.reduce_dtype, settings.prefetch, cli.model.losses]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings"),
+    [
+        ("zero3", [3, None, 1]),
+        ("zero2", [2, None, 1]),
+        (BY_PATH.format(stage=1, more=""), [1, None, 1]),
+        (BY_PATH.format(stage=3, more="reduce_dtype: float64, prefetch: 2"), [3, torch.float64, 2]),
+    ],
+)
+def test_yaml_names_the_strategy(
+    ranks: Pools, tmp_path: Path, strategy: str, settings: list[Any]
+) -> None:
+    *found, losses = ranks(2).run(_run_command_line, str(tmp_path), strategy)[0]
+    assert found == settings
+    assert len(losses) == 4
+
+
+WITHOUT_IMPORT = """
+import sys
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+assert "lightning_zero" not in sys.modules
+cli = LightningCLI(BoringModel, args=["fit", "--config", sys.argv[1]], save_config_callback=None)
+print("rank", cli.trainer.world_size, type(cli.trainer.strategy).__name__)
+"""
+
+
+def test_yaml_needs_no_import(tmp_path: Path) -> None:
+    config = tmp_path / "zero.yaml"
+    config.write_text(QUIET.format(world=1, strategy=BY_PATH.format(stage=3, more="")))
+    finished = run_script(WITHOUT_IMPORT, config, launcher="plain", cwd=tmp_path)
+    assert _lines(finished.stdout) == ["rank 1 ZeROStrategy"]

@@ -1,0 +1,243 @@
+"""Projects that import `pytorch_lightning`: same names, same numbers, no needless import."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lightning_zero
+from tests.oracle.launch import Finished, run_forked, run_python, run_script
+from tests.oracle.ranks import ROOT, Pools
+
+NAMES = "from pytorch_lightning.strategies import StrategyRegistry as R; print('zero3' in R)"
+LOADED = "import sys; print('pytorch_lightning' in sys.modules)"
+TRAINER = """
+import lightning_zero, pytorch_lightning as pl
+strategy = lightning_zero.mirror.ZeROStrategy(2)
+t = pl.Trainer(strategy=strategy, accelerator="cpu", logger=False, precision="bf16-mixed")
+print(isinstance(strategy, pl.strategies.DDPStrategy))
+print(isinstance(strategy, lightning_zero.ZeROStrategy))
+print(t.strategy.settings.stage, type(t.precision_plugin).__module__)
+print(pl.__spec__.loader is pl.__loader__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "printed"),
+    [
+        (
+            f"import lightning_zero\n{LOADED}\n{NAMES}\n{TRAINER}",
+            ["False", "True", "True", "False", "2 lightning_zero.mirror.trainer.precision", "True"],
+        ),
+        (
+            f"import pytorch_lightning, lightning_zero\n{LOADED}\n{NAMES}",
+            ["True", "True"],
+        ),
+        (
+            f"import lightning_zero\nlightning_zero.mirror.MemoryMonitor\n{LOADED}\n{NAMES}",
+            ["True", "True"],
+        ),
+    ],
+    ids=["later", "before", "by us"],
+)
+def test_names_are_there_when_the_mirror_is(code: str, printed: list[str]) -> None:
+    assert run_python(["-c", code]).stdout.splitlines() == printed
+
+
+def train(strategy: str, **options: Any) -> dict[str, torch.Tensor]:
+    import pytorch_lightning as pl
+    from pytorch_lightning.demos.boring_classes import BoringModel
+
+    torch.manual_seed(0)
+    module = BoringModel()
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        max_epochs=2,
+        limit_train_batches=4,
+        limit_val_batches=2,
+        gradient_clip_val=0.1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(module)
+    trainer.test(module, verbose=False)
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def train_all(strategies: list[str], options: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+    return [train(strategy, **options) for strategy in strategies]
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=str)
+def test_every_stage_is_ddp_under_the_mirror(ranks: Pools, options: dict[str, Any]) -> None:
+    strategies = ["ddp", "zero1", "zero2", "zero3"]
+    ddp, *stages = ranks(2).run(train_all, strategies, options, timeout=120)[0]
+    for params in stages:
+        torch.testing.assert_close(params, ddp, rtol=1e-6, atol=1e-7)
+
+
+CONFIG = """
+trainer:
+  accelerator: cpu
+  devices: 2
+  max_epochs: 2
+  limit_train_batches: 4
+  limit_val_batches: 0
+  enable_progress_bar: false
+  enable_model_summary: false
+  log_every_n_steps: 1
+  logger: {{class_path: pytorch_lightning.loggers.CSVLogger, init_args: {{save_dir: {folder}}}}}
+  callbacks:
+  - {{class_path: lightning_zero.mirror.MemoryMonitor, init_args: {{predict: false}}}}
+  - {{class_path: lightning_zero.mirror.TrafficMonitor, init_args: {{every_n_steps: 1}}}}
+  - class_path: pytorch_lightning.callbacks.ModelCheckpoint
+    init_args: {{dirpath: {folder}, filename: "{{epoch}}", save_top_k: -1}}
+  strategy: {strategy}
+"""
+
+BY_PATH = "{class_path: lightning_zero.mirror.ZeROStrategy, init_args: {stage: 2}}"
+
+
+def run_command_line(folder: str, strategy: str, *words: str) -> Any:
+    """LightningCLI of the mirror, as a project's script would start it."""
+    from pytorch_lightning.cli import LightningCLI
+    from pytorch_lightning.demos.boring_classes import BoringModel
+
+    config = Path(folder) / f"{dist.get_rank()}.yaml"
+    config.write_text(CONFIG.format(folder=folder, strategy=strategy))
+    sys.argv = ["main"]  # LightningCLI warns of arguments that it was given twice
+    torch.manual_seed(0)
+    args = ["fit", "--config", str(config), *words]
+    return LightningCLI(BoringModel, args=args, save_config_callback=None)
+
+
+def resume_from_command_line(folder: str, strategy: str, stage: int) -> set[str]:
+    """Train, resume half-way under the same strategy and under DDP; returns what was logged."""
+    cli = run_command_line(folder, strategy)
+    assert isinstance(cli.trainer.strategy, lightning_zero.mirror.ZeROStrategy)
+    assert cli.trainer.strategy.settings.stage == stage
+    assert cli.trainer.global_step == 8
+    expected = dict(cli.model.named_parameters())
+    for other in (strategy, "ddp"):
+        half_way = f"--ckpt_path={folder}/epoch=0.ckpt"
+        if other == "ddp":
+            resumed = run_command_line(folder, other, half_way, "--trainer.callbacks=null")
+        else:
+            resumed = run_command_line(folder, other, half_way)
+        assert resumed.trainer.global_step == 8
+        torch.testing.assert_close(
+            dict(resumed.model.named_parameters()), expected, rtol=1e-6, atol=1e-7
+        )
+    metrics = Path(cli.trainer.loggers[0].log_dir) / "metrics.csv"
+    return set(metrics.read_text().splitlines()[0].split(",")) if dist.get_rank() == 0 else set()
+
+
+@pytest.mark.parametrize(("strategy", "stage"), [("zero3", 3), (BY_PATH, 2)], ids=["name", "path"])
+def test_command_line_monitors_and_checkpoints_of_the_mirror(
+    ranks: Pools, tmp_path: Path, strategy: str, stage: int
+) -> None:
+    names = ranks(2).run(resume_from_command_line, str(tmp_path), strategy, stage, timeout=120)[0]
+    assert {"memory/step/weights", "memory/backward/gradients"} <= names
+    assert {"traffic/gather_bytes", "traffic/reduce_elements"} <= names
+
+
+LAUNCH = """
+import sys
+import lightning_zero
+from tests.trainer.test_mirror import train
+
+if __name__ == "__main__":
+    for strategy in sys.argv[1:]:
+        weights = train(strategy)
+        print(strategy, *(f"{value.double().abs().sum():.6f}" for value in weights.values()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("run", "strategies"),
+    [
+        (run_forked, ["zero2_fork"]),
+        pytest.param(run_script, ["zero3_spawn", "zero2_fork"], marks=pytest.mark.slow),
+    ],
+)
+def test_other_launchers_under_the_mirror(
+    ranks: Pools, run: Callable[..., Finished], strategies: list[str]
+) -> None:
+    expected = ranks(2).run(train, "ddp", timeout=120)[0]
+    words = [f"{value.double().abs().sum():.6f}" for value in expected.values()]
+    lines = run(LAUNCH, *strategies, timeout=170).stdout.splitlines()
+    for strategy in strategies:
+        assert " ".join([strategy, *words]) in lines
+
+
+def test_callbacks_of_the_other_package_are_not_ours() -> None:
+    """The reason for the twins: a Trainer knows its own package's callbacks only."""
+    from pytorch_lightning import Callback
+
+    assert issubclass(lightning_zero.mirror.MemoryMonitor, Callback)
+    assert issubclass(lightning_zero.mirror.TrafficMonitor, Callback)
+    assert not issubclass(lightning_zero.MemoryMonitor, Callback)
+    with pytest.raises(AttributeError, match="no attribute 'Monitor'"):
+        lightning_zero.mirror.Monitor  # noqa: B018
+
+
+EVERY_MODULE = """
+import importlib, pkgutil, sys
+import lightning_zero.trainer, pytorch_lightning
+names = [module.name for module in pkgutil.iter_modules(lightning_zero.trainer.__path__)]
+assert "strategy" in names
+for name in names:
+    own = importlib.import_module(f"lightning_zero.trainer.{name}")
+    twin = importlib.import_module(f"lightning_zero.mirror.trainer.{name}")
+    assert twin.__file__ == own.__file__
+    assert vars(twin).keys() == vars(own).keys(), name
+    for key, value in vars(twin).items():
+        place = str(getattr(value, "__module__", ""))
+        assert not place.startswith(("lightning.", "lightning_zero.trainer")), (name, key)
+try:
+    importlib.import_module("lightning_zero.mirror.trainer.nothing")
+except ModuleNotFoundError as error:
+    print(error)
+"""
+
+
+def test_every_module_of_the_trainer_has_a_twin() -> None:
+    printed = run_python(["-c", EVERY_MODULE]).stdout
+    assert printed == "No module named 'lightning_zero.mirror.trainer.nothing'\n"
+
+
+def test_objects_of_the_mirror_are_pickled_by_their_own_names(tmp_path: Path) -> None:
+    monitor = lightning_zero.mirror.TrafficMonitor(every_n_steps=3)
+    (tmp_path / "monitor").write_bytes(pickle.dumps([monitor, lightning_zero.mirror.ZeROStrategy]))
+    code = (
+        "import pickle, sys; monitor, cls = pickle.loads(open(sys.argv[1], 'rb').read());"
+        "import pytorch_lightning as pl;"
+        "print(monitor.every_n_steps, isinstance(monitor, pl.Callback), cls.__module__)"
+    )
+    printed = run_python(["-c", code, str(tmp_path / "monitor")]).stdout
+    assert printed == "3 True lightning_zero.mirror.trainer.strategy\n"
+
+
+def test_source_and_tracebacks_of_the_mirror_are_those_of_the_file() -> None:
+    twin, own = lightning_zero.mirror.ZeROStrategy, lightning_zero.ZeROStrategy
+    assert inspect.getsource(twin) == inspect.getsource(own)
+    assert inspect.getsourcelines(twin.setup) == inspect.getsourcelines(own.setup)
+    with pytest.raises(ValueError, match="Expected every_n_steps >= 1") as raised:
+        lightning_zero.mirror.TrafficMonitor(every_n_steps=0)
+    entry = traceback.extract_tb(raised.tb)[-1]
+    assert entry.filename == str(ROOT / "lightning_zero" / "trainer" / "traffic_monitor.py")
+    assert str(entry.line).startswith('raise ValueError(f"Expected every_n_steps')

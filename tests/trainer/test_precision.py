@@ -1,0 +1,197 @@
+"""Precisions, the loss scale and clipping through the Trainer, held against DDP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+
+from lightning_zero import ZeROPrecision, ZeROStrategy
+from lightning_zero.optimizer.loss_scaler import LossScaler
+from tests.oracle.projects import (
+    STAGES,
+    Regression,
+    Run,
+    assert_like_ddp,
+    fit,
+    make_trainer,
+    rows,
+    under_all,
+)
+from tests.oracle.ranks import Pools
+
+PRECISIONS = {
+    "64-true": torch.float64,
+    "32-true": torch.float32,
+    "bf16-mixed": torch.bfloat16,
+    "bf16-true": torch.bfloat16,
+    "16-true": torch.float16,
+    "16-mixed": torch.float16,
+}
+
+
+class Noting(Regression):
+    """Notes the norm of the gradients and, under "16-mixed", the loss scale."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(lr=0.05, optimizer=torch.optim.SGD)
+        self.notes: list[Any] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norms = [float(p.grad.norm()) for p in self.parameters() if p.grad is not None]
+        self.notes.append([norm if norm < 1e30 else "inf" for norm in norms])
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            self.notes.append(
+                scaler.scale if isinstance(scaler.scale, float) else scaler.get_scale()
+            )
+
+
+def _train(strategy: Any, precision: str, case: type[Noting] = Noting, **options: Any) -> Run:
+    module = case()
+    if precision == "16-mixed":
+        # On CPU the Trainer itself would turn this precision into "bf16-mixed".
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
+    else:
+        options["precision"] = precision
+    run = fit(module, strategy, **{"max_steps": 5, "max_epochs": -1, **options})
+    run.notes = module.notes
+    return run
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_precision_is_that_of_ddp(ranks: Pools, precision: str) -> None:
+    runs = ranks(2).run(under_all, _train, precision)
+    assert_like_ddp(runs, dtype=PRECISIONS[precision])
+
+
+class _Overflows(Noting):
+    """In the second and third step one element of one rank's gradient is infinite."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx in (1, 2) and self.global_rank == 1:
+            loss = loss + self.head.bias[5] * float("inf")
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """The norms that are not finite are noted elsewhere."""
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.5}])
+def test_all_ranks_skip_a_step_that_overflows_on_one(ranks: Pools, options: Any) -> None:
+    runs = ranks(2).run(under_all, _train, "16-mixed", _Overflows, **options)
+    assert runs[0]["ddp"].notes == [1024.0, 512.0, 256.0, 256.0, 256.0]
+    assert_like_ddp(runs, dtype=torch.float16)
+
+
+class _OwnClipping(Noting):
+    """Clips the head by value, then everything as it is told."""
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        assert gradient_clip_val == 0.05
+        torch.nn.utils.clip_grad_value_(self.head.parameters(), 0.01)
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        self.notes.append([float(p.grad.norm()) for p in self.parameters()])
+
+
+class _ClipsMainParameters(Noting):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        parameters = list(self.trainer.precision_plugin.main_params(optimizer))
+        self.notes.append(float(torch.nn.utils.clip_grad_norm_(parameters, 0.1)))
+        self.notes.append([float(p.grad.norm()) for p in self.parameters()])
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_clipping_is_that_of_ddp(ranks: Pools, precision: str) -> None:
+    runs = ranks(3).run(_clip_in_every_way, precision)
+    assert_like_ddp(runs, dtype=PRECISIONS[precision])
+
+
+def _clip_in_every_way(precision: str) -> dict[Any, Run]:
+    def clip(strategy: Any) -> Run:
+        notes = []
+        for options in (
+            {"gradient_clip_val": 0.1},
+            {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+            {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2},
+            {"gradient_clip_val": 0.05, "case": _OwnClipping},
+            {"case": _ClipsMainParameters},
+        ):
+            run = _train(strategy, precision, **{"max_steps": 2, **options})
+            notes.append([run.notes, run.params])
+        return Run({}, notes=notes)
+
+    return under_all(clip)
+
+
+class _Looks(Noting):
+    """Notes the dtypes of a weight and of its piece."""
+
+    def on_after_backward(self) -> None:
+        (optimizer,) = self.trainer.optimizers
+        piece = optimizer.param_groups[0]["params"][2]
+        self.notes = [self.net.blocks[0].linear.weight.dtype, piece.dtype]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """The dtypes are all there is to note."""
+
+
+def _kinds_of_state(stage: int) -> None:
+    for precision, weight, master in (
+        ("bf16-mixed", torch.bfloat16, torch.float32),
+        ("bf16-true", torch.bfloat16, torch.bfloat16),
+        ("64-true", torch.float64, torch.float64),
+    ):
+        module = _Looks()
+        trainer = make_trainer(stage, precision=precision, fast_dev_run=1)
+        assert trainer.precision == precision
+        assert isinstance(trainer.precision_plugin, ZeROPrecision)
+        trainer.fit(module, rows())
+        assert module.notes == [weight, master]
+        assert {p.dtype for p in module.parameters()} == {master}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_and_masters_have_the_dtypes_of_the_table(ranks: Pools, stage: int) -> None:
+    ranks(2).run(_kinds_of_state, stage)
+
+
+def test_plugin_of_the_strategy_is_kept() -> None:
+    plugin = ZeROPrecision("16-mixed", scaler=LossScaler(init_scale=8.0))
+    trainer = Trainer(
+        accelerator="cpu", devices=1, strategy=ZeROStrategy(precision_plugin=plugin), logger=False
+    )
+    assert trainer.precision_plugin is plugin
+    assert trainer.precision == "16-mixed"
+    assert trainer.precision_plugin.state_dict()["scale"] == 8.0
+
+
+def test_foreign_precision_is_refused() -> None:
+    class Odd(Precision):
+        """A plugin that ZeRO knows nothing of."""
+
+    with pytest.raises(TypeError, match=r"cannot shard under Odd. Use Trainer\(precision="):
+        ZeROStrategy(precision_plugin=Odd())
+
+
+def test_scaler_reads_that_of_torch() -> None:
+    torch_scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=7)
+    ours = ZeROPrecision.of(MixedPrecision("16-mixed", "cpu", torch_scaler))
+    assert ours.state_dict() == torch_scaler.state_dict()
+    ours.load_state_dict({**torch_scaler.state_dict(), "scale": 32.0, "_growth_tracker": 3})
+    torch_scaler.load_state_dict(ours.state_dict())
+    assert torch_scaler.get_scale() == 32.0

@@ -1,0 +1,420 @@
+"""ZeROStrategy in a Trainer: the loops in any order, the module afterwards, errors, exceptions."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import Callback
+from lightning_utilities.core import rank_zero
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from lightning_zero import ZeROPrecision, ZeROStrategy
+from tests.oracle.projects import (
+    STAGES,
+    Regression,
+    Run,
+    assert_like_ddp,
+    fit,
+    make_strategy,
+    make_trainer,
+    rows,
+    under_all,
+)
+from tests.oracle.ranks import Pools
+
+# ------------------------------------------------------------------------------------ the loops
+
+
+def _fit_with_validation(strategy: Any) -> Run:
+    return fit(Regression(), strategy, max_epochs=2, data=(rows(), rows(8, seed=1)))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_fit_is_that_of_ddp(ranks: Pools, world: int) -> None:
+    assert_like_ddp(ranks(world).run(under_all, _fit_with_validation))
+
+
+def _any_order(strategy: Any) -> Run:
+    """Every loop before and after every other, with one Trainer."""
+    module, notes = Regression(), []
+    trainer = make_trainer(strategy, max_epochs=1)
+
+    def note(*results: Any) -> None:
+        notes.append(
+            [{k: v.detach().clone() for k, v in trainer.callback_metrics.items()}, results]
+        )
+
+    note(trainer.test(module, rows(8, seed=2), verbose=False))
+    note(trainer.validate(module, rows(8, seed=1), verbose=False))
+    trainer.fit(module, rows(), rows(8, seed=1))
+    note(trainer.predict(module, rows(8, seed=3)))
+    note(trainer.validate(module, rows(8, seed=1), verbose=False))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, rows(), rows(8, seed=1))
+    note(trainer.test(module, rows(8, seed=2), verbose=False))
+    note(trainer.test(module, rows(8, seed=2), verbose=False))
+    return Run.of(module, trainer, notes)
+
+
+def test_loops_in_any_order(ranks: Pools) -> None:
+    assert_like_ddp(ranks(2).run(under_all, _any_order))
+
+
+def _loop_options(strategy: Any) -> Run:
+    notes = []
+    for options in (
+        {"val_check_interval": 2, "limit_val_batches": 1},
+        {"fast_dev_run": 2},
+        {"overfit_batches": 2, "max_epochs": 2},
+        {"detect_anomaly": True, "limit_train_batches": 2},
+        {"inference_mode": False},
+        {"barebones": True},
+        {"num_sanity_val_steps": 0, "check_val_every_n_epoch": 2, "max_epochs": 2},
+        {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2},
+    ):
+        if "barebones" in options:
+            options |= dict.fromkeys(("logger", "log_every_n_steps", "enable_checkpointing"))
+            options |= dict.fromkeys(("enable_progress_bar", "enable_model_summary"))
+        run = fit(
+            _TwoLoaders(), strategy, data=(rows(), [rows(8, seed=1), rows(4, seed=2)]), **options
+        )
+        notes.append([run.params, run.metrics])
+    return Run({}, notes=notes)
+
+
+class _TwoLoaders(Regression):
+    """Validates on two loaders, the second of which skips the head."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if dataloader_idx == 0:
+            self.log("val", self.loss(batch), sync_dist=True)
+        else:
+            self.log("val", self.net(batch[0]).mean(), sync_dist=True)
+
+
+def test_options_of_the_loops(ranks: Pools) -> None:
+    assert_like_ddp(ranks(2).run(under_all, _loop_options, timeout=120))
+
+
+def _two_trainers(strategy: Any) -> Run:
+    module = Regression()
+    first = fit(module, strategy)
+    second = fit(module, strategy, max_epochs=2)
+    return Run(second.params, second.metrics, second.losses, first.params)
+
+
+def test_two_trainers_one_after_another(ranks: Pools) -> None:
+    assert_like_ddp(ranks(2).run(under_all, _two_trainers))
+
+
+def _change_of_strategy() -> None:
+    expected = Regression()
+    for _ in range(5):
+        fit(expected, "ddp", max_steps=3)
+    module = Regression()
+    for strategy in (3, "ddp", 1, 2, 3):
+        fit(module, strategy, max_steps=3)
+    for ours, theirs in zip(module.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_one_module_under_one_strategy_after_the_other(ranks: Pools) -> None:
+    ranks(2).run(_change_of_strategy)
+
+
+# ------------------------------------------------------------------------------------ afterwards
+
+
+def _module_after_fit(stage: int) -> None:
+    module = Regression()
+    parameters = list(module.parameters())
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()]
+    fit(module, stage)
+    assert all(ours is theirs for ours, theirs in zip(module.parameters(), parameters, strict=True))
+    for parameter in parameters:
+        assert type(parameter) is Parameter
+        assert parameter.device.type == "cpu"
+        assert parameter.is_contiguous()
+        assert parameter.isfinite().all()
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes
+        assert parameter.grad is None
+        assert not parameter._post_accumulate_grad_hooks
+    assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()]
+    assert module.trainer.strategy.memory()["gathered"] == 0
+    # It works as any module does.
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    for twin in (
+        copy.deepcopy(module),
+        pickle.loads(pickle.dumps(module)),
+        torch.load(file, weights_only=False),
+    ):
+        twin(torch.randn(2, 6)).sum().backward()
+        assert all(parameter.grad is not None for parameter in twin.parameters())
+        pairs = zip(twin.state_dict().values(), module.state_dict().values(), strict=True)
+        assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+def _without_restoring(stage: int) -> None:
+    module = Regression()
+    trainer = make_trainer(make_strategy(stage, restore_weights=False))
+    trainer.fit(module, rows())
+    with pytest.raises(RuntimeError, match=r"'net.blocks.0.linear.weight'.*restore_weights=True"):
+        module.net.blocks[0].linear.weight.sum()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_module_is_whole_and_ordinary_after_fit(ranks: Pools, stage: int) -> None:
+    ranks(2).run(_module_after_fit, stage)
+
+
+def test_weights_stay_at_rest_on_demand(ranks: Pools) -> None:
+    ranks(2).run(_without_restoring, 3)
+
+
+def _logged(stage: int) -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    # Lightning's or its mirror's, whichever was imported last in this process.
+    logger = rank_zero.log
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        trainer = make_trainer(stage, max_epochs=1)
+        module = Regression()
+        trainer.validate(module, rows(4), verbose=False)
+        trainer.fit(module, rows(), rows(4))
+        trainer.test(module, rows(4), verbose=False)
+    finally:
+        logger.removeHandler(handler)
+    return [record for record in records if "by unit" in record]
+
+
+def test_units_are_logged_once_by_rank_0(ranks: Pools) -> None:
+    first, second = ranks(2).run(_logged, 3)
+    assert second == []
+    assert len(first) == 1
+    assert "stage 3 over 2 ranks" in first[0]
+    assert "net.blocks.0 to net.blocks.2: 3 x 54 parameters" in first[0]
+
+
+# ------------------------------------------------------------------------------------ errors
+
+
+class _Gloomy(Regression):
+    """Raises in one training step, on some ranks."""
+
+    def __init__(self, bad_ranks: set[int], bad_step: int = 2) -> None:
+        super().__init__()
+        self.bad_ranks, self.bad_step = bad_ranks, bad_step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == self.bad_step and self.global_rank in self.bad_ranks:
+            raise ArithmeticError(f"rank {self.global_rank} gave up")
+        return loss
+
+
+def _raise_on_all_ranks(strategy: Any) -> Run:
+    module = _Gloomy({0, 1})
+    with pytest.raises(ArithmeticError, match="gave up"):
+        fit(module, strategy)
+    first = Run.of(module)
+    assert all(type(parameter) is Parameter for parameter in module.parameters())
+    module.bad_ranks = set()
+    second = fit(module, strategy)
+    return Run(second.params, second.metrics, second.losses, first.params)
+
+
+def test_exception_on_all_ranks_leaves_a_module_that_trains_on(ranks: Pools) -> None:
+    assert_like_ddp(ranks(2).run(under_all, _raise_on_all_ranks))
+
+
+class _Lossless(Regression):
+    """Returns no loss for its second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skips = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if self.skips and batch_idx == 1 else loss
+
+
+def _skip_on_one_device(strategy: Any) -> Run:
+    return fit(_Lossless(), strategy)
+
+
+def test_no_loss_on_one_device_is_a_skipped_batch(ranks: Pools) -> None:
+    [runs] = ranks(1).run(under_all, _skip_on_one_device)
+    assert len(runs["ddp"].losses) == 8
+    assert_like_ddp([runs])
+
+
+def _skip_on_all_ranks(strategy: Any) -> Run:
+    module = _Lossless()
+    with pytest.raises(RuntimeError, match="by returning None in distributed training is not"):
+        fit(module, strategy)
+    first = Run.of(module)
+    module.skips = False
+    second = fit(module, strategy)
+    return Run(second.params, second.metrics, second.losses, first.params)
+
+
+def test_no_loss_on_all_ranks_is_an_error_and_the_module_trains_on(ranks: Pools) -> None:
+    assert_like_ddp(ranks(2).run(under_all, _skip_on_all_ranks))
+
+
+class _Plugin(TorchCheckpointIO):
+    """A checkpoint plugin of the user's, which is told of the end."""
+
+    def __init__(self) -> None:
+        self.is_broken = self.was_told = False
+
+    def teardown(self) -> None:
+        self.was_told = True
+        if self.is_broken:
+            _give_up()
+
+
+def _give_up() -> None:
+    raise OSError("it cannot be ended")
+
+
+class _Breaks(Callback):
+    """Makes one of what the strategy ends raise."""
+
+    def __init__(self, broken: str) -> None:
+        self.broken = broken
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        strategy = trainer.strategy
+        self.comm = strategy.engine.comm
+        if self.broken == "saver":
+            strategy._run.saver.close = _give_up
+        elif self.broken == "weights":
+            strategy.engine.sharded.restore = _give_up
+        else:
+            strategy.checkpoint_io.is_broken = True
+
+
+def _end_in_spite_of_errors() -> None:
+    for broken in ("saver", "weights", "plugin"):
+        module, breaks = Regression(), _Breaks(broken)
+        trainer = make_trainer(make_strategy(3, checkpoint_io=_Plugin()), callbacks=[breaks])
+        with pytest.raises(OSError, match="it cannot be ended"):
+            trainer.fit(module, rows(4))
+        strategy, comm = trainer.strategy, breaks.comm
+        assert strategy.engine.is_closed
+        assert strategy.checkpoint_io.was_told
+        assert comm.control.watchdog._has_left
+        # The Trainer answers signals by itself again.
+        assert not {"_sigterm_notifier_fn"} & set(vars(trainer._signal_connector))
+        if broken == "weights":
+            with pytest.raises(RuntimeError, match="was left sharded"):
+                module.net.blocks[0].linear.weight.sum()
+        else:
+            assert {type(parameter) for parameter in module.parameters()} == {Parameter}
+            fit(module, 3)
+
+
+def test_everything_is_ended_though_one_end_fails(ranks: Pools) -> None:
+    ranks(2).run(_end_in_spite_of_errors, timeout=120)
+
+
+def test_unsupported_arguments() -> None:
+    with pytest.raises(ValueError, match=r"Expected stage among 1, 2, 3, got 4"):
+        ZeROStrategy(4)
+    with pytest.raises(ValueError, match=r"Expected launcher among subprocess, .*got 'mpi'"):
+        ZeROStrategy(launcher="mpi")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Expected prefetch as a number of units >= 0, got -1"):
+        ZeROStrategy(prefetch=-1)
+    with pytest.raises(ValueError, match="restore_weights=False contradicts"):
+        ZeROStrategy(launcher="spawn", restore_weights=False)
+    with pytest.raises(ValueError, match=r"accumulate='reduce' contradicts. Use stage=2"):
+        ZeROStrategy(1, accumulate="reduce")
+    with pytest.raises(ValueError, match=r"reshard_after_forward=False has no meaning.*stage=3"):
+        ZeROStrategy(2, reshard_after_forward=False)
+    with pytest.raises(ValueError, match=r"Expected reduce_dtype as a torch dtype .* 'half8'"):
+        ZeROStrategy(reduce_dtype="half8")
+    with pytest.raises(ValueError, match="Expected reduce_dtype as a floating dtype"):
+        ZeROStrategy(reduce_dtype="int8")
+    with pytest.raises(ValueError, match=r"Expected a precision among '64-true'.* got 'int4'"):
+        ZeROPrecision("int4")
+    with pytest.raises(ValueError, match="does not scale the loss"):
+        ZeROPrecision("32-true", scaler=object())  # type: ignore[arg-type]
+
+
+class _Empty(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = self.head = nn.Identity()
+
+
+class _Lazy(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.LazyLinear(6)
+
+
+class _Complex(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = Parameter(torch.zeros(3, dtype=torch.complex64))
+
+
+class _Twice(Regression):
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": list(self.parameters())}, {"params": list(self.head.parameters())}]
+        optimizer = torch.optim.SGD(groups[:1], lr=0.1)
+        optimizer.param_groups.append({**optimizer.param_groups[0], **groups[1]})
+        return optimizer
+
+
+class _Hoarder(torch.optim.SGD):
+    """Would step what it has put aside, whatever is in its param groups."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.aside = list(self.param_groups[0]["params"])
+
+
+def _refused(stage: int) -> None:
+    for module, message in (
+        (_Empty(), "_Empty has no parameters, so there is nothing to shard"),
+        (_Lazy(), "'head.weight' is lazily initialized and has no shape yet"),
+        (_Complex(), "'phase' is complex; hold it as two real"),
+        (
+            Regression(optimizer=_Hoarder),
+            "_Hoarder refers to parameters outside of",
+        ),
+        (_Twice(), r"'?head.weight'? appears in more than one param group of SGD"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fit(module, ZeROStrategy(stage))
+    for options, message in (
+        ({"activation_checkpointing": {nn.LSTM}}, "activation_checkpointing=LSTM.* no such module"),
+        ({"units": {nn.LSTM}}, "units=LSTM: Regression has no module of these classes"),
+        ({"units": "all"}, "Expected units='auto', classes or a callable, got units='all'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fit(Regression(), make_strategy(stage, **options))
+    fit(Regression(optimizer=torch.optim.Adafactor), stage)
+    fit(Regression(optimizer=torch.optim.LBFGS), stage)
+    fit(Regression(), stage)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_errors_at_the_door(ranks: Pools, stage: int) -> None:
+    ranks(2).run(_refused, stage)
