@@ -110,6 +110,8 @@ def run_forked(
     """
     environment = {**without_pytest(os.environ), "NPROC": str(nproc)}
     environment |= {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": loopback()}
+    # Lightning's launchers set the number of threads where nobody did, and sums follow it.
+    environment |= {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="script-") as folder:
         path, printed = _path_of(script, folder), Path(folder) / "output"
         here, there = Pipe()
