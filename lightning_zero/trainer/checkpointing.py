@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -36,13 +35,14 @@ from lightning_zero.optimizer import members, parameter_of
 from lightning_zero.plan import Settings
 from lightning_zero.trainer.internals import StoredPath, unwrapped
 from lightning_zero.trainer.options import Options
-from lightning_zero.trainer.run import Run
+from lightning_zero.trainer.ranks import RankStrategy
+from lightning_zero.trainer.run import callbacks_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class SavingStrategy(DDPStrategy):
+class SavingStrategy(RankStrategy):
     """Checkpoints of a sharded module: saved without gathering, loaded when it has been sharded.
 
     1. ``_run`` begins when the ranks are connected.
@@ -61,7 +61,6 @@ class SavingStrategy(DDPStrategy):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.engine: Engine | None = None
-        self._run: Run | None = None
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -137,11 +136,6 @@ class SavingStrategy(DDPStrategy):
     @property
     def _saver(self) -> Saver:
         return self._current.saver
-
-    @property
-    def _current(self) -> Run:
-        assert self._run is not None, "the environment is set up before anything else"
-        return self._run
 
     @property
     def _writes_files(self) -> bool:
@@ -276,8 +270,3 @@ class SavingStrategy(DDPStrategy):
         self._check_optimizer_states(checkpoint)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             load_optimizer_state(unwrapped(optimizer), state)
-
-
-def callbacks_of(trainer: pl.Trainer) -> list[Any]:
-    """Return the Trainer's callbacks, which are missing from its type."""
-    return trainer.callbacks  # type: ignore[attr-defined, no-any-return]

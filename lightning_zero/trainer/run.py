@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_zero.checkpoint import Saver
 from lightning_zero.comm import Communicator
 from lightning_zero.trainer.callbacks import AdaptedCallbacks
+from lightning_zero.trainer.options import Options
+from lightning_zero.trainer.precision import ZeROPrecision
 from lightning_zero.trainer.signals import Signals
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 
 class Removable(Protocol):
@@ -48,3 +55,42 @@ class Run:
     path: str = ""
     has_agreed_to_load: bool = False
     has_failed: bool = False
+
+    def take_stand_ins(self) -> list[Callable[[], None]]:
+        """Return how each stand-in is removed; there are none afterwards."""
+        stand_ins, self.stand_ins, self.signals = self.stand_ins, [], None
+        return [stand_in.remove for stand_in in stand_ins]
+
+    def remove_callbacks(self) -> None:
+        """Give the Trainer's callbacks their own hooks back."""
+        if self.callbacks is not None:
+            callbacks, self.callbacks = self.callbacks, None
+            callbacks.remove()
+
+
+def facts_of(
+    trainer: pl.Trainer, precision: ZeROPrecision, options: Options
+) -> dict[str, dict[str, Any]]:
+    """Return what must be equal on all ranks beside the model and the engine's settings."""
+    names = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches")
+    facts = {
+        "The Trainer": {
+            "function": trainer.state.fn,
+            "precision": str(precision.precision),
+            **{name: getattr(trainer, name) for name in names},
+            "accumulation schedules": [
+                callback.scheduling
+                for callback in callbacks_of(trainer)
+                if isinstance(callback, GradientAccumulationScheduler)
+            ],
+        },
+        "The strategy": dict(vars(options)),
+    }
+    if precision.scaler is not None:
+        facts["The loss scaler"] = dict(vars(precision.scaler))
+    return facts
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[Any]:
+    """Return the Trainer's callbacks, which are missing from its type."""
+    return trainer.callbacks  # type: ignore[attr-defined, no-any-return]

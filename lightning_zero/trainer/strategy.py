@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -14,8 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -24,19 +21,19 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_zero.checkpoint import Saver
-from lightning_zero.comm import Communicator, Traffic, join_group, process_groups
+from lightning_zero.comm import Communicator, Traffic
 from lightning_zero.deepspeed import Config
 from lightning_zero.engine import ActivationCheckpointing, Engine
 from lightning_zero.plan import Settings, UnitPolicy, as_dtype
 from lightning_zero.trainer import internals
 from lightning_zero.trainer.callbacks import AdaptedCallbacks
-from lightning_zero.trainer.checkpointing import SavingStrategy, callbacks_of
+from lightning_zero.trainer.checkpointing import SavingStrategy
 from lightning_zero.trainer.dataloader import SameLength
 from lightning_zero.trainer.deepspeed_config import Demands
 from lightning_zero.trainer.graph_logging import LoggedGraphs
 from lightning_zero.trainer.options import START_METHODS, Options
 from lightning_zero.trainer.precision import ZeROPrecision
-from lightning_zero.trainer.run import Removable, Run
+from lightning_zero.trainer.run import Run, callbacks_of, facts_of
 from lightning_zero.trainer.signals import Signals
 
 if TYPE_CHECKING:
@@ -169,30 +166,6 @@ class ZeROStrategy(SavingStrategy):
     # -- setup -----------------------------------------------------------------------------------
 
     @override
-    def setup_distributed(self) -> None:
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            self._join_group()
-        super().setup_distributed()
-        process_groups.end_at_exit()
-
-    def _join_group(self) -> None:
-        """Make the group before Lightning does, in a store without keys of restarted ranks."""
-        if process_groups.is_initialized() or not isinstance(
-            self.cluster_environment, TorchElasticEnvironment
-        ):
-            return
-        self.set_world_ranks()
-        join_group(
-            self.cluster_environment.main_address,
-            self.cluster_environment.main_port,
-            backend=self._get_process_group_backend(),
-            rank=self.global_rank,
-            world_size=self.world_size,
-            timeout=self._timeout or default_pg_timeout,
-            device=self.root_device,
-        )
-
-    @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         # Never on the accelerator: a whole model need not fit there.
@@ -246,7 +219,8 @@ class ZeROStrategy(SavingStrategy):
             broadcast_buffers=self.settings.broadcast_buffers and is_fitting,
         )
         run = self._current
-        self.engine = Engine(module, settings, run.comm, facts=self._facts(module.trainer))
+        facts = facts_of(module.trainer, self.precision_plugin, self.options)
+        self.engine = Engine(module, settings, run.comm, facts=facts)
         self.engine.sharded.broadcast_buffers()
         self.precision_plugin.comm = self.engine.comm
         self.model = module
@@ -254,26 +228,6 @@ class ZeROStrategy(SavingStrategy):
         choice = self.options.activation_checkpointing
         run.stand_ins.append(ActivationCheckpointing.chosen(choice, module, units))
         self._announce(self.engine.sharded.describe())
-
-    def _facts(self, trainer: pl.Trainer) -> dict[str, dict[str, Any]]:
-        """Return what must be equal on all ranks beside the model and the engine's settings."""
-        names = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches")
-        facts = {
-            "The Trainer": {
-                "function": trainer.state.fn,
-                "precision": str(self.precision_plugin.precision),
-                **{name: getattr(trainer, name) for name in names},
-                "accumulation schedules": [
-                    callback.scheduling
-                    for callback in callbacks_of(trainer)
-                    if isinstance(callback, GradientAccumulationScheduler)
-                ],
-            },
-            "The strategy": dict(vars(self.options)),
-        }
-        if self.precision_plugin.scaler is not None:
-            facts["The loss scaler"] = dict(vars(self.precision_plugin.scaler))
-        return facts
 
     def _announce(self, units: str) -> None:
         """Log the units, once for as long as they stay the same."""
@@ -347,35 +301,10 @@ class ZeROStrategy(SavingStrategy):
         with self.engine.no_sync():
             yield
 
-    # -- collective calls ------------------------------------------------------------------------
-
     @override
     def process_dataloader(self, dataloader: object) -> object:
         control = self._run.comm.control if self._run is not None else None
         return SameLength.of(dataloader, control, lambda: self._module.trainer.training)
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        with self._collective("a barrier"):
-            super().barrier(*args, **kwargs)
-
-    @override
-    def broadcast(self, obj: _T, src: int = 0) -> _T:
-        with self._collective("a broadcast"):
-            return super().broadcast(obj, src)
-
-    @override
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._collective("a reduction of values"):
-            return super().reduce(tensor, *args, **kwargs)
-
-    @override
-    def all_gather(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self._collective("an all-gather of values"):
-            return super().all_gather(tensor, *args, **kwargs)
-
-    def _collective(self, place: str) -> AbstractContextManager[Any]:
-        return nullcontext() if self._run is None else self._run.comm.control.log.at(place)
 
     # -- memory and traffic ----------------------------------------------------------------------
 
@@ -401,17 +330,15 @@ class ZeROStrategy(SavingStrategy):
     def teardown(self) -> None:
         assert self.accelerator is not None
         assert self.cluster_environment is not None
-        stand_ins: list[Removable] = []
-        if self._run is not None:
-            stand_ins, self._run.stand_ins, self._run.signals = self._run.stand_ins, [], None
+        run = self._run
         # One may raise, of a full disk or of ranks that have died: all others are ended still.
         with ExitStack() as endings:
             for end in reversed(
                 [
-                    *(stand_in.remove for stand_in in stand_ins),
-                    self._end_saves,
+                    *(run.take_stand_ins() if run else ()),
+                    *((run.saver.close,) if run else ()),
                     self._end_engine,
-                    self._end_callbacks,
+                    *((run.remove_callbacks,) if run else ()),
                     self._move_to_host,
                     self.precision_plugin.teardown,
                     self.accelerator.teardown,
@@ -421,10 +348,6 @@ class ZeROStrategy(SavingStrategy):
                 ]
             ):
                 endings.callback(end)
-
-    def _end_saves(self) -> None:
-        if self._run is not None:
-            self._run.saver.close()
 
     def _end_engine(self) -> None:
         if self.engine is None or self.engine.is_closed:
@@ -436,11 +359,6 @@ class ZeROStrategy(SavingStrategy):
         finally:
             self.engine.close(restore=restores)
 
-    def _end_callbacks(self) -> None:
-        if self._run is not None and self._run.callbacks is not None:
-            callbacks, self._run.callbacks = self._run.callbacks, None
-            callbacks.remove()
-
     def _move_to_host(self) -> None:
         """Leave the optimizers, and the module if it is whole, as DDP leaves them."""
         internals.optimizers_to_device(self.optimizers, torch.device("cpu"))
@@ -450,10 +368,6 @@ class ZeROStrategy(SavingStrategy):
         if self._layer_sync and internals.trainer_of(module) is not None:
             self._layer_sync.revert(module)
         module.cpu()
-
-    def _leave_ranks(self) -> None:
-        if self._run is not None:
-            self._run.comm.control.leave()
 
     def _may_restore(self, engine: Engine) -> bool:
         if not self.options.restore_weights:
