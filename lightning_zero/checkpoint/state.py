@@ -234,6 +234,8 @@ def _ranges(name: str, value: Any, piece: Any) -> Iterator[CheckedRange]:
         own = piece.range
         if own.start == own.stop:
             return
+        if isinstance(value, LazyTensor):
+            value = value.laid_out(own.slot.stride)
         if value.stride() == own.slot.stride:
             yield from ranges_of(name, value, own.start, own.stop)
             return
@@ -371,12 +373,15 @@ def ranges_of_optimizers(
 ) -> Iterator[CheckedRange]:
     """Yield what this rank reads of the states of optimizers, which fit them."""
     for optimizer, state in zip(optimizers, states, strict=True):
+        step = whole_step_of(optimizer)
         ids = [key for group in state["param_groups"] for key in group["params"]]
         for key, piece in zip(ids, members(optimizer), strict=True):
+            if step is not None and isinstance(piece, Piece) and not step.keeps_state_of(piece):
+                continue
             for name, value in state["state"].get(key, {}).items():
-                if isinstance(value, LazyTensor) and isinstance(piece, Piece):
-                    value = _like(value, piece)
-                yield from _ranges(f"{name} of parameter {key}", value, piece)
+                for tensor in tree_leaves(value):
+                    own = piece if step is None else None  # an owner reads all of it
+                    yield from _ranges(f"{name} of parameter {key}", tensor, own)
 
 
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:

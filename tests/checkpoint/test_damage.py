@@ -76,9 +76,9 @@ def places(path: Path) -> list[tuple[Path, int, int]]:
 # -- every tensor ----------------------------------------------------------------------------------
 
 
-def save_trained(path: str, kind: Kind) -> None:
+def save_trained(path: str, kind: Kind, build: Any = resharding.build) -> None:
     """Save a module with two optimizers, and something of a callback."""
-    module, optimizers, engine = resharding.shard(3, "32-true")
+    module, optimizers, engine = resharding.shard(3, "32-true", build)
     resharding.steps(module, optimizers, 0, resharding.NUM_BEFORE)
     checkpoint = {
         "state_dict": module_state(module, engine),
@@ -90,9 +90,11 @@ def save_trained(path: str, kind: Kind) -> None:
     Saver(engine.comm.control).save(checkpoint, path, PROVENANCE, kind=kind)
 
 
-def resume_from_damage(path: str, seed: int, verify: bool) -> list[str]:
+def resume_from_damage(
+    path: str, seed: int, verify: bool, build: Any = resharding.build
+) -> list[str]:
     """The errors of loading a checkpoint with one bit changed in every tensor, one by one."""
-    module, optimizers, engine = resharding.shard(3, "32-true")
+    module, optimizers, engine = resharding.shard(3, "32-true", build)
     control = engine.comm.control
     before = [piece.detach().clone() for piece in engine.sharded.pieces]
 
@@ -114,14 +116,22 @@ def resume_from_damage(path: str, seed: int, verify: bool) -> list[str]:
     return errors
 
 
-@KINDS
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "world", "build"),
+    [
+        (FileSave, 1, resharding.build),
+        (FileSave, 3, resharding.build_mixing),
+        (DirectorySave, 1, resharding.build_mixing),
+        (DirectorySave, 3, resharding.build),
+        (FileSave, 3, resharding.build),
+    ],
+)
 def test_every_damaged_tensor_is_refused_by_all(
-    ranks: Pools, tmp_path: Path, kind: Kind, world: int
+    ranks: Pools, tmp_path: Path, kind: Kind, world: int, build: Any
 ) -> None:
     path = tmp_path / "name"
-    ranks(2).run(save_trained, str(path), kind)
-    every = ranks(world).run(resume_from_damage, str(path), world, False)
+    ranks(2).run(save_trained, str(path), kind, build)
+    every = ranks(world).run(resume_from_damage, str(path), world, False, build)
     assert len(every[0]) > 25
     assert all(errors == every[0] for errors in every)
     for error in every[0]:

@@ -67,6 +67,22 @@ def build() -> tuple[nn.Module, list[Optimizer]]:
     return model, [adam, sgd]
 
 
+def build_mixing() -> tuple[nn.Module, list[Optimizer]]:
+    """The same model and two optimizers that mix elements: by parameter, and all at once."""
+    torch.manual_seed(0)
+    model = Everything()
+    matrices = [p for p in model.parameters() if p.ndim == 2 and p.requires_grad and p.numel()]
+    others = [p for p in model.parameters() if p.ndim < 2 and p.requires_grad]
+    return model, [torch.optim.Muon(matrices, lr=0.01), Lbfgs(others, lr=0.1, max_iter=1)]
+
+
+class Lbfgs(torch.optim.LBFGS):
+    """Keeps lists of tensors in its state; for a step in which nothing is searched."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure or (lambda: torch.zeros(())))
+
+
 def steps(model: nn.Module, optimizers: list[Optimizer], first: int, count: int) -> list[float]:
     """Train, every rank on the same rows; returns the losses."""
     losses = []
@@ -88,7 +104,9 @@ def settings(stage: int, precision: str) -> Settings:
     return Settings(stage=stage, recipe=RECIPES[precision])
 
 
-def shard(stage: int, precision: str) -> tuple[nn.Module, list[Optimizer], Engine]:
+def shard(
+    stage: int, precision: str, build: Any = build
+) -> tuple[nn.Module, list[Optimizer], Engine]:
     model, optimizers = build()
     engine = Engine(model, settings(stage, precision))
     for optimizer in optimizers:

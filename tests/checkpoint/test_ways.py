@@ -1,0 +1,97 @@
+"""Checkpoints of optimizers that are stepped by parameter or all at once: DDP's own files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import prodigyopt
+import pytest
+import torch
+from torch import nn
+
+from tests.oracle import by_trainer
+from tests.oracle.by_trainer import Rows, Stop, assert_close, make_trainer, strategy_of, world
+from tests.oracle.ranks import Pools
+
+
+def matrices(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.ndim == 2]
+
+
+def vectors(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.ndim != 2]
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
+    "muon beside adamw": lambda m: [
+        torch.optim.Muon(
+            [
+                {"params": matrices(m)[:2], "lr": 0.02},
+                {"params": matrices(m)[2:], "lr": 0.01, "weight_decay": 0.0},
+            ]
+        ),
+        torch.optim.AdamW(vectors(m), lr=0.01),
+    ],
+    "prodigy": lambda m: prodigyopt.Prodigy(m.parameters()),
+    "lbfgs": lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=2),  # one state for all
+}
+
+
+class Model(by_trainer.Model):
+    """The same with another optimizer."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.automatic_optimization = "beside" not in name
+
+    def configure_optimizers(self) -> Any:
+        return OPTIMIZERS[self.name](self)
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = super().training_step(batch, index)
+        if not self.automatic_optimization:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+        return loss
+
+
+def fit(name: str, strategy: str, path: str, ckpt_path: str | None = None) -> Any:
+    """Four steps with a checkpoint after two, or those that follow after a checkpoint."""
+    torch.manual_seed(0 if ckpt_path is None else 1)
+    module = Model(name)
+    max_steps = 8 if "beside" in name else 4  # the Trainer counts those of every optimizer
+    trainer = make_trainer(
+        world(),
+        strategy_of(strategy),
+        "/nowhere",
+        enable_checkpointing=False,
+        max_steps=max_steps,
+        callbacks=[] if ckpt_path else [Stop(path, max_steps // 2)],
+    )
+    trainer.fit(module, Rows(), ckpt_path=ckpt_path)
+    return module.losses, {key: p.detach().clone() for key, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_files_are_those_of_ddp_and_anybody_resumes(
+    ranks: Pools, tmp_path: Path, name: str
+) -> None:
+    paths = {writer: str(tmp_path / f"{writer}.ckpt") for writer in ("ddp", "zero3", "dcp1")}
+    runs = {writer: ranks(2).run(fit, name, writer, path)[0] for writer, path in paths.items()}
+    losses, weights = runs["ddp"]
+    for found, _ in runs.values():
+        assert found == pytest.approx(losses, rel=1e-4)
+    saved, expected = (torch.load(paths[w], weights_only=True) for w in ("zero3", "ddp"))
+    for key in ("state_dict", "optimizer_states"):
+        assert_close(saved[key], expected[key], key)
+    for size, writer, reader in ((1, "zero3", "ddp"), (2, "ddp", "zero1"), (3, "dcp1", "zero3")):
+        for found, after in ranks(size).run(fit, name, reader, "", paths[writer]):
+            assert found == pytest.approx(losses[-len(found) :], rel=1e-4)
+            for key, value in after.items():
+                torch.testing.assert_close(value, weights[key], rtol=1e-3, atol=1e-5)
