@@ -23,7 +23,6 @@ from lightning_zero.checkpoint.load import (
     content,
     load,
     mapped,
-    opened,
     provenance,
     rest_of,
     unreadable,
@@ -41,7 +40,6 @@ from lightning_zero.checkpoint.state import (
     rehearse,
 )
 from lightning_zero.checkpoint.values.chunk import Chunk, damage_of
-from lightning_zero.checkpoint.values.deferred import Deferred
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor, in_memory
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
 from lightning_zero.checkpoint.weights import load_weights, read_weights
@@ -49,7 +47,6 @@ from lightning_zero.checkpoint.weights import load_weights, read_weights
 __all__ = [
     "REST",
     "Chunk",
-    "Deferred",
     "Directory",
     "DirectorySave",
     "FileSave",
@@ -72,7 +69,6 @@ __all__ = [
     "load_weights",
     "mapped",
     "module_state",
-    "opened",
     "optimizer_state",
     "provenance",
     "ranges_of_optimizers",

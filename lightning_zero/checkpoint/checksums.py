@@ -141,7 +141,7 @@ class CheckedBytes:
             start: The first of them; all of its block is checked.
             stop: One past the last.
         """
-        with self._opened() as descriptor:
+        with self.opened() as descriptor:
             for first, last, expected in self._units(start, stop):
                 if _checksum_of(descriptor, self.offset + first, last - first) != expected:
                     raise ValueError(
@@ -153,12 +153,13 @@ class CheckedBytes:
     def read_ahead(self, start: int, stop: int) -> None:
         """Let the system start to read bytes ``[start, stop)``, where it can be asked to."""
         if hasattr(os, "posix_fadvise"):
-            with self._opened() as descriptor:
+            with self.opened() as descriptor:
                 place, advice = self.offset + start, os.POSIX_FADV_WILLNEED
                 os.posix_fadvise(descriptor, place, stop - start, advice)
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[int]:
+    def opened(self) -> Iterator[int]:
+        """Open the file, in a context."""
         descriptor = os.open(self.file, os.O_RDONLY | os.O_CLOEXEC)
         try:
             yield descriptor

@@ -14,7 +14,6 @@ import pickle
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,14 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
-from lightning_zero.checkpoint.checksums import CheckedRange, check
+from lightning_zero.checkpoint.checksums import check
 from lightning_zero.checkpoint.dcp.content import checkpoint_of
 from lightning_zero.checkpoint.dcp.directory import Directory, is_directory
-from lightning_zero.checkpoint.file.format import FORMAT, PROVENANCE, REST, TABLE
+from lightning_zero.checkpoint.file.format import PROVENANCE, REST, TABLE, check_version
 from lightning_zero.checkpoint.file.records import check_small_records
 from lightning_zero.checkpoint.values.origins import forget_records, note_records, ranges_of
 from lightning_zero.comm import Control, Outcome
+from lightning_zero.tensors import named_tensors
 
 _COPY_BYTES = 8 * 2**20
 _ARCHIVE = b"PK\3\4"
@@ -41,22 +41,16 @@ _WILL_NEED = 3  # MADV_WILLNEED, the same on Linux and macOS
 _ADVISED_BYTES = 2**17  # what Linux reads for one advice, at least; of more it drops the rest
 
 
-def load(path: str, comm: Control, *, weights_only: bool = True, verify: bool = False) -> Any:
+def load(path: str, control: Control, *, weights_only: bool = True, verify: bool = False) -> Any:
     """Return what a checkpoint holds, its tensors mapped from it; all ranks call it together.
 
     Weights and optimizer states are checked when each rank knows its parts, before it reads them;
-    everything else here.
-
-    Args:
-        path: A path or an ``fsspec`` URL.
-        comm: The ranks.
-        weights_only: Refuse to make anything but tensors and plain Python values.
-        verify: Check every tensor now, each on one rank: one pass over the file.
+    everything else here, and with ``verify`` they too, each tensor on one rank.
 
     Raises:
         FileNotFoundError: On all ranks, if any rank cannot see the file.
-        ValueError: The file is damaged, of a later version, no checkpoint, holds other objects, or
-            is not the same on all ranks.
+        ValueError: The file is damaged, of a later version, no checkpoint, holds more than tensors
+            and plain values though ``weights_only``, or is not the same on all ranks.
     """
     outcome, value, identity = Outcome(), None, ""
     with outcome.attempt():
@@ -64,17 +58,18 @@ def load(path: str, comm: Control, *, weights_only: bool = True, verify: bool = 
         if folder is None:
             value, identity = _mapped_with_identity(path, weights_only=weights_only)
         else:
-            directory = opened(folder)
+            directory = Directory.open(folder)
             # There may be very many, so the ranks share the work.
-            for chunk in directory.chunks[comm.rank :: comm.world_size]:
+            for chunk in directory.chunks[control.rank :: control.world_size]:
                 chunk.check()
             value, identity = content(directory, weights_only=weights_only), directory.identity
         here = value
         if isinstance(value, dict) and not verify:
             here = {key: item for key, item in value.items() if key not in _READ_LATER}
-        check(list(_ranges_in(here))[comm.rank :: comm.world_size])
-    outcome.agree(comm, f"Loading {path!r}")
-    compare(path, _described(value, identity), comm)
+        ranges = [one for name, tensor in named_tensors(here) for one in ranges_of(name, tensor)]
+        check(ranges[control.rank :: control.world_size])
+    outcome.agree(control, f"Loading {path!r}")
+    compare(path, _described(value, identity), control)
     return value
 
 
@@ -84,24 +79,7 @@ _READ_LATER = ("state_dict", "optimizer_states")
 
 def check_values(value: Any) -> None:
     """Raise a ``ValueError`` if a tensor of a loaded checkpoint is damaged; all are read."""
-    check(_ranges_in(value))
-
-
-def _ranges_in(value: Any) -> Iterator[CheckedRange]:
-    for name, tensor in _named_tensors(value):
-        yield from ranges_of(name, tensor)
-
-
-def _named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in nested dictionaries and lists, by their paths."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _named_tensors(item, f"{name}/{key}" if name else str(key))
-    elif isinstance(value, (list, tuple)):
-        for number, item in enumerate(value):
-            yield from _named_tensors(item, f"{name}/{number}" if name else str(number))
+    check(one for name, tensor in named_tensors(value) for one in ranges_of(name, tensor))
 
 
 def _described(value: Any, identity: str) -> str:
@@ -110,10 +88,10 @@ def _described(value: Any, identity: str) -> str:
     return f"epoch {held.get('epoch')}, step {held.get('global_step')}, {identity}"
 
 
-def compare(path: str, mine: str, comm: Control) -> None:
+def compare(path: str, mine: str, control: Control) -> None:
     """Raise a ``ValueError`` on all ranks unless all read the same checkpoint."""
     found: dict[str, list[str]] = {}
-    for rank, (its_path, its) in enumerate(comm.gather_objects((path, mine))):
+    for rank, (its_path, its) in enumerate(control.gather_objects((path, mine))):
         found.setdefault(its, []).append(f"rank {rank} ({its_path!r})")
     if len(found) > 1:
         several = "; ".join(f"{', '.join(ranks)}: {its}" for its, ranks in found.items())
@@ -146,13 +124,6 @@ def local_directory(path: str) -> Path | None:
     if file_system.exists(f"{local}/{TABLE}"):
         raise ValueError(f"{path!r} is a directory; copy it to a disk to read it")
     return None
-
-
-def opened(folder: Path) -> Directory:
-    """Open a directory, of which nothing but the table is read."""
-    directory = Directory.open(folder)
-    directory.check_version()
-    return directory
 
 
 def content(directory: Directory, *, weights_only: bool = True) -> dict[str, Any]:
@@ -193,7 +164,7 @@ def _mapped_with_identity(path: str, *, weights_only: bool) -> tuple[Any, str]:
 def identity_of(path: Path) -> str:
     """Return the mark of a file's or folder's content: its size, the checksum of its index."""
     if is_directory(path):
-        return opened(path).identity
+        return Directory.open(path).identity
     if path.is_dir():
         return ", ".join(identity_of(file) for file in sorted(path.glob("*.safetensors")))
     size = path.stat().st_size
@@ -202,8 +173,7 @@ def identity_of(path: Path) -> str:
             index = [(info.filename, info.file_size, info.CRC) for info in archive.infolist()]
         content = repr(index).encode()
     else:
-        with path.open("rb") as file:
-            content = file.read(_INDEX_BYTES)
+        content = _begin_of(path, _INDEX_BYTES)
     return f"{size} bytes, checksum {zlib.crc32(content):08x}"
 
 
@@ -233,7 +203,7 @@ def _mapped(path: Path, *, weights_only: bool) -> Any:
         )
     # Files of torch before 1.6 are no archives and cannot be mapped.
     is_archive = zipfile.is_zipfile(path)
-    begin = b"" if is_archive else _begin_of(path)
+    begin = b"" if is_archive else _begin_of(path, 64)
     if not is_archive and not begin.startswith(_ARCHIVE) and _LEGACY not in begin:
         raise ValueError(
             f"{str(path)!r} cannot be read as a checkpoint: it is none, for it does not begin as"
@@ -255,7 +225,7 @@ def _mapped(path: Path, *, weights_only: bool) -> Any:
 
 
 def _mapped_archive(path: Path, *, weights_only: bool) -> Any:
-    _check_version(path)
+    check_version(provenance(path))
     with zipfile.ZipFile(path) as archive:
         # First of all: a damaged pickle may ask for any class.
         check_small_records(archive)
@@ -278,18 +248,9 @@ def unreadable(path: Path, error: Exception) -> ValueError:
     )
 
 
-def _begin_of(path: Path) -> bytes:
+def _begin_of(path: Path, nbytes: int) -> bytes:
     with path.open("rb") as file:
-        return file.read(64)
-
-
-def _check_version(path: Path) -> None:
-    record = provenance(path)
-    if record is not None and int(record.get("format", 0)) > FORMAT:
-        raise ValueError(
-            f"it has format {record['format']} of a later lightning-zero, this one reads up to"
-            f" {FORMAT}; update the package"
-        )
+        return file.read(nbytes)
 
 
 def _refusal(path: Path, error: Exception) -> str:

@@ -31,24 +31,20 @@ class Save(ABC):
     :meth:`_create` (on rank 0), :meth:`_write`, :meth:`_seal` (on rank 0); or :meth:`_stream` where
     some rank does not see what rank 0 created.
 
-    Args:
-        checkpoint: What to save; sharded values on every rank, the rest counts on rank 0.
-        path: The final name.
-        comm: The ranks.
-        provenance: What the checkpoint says about its origin.
-        on_written: Called with the number of bytes that this rank has written since the last call.
+    Sharded values count on every rank, the rest of ``checkpoint`` on rank 0. ``on_written`` is
+    called with the number of bytes that this rank has written since the last call.
     """
 
     def __init__(
         self,
         checkpoint: Any,
         path: str,
-        comm: Control,
+        control: Control,
         provenance: Provenance,
         on_written: Callable[[int], object] = lambda nbytes: None,
     ) -> None:
         self.path = path
-        self.comm = comm
+        self.control = control
         self.provenance = provenance
         self.on_written = on_written
         outcome = Outcome()
@@ -58,24 +54,20 @@ class Save(ABC):
 
     def agree(self, outcome: Outcome) -> None:
         """Raise on all ranks if ``outcome`` is bad on any."""
-        outcome.agree(self.comm, f"Saving {self.path!r}")
+        outcome.agree(self.control, f"Saving {self.path!r}")
 
     @property
     @abstractmethod
     def values(self) -> Mapping[str, ShardedValue]:
         """The sharded values of this rank's checkpoint, by key."""
 
-    def detach(self, comm: Control) -> None:
+    def detach(self, control: Control) -> None:
         """Copy this rank's values to host memory, so that :meth:`run` may run in another thread."""
         self._copy_to_host()
-        self.comm = comm
+        self.control = control
 
     def run(self) -> None:
-        """Write the checkpoint.
-
-        Raises:
-            Exception: On all ranks, if any rank failed; an earlier one of the name is unchanged.
-        """
+        """Write the checkpoint; if any rank fails, all raise, and an earlier one is unchanged."""
         layout = self._agreed_layout()
         outside = self._write_together(layout)
         if outside:
@@ -88,8 +80,8 @@ class Save(ABC):
             for key, value in self.values.items()
             if not value.is_whole
         }
-        needed, layout = self.comm.broadcast_object(
-            (mine, self._layout()) if self.comm.rank == 0 else None
+        needed, layout = self.control.broadcast_object(
+            (mine, self._layout()) if self.control.rank == 0 else None
         )
         outcome = Outcome()
         with outcome.attempt():
@@ -109,19 +101,19 @@ class Save(ABC):
         outcome = Outcome()
         temporary: Temporary | None = None
         try:
-            if self.comm.rank == 0:
+            if self.control.rank == 0:
                 with outcome.attempt():
                     temporary = self._create(layout)
             self.agree(outcome)
-            place: Path | None = self.comm.broadcast_object(temporary and temporary.path)
-            sees = self.comm.gather_objects(place is not None and place.exists())
+            place: Path | None = self.control.broadcast_object(temporary and temporary.path)
+            sees = self.control.gather_objects(place is not None and place.exists())
             if place is None or not all(sees):
                 return [rank for rank, it_sees in enumerate(sees) if not it_sees]
             shares: Sequence[Any] = ()
             with outcome.attempt():
                 shares = self._write(layout, place)
             self.agree(outcome)
-            shares_of_ranks = self.comm.gather_objects(shares)
+            shares_of_ranks = self.control.gather_objects(shares)
             if temporary is not None:
                 with outcome.attempt():
                     every = [share for of_rank in shares_of_ranks for share in of_rank]

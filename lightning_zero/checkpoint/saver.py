@@ -24,13 +24,10 @@ class Saver:
     In the background a save ends its part in training when this rank's values are copied to host
     memory. The next save waits for it. Removals queue up behind it and are left out when it failed,
     so that a checkpoint goes only when its successor is there.
-
-    Args:
-        comm: The ranks.
     """
 
-    def __init__(self, comm: Control) -> None:
-        self.comm = comm
+    def __init__(self, control: Control) -> None:
+        self.control = control
         self._background: Control | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
@@ -52,17 +49,17 @@ class Saver:
         """
         self.wait()
         path = self._agree(path)
-        save = kind(checkpoint, path, self.comm, provenance)
+        save = kind(checkpoint, path, self.control, provenance)
         if not in_background:
             save.run()
             return
-        self._background = self._background or self.comm.separate()
+        self._background = self._background or self.control.separate()
         self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         save.detach(self._background)
         self._running = self._executor.submit(save.run)
 
     def _agree(self, path: str) -> str:
-        agreed: str = self.comm.broadcast_object(path)
+        agreed: str = self.control.broadcast_object(path)
         if agreed != path:
             self._agreed[path] = agreed
         return agreed
@@ -73,7 +70,7 @@ class Saver:
 
     def remove(self, path: str) -> None:
         """Remove a checkpoint, when the saves before have ended well."""
-        if self.comm.rank:
+        if self.control.rank:
             return
         if self._executor is None or self._running is None:
             remove(path)
@@ -84,11 +81,7 @@ class Saver:
         )
 
     def wait(self) -> None:
-        """Return when everything is written.
-
-        Raises:
-            Exception: A save in the background failed; on all ranks.
-        """
+        """Return when everything is written; raise on all ranks if that failed."""
         running, self._running = self._running, None
         removals, self._removals = self._removals, []
         for removal in removals:
@@ -106,7 +99,7 @@ class Saver:
                 self._executor = None
 
 
-def collected(checkpoint: Any, comm: Control) -> Any:
+def collected(checkpoint: Any, control: Control) -> Any:
     """Return ``checkpoint`` with whole tensors on rank 0, unchanged on the others. A collective.
 
     For writers that know nothing of sharded values. Rank 0 needs host memory for all of them.
@@ -114,21 +107,21 @@ def collected(checkpoint: Any, comm: Control) -> Any:
     outcome, mine = Outcome(), Skeleton(b"", ())
     with outcome.attempt():
         mine = Skeleton.of(checkpoint)
-    outcome.agree(comm, "Saving")
+    outcome.agree(control, "Saving")
     values = mine.sharded_values()
     whole: dict[str, torch.Tensor] = {}
-    for key in comm.broadcast_object(list(values)):
+    for key in control.broadcast_object(list(values)):
         value = values[key]
         part = value.part_bytes
         target = torch.empty(0, dtype=torch.uint8)
-        if comm.rank == 0:
+        if control.rank == 0:
             whole[key] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
             target = bytes_of(whole[key].untyped_storage())
         position = 0
-        for _, message in comm.collect(part, comm.gather_objects(len(part))):
+        for _, message in control.collect(part, control.gather_objects(len(part))):
             target[position : position + len(message)] = message
             position += len(message)
-    return _with(checkpoint, whole) if comm.rank == 0 else checkpoint
+    return _with(checkpoint, whole) if control.rank == 0 else checkpoint
 
 
 def _with(value: Any, whole: dict[str, torch.Tensor]) -> Any:

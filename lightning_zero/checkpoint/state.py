@@ -129,18 +129,22 @@ def _check_alike(kinds: Sequence[str], what: str) -> None:
         )
 
 
-class _PerElement:
-    """A stand-in for a tensor of which every rank holds its own piece."""
+class _StandIn:
+    """A stand-in for a tensor of which every rank holds its piece, or that has an owner.
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    ``shape`` is ``None`` if it is the parameter's own, else that of what the owner has whole.
+    """
 
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...] | None) -> None:
+        self.dtype, self.shape = dtype, shape
 
-class _OfOwner:
-    """A stand-in for a tensor that the owner of a parameter has whole."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.dtype, self.shape = value.dtype, tuple(value.shape)
+    def value(self, key: str, part: Tensor | None, piece: Any) -> ShardedValue:
+        """Return what it stands for; a rank that holds nothing of it has no ``part``."""
+        part = torch.empty(0, dtype=self.dtype) if part is None else part
+        if self.shape is None:
+            return _sharded(key, piece, part)
+        stride = torch.empty(self.shape, device="meta").stride()
+        return ShardedValue.of(key, part.contiguous().reshape(-1), 0, self.shape, stride)
 
 
 def _describe(key: str, value: Any, piece: Any, *, is_whole: bool) -> Any:
@@ -148,33 +152,27 @@ def _describe(key: str, value: Any, piece: Any, *, is_whole: bool) -> Any:
 
     def stand_in(tensor: Tensor) -> Any:
         if is_whole and tensor.dim():
-            return _OfOwner(tensor)
+            return _StandIn(tensor.dtype, tuple(tensor.shape))
         is_cut = not is_whole and isinstance(piece, Piece) and tensor.shape == piece.shape
         # On the host: a tensor of a device is unpickled to the device of that number, so
         # each rank would take memory on the devices of all others.
-        return _PerElement(tensor.dtype) if is_cut and key != "step" else tensor.to("cpu")
+        return _StandIn(tensor.dtype, None) if is_cut and key != "step" else tensor.to("cpu")
 
     return tree_map_only(Tensor, stand_in, value)
 
 
 def _entry(key: str, mine: Any, entry: Any, piece: Any) -> Any:
     """Return an entry of a state with sharded values for the stand-ins in ``entry``."""
-    if not isinstance(entry, _PerElement | _OfOwner):
-        leaves, tree = tree_flatten(entry)
-        if not leaves or leaves == [entry]:
-            return entry
-        own = tree_leaves(mine) if mine is not None else [None] * len(leaves)
-        keys = [f"{key}.{number}" for number in range(len(leaves))]
-        parts = [
-            _entry(k, m, e, piece) if isinstance(e, _PerElement | _OfOwner) else e
-            for k, m, e in zip(keys, own, leaves, strict=True)
-        ]
-        return tree_unflatten(parts, tree)
-    part = mine if mine is not None else torch.empty(0, dtype=entry.dtype)
-    if isinstance(entry, _PerElement):
-        return _sharded(key, piece, part)
-    stride = torch.empty(entry.shape, device="meta").stride()
-    return ShardedValue.of(key, part.contiguous().reshape(-1), 0, entry.shape, stride)
+    leaves, tree = tree_flatten(entry)
+    own = [None] * len(leaves) if mine is None else tree_leaves(mine)
+    is_nested = not isinstance(entry, _StandIn)
+    parts = [
+        leaf.value(f"{key}.{number}" if is_nested else key, part, piece)
+        if isinstance(leaf, _StandIn)
+        else leaf
+        for number, (leaf, part) in enumerate(zip(leaves, own, strict=True))
+    ]
+    return tree_unflatten(parts, tree)
 
 
 def _sharded(key: str, piece: Piece, part: Tensor) -> ShardedValue:
@@ -194,11 +192,8 @@ def load_module_state(
 ) -> Any:
     """Call ``module.load_state_dict``, of which each rank keeps its own part.
 
-    All ranks that share the module call it together.
-
-    Raises:
-        RuntimeError: Names or shapes do not fit; all of them are named, and nothing has changed.
-        ValueError: What a rank would read is damaged; nothing has changed.
+    All ranks that share the module call it together. Where names or shapes do not fit, or what a
+    rank would read is damaged, all raise, and nothing has changed.
     """
     pieces = _pieces(module, engine)
     # A copy of the same class: it may have attributes, such as version numbers of modules.
@@ -213,7 +208,8 @@ def load_module_state(
         if strict or name in pieces
         for one in _ranges(name, value, pieces.get(name))
     )
-    check_ranges(read, None if engine is None else engine.comm.control, "Loading weights")
+    control = Control(alone=True) if engine is None else engine.comm.control
+    check_ranges(read, control, "Loading weights")
     with contextlib.nullcontext() if engine is None else engine.sharded.writing():
         return module.load_state_dict(prepared, strict=strict)
 
@@ -242,15 +238,12 @@ def _ranges(name: str, value: Any, piece: Any) -> Iterator[CheckedRange]:
     yield from ranges_of(name, value)
 
 
-def check_ranges(ranges: Iterable[CheckedRange], comm: Control | None, doing: str) -> None:
-    """Raise a ``ValueError``, with ``comm`` on all ranks, if what a rank will read is damaged."""
+def check_ranges(ranges: Iterable[CheckedRange], control: Control, doing: str) -> None:
+    """Raise a ``ValueError`` on all ranks if what one of them will read is damaged."""
     outcome = Outcome()
     with outcome.attempt():
         check(ranges)
-    if comm is not None:
-        outcome.agree(comm, doing)
-    elif outcome.error is not None:
-        raise outcome.error
+    outcome.agree(control, doing)
 
 
 def _like(value: Any, piece: Piece) -> Any:
@@ -273,13 +266,7 @@ def rehearse(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True
 class _Rehearsal(TorchFunctionMode):
     """A mode in which modules load state dicts, hooks and overrides included, and copy no value."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.copy_:
             return args[0]
         return func(*args, **(kwargs or {}))
@@ -288,15 +275,9 @@ class _Rehearsal(TorchFunctionMode):
 def check_optimizer_states(
     optimizers: list[Optimizer], states: list[Mapping[str, Any]], name_of: Callable[[Any], str]
 ) -> None:
-    """Raise unless every optimizer can load its state.
+    """Raise a ``ValueError`` unless every optimizer can load its state.
 
-    Args:
-        optimizers: The optimizers as they are.
-        states: What a checkpoint has for each.
-        name_of: The name of a parameter or piece, to name it in errors.
-
-    Raises:
-        ValueError: A number of optimizers, groups or parameters, or a shape, is another one.
+    ``name_of`` gives the name of a parameter or piece for the error.
     """
     if len(optimizers) != len(states):
         raise ValueError(
@@ -329,16 +310,13 @@ def _faults(
     if len(groups) != len(saved):
         yield f"it has {len(saved)} param groups, the optimizer {len(groups)}"
         return
-    for index, (group, other) in enumerate(zip(groups, saved, strict=True)):
+    pairs: list[tuple[int, Any, Any]] = []
+    for number, (group, other) in enumerate(zip(groups, saved, strict=True)):
         there, here = len(other["params"]), len(group["params"])
         if there != here:
-            yield f"param group {index} has {there} parameters there and {here} here"
+            yield f"param group {number} has {there} parameters there and {here} here"
             return
-    pairs = [
-        (number, parameter, key)
-        for number, (group, other) in enumerate(zip(groups, saved, strict=True))
-        for parameter, key in zip(group["params"], other["params"], strict=True)
-    ]
+        pairs += zip([number] * here, group["params"], other["params"], strict=True)
     tried: set[Any] = set()
     for number, parameter, key in pairs:
         entries, name_there = state["state"].get(key), name_of(parameter)

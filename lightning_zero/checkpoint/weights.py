@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.dcp.content import weights_of
-from lightning_zero.checkpoint.dcp.directory import is_directory
-from lightning_zero.checkpoint.load import compare, identity_of, mapped, opened
+from lightning_zero.checkpoint.dcp.directory import Directory, is_directory
+from lightning_zero.checkpoint.load import compare, identity_of, mapped
 from lightning_zero.checkpoint.safetensors import read_safetensors
 from lightning_zero.checkpoint.state import load_module_state
-from lightning_zero.comm import Outcome
+from lightning_zero.comm import Control, Outcome
 from lightning_zero.engine import engine_of
 
 
@@ -53,11 +53,9 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
     with outcome.attempt():
         weights = read_weights(path)
         identity = identity_of(Path(path)) if Path(path).exists() else ""
-    if engine is not None:
-        outcome.agree(engine.comm.control, f"Loading {os.fspath(path)!r}")
-        compare(os.fspath(path), identity, engine.comm.control)
-    elif outcome.error is not None:
-        raise outcome.error
+    control = Control(alone=True) if engine is None else engine.comm.control
+    outcome.agree(control, f"Loading {os.fspath(path)!r}")
+    compare(os.fspath(path), identity, control)
     try:
         return load_module_state(module, engine, _with_ties(module, weights), strict=strict)
     except RuntimeError as error:
@@ -70,7 +68,7 @@ def read_weights(
     """Return the weights in a file or folder, by name, mapped; see ``mapped``."""
     place = Path(path)
     if is_directory(place):
-        return weights_of(opened(place), weights_only=weights_only)
+        return weights_of(Directory.open(place), weights_only=weights_only)
     if place.suffix == ".safetensors" or place.is_dir():
         if not place.exists():
             raise FileNotFoundError(f"there is no file {str(place)!r}")

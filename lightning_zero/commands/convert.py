@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 from lightning_zero.checkpoint import (
-    Deferred,
+    Directory,
     DirectorySave,
     FileSave,
     LazyTensor,
@@ -27,7 +28,6 @@ from lightning_zero.checkpoint import (
     in_memory,
     is_directory,
     mapped,
-    opened,
     read_safetensors,
     read_weights,
     write_safetensors,
@@ -143,7 +143,7 @@ def convert(
 
             def read(name: str) -> Tensor:
                 bar.update(shapes[name][0].itemsize * prod(shapes[name][1]))
-                return _values(weights[name]).to(shapes[name][0])
+                return in_memory(weights[name]).to(shapes[name][0])
 
             is_file = target.suffix == ".safetensors"
             write_safetensors(target, shapes, read, max_bytes=None if is_file else max_shard_bytes)
@@ -188,7 +188,7 @@ def _write_plain(
 ) -> None:
     """Write a checkpoint file, its other content from ``rest`` if that is one of a Trainer."""
     values = {
-        name: _whole(value, shapes[name][0]) if isinstance(value, Tensor) else value
+        name: ShardedValue.of_whole(value, shapes[name][0]) if name in shapes else value
         for name, value in weights.items()
     }
     is_of_trainer = isinstance(rest, dict) and "state_dict" in rest
@@ -196,35 +196,16 @@ def _write_plain(
     control = Control()
     provenance = Provenance(stage=0, world_size=1, precision="")
     kind = DirectorySave if target.suffix == _DIRECTORY else FileSave
-    kind(_streamed(checkpoint), str(target), control, provenance, on_written).run()
+    # Tensors in files are read one by one, when they are written.
+    checkpoint = tree_map_only(LazyTensor, ShardedValue.of_whole, checkpoint)
+    kind(checkpoint, str(target), control, provenance, on_written).run()
 
 
 def _rest(source: Path, *, weights_only: bool) -> Any:
     """Read what the source holds besides weights, if it may be more than weights."""
     if is_directory(source):
-        return content(opened(source), weights_only=weights_only)
+        return content(Directory.open(source), weights_only=weights_only)
     return mapped(str(source), weights_only=weights_only) if source.suffix in _PLAIN else None
-
-
-def _streamed(value: Any) -> Any:
-    """Copy nested containers; their tensors in files are read one by one, when written."""
-    if isinstance(value, LazyTensor):
-        return ShardedValue.of_whole(value)
-    if type(value) is dict:
-        return {key: _streamed(item) for key, item in value.items()}
-    return [_streamed(item) for item in value] if type(value) is list else value
-
-
-def _whole(value: Tensor, dtype: torch.dtype) -> ShardedValue:
-    """Cast a whole tensor when it is written; ties have one key, so they stay tied."""
-    if isinstance(value, Deferred):
-        return value.cast(dtype)
-    return ShardedValue.of_whole(value, dtype)
-
-
-def _values(value: Tensor) -> Tensor:
-    """Return a tensor with its values, which are read now if they were not yet."""
-    return value.part.view(value.shape) if isinstance(value, Deferred) else in_memory(value)
 
 
 def _verify(target: Path, shapes: Shapes, *, weights_only: bool) -> None:

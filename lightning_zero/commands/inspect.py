@@ -13,19 +13,18 @@ from torch import Tensor
 from lightning_zero.checkpoint import (
     REST,
     Chunk,
-    Deferred,
     Directory,
     LazyTensor,
     StoredObject,
     damage_of,
     is_directory,
     mapped,
-    opened,
     provenance,
     read_safetensors,
     rest_of,
 )
 from lightning_zero.deepspeed import DeepSpeedFolder, is_deepspeed_folder
+from lightning_zero.tensors import named_tensors
 
 _EXPECTED = (
     "a .ckpt or .pt file, a safetensors file or folder, a directory of torch.distributed.checkpoint"
@@ -68,7 +67,7 @@ def describe(path: Path) -> Iterator[str]:
     if is_deepspeed_folder(path):
         value, written_by = _of_deepspeed(path)
     elif is_directory(path):
-        directory = opened(path)
+        directory = Directory.open(path)
         value = {"/".join(map(str, where)): found for where, found in directory.entries.items()}
         beside = rest_of(directory)
         value.update(beside if isinstance(beside, dict) else {})
@@ -80,7 +79,7 @@ def describe(path: Path) -> Iterator[str]:
     else:
         value = mapped(str(path))
         written_by = provenance(path) if zipfile.is_zipfile(path) else None
-    rows = list(_tensors(value, ""))
+    rows = list(named_tensors(value))
     storages = {_identity(row): row.nbytes for _, row in rows}
     yield f"{path}: {len(rows)} tensors, {sum(storages.values()):,} bytes"
     if isinstance(value, dict) and "epoch" in value and "global_step" in value:
@@ -118,20 +117,7 @@ def _of_deepspeed(path: Path) -> tuple[Any, str]:
 
 def _identity(tensor: Tensor) -> Any:
     """Return what tied tensors have in common."""
-    if isinstance(tensor, Deferred):
-        return tensor.key
     return id(tensor) if isinstance(tensor, LazyTensor) else tensor.untyped_storage().data_ptr()
-
-
-def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _tensors(item, f"{name}/{key}" if name else str(key))
-    elif isinstance(value, (list, tuple)):
-        for number, item in enumerate(value):
-            yield from _tensors(item, f"{name}/{number}" if name else str(number))
 
 
 def damage(path: Path) -> list[str]:
@@ -146,7 +132,7 @@ def damage(path: Path) -> list[str]:
         files = DeepSpeedFolder(path).files
         return [f"{file.name}: {line}" for file in files for line in damage(file)]
     if is_directory(path):
-        return _damage_of_directory(opened(path))
+        return _damage_of_directory(Directory.open(path))
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{str(path)!r} has no checksums: it is no archive of torch.save.")
     found = []

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint import Deferred
+from lightning_zero.checkpoint import LazyTensor
 from lightning_zero.deepspeed.files import MODEL, OPTIMIZER, check_ranks, files_by_rank, tag_of
 from lightning_zero.deepspeed.flat_vectors import (
     EachCut,
@@ -114,7 +114,7 @@ class DeepSpeedFolder:
     def checkpoint(
         self, *, weights_only: bool = False, frozen_in_optimizer: bool = False
     ) -> dict[str, Any]:
-        """Return the checkpoint that DDP would have written, with :class:`Deferred` tensors.
+        """Return the checkpoint that DDP would have written, with tensors that are not read.
 
         Args:
             weights_only: Leave out everything but the weights.
@@ -213,7 +213,7 @@ class DeepSpeedFolder:
         found |= {name: found[held] for name, held in shared.items() if held in found}
         return {name.removeprefix(_OLD_PREFIX): value for name, value in found.items()}
 
-    def _frozen(self) -> dict[str, Deferred]:
+    def _frozen(self) -> dict[str, LazyTensor]:
         """Return the frozen parameters that are stored apart, as stages 2 and 3 do."""
         fragments = [model.get("frozen_param_fragments") or {} for model in self._models]
         frozen = {}
@@ -236,7 +236,7 @@ class DeepSpeedFolder:
                 " the parameters whose shapes are known."
             )
         if value.dtype in (torch.bfloat16, torch.float16):
-            return Deferred.reading(name, lambda: value.reshape(-1), value.shape, torch.float32)
+            return LazyTensor.of_pieces(lambda: [value.reshape(-1)], value.shape, torch.float32)
         return value
 
     # -- optimizer ---------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zero.checkpoint import Deferred
+from lightning_zero.checkpoint import LazyTensor
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -52,9 +52,9 @@ class Flat(ABC):
     def pieces(self, parts: Sequence[Tensor], name: str) -> Iterator[Tensor]:
         """Return what the ranks' parts hold of a parameter, in order and without padding."""
 
-    def master(self, name: str) -> Deferred:
+    def master(self, name: str) -> LazyTensor:
         """Return the whole parameter in fp32."""
-        return self._whole(self.masters, name, name, torch.float32)
+        return self._whole(self.masters, name, torch.float32)
 
     def states(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         """Return, by parameter, what the ranks' flat states are for whole parameters."""
@@ -69,7 +69,7 @@ class Flat(ABC):
             if key != "step" and isinstance(value, Tensor) and value.dim():
                 parts = self._parts(ranks, key)
                 for name, entries in found.items():
-                    entries[key] = self._whole(parts, name, f"{key} of {name}", value.dtype)
+                    entries[key] = self._whole(parts, name, value.dtype)
             else:
                 for entries in found.values():
                     entries[key] = counter(value) if key == "step" else _own(value)
@@ -86,14 +86,9 @@ class Flat(ABC):
         self.check(parts, f"states {key!r}")
         return parts
 
-    def _whole(self, parts: Sequence[Tensor], name: str, key: str, dtype: torch.dtype) -> Deferred:
-        def read() -> Tensor:
-            pieces = list(self.pieces(parts, name))
-            if len(pieces) == 1:
-                return pieces[0]
-            return torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype)
-
-        return Deferred.reading(key, read, self.shapes[name], dtype)
+    def _whole(self, parts: Sequence[Tensor], name: str, dtype: torch.dtype) -> LazyTensor:
+        pieces = functools.partial(self.pieces, parts, name)
+        return LazyTensor.of_pieces(pieces, self.shapes[name], dtype)
 
     def _wrong(self, what: str, rank: int, expected: str, found: int) -> ValueError:
         return ValueError(

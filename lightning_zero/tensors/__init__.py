@@ -10,7 +10,7 @@ internals   every private name of torch in use, with its reason
 """
 
 from lightning_zero.tensors.lasting import lasting_tensors
-from lightning_zero.tensors.nested import tensors_in
+from lightning_zero.tensors.nested import named_tensors, tensors_in
 from lightning_zero.tensors.profiling import span, unseen
 
-__all__ = ["lasting_tensors", "span", "tensors_in", "unseen"]
+__all__ = ["lasting_tensors", "named_tensors", "span", "tensors_in", "unseen"]

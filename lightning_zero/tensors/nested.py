@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,9 +14,7 @@ _WITHOUT_TENSORS = (type(None), str, bytes, int, float, bool, type)
 def tensors_in(value: Any, *, within_objects: bool = True) -> list[Tensor]:
     """Return every tensor in nested tuples, lists, sets, mappings and dataclasses, in order.
 
-    Args:
-        value: Where to look.
-        within_objects: Look into the attributes of other objects too.
+    The attributes of other objects are looked into as well if ``within_objects``.
     """
     found: list[Tensor] = []
     seen: dict[int, Any] = {}
@@ -30,6 +28,16 @@ def tensors_in(value: Any, *, within_objects: bool = True) -> list[Tensor]:
             seen[id(one)] = one
             left += reversed(_children(one, within_objects=within_objects))
     return found
+
+
+def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in nested dictionaries, lists and tuples, by their paths."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, (dict, list, tuple)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            yield from named_tensors(item, f"{name}/{key}" if name else str(key))
 
 
 def _children(value: Any, *, within_objects: bool) -> Sequence[Any]:

@@ -2,7 +2,7 @@
 
 ========== ====================================================================================
 FACTS      say what a tensor is
-METADATA   FACTS, and all else that can be done to a tensor without reading it
+METADATA   all that can be done to a parameter of which there is a placeholder of another stride
 HIDING     gives the memory to something whose changes raise no version
 POINTING   gives the memory's address to something that does not keep torch from freeing it
 VIEWING    methods and attributes that may return another tensor over the same memory
@@ -60,6 +60,8 @@ _FACT_METHODS = [
     "is_floating_point",
     "is_complex",
     "get_device",
+    "stride",
+    "storage_offset",
     "__hash__",
     "__len__",
 ]
@@ -148,7 +150,7 @@ def _facts() -> frozenset[Any]:
 def _metadata() -> frozenset[Any]:
     """Return all functions that need no more of a parameter than what it is."""
     attributes = [getattr(Tensor, name) for name in _WRITABLE_ATTRIBUTES if hasattr(Tensor, name)]
-    return FACTS.union(
+    return (FACTS - {Tensor.stride, Tensor.storage_offset}).union(
         [attribute.__set__ for attribute in attributes],
         [getattr(Tensor, name) for name in _METHODS],
         [getattr(torch, name) for name in _FUNCTIONS],

@@ -109,7 +109,7 @@ class SavingStrategy(RankStrategy):
             )
             return
         # A writer of the user's own takes whole tensors.
-        super().save_checkpoint(collected(checkpoint, saver.comm), filepath, storage_options)
+        super().save_checkpoint(collected(checkpoint, saver.control), filepath, storage_options)
 
     @property
     def _checkpoint_kind(self) -> Callable[..., Any]:
@@ -149,7 +149,7 @@ class SavingStrategy(RankStrategy):
     def _provenance(self) -> Provenance:
         return Provenance(
             stage=self.settings.stage,
-            world_size=self._saver.comm.world_size,
+            world_size=self._saver.control.world_size,
             precision=str(self.precision_plugin.precision),
         )
 
@@ -165,7 +165,7 @@ class SavingStrategy(RankStrategy):
             return super().load_checkpoint(checkpoint_path, **given)
         path = self._current.path = self._saver.path_of(str(checkpoint_path))
         safe, verify = weights_only in (None, True), self.options.verify_checkpoint
-        checkpoint = load(path, self._saver.comm, weights_only=safe, verify=verify)
+        checkpoint = load(path, self._saver.control, weights_only=safe, verify=verify)
         held = checkpoint if isinstance(checkpoint, dict) else {}
         for key in ("state_dict", "pytorch-lightning_version"):
             if key not in held:
@@ -194,7 +194,7 @@ class SavingStrategy(RankStrategy):
         if self._current.has_agreed_to_load:
             return
         self._current.has_agreed_to_load = True
-        paths = self._saver.comm.gather_objects(path)
+        paths = self._saver.control.gather_objects(path)
         without = [str(rank) for rank, its in enumerate(paths) if its is None]
         if without and len(without) < len(paths):
             given = next(its for its in paths if its is not None)
@@ -259,7 +259,7 @@ class SavingStrategy(RankStrategy):
     def _check_optimizer_values(self, checkpoint: Mapping[str, Any]) -> None:
         optimizers = map(unwrapped, self.optimizers)
         ranges = ranges_of_optimizers(optimizers, checkpoint["optimizer_states"])
-        check_ranges(ranges, self._saver.comm, f"Loading {self._current.path!r}")
+        check_ranges(ranges, self._saver.control, f"Loading {self._current.path!r}")
 
     @property
     def _parameter_names(self) -> dict[int, str]:

@@ -66,7 +66,7 @@ def flip(control: Control, file: Path, place: int, bit: int) -> None:
 def places(path: Path) -> list[tuple[Path, int, int]]:
     """Where the values of every tensor lie: the file, the first byte, how many."""
     if path.is_dir():
-        records = [chunk.content for chunk in Directory.open(path).chunks]
+        records = [chunk.place.content for chunk in Directory.open(path).chunks]
     else:
         with zipfile.ZipFile(path) as archive:
             records = list(stored_records(path, archive))
@@ -180,7 +180,7 @@ def read_blocks(path: str) -> list[tuple[int, str, bool]]:
             ranges = list(
                 ranges_of("large", load(path, control)["state_dict"]["large"], start, stop)
             )
-            alone = told(check_ranges, ranges, None, "")
+            alone = told(check_ranges, ranges, Control(alone=True), "")
             error = told(check_ranges, ranges, control, "Loading")
             found.append((place, error, alone != "no error"))
             flip(control, file, offset + place, 3)

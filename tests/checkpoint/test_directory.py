@@ -37,7 +37,7 @@ from lightning_zero import ZeROStrategy, load_weights
 from lightning_zero.checkpoint.dcp.directory import Directory
 from lightning_zero.checkpoint.dcp.save import DirectorySave
 from lightning_zero.checkpoint.file.format import Provenance
-from lightning_zero.checkpoint.load import content, load, mapped, opened
+from lightning_zero.checkpoint.load import content, load, mapped
 from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.state import module_state, optimizer_state
 from lightning_zero.checkpoint.values.boxes import boxes, dense_stride, inverse, memory_order
@@ -518,7 +518,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(ranks: Pools, tmp_path: Path
 
 def fill_of(path: Path) -> float:
     """The number that a directory by ``some`` is full of."""
-    found = content(opened(path))
+    found = content(Directory.open(path))
     for value in found["state_dict"].values():
         assert value.eq(found["fill"]).all()
     assert damage(path) == []
@@ -746,7 +746,7 @@ def test_convert_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[st
     convert(tmp_path / "d.safetensors", tmp_path / "e.dcp", dtype=torch.float32)
     assert read_weights(tmp_path / "e.dcp")["planes"].dtype is torch.float32
     convert(tmp_path / "b.dcp", tmp_path / "f.dcp", weights_only=True)
-    assert "optimizer_states" not in content(opened(tmp_path / "f.dcp"))
+    assert "optimizer_states" not in content(Directory.open(tmp_path / "f.dcp"))
     capsys.readouterr()
     assert main(["inspect", str(tmp_path / "b.dcp"), "--verify"]) == 0
     text = capsys.readouterr().out
@@ -755,7 +755,7 @@ def test_convert_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "All checksums are right." in text
     chunk = Directory.open(tmp_path / "b.dcp").chunks[0]
     with chunk.file.open("r+b") as file:
-        file.seek(chunk.content.offset)
+        file.seek(chunk.place.content.offset)
         file.write(b"\x55")
     assert main(["inspect", str(tmp_path / "b.dcp"), "--verify"]) == 1
     assert "__0_0.distcp is damaged at byte" in capsys.readouterr().out

@@ -38,26 +38,16 @@ _OPTIMIZER = re.compile(r"optim(?:izer)?(?:_(\d+))?")
 
 @dataclass(frozen=True)
 class Content:
-    """The entries of a directory that is to be written.
-
-    Attributes:
-        entries: Tensors, sharded or not, and objects, by their paths.
-        rest: What goes beside them.
-    """
+    """The entries of a directory that is to be written, by their paths, and what goes beside."""
 
     entries: dict[Keys, Any]
     rest: Any
 
     @classmethod
     def of(cls, checkpoint: Mapping[str, Any], parameters: Sequence[Sequence[str]]) -> Content:
-        """Take a Trainer's checkpoint apart.
+        """Take a Trainer's checkpoint apart, which is not changed.
 
-        Args:
-            checkpoint: What Lightning saves; it is not changed.
-            parameters: For each optimizer, its parameters' names in the order of its groups.
-
-        Raises:
-            ValueError: A sharded value is where a directory has no place for it.
+        ``parameters`` are, for each optimizer, its parameters' names in the order of its groups.
         """
         entries: dict[Keys, Any] = {}
         rest = {}
@@ -135,16 +125,14 @@ def _without_sharded_values(value: Any, path: Keys, found: dict[Keys, Any]) -> A
 
 
 def weights_of(directory: Directory, *, weights_only: bool = True) -> dict[str, Any]:
-    """Return the weights in a directory, by name, none of them read.
-
-    Raises:
-        ValueError: There are none, or it is unclear which entries they are.
-    """
+    """Return the weights in a directory, by name, none of them read; raise if there are none."""
     roots = {path[0]: path for path in directory.entries}
     root = next((name for name in WEIGHTS if name in roots), None)
     if root is not None:
         return _nested(directory, (root,), weights_only)
-    if any(isinstance(value, Tensor) and len(path) == 1 for path, value in _items(directory)):
+    if any(
+        isinstance(value, Tensor) and len(path) == 1 for path, value in directory.entries.items()
+    ):
         return _nested(directory, (), weights_only)  # a state dict and nothing else
     raise ValueError(
         f"{str(directory.path)!r} holds no weights: expected tensors under 'state_dict' or 'model',"
@@ -165,7 +153,7 @@ def checkpoint_of(directory: Directory, rest: Any, *, weights_only: bool = True)
     # Lightning saves both or none; a module without optimizers has an empty list.
     if states or "lr_schedulers" in checkpoint:
         checkpoint["optimizer_states"] = states
-    for path, value in _items(directory):
+    for path, value in directory.entries.items():
         if len(path) > 1 and path[0] not in WEIGHTS and path[0] not in numbered:
             _put(checkpoint, path, _made(value, weights_only))
     return checkpoint
@@ -197,7 +185,7 @@ def _optimizer_state(directory: Directory, root: str, weights_only: bool) -> dic
 def _nested(directory: Directory, root: Keys, weights_only: bool) -> dict[str, Any]:
     """Return what is under ``root``, as dictionaries and lists."""
     nested: dict[str, Any] = {}
-    for path, value in _items(directory):
+    for path, value in directory.entries.items():
         if path[: len(root)] == root and len(path) > len(root):
             _put(nested, path[len(root) :], _made(value, weights_only))
     return nested
@@ -219,10 +207,6 @@ def _child(container: Any, step: Any, empty: Any) -> Any:
     elif step not in container:
         container[step] = empty
     return container[step]
-
-
-def _items(directory: Directory) -> Iterator[tuple[Keys, Any]]:
-    return iter(directory.entries.items())
 
 
 def _made(value: Any, weights_only: bool) -> Any:

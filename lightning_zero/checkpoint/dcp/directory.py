@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
-from lightning_zero.checkpoint.file.format import FORMAT, PROVENANCE, REST, TABLE
+from lightning_zero.checkpoint.file.format import PROVENANCE, REST, TABLE, check_version
 from lightning_zero.checkpoint.values.boxes import Box
 from lightning_zero.checkpoint.values.chunk import Chunk, damage_of, read_bytes
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
@@ -50,11 +50,7 @@ class StoredObject:
     nbytes: int
 
     def read(self, *, weights_only: bool) -> Any:
-        """Make the object, of tensors and plain values only unless ``weights_only`` is off.
-
-        Raises:
-            ValueError: It is damaged.
-        """
+        """Make the object, of tensors and plain values only unless ``weights_only`` is off."""
         damage = damage_of(self.file, self.offset, self.nbytes)
         if damage is not None:
             raise ValueError(f"{str(self.file)!r} is damaged at byte {self.offset}: {damage}")
@@ -66,10 +62,7 @@ class StoredObject:
 class Directory:
     """The content of a directory, by the path of each thing; tied names share one tensor.
 
-    Attributes:
-        path: The folder.
-        entries: Tensors and objects, none of which is read yet.
-        provenance: The record of the directory's origin, if this package wrote it.
+    Nothing of the ``entries`` is read yet. ``provenance`` is there if this package wrote it.
     """
 
     path: Path
@@ -78,14 +71,10 @@ class Directory:
 
     @classmethod
     def open(cls, path: Path) -> Directory:
-        """Read the table, and compare it with the files' sizes.
-
-        Raises:
-            FileNotFoundError: A file that the table names is missing.
-            ValueError: A table is damaged, or it does not fit itself or the files.
-        """
+        """Read the table, and raise unless it fits itself and the files and their sizes."""
         origin = _origin(path) or {}
         try:
+            check_version(origin)
             content = (path / TABLE).read_bytes()
             table, checksum = _Table(content).load(), zlib.crc32(content)
             if origin.get("table", checksum) != checksum:
@@ -103,7 +92,8 @@ class Directory:
     def chunks(self) -> list[Chunk]:
         """Every box of every tensor, once."""
         tensors = (value for value in self.entries.values() if isinstance(value, LazyTensor))
-        return list(dict.fromkeys(chunk for tensor in tensors for chunk in tensor.chunks))
+        chunks = (chunk for tensor in tensors for chunk in tensor.chunks)
+        return list(dict.fromkeys(chunk for chunk in chunks if isinstance(chunk, Chunk)))
 
     @property
     def objects(self) -> list[StoredObject]:
@@ -120,22 +110,15 @@ class Directory:
         held = [zlib.crc32(file.read_bytes()) for file in tables if file.is_file()]
         return f"{len(files)} files, checksum {zlib.crc32(repr((index, held)).encode()):08x}"
 
-    def check_version(self) -> None:
-        """Raise a ``ValueError`` if a later version of this package wrote it."""
-        record = self.provenance
-        if record is not None and int(record.get("format", 0)) > FORMAT:
-            raise ValueError(
-                f"{str(self.path)!r} has format {record['format']} of a later lightning-zero, this"
-                f" one reads up to {FORMAT}; update the package"
-            )
-
 
 def _entries(
     path: Path, table: Any, blocks: Mapping[str, Any]
 ) -> Iterator[tuple[Keys, LazyTensor | StoredObject]]:
     if not isinstance(table, metadata.Metadata) or not isinstance(table.storage_data, Mapping):
         raise ValueError("its table is of another kind, as some writers of other storages have it")
-    sizes = {name: _size(path, name) for name in {i.relative_path for i in _places(table)}}
+    sizes = {
+        name: _size(path, name) for name in {i.relative_path for i in table.storage_data.values()}
+    }
     paths: Mapping[str, Keys] = table.planner_data or {}
     tied: dict[Any, LazyTensor] = {}
     for name, entry in table.state_dict_metadata.items():
@@ -145,10 +128,9 @@ def _entries(
             yield where, StoredObject(path / place.relative_path, place.offset, place.length)
             continue
         tensor = _tensor(path, table, sizes, name, entry, blocks)
-        yield (
-            where,
-            tied.setdefault((tensor.chunks, tensor.shape), tensor) if tensor.chunks else tensor,
-        )
+        if tensor.chunks:
+            tensor = tied.setdefault((tensor.chunks, tensor.shape), tensor)
+        yield where, tensor
 
 
 def _tensor(
@@ -176,12 +158,7 @@ def _tensor(
 
 
 def _origin(path: Path) -> dict[str, Any] | None:
-    """Return the record of a directory's origin, if this package wrote it.
-
-    Raises:
-        FileNotFoundError: A file is missing that this package writes.
-        ValueError: The record is damaged.
-    """
+    """Return the record of a directory's origin, if this package wrote it, and it is whole."""
     file = path / PROVENANCE
     if not file.is_file():
         return None
@@ -196,10 +173,6 @@ def _origin(path: Path) -> dict[str, Any] | None:
     return record
 
 
-def _places(table: metadata.Metadata) -> Iterator[Any]:
-    yield from table.storage_data.values()
-
-
 def _place(
     table: metadata.Metadata, sizes: Mapping[str, int], name: str, offsets: torch.Size | None
 ) -> Any:
@@ -212,14 +185,11 @@ def _place(
             f"{name!r} was transformed by {', '.join(place.transform_descriptors)} when it was"
             " written; read it with torch.distributed.checkpoint"
         )
-    if (
-        place.offset < 0
-        or place.length < 0
-        or place.offset + place.length > sizes[place.relative_path]
-    ):
+    start, stop, size = place.offset, place.offset + place.length, sizes[place.relative_path]
+    if not 0 <= start <= stop <= size:
         raise ValueError(
             f"the file {place.relative_path!r} is too short: {name!r} would be at bytes"
-            f" [{place.offset}, {place.offset + place.length}) of {sizes[place.relative_path]}"
+            f" [{start}, {stop}) of {size}"
         )
     return place
 

@@ -15,10 +15,8 @@ import os
 import pickle
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -33,16 +31,15 @@ from lightning_zero.checkpoint.file.format import PROVENANCE, REST, TABLE, Prove
 from lightning_zero.checkpoint.file.skeleton import Skeleton, archived, write_archive
 from lightning_zero.checkpoint.file.writer import Writer
 from lightning_zero.checkpoint.save import Save
-from lightning_zero.checkpoint.values.boxes import Box, boxes, dense_stride, inverse, memory_order
+from lightning_zero.checkpoint.values.boxes import Box, boxes_in_memory, dense_stride, memory_order
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
 from lightning_zero.comm import Control
 
 _ELSEWHERE = "checkpoint='file' writes to any other place too"
 
 
-@dataclass(frozen=True)
-class _Share:
-    """An archive that one rank wrote: a box of a tensor, or the object at a path."""
+class _Share(NamedTuple):
+    """An archive that one rank wrote: a box of the tensor of a key, or the object at a path."""
 
     of: str | Keys
     box: Box
@@ -51,43 +48,33 @@ class _Share:
     nbytes: int
     blocks: Sequence[int] = ()
 
-
-@dataclass(frozen=True)
-class _Tensor:
-    """A tensor's entry in the table, besides its boxes."""
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    @property
+    def place(self) -> Any:
+        """Where it lies, as the table says it."""
+        return filesystem._StorageInfo(self.file, self.offset, self.nbytes)
 
 
 class DirectorySave(Save):
-    """A save to a directory, on a disk that all ranks share.
+    """A save of a Trainer's checkpoint to a directory, on a disk that all ranks share.
 
-    Args:
-        checkpoint: A Trainer's checkpoint.
-        path: The directory's name.
-        comm: The ranks.
-        provenance: What the directory says about its origin.
-        on_written: Called with the number of bytes that this rank has written since the last call.
-        parameters: For each optimizer, its parameters' names in the order of its groups.
+    ``parameters`` are, for each optimizer, its parameters' names in the order of its groups.
     """
 
     def __init__(
         self,
         checkpoint: Mapping[str, Any],
         path: str,
-        comm: Control,
+        control: Control,
         provenance: Provenance,
         on_written: Callable[[int], object] = lambda nbytes: None,
         *,
         parameters: Sequence[Sequence[str]] = (),
     ) -> None:
         self._parameters = parameters
-        self._entries: dict[Keys, _Tensor | bytes] = {}
+        self._entries: dict[Keys, str | bytes] = {}  # the key of a value, or an object's archive
         self._values: dict[str, ShardedValue] = {}
         self._rest = b""
-        super().__init__(checkpoint, path, comm, provenance, on_written)
+        super().__init__(checkpoint, path, control, provenance, on_written)
 
     @property
     @override
@@ -100,17 +87,17 @@ class DirectorySave(Save):
         for where, value in content.entries.items():
             if isinstance(value, ShardedValue):
                 self._take_value(where, value)
-            elif self.comm.rank == 0:  # of what is not sharded only rank 0's counts
+            elif self.control.rank == 0:  # of what is not sharded only rank 0's counts
                 if isinstance(value, Tensor):
                     self._take_value(where, ShardedValue.of_whole(value))
                 else:
                     self._entries[where] = _archived(value)
-        if self.comm.rank == 0:
+        if self.control.rank == 0:
             self._rest = _archived(content.rest)
 
     def _take_value(self, path: Keys, value: ShardedValue) -> None:
         self._values[value.key] = value
-        self._entries[path] = _Tensor(value.key, tuple(value.shape), value.dtype)
+        self._entries[path] = value.key
 
     @override
     def _copy_to_host(self) -> None:
@@ -137,7 +124,7 @@ class DirectorySave(Save):
     def _write(self, layout: Sequence[str], place: Path) -> list[_Share]:
         shares: list[_Share] = []
         position = 0
-        name = f"__{self.comm.rank}_0.distcp"
+        name = f"__{self.control.rank}_0.distcp"
         with _created(place / name, self.on_written) as writer:
             for where, content in self._entries.items():
                 if isinstance(content, bytes):
@@ -146,7 +133,7 @@ class DirectorySave(Save):
                     position += len(content)
             for value in (self._values[key] for key in layout if key in self._values):
                 # No rank has a part of a tensor without elements, so rank 0 writes it.
-                if not value.numel() and self.comm.rank:
+                if not value.numel() and self.control.rank:
                     continue
                 for box, part in boxes_of(value):
                     write = functools.partial(_write_from, writer, position)
@@ -176,15 +163,17 @@ class DirectorySave(Save):
             of.setdefault(share.of, []).append(share)
         table = metadata.Metadata({}, {}, {}, metadata.StorageMeta())
         for path, entry in self._entries.items():
-            for name in _names(path):
+            paths = _paths(path)
+            for name in (".".join(map(str, each)) for each in paths):
                 if name in table.planner_data:
                     raise ValueError(f"two things in the checkpoint would have the name {name!r}")
-                table.planner_data[name] = _path_in_table(path)
-                if isinstance(entry, _Tensor):
-                    _note_tensor(table, name, entry, of.get(entry.key, []))
+                # One path for programs that read everything, so that they read a weight once.
+                table.planner_data[name] = paths[-1]
+                if isinstance(entry, str):
+                    _note_tensor(table, name, self._values[entry], of.get(entry, []))
                 else:
                     table.state_dict_metadata[name] = metadata.BytesStorageMetadata()
-                    table.storage_data[metadata.MetadataIndex(name)] = _info(of[path][0])
+                    table.storage_data[metadata.MetadataIndex(name)] = of[path][0].place
         return table
 
     @override
@@ -196,37 +185,27 @@ class DirectorySave(Save):
         )
 
 
-def _names(path: Keys) -> list[str]:
-    """Return the names under which programs look for what is at ``path``."""
-    paths = [path, (WEIGHTS[1], *path[1:])] if path[0] == WEIGHTS[0] else [path]
-    return [".".join(map(str, each)) for each in paths]
-
-
-def _path_in_table(path: Keys) -> Keys:
-    """Return one path for programs that read everything, so that they read a weight once."""
-    return (WEIGHTS[1], *path[1:]) if path[0] == WEIGHTS[0] else path
+def _paths(path: Keys) -> list[Keys]:
+    """Return the paths at which programs look for what is at ``path``."""
+    return [path, (WEIGHTS[1], *path[1:])] if path[0] == WEIGHTS[0] else [path]
 
 
 def _note_tensor(
-    table: metadata.Metadata, name: str, tensor: _Tensor, shares: Sequence[_Share]
+    table: metadata.Metadata, name: str, value: ShardedValue, shares: Sequence[_Share]
 ) -> None:
     ordered = sorted(shares, key=lambda share: share.box.offsets)
     held = sum(share.box.numel for share in ordered)
-    assert held == prod(tensor.shape), f"{name} has {held} elements of {tensor.shape}"
+    assert held == value.numel(), f"{name} has {held} elements of {tuple(value.shape)}"
     table.state_dict_metadata[name] = metadata.TensorStorageMetadata(
-        metadata.TensorProperties(dtype=tensor.dtype),
-        torch.Size(tensor.shape),
+        metadata.TensorProperties(dtype=value.dtype),
+        value.shape,
         [
             metadata.ChunkStorageMetadata(torch.Size(s.box.offsets), torch.Size(s.box.sizes))
             for s in ordered
         ],
     )
     for share in ordered:
-        table.storage_data[metadata.MetadataIndex(name, share.box.offsets)] = _info(share)
-
-
-def _info(share: _Share) -> Any:
-    return filesystem._StorageInfo(share.file, share.offset, share.nbytes)
+        table.storage_data[metadata.MetadataIndex(name, share.box.offsets)] = share.place
 
 
 # -- boxes -----------------------------------------------------------------------------------------
@@ -238,14 +217,13 @@ def boxes_of(value: ShardedValue) -> Iterator[tuple[Box, ShardedValue]]:
         yield Box.whole(value.shape), value
         return
     order = memory_order(value.shape, value.stride())
-    shape = [value.shape[dimension] for dimension in order]
+    stop = value.start + len(value.part)
     position = 0
-    for box in boxes(shape, value.start, value.start + len(value.part)):
+    for box in boxes_in_memory(value.shape, value.stride(), value.start, stop):
         part = value.part[position : position + box.numel]
         position += box.numel
-        own = box.permuted(inverse(order))
-        stride = dense_stride(own.sizes, order)
-        yield own, ShardedValue.of(value.key, part, 0, own.sizes, stride, value.dtype)
+        stride = dense_stride(box.sizes, order)
+        yield box, ShardedValue.of(value.key, part, 0, box.sizes, stride, value.dtype)
 
 
 def _archived(value: Any) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,3 +35,12 @@ class Provenance:
     def encoded(self, **more: Any) -> bytes:
         """Return the content of the record."""
         return json.dumps({**asdict(self), **more}).encode()
+
+
+def check_version(origin: Mapping[str, Any] | None) -> None:
+    """Raise a ``ValueError`` if a later version of this package left the record ``origin``."""
+    if origin is not None and int(origin.get("format", 0)) > FORMAT:
+        raise ValueError(
+            f"it has format {origin['format']} of a later lightning-zero, this one reads up to"
+            f" {FORMAT}; update the package"
+        )

@@ -3,19 +3,24 @@
 Rank 0 works out where every record lies and creates the file at its full size. Each rank writes its
 ranges of sharded values to their places, rank 0 also the rest, and at last the checksums: in the
 seams between the records, and of all blocks in a record of its own.
+
+Where the ranks share no disk, and for places that are no files (``memory://``, ``s3://``), rank 0
+writes the same bytes, record after record, and the others send it their parts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fsspec
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -30,10 +35,11 @@ from lightning_zero.checkpoint.file.archive import Archive
 from lightning_zero.checkpoint.file.atomic import Temporary, TemporaryFile, target_of
 from lightning_zero.checkpoint.file.format import CHECKSUMS, PROVENANCE
 from lightning_zero.checkpoint.file.skeleton import Content, Skeleton, size_of
-from lightning_zero.checkpoint.file.stream import write_stream
 from lightning_zero.checkpoint.file.writer import Writer, write_at
 from lightning_zero.checkpoint.save import Save
+from lightning_zero.checkpoint.values.chunk import BUFFER_BYTES
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
+from lightning_zero.comm import Outcome
 
 log = logging.getLogger(__name__)
 
@@ -45,13 +51,10 @@ class _Share(NamedTuple):
     checksums: PartChecksums
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """The records of a file.
+class _Layout(NamedTuple):
+    """The records of a file, and the keys of those that are sharded; rank 0 has the others.
 
-    Attributes:
-        archive: Where they lie; the last has the checksums of the others' blocks.
-        keys: The keys of those that are sharded, by number; rank 0 has the others.
+    The last record has the checksums of the others' blocks.
     """
 
     archive: Archive
@@ -109,7 +112,7 @@ class FileSave(Save):
                 yield 0, self._own(records[index][1])
 
     def _own(self, content: Any) -> bytes | Tensor:
-        return content if self.comm.rank == 0 else b""
+        return content if self.control.rank == 0 else b""
 
     @override
     def _write(self, layout: _Layout, place: Path) -> list[_Share]:
@@ -138,14 +141,72 @@ class FileSave(Save):
         for index in range(len(wholes) + 1):
             write_at(temporary.descriptor, *layout.archive.seam(index, wholes))
 
+    # -- by way of rank 0 --------------------------------------------------------------------------
+
     @override
     def _stream(self, layout: _Layout, outside: Sequence[int]) -> None:
-        if self.comm.rank == 0:
+        outcome = Outcome()
+        content = self._streamed(layout)
+        if self.control.rank == 0:
             _log_once(os.path.dirname(self.path))
-        sizes = self.comm.gather_objects([len(part) for _, part in self._parts(layout)])
-        parts = (part for _, part in self._parts(layout))
-        outcome = write_stream(self.path, layout.archive, parts, sizes, self.comm)
+            with outcome.attempt(), _opened(self.path) as append:
+                for chunk in content:
+                    append(chunk)
+        # After an error the rest is received all the same: the other ranks are sending.
+        for _ in content:
+            pass
         self.agree(outcome)
+
+    def _streamed(self, layout: _Layout) -> Iterator[bytes | memoryview]:
+        """Yield the bytes of the file on rank 0; send this rank's parts on the others."""
+        sizes = self.control.gather_objects([len(part) for _, part in self._parts(layout)])
+        archive = layout.archive
+        checksums: list[RecordChecksums] = []
+        wholes: list[int] = []
+        for index, (_, part) in enumerate(self._parts(layout)):
+            part_checksums = PartChecksums()
+            if self.control.rank == 0:
+                yield archive.seam(index, wholes)[1]
+            for chunk in self._collected(part, [of_rank[index] for of_rank in sizes]):
+                part_checksums.add(chunk)
+                yield chunk
+            if self.control.rank == 0:
+                record = archive.records[index]
+                checksums.append(RecordChecksums.of(record.name, record.nbytes, [part_checksums]))
+                wholes.append(checksums[-1].whole)
+        if self.control.rank == 0:
+            blocks = encoded_blocks(checksums)
+            yield archive.seam(len(wholes), wholes)[1] + blocks
+            wholes.append(zlib.crc32(blocks))
+            yield archive.seam(len(wholes), wholes)[1]
+
+    def _collected(self, part: bytes | Tensor, sizes: Sequence[int]) -> Iterator[memoryview]:
+        if isinstance(part, bytes):
+            yield memoryview(part)
+            return
+        for _, message in self.control.collect(part, sizes):
+            for chunk in torch.split(message, BUFFER_BYTES):
+                yield chunk.to("cpu").numpy().data
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[Callable[[bytes | memoryview], object]]:
+    """Open a place to append to, which gets its name when the context ends without an error."""
+    target = target_of(path)
+    if isinstance(target, Path):
+        temporary = TemporaryFile(target)
+        try:
+            with os.fdopen(os.dup(temporary.descriptor), "wb") as file:
+                yield file.write
+            temporary.keep()
+        finally:
+            temporary.close()
+        return
+    file_system, url = fsspec.core.url_to_fs(path)
+    file_system.makedirs(os.path.dirname(url), exist_ok=True)
+    # A transaction shows the file under its name only when it is complete.
+    with file_system.transaction, file_system.open(url, "wb") as file:
+        yield lambda chunk: file.write(bytes(chunk))
 
 
 @functools.cache

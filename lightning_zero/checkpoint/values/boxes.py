@@ -96,6 +96,15 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[B
         yield Box((row, *box.offsets), (1, *box.sizes))
 
 
+def boxes_in_memory(
+    shape: Sequence[int], stride: Sequence[int], start: int, stop: int
+) -> Iterator[Box]:
+    """Yield the boxes that are elements ``[start, stop)`` of a tensor in its memory order."""
+    order = memory_order(shape, stride)
+    for box in boxes([shape[dimension] for dimension in order], start, stop):
+        yield box.permuted(inverse(order))
+
+
 def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     """Return the dimensions from the slowest to the fastest in memory."""
     # The stride of a dimension of one element says nothing.

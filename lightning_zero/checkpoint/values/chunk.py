@@ -1,5 +1,6 @@
-"""One box of a tensor in a directory's file, as an archive of ``torch.save`` between others.
+"""Where the values of a tensor lie that is read later.
 
+A ``Chunk`` is one box of it in a directory's file, an archive of ``torch.save`` between others.
 Whatever wrote it, the archive has one tensor without holes: its bytes lie in one record, and any
 region of them is read by its place. Nothing is unpickled but the tensor's own description.
 """
@@ -12,7 +13,7 @@ import pickle
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.checksums import CheckedBytes
+from lightning_zero.checkpoint.checksums import CheckedBytes, CheckedRange
 from lightning_zero.checkpoint.file.records import checked_record, read_record
 from lightning_zero.checkpoint.values.boxes import Box, dense_stride, memory_order
 
@@ -32,15 +33,9 @@ BUFFER_BYTES = 8 * 2**20
 
 @dataclass(frozen=True)
 class Chunk:
-    """The place of a box of a tensor.
+    """The place of a box of a tensor: ``nbytes`` of a file from ``offset`` on are its archive.
 
-    Attributes:
-        box: Which part of the tensor it is.
-        file: The file that holds it.
-        offset: The first byte of its archive in the file.
-        nbytes: Bytes of its archive.
-        dtype: What its elements are.
-        blocks: The checksums of its content's blocks, if this package wrote it.
+    ``blocks`` are the checksums of its content's blocks, if this package wrote it.
     """
 
     box: Box
@@ -50,35 +45,26 @@ class Chunk:
     dtype: torch.dtype
     blocks: Sequence[int] | None = field(default=None, compare=False)
 
-    @property
-    def content(self) -> CheckedBytes:
-        """The bytes of the box's elements."""
-        return self._place.content
-
-    def extent(self, region: Box) -> tuple[int, int]:
-        """Return the range of the content's bytes that has ``region``."""
-        order = self._place.order
-        stride = dense_stride(self.box.sizes, order)
+    def ranges(self, name: str, region: Box) -> Iterator[CheckedRange]:
+        """Yield the bytes that have ``region``, counted from the first element of the box."""
+        stride = dense_stride(self.box.sizes, self.place.order)
         start = sum(o * step for o, step in zip(region.offsets, stride, strict=True))
         span = sum((n - 1) * step for n, step in zip(region.sizes, stride, strict=True))
         size = self.dtype.itemsize
-        return start * size, (start + span + 1) * size
+        yield CheckedRange(name, self.place.content, start * size, (start + span + 1) * size)
 
     def read(self, region: Box, out: Tensor) -> None:
         """Copy ``region``, counted from the first element of the box, to ``out`` of its shape."""
         if not region.numel:
             return
-        order = self._place.order
-        descriptor = os.open(self.file, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        content, order = self.place.content, self.place.order
+        with content.opened() as descriptor:
             sizes, part = self.box.permuted(order).sizes, region.permuted(order)
-            self._fill(descriptor, self._place.content.offset, sizes, part, out.permute(order))
-        finally:
-            os.close(descriptor)
+            self._fill(descriptor, content.offset, sizes, part, out.permute(order))
 
     def check(self) -> None:
         """Raise a ``ValueError`` unless there is a tensor of this box and dtype."""
-        assert self._place
+        assert self.place
 
     def _fill(
         self, descriptor: int, offset: int, sizes: tuple[int, ...], region: Box, out: Tensor
@@ -103,7 +89,8 @@ class Chunk:
             out[first : first + number].copy_(rows[whole_rows + inner.slices])
 
     @cached_property
-    def _place(self) -> _Place:
+    def place(self) -> _Place:
+        """Where the values lie, by the archive's own words."""
         try:
             with (
                 _opened(self.file, self.offset, self.nbytes) as part,
@@ -118,6 +105,26 @@ class Chunk:
                 f"{str(self.file)!r} is damaged or something else: at byte {self.offset} there is"
                 f" no tensor of shape {self.box.sizes}, {self.dtype}: {error}"
             ) from error
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """All of a tensor whose values lie one after another in several tensors ``[n]``."""
+
+    box: Box
+    pieces: Callable[[], Iterable[Tensor]]
+
+    def ranges(self, name: str, region: Box) -> Iterator[CheckedRange]:
+        """Yield nothing: what is in memory, or mapped, has no checksums."""
+        yield from ()
+
+    def read(self, region: Box, out: Tensor) -> None:
+        """Put the pieces together, and copy ``region`` to ``out`` of its shape."""
+        is_all = region == self.box and out.is_contiguous()
+        whole = out if is_all else torch.empty(self.box.sizes, dtype=out.dtype)
+        torch.cat(list(self.pieces()), out=whole.view(-1))
+        if not is_all:
+            out.copy_(whole[region.slices])
 
 
 @dataclass(frozen=True)
@@ -141,15 +148,9 @@ class _Place:
             raise ValueError(f"it has one of shape {described.shape}, {described.dtype}")
         record = records[f"data/{described.key}"]
         dimensions = memory_order(described.shape, described.stride)
-        is_dense = all(
-            stride == dense or size <= 1
-            for size, stride, dense in zip(
-                described.shape,
-                described.stride,
-                dense_stride(described.shape, dimensions),
-                strict=True,
-            )
-        )
+        dense = dense_stride(described.shape, dimensions)
+        steps = zip(described.shape, described.stride, dense, strict=True)
+        is_dense = all(size <= 1 or stride == needed for size, stride, needed in steps)
         nbytes = chunk.box.numel * chunk.dtype.itemsize
         if record.compress_type or described.offset or not is_dense or record.file_size < nbytes:
             raise ValueError("its values do not lie in one row")

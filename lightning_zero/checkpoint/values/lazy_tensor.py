@@ -1,4 +1,4 @@
-"""A tensor of a directory in a loaded checkpoint: its shape, and where its values lie."""
+"""A tensor in a loaded checkpoint that is not read yet: its shape, and where its values lie."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.values.boxes import Box, boxes, inverse, memory_order
-from lightning_zero.checkpoint.values.chunk import Chunk
+from lightning_zero.checkpoint.checksums import CheckedRange
+from lightning_zero.checkpoint.values.boxes import Box, boxes_in_memory, dense_stride, memory_order
+from lightning_zero.checkpoint.values.chunk import Chunk, Pieces
 from lightning_zero.tensors import internals, lasting_tensors, properties
 
 _CPU = torch.device("cpu")
@@ -26,12 +27,12 @@ class LazyTensor(Tensor):
         value: The whole, when it may have been changed; ``None`` before.
     """
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[Chunk | Pieces, ...]
     value: Tensor | None
 
     @staticmethod
     def of(
-        chunks: Iterable[Chunk],
+        chunks: Iterable[Chunk | Pieces],
         shape: Iterable[int],
         dtype: torch.dtype,
         stride: Iterable[int] | None = None,
@@ -47,17 +48,18 @@ class LazyTensor(Tensor):
         lazy.chunks, lazy.value = tuple(chunks), None
         return lazy
 
+    @staticmethod
+    def of_pieces(
+        pieces: Callable[[], Iterable[Tensor]], shape: Iterable[int], dtype: torch.dtype
+    ) -> LazyTensor:
+        """Return the tensor whose values lie one after another in ``pieces``, cast to ``dtype``."""
+        return LazyTensor.of([Pieces(Box.whole(tuple(shape)), pieces)], shape, dtype)
+
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Let metadata through, read a range where a range is asked for, and else the whole."""
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let facts through, read a range where a range is asked for, and else the whole."""
         kwargs = kwargs or {}
-        if func in METADATA:
+        if func in properties.FACTS:
             with internals.as_plain_tensors():
                 return func(*args, **kwargs)
         if func is Tensor.detach:
@@ -100,38 +102,35 @@ class LazyTensor(Tensor):
         return whole
 
     def part(self, start: int, stop: int) -> Tensor:
-        """Read elements ``[start, stop)`` in the tensor's memory order, ``[n]``.
-
-        Nothing else is read.
-        """
+        """Read elements ``[start, stop)`` in the tensor's memory order, ``[n]``, and no others."""
         if self.value is not None:
             return self.value.as_strided((stop - start,), (1,), start)
         order = memory_order(self.shape, self.stride())
         with internals.without_interception(), lasting_tensors():
             flat = torch.empty(stop - start, dtype=self.dtype, device=_CPU)
             position = 0
-            for box in boxes([self.shape[dimension] for dimension in order], start, stop):
-                target = flat[position : position + box.numel].view(box.sizes)
-                self._fill(box.permuted(inverse(order)), target.permute(inverse(order)))
+            for box in boxes_in_memory(self.shape, self.stride(), start, stop):
+                stride = dense_stride(box.sizes, order)
+                self._fill(box, flat.as_strided(box.sizes, stride, position))
                 position += box.numel
         return flat
 
-    def extents(self, start: int, stop: int) -> Iterator[tuple[Chunk, int, int]]:
-        """Yield the bytes from which :meth:`part` reads: a chunk, the first, one past the last."""
-        if self.value is not None:
-            return
-        order = memory_order(self.shape, self.stride())
-        for box in boxes([self.shape[dimension] for dimension in order], start, stop):
-            for chunk in self.chunks:
-                shared = chunk.box.overlap(box.permuted(inverse(order)))
-                if shared is not None:
-                    yield chunk, *chunk.extent(shared.seen_from(chunk.box))
+    def ranges(self, name: str, start: int, stop: int) -> Iterator[CheckedRange]:
+        """Yield the bytes from which :meth:`part` reads."""
+        if self.value is None:
+            for box in boxes_in_memory(self.shape, self.stride(), start, stop):
+                for chunk, shared in self._overlaps(box):
+                    yield from chunk.ranges(name, shared.seen_from(chunk.box))
 
     def _fill(self, box: Box, out: Tensor) -> None:
+        for chunk, shared in self._overlaps(box):
+            chunk.read(shared.seen_from(chunk.box), out[shared.seen_from(box).slices])
+
+    def _overlaps(self, box: Box) -> Iterator[tuple[Chunk | Pieces, Box]]:
         for chunk in self.chunks:
             shared = chunk.box.overlap(box)
             if shared is not None:
-                chunk.read(shared.seen_from(chunk.box), out[shared.seen_from(box).slices])
+                yield chunk, shared
 
     def _is_range(self, size: Any = (), stride: Any = (), offset: Any = None) -> bool:
         is_flat = tuple(stride) == (1,) and len(size) == 1 and offset is not None
@@ -173,7 +172,3 @@ def _shares(result: Any, tensor: Tensor) -> bool:
             and result.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
         )
     )
-
-
-METADATA = {Tensor.stride, Tensor.storage_offset} | properties.FACTS
-"""Functions of a tensor that do not need its values."""

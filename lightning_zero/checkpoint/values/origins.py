@@ -44,15 +44,10 @@ def ranges_of(
 ) -> Iterator[CheckedRange]:
     """Yield the bytes of files that elements ``[start, stop)`` of a tensor are read from.
 
-    Args:
-        name: The tensor's name, for errors.
-        value: A tensor of a loaded checkpoint; of any other there is nothing to check.
-        start: The first element, in the tensor's memory order.
-        stop: One past the last element; ``None`` for all.
+    Elements are counted in the tensor's memory order. ``name`` is for errors.
     """
     if isinstance(value, LazyTensor):
-        for chunk, first, last in value.extents(start, value.numel() if stop is None else stop):
-            yield CheckedRange(name, chunk.content, first, last)
+        yield from value.ranges(name, start, value.numel() if stop is None else stop)
     elif value.layout == torch.strided and not value.is_meta and value.numel():
         record = _records.get(value.untyped_storage())
         if record is not None:

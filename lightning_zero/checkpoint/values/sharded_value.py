@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from math import prod
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.values.lazy_tensor import METADATA, LazyTensor
-from lightning_zero.tensors import internals, lasting_tensors
+from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
+from lightning_zero.tensors import internals, lasting_tensors, properties
 
 _CPU = torch.device("cpu")
 
@@ -74,17 +74,11 @@ class ShardedValue(Tensor):
         return ShardedValue.of(key, flat, 0, dense.shape, dense.stride(), dtype)
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Let metadata through; everything else needs values that are not here."""
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let facts through; everything else needs values that are not here."""
         if func in _SAME:
             return args[0]
-        if func in METADATA:
+        if func in properties.FACTS:
             with internals.as_plain_tensors():
                 return func(*args, **(kwargs or {}))
         value = next((arg for arg in args if isinstance(arg, ShardedValue)), None)
