@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint bench wires gpu
+.PHONY: train test lint bench wires faults gpu
 .DEFAULT_GOAL := test
 
 # Train a small GPT under stage 3 on two processes; ARGS adds to the command line.
@@ -25,6 +25,10 @@ bench: .venv/stamp
 # Every wire beside torch's own collectives: what `Comm` chooses by; ARGS adds to the command line.
 wires: .venv/stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore examples/benchmarks/wires.py $(ARGS)
+
+# A fault at every place of a step, a save and a load; writes the tables of docs/faults.md.
+faults: .venv/stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.oracle.faults $(ARGS)
 
 # Tests and comparison on a machine with a GPU, by the Python and torch that are there.
 gpu:

@@ -15,7 +15,8 @@ mesh              axes of ranks (shards, replicas) and paths between placements 
 redistribution    buffers on such a path: gathers and reductions, one after another
 traffic           ledger of what was sent
 collective_log    the collectives that this rank has begun, and the one it waits for
-watchdog          detects mismatched collectives within seconds
+watchdog          ends a run on all ranks, with one error, when one cannot go on
+reports           what the ranks let each other know for that, in the store
 process_groups    one process group per purpose
 rendezvous        the default group after a restart by torchrun
 """

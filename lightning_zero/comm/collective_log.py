@@ -36,7 +36,7 @@ class CollectiveLog:
         step: Optimizer steps that have ended.
         before: Called with a collective's place before this rank begins it; what it needs is
             allocated then, and nothing is sent yet.
-        explain: Called with the error of a wait that failed; may raise a better one.
+        explain: Called with the error of a collective that failed; may raise a better one.
         begun: How many collectives of each channel have begun.
         waiting: The collective that is waited for, the number of the wait, and when it began by
             ``time.monotonic``.
@@ -47,7 +47,7 @@ class CollectiveLog:
     def __init__(self) -> None:
         self.step = 0
         self.before: Callable[[str], None] | None = None
-        self.explain: Callable[[RuntimeError], None] | None = None
+        self.explain: Callable[[BaseException], None] = lambda _: None
         self.begun: Counter[str] = Counter()
         self.waiting: tuple[CollectiveId, int, float] | None = None
         self.is_busy = False
@@ -76,7 +76,7 @@ class CollectiveLog:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            self._explain(error)
+            self.explain(error)
             raise
         finally:
             self.waiting = None
@@ -92,7 +92,7 @@ class CollectiveLog:
         try:
             yield
         except RuntimeError as error:
-            self._explain(error)
+            self.explain(error)
             raise
         finally:
             self.waiting = None
@@ -109,13 +109,12 @@ class CollectiveLog:
         self.is_busy = True
         try:
             yield
+        except RuntimeError as error:
+            self.explain(error)
+            raise
         finally:
             self.is_busy = False
 
     def next_wait(self) -> int:
         """Return a number for a wait that is not one of ours."""
         return next(self._numbers)
-
-    def _explain(self, error: RuntimeError) -> None:
-        if self.explain is not None:
-            self.explain(error)

@@ -9,9 +9,9 @@ and its complement no longer match, the ranks differ.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
+import time
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
@@ -31,8 +31,11 @@ from lightning_zero.comm.process_groups import (
     is_initialized,
     new_group_of_hosts,
 )
+from lightning_zero.comm.reports import Reports
 from lightning_zero.comm.sync_points import PendingSync, SyncPoint
-from lightning_zero.comm.watchdog import Reports, Watchdog
+from lightning_zero.comm.watchdog import Watchdog
+
+_SECONDS_BETWEEN_LOOKS = 0.02
 
 _numbers = itertools.count()
 _stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -189,6 +192,7 @@ class Control:
             other._group = new_group_of_hosts()
             self._separated.append(other)
         other.log = CollectiveLog()
+        other.log.explain = self.log.explain
         other.watchdog = Watchdog(other.log)
         return other
 
@@ -214,31 +218,39 @@ class Control:
 
     def published(self, name: str) -> list[str] | None:
         """Return what the ranks have published under a name; ``None`` until all have."""
+        values = self._published_so_far(name)
+        return values if len(values) == self.world_size else None
+
+    def _published_so_far(self, name: str) -> list[str]:
         if self.world_size == 1:
-            return [self._published[name]] if name in self._published else None
+            return [self._published[name]] if name in self._published else []
         store = _own_store()
         keys = [f"{self._key}/published/{name}/{rank}" for rank in range(self.world_size)]
-        return [store.get(key).decode() for key in keys] if store.check(keys) else None
+        return [store.get(key).decode() for key in keys if store.check([key])]
 
     def has_all_ranks(self, timeout: timedelta) -> bool:
-        """Return whether every rank still runs and calls this too, within ``timeout``.
+        """Return whether every rank can be reached and calls this too, within ``timeout``.
 
         Asked through the store: a collective that a rank never joins could not be given up.
         """
         if self.world_size == 1:
             return True
-        if self.watchdog.verdict:
-            return False
-        store = _default_store()
-        keys = [f"{self._key}/present/{rank}" for rank in range(self.world_size)]
+        deadline = time.monotonic() + timeout.total_seconds()
         try:
-            store.set(keys[self.rank], "")
-            store.wait(keys, timeout)
+            self.publish("can be reached", "" if self.watchdog.has_given_up else "yes")
+            while time.monotonic() < deadline:
+                answers = self._published_so_far("can be reached")
+                if "" in answers:
+                    return False
+                if len(answers) == self.world_size:
+                    # What ended the run has left all of them able to end it together.
+                    self.watchdog.pardon()
+                    return True
+                time.sleep(_SECONDS_BETWEEN_LOOKS)
+            self.publish("can be reached", "")
         except RuntimeError:
-            with contextlib.suppress(RuntimeError):
-                store.delete_key(keys[self.rank])
             return False
-        return True
+        return False
 
 
 def _own_store() -> Any:

@@ -111,11 +111,15 @@ class PointToPoint(Transport):
         # Not `irecv` and `isend`, whose checks take longer than the messages of a small unit.
         group: Any = dist.group.WORLD
         ranks = self.axis.ranks
-        with unseen():
-            return [
-                *[group.recv([tensor], ranks[peer], tag) for peer, tensor in receives.items()],
-                *[group.send([tensor], ranks[peer], tag) for peer, tensor in sends.items()],
-            ]
+        try:
+            with unseen():
+                return [
+                    *[group.recv([tensor], ranks[peer], tag) for peer, tensor in receives.items()],
+                    *[group.send([tensor], ranks[peer], tag) for peer, tensor in sends.items()],
+                ]
+        except RuntimeError as error:
+            self.log.explain(error)
+            raise
 
     @override
     def release_scratch(self) -> None:

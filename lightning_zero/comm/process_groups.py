@@ -90,6 +90,14 @@ def _let_go() -> None:
     time.sleep(_SECONDS_TO_LET_GO)
 
 
+def is_of_connection(error: BaseException) -> bool:
+    """Return whether an error says that a connection or a time limit has ended a collective."""
+    # Gloo has no class of its own for that, but names the place in its sources, or one reason.
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    is_gloos = "/gloo/transport/" in text or text == "Application timeout caused pair closure"
+    return is_gloos or isinstance(error, dist.DistError)
+
+
 def give_up() -> None:
     """Make whatever waits in one of the groups raise; they are of no use afterwards.
 

@@ -62,10 +62,14 @@ class PendingSync:
         if flags is not None:
             self._message[2 * _HEADER : 2 * _HEADER + flags.numel()] = flags
         self._collective = control.log.begin(sync_point.value)
-        with unseen():
-            self._work = dist.all_reduce(
-                self._message, dist.ReduceOp.MAX, group=control.sync_group, async_op=True
-            )
+        try:
+            with unseen():
+                self._work = dist.all_reduce(
+                    self._message, dist.ReduceOp.MAX, group=control.sync_group, async_op=True
+                )
+        except RuntimeError as error:
+            control.log.explain(error)
+            raise
 
     def wait(self) -> None:
         """Return when all ranks have come.
@@ -89,7 +93,8 @@ class PendingSync:
         control = self._control
         places: list[Any] = [None] * control.world_size
         here = control.watchdog.describe(self._sync_point.value)
-        dist.all_gather_object(places, here, group=control.sync_group)
+        with control.log.at(self._sync_point.value):
+            dist.all_gather_object(places, here, group=control.sync_group)
         verdict = parted(places)
         if control.has_notes:
             # Collectives of which nothing but the order is known may have met the wrong ones, or

@@ -1,139 +1,76 @@
-"""Detects mismatched collectives within seconds.
+"""Ends a run on all ranks, with one error, when one of them cannot go on.
 
-If one rank runs a unit that another skips, they wait in different collectives, and both would wait
-until the process group's time limit, many minutes later. So a thread on each rank looks, twice a
-second, how long the rank has been waiting. After :data:`PATIENCE` seconds it reports to the others
-through the store, which needs no collective::
+Three things end a run; in each case every rank raises the same text, the **verdict**.
 
-    rank 0 is at "the gradients of blocks.3", the 12th of that kind, and has begun these: {...}
+1. **The ranks have parted.** If one rank runs a unit that another skips, they wait in different
+   collectives, and both would wait until the process group's time limit. So a thread on each rank
+   looks, four times a second, how long the rank has been waiting, and after :data:`PATIENCE`
+   seconds reports where to the others::
 
-That no rank can go on is then not a guess. It is **proven** when every rank waits at the same time,
-each for a collective that some other waiting rank has not begun. A rank that computes, loads data
-or writes a file may take as long as it likes: while one rank does anything at all, no error comes.
+       rank 0 is at "the gradients of blocks.3", the 12th of that kind, and has begun these: {...}
 
-The ranks then give up their connections, so that what waits in them returns, and each raises an
-error that names every rank's place.
+   That no rank can go on is then not a guess. It is **proven** when every rank waits at the same
+   time, each for a collective that some other waiting rank has not begun. A rank that computes,
+   loads data or writes a file may take as long as it likes.
+2. **A rank has failed**, and its exception ends its run: it says so before it goes. An exception
+   that the user catches ends nothing, and a rank that waits for nobody takes no notice.
+3. **A connection has broken**, without such a word. The rank that finds it calls the roll: all
+   threads answer where their rank is, and who does not is gone.
+
+Ranks that wait give up their connections, so that what waits in them raises.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import json
 import logging
 import os
 import sys
 import threading
 import time
+import traceback
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import NamedTuple
 
-from lightning_zero.comm.collective_log import CollectiveLog
+from lightning_zero.comm.collective_log import CollectiveId, CollectiveLog
+from lightning_zero.comm.process_groups import is_of_connection
+from lightning_zero.comm.reports import Reports, Whereabouts
 
 log = logging.getLogger(__name__)
 
 PATIENCE = 2.0
 """Seconds of waiting before a rank reports where it is."""
 
-FOREIGN_PATIENCE = 10.0
+FOREIGN_PATIENCE = 5.0
 """The same for collectives that are not ours. Who has begun them is not known; that a rank which
 has computed nothing for so long waits in vain is a guess."""
 
-TICK = 0.5
+TICK = 0.25
 """Seconds between two looks."""
 
-FOREIGN = "torch.distributed."
+FAREWELL_SECONDS = 1.0
+"""How long rank 0, with which the store may end, stays for others to read why a run ended."""
 
 
-@dataclass(frozen=True)
-class Whereabouts:
-    """A waiting rank's report to the others.
+class Wait(NamedTuple):
+    """What a rank waits for.
 
     Attributes:
-        place: The collective it waits for; empty if it has left.
-        channel: As in `CollectiveId`.
-        number: As in `CollectiveId`.
-        step: Optimizer steps that it has ended.
-        caller: Where the user's code called what waits.
-        wait: A number that changes when the rank goes on.
-        look: A number that grows with every look.
-        begun: How many collectives of each channel it has begun.
+        collective: The collective; of one that is not ours, a number of 0.
+        number: A number that changes when the rank goes on.
+        since: When it began, by ``time.monotonic``.
     """
 
-    place: str
-    channel: str
+    collective: CollectiveId
     number: int
-    step: int
-    caller: str
-    wait: int
-    look: int
-    begun: dict[str, int] = field(repr=False)
+    since: float
 
-    @property
-    def is_foreign(self) -> bool:
-        """Return whether the collective is not one of the engine's."""
-        return self.place.startswith(FOREIGN)
-
-    def __str__(self) -> str:
-        if not self.place:
-            return f"has ended its training after step {self.step}"
-        where = f" (called at {self.caller})" if self.caller else ""
-        return f"waits in step {self.step} for {self.place}{where}"
-
-
-class Reports:
-    """The ranks' reports in the process group's store.
-
-    Args:
-        store: A connection of its own.
-        prefix: The beginning of its keys, the same on every rank.
-        rank: This process's number.
-        world_size: Number of ranks.
-
-    Attributes:
-        verdict: The error that ended the run, as far as this rank knows.
-    """
-
-    def __init__(self, store: Any, prefix: str, rank: int, world_size: int) -> None:
-        self.verdict = ""
-        self._store, self._prefix = store, prefix
-        self._rank, self._world_size = rank, world_size
-
-    def put(self, here: Whereabouts | None) -> None:
-        """Replace this rank's report; ``None`` takes it back."""
-        # Never deleted: a rank that has seen the key would wait for it.
-        report = "" if here is None else json.dumps(asdict(here))
-        self._store.set(self._key(self._rank), report)
-
-    def get(self) -> dict[int, Whereabouts]:
-        """Return every rank's report; empty if one has none."""
-        keys = [self._key(rank) for rank in range(self._world_size)]
-        if not self._store.check(keys):
-            return {}
-        several = self._store.multi_get(keys) if self._store.has_extended_api() else None
-        values = several or [self._store.get(key) for key in keys]
-        if not all(values):
-            return {}
-        return {rank: Whereabouts(**json.loads(value)) for rank, value in enumerate(values)}
-
-    def publish_verdict(self, verdict: str) -> None:
-        """End the run of all ranks with an error."""
-        self.verdict = verdict
-        self._store.set(self._key("verdict"), verdict)
-
-    def explain(self, error: RuntimeError) -> None:
-        """Raise the verdict, if there is one, instead of a connection's own words."""
-        # The first rank with a verdict closes the others' connections before they have found it.
-        with contextlib.suppress(RuntimeError):
-            if not self.verdict and self._store.check([self._key("verdict")]):
-                self.verdict = self._store.get(self._key("verdict")).decode()
-        if self.verdict:
-            raise RuntimeError(self.verdict) from error
-
-    def _key(self, name: int | str) -> str:
-        return f"{self._prefix}/{name}"
+    def is_longer_than(self, seconds: float) -> bool:
+        """Return whether it waits for so long already."""
+        return time.monotonic() - self.since >= seconds
 
 
 class Observer:
@@ -146,17 +83,13 @@ class Observer:
     def __init__(self, collectives: CollectiveLog) -> None:
         self._log = collectives
         self._looks = 0
-        self._foreign: tuple[tuple[int, int, int], int, float] | None = None
+        self._foreign: tuple[tuple[int, int, int], Wait] | None = None
 
-    def whereabouts(self) -> Whereabouts | None:
-        """Return where this rank has waited for long; ``None`` if it has not."""
+    def look(self) -> Wait | None:
+        """Return what this rank waits for, if it does."""
         self._looks += 1
-        waiting = self._log.waiting
-        if waiting is not None:
-            collective, number, since = waiting
-            if time.monotonic() - since < PATIENCE:
-                return None
-            return self._here(*collective, wait=number)
+        if self._log.waiting is not None:
+            return Wait(*self._log.waiting)
         frame = sys._current_frames().get(self._log.thread)
         is_foreign = frame and frame.f_code.co_filename.endswith("distributed_c10d.py")
         if frame is None or not is_foreign or self._log.is_busy:
@@ -166,34 +99,60 @@ class Observer:
         # used the processor in between.
         where = (id(frame), frame.f_lasti, _milliseconds_used(self._log.thread))
         if self._foreign is None or self._foreign[0] != where:
-            self._foreign = (where, -self._log.next_wait(), time.monotonic())
-        _, wait, since = self._foreign
-        if time.monotonic() - since < FOREIGN_PATIENCE:
-            return None
-        place = FOREIGN + frame.f_code.co_name
-        return self._here(place, place, 0, wait=wait)
+            place = f"torch.distributed.{frame.f_code.co_name}"
+            wait = Wait(CollectiveId(place, place, 0), -self._log.next_wait(), time.monotonic())
+            self._foreign = (where, wait)
+        return self._foreign[1]
 
-    def now(self, place: str) -> Whereabouts:
-        """Return this rank's report from ``place``, however long it has been there."""
-        return self._here(place, place, 0, wait=0)
+    def report(self, wait: Wait) -> Whereabouts:
+        """Return this rank's report on what it waits for."""
+        return Whereabouts(
+            *wait.collective, self._log.step, self._caller, wait.number, self._looks, self._begun
+        )
 
     def last(self) -> Whereabouts:
         """Return the report of a rank that leaves."""
-        return Whereabouts("", "", 0, self._log.step, "", 0, 0, dict(self._log.begun))
+        return Whereabouts("", "", 0, self._log.step, "", 0, 0, self._begun)
 
-    def _here(self, place: str, channel: str, number: int, *, wait: int) -> Whereabouts:
-        caller = _caller(sys._current_frames().get(self._log.thread))
-        begun = dict(self._log.begun)
-        return Whereabouts(place, channel, number, self._log.step, caller, wait, self._looks, begun)
+    def describe(self, place: str = "") -> str:
+        """Return where this rank is, in words; in a collective that has just ended, or now."""
+        wait = self.look()
+        if place or wait is not None:
+            collective = CollectiveId(place, place, 0) if wait is None else wait.collective
+            return str(self.report(Wait(collective, 0, 0.0)))
+        return f"is in step {self._log.step} at {self._caller}"
+
+    def fate(self, rank: int, error: BaseException) -> str:
+        """Return the words of a rank that an exception ends."""
+        lines = list(traceback.walk_tb(error.__traceback__))
+        users = [(frame, line) for frame, line in lines if not _is_library(frame)] or lines[-1:]
+        where = "".join(f" at {f.f_code.co_filename}:{line}" for f, line in users[-1:])
+        text = next(iter(str(error).splitlines()), "")
+        what = f"{type(error).__name__}{text and ': '}{text}"
+        return (
+            f"Rank {rank} failed in step {self._log.step}{where}: {what}\n"
+            "The other ranks, which waited for it, end too."
+        )
+
+    @property
+    def _caller(self) -> str:
+        return _caller(sys._current_frames().get(self._log.thread))
+
+    @property
+    def _begun(self) -> dict[str, int]:
+        return dict(self._log.begun)
 
 
 class Watchdog:
-    """Compares this rank's place with the others', in a thread of its own.
+    """Watches over this rank's waits, in a thread of its own.
 
     Args:
         collectives: The log of this rank.
         reports: The ranks' reports; without them nothing is watched.
         give_up: Makes what waits in a connection raise; called from the thread.
+
+    Attributes:
+        has_given_up: Whether this rank's connections are of no use any more.
     """
 
     def __init__(
@@ -202,6 +161,7 @@ class Watchdog:
         reports: Reports | None = None,
         give_up: Callable[[], None] = lambda: None,
     ) -> None:
+        self.has_given_up = False
         self._observer = Observer(collectives)
         self._reports = reports
         self._give_up = give_up
@@ -209,24 +169,59 @@ class Watchdog:
         self._suspects: dict[int, Whereabouts] = {}
         self._has_reported = self._has_left = False
         if reports is not None:
-            collectives.explain = reports.explain
+            collectives.explain = self.explain
             with _lock:
                 _watchdogs.add(self)
             _start_to_look()
 
-    @property
-    def verdict(self) -> str:
-        """The error that ended the run, or nothing."""
-        return "" if self._reports is None else self._reports.verdict
+    def describe(self, place: str) -> str:
+        """Return this rank's place in words."""
+        return self._observer.describe(place)
+
+    # -- the end of a run ------------------------------------------------------------------------
+
+    def explain(self, error: BaseException) -> None:
+        """Raise the verdict instead of a broken connection's own words, and of nothing else."""
+        verdict = self._verdict_on(error)
+        if verdict:
+            raise RuntimeError(verdict) from error
+
+    def _verdict_on(self, error: BaseException) -> str:
+        reports = self._reports
+        if reports is None or self._has_left or not is_of_connection(error):
+            return ""
+        self.has_given_up = True
+        here = self._observer.describe
+        try:
+            answers = {} if reports.look(here) else reports.call_roll(here)
+            return reports.verdict or reports.publish(_judged(answers, error, reports.world_size))
+        except RuntimeError:
+            # Rank 0 keeps the store, but where torchrun's agent does.
+            reports.verdict = reports.verdict or _judged({}, error, 1)
+            return reports.verdict
+
+    def end(self, error: BaseException) -> None:
+        """End the run of all ranks because ``error`` ends this one's.
+
+        A broken connection's own words become the verdict: the error is on its way to the user.
+        """
+        if verdict := self._verdict_on(error):
+            error.__cause__, error.args = RuntimeError(*error.args), (verdict,)
+        elif self._reports is not None and not self._has_left and not self.has_given_up:
+            with contextlib.suppress(RuntimeError):
+                self._reports.publish(self._observer.fate(self._reports.rank, error))
 
     def end_here(self, verdict: str) -> None:
-        """Note an error that every rank has found for itself."""
+        """Note an error that every rank has found for itself, and after which nothing goes on."""
+        self.has_given_up = True
         if self._reports is not None:
             self._reports.verdict = verdict
 
-    def describe(self, place: str) -> str:
-        """Return this rank's place in words."""
-        return str(self._observer.now(place))
+    def pardon(self) -> None:
+        """Look no more: an error ends the run, but all ranks are there and end it together."""
+        self.forget()
+        if self._reports is not None:
+            self._reports.verdict = ""
 
     def leave(self) -> None:
         """Report that this rank begins no more collectives, and watch it no longer.
@@ -239,12 +234,17 @@ class Watchdog:
         with self._mutex:
             self._has_left = True
             with contextlib.suppress(RuntimeError):
+                if self._reports.verdict and self._reports.rank == 0:
+                    self._reports.wait_for_readers(FAREWELL_SECONDS)
                 self._reports.put(self._observer.last())
+                self._reports.answer(str(self._observer.last()))
 
     def forget(self) -> None:
         """Look no more."""
         with _lock:
             _watchdogs.discard(self)
+
+    # -- the thread ------------------------------------------------------------------------------
 
     def look(self) -> None:
         """Report this rank's place if it has waited for long, and compare it with the others'."""
@@ -253,31 +253,31 @@ class Watchdog:
                 self._look(self._reports)
 
     def _look(self, reports: Reports) -> None:
-        here = self._observer.whereabouts()
-        if here is None:
+        wait = self._observer.look()
+        if reports.look(self._observer.describe):
+            if wait is not None and wait.is_longer_than(TICK):
+                self.has_given_up = True
+                self._give_up()
+            return
+        is_ours = wait is not None and wait.collective.number
+        if wait is None or not wait.is_longer_than(PATIENCE if is_ours else FOREIGN_PATIENCE):
             if self._has_reported:
                 reports.put(None)
                 self._has_reported = False
             self._suspects = {}
             return
         with contextlib.suppress(RuntimeError):
-            reports.put(here)
+            reports.put(self._observer.report(wait))
         self._has_reported = True
         everyone = reports.get()
-        if reports.verdict or not _is_proven(everyone):
+        if not _is_proven(everyone):
             self._suspects = {}
         elif not self._suspects:
             self._suspects = everyone
         elif all(_is_still(self._suspects[rank], now) for rank, now in everyone.items()):
-            self._pronounce(everyone, reports)
+            log.error("%s", reports.publish(parted([str(here) for here in everyone.values()])))
         elif any(self._suspects[rank].wait != now.wait for rank, now in everyone.items()):
             self._suspects = {}
-
-    def _pronounce(self, everyone: dict[int, Whereabouts], reports: Reports) -> None:
-        verdict = parted([str(here) for here in everyone.values()])
-        log.error("%s", verdict)
-        reports.publish_verdict(verdict)
-        self._give_up()
 
 
 def parted(places: Sequence[str]) -> str:
@@ -298,12 +298,37 @@ _lock = threading.Lock()
 _process = 0
 
 
+def _judged(answers: Mapping[int, str], error: BaseException, world_size: int) -> str:
+    """Return the error for a broken connection, with where the ranks are that answered."""
+    gone = [rank for rank in range(world_size) if rank not in answers]
+    cause = f"A connection between ranks has failed ({str(error).splitlines()[0]})"
+    if gone:
+        these = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}"
+        cause = (
+            f"The run has lost {these}: killed, out of memory, stopped, or ended without a word;"
+            " its own output, or the system's log, says more"
+        )
+    places = "".join(f"; rank {rank} {answer}" for rank, answer in sorted(answers.items()))
+    return f"{cause}{places}."
+
+
 def _start_to_look() -> None:
     """Start the thread of all watchdogs, once in each process."""
     global _process
     if _process != os.getpid():
         _process = os.getpid()
+        atexit.unregister(_say_farewell)
+        atexit.register(_say_farewell)
         threading.Thread(target=_look_now_and_then, name="zero.watchdog", daemon=True).start()
+
+
+def _say_farewell() -> None:
+    """End the runs of all ranks if an exception ends this process."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    for watchdog in list(_watchdogs):
+        if error is not None:
+            watchdog.end(error)
+            watchdog.leave()
 
 
 def _look_now_and_then() -> None:
@@ -352,11 +377,14 @@ def _milliseconds_used(thread: int) -> int:
 def _caller(frame: FrameType | None) -> str:
     """Return the innermost line that is neither torch's, Lightning's nor ours."""
     while frame is not None:
-        name = frame.f_globals.get("__name__", "").partition(".")[0]
-        if name not in _NOT_CALLERS:
+        if not _is_library(frame):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def _is_library(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_CALLERS
 
 
 _NOT_CALLERS = {

@@ -112,8 +112,9 @@ class Engine:
         outputs: list[Any] = []
         try:
             yield outputs.append
-        except BaseException:
+        except BaseException as error:
             self.reset()
+            self.comm.control.log.explain(error)
             raise
         if not awaits_backward:
             self._step.keeps_graph = False

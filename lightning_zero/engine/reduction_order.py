@@ -15,7 +15,6 @@ for each other for ever. So each backward pass has its **turns**, the same on al
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -114,8 +113,5 @@ class ReductionOrder:
 
     def abandon(self) -> None:
         """Forget a backward pass that an exception ended."""
-        if self._work is not None:
-            # The others may be gone, or have reached another sync point: that ended the pass.
-            with contextlib.suppress(RuntimeError):
-                self._work.wait()
+        # Not waited for: the others may be gone, or wait for this rank.
         self._under_way = self._left = self._work = None

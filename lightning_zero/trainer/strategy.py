@@ -323,6 +323,7 @@ class ZeROStrategy(SavingStrategy):
     def on_exception(self, exception: BaseException) -> None:
         if self._run is not None:
             self._run.has_failed = True
+            self._run.comm.control.watchdog.end(exception)
         if self.engine is not None and not self.engine.is_closed:
             self.engine.reset()
 
@@ -363,7 +364,10 @@ class ZeROStrategy(SavingStrategy):
         """Leave the optimizers, and the module if it is whole, as DDP leaves them."""
         internals.optimizers_to_device(self.optimizers, torch.device("cpu"))
         module = self.lightning_module
-        if module is None or not (self.engine is None or self.engine.is_restored):
+        # Without an engine a failed run may have ended amid the sharding.
+        has_failed = self._run is not None and self._run.has_failed
+        is_whole = self.engine.is_restored if self.engine is not None else not has_failed
+        if module is None or not is_whole:
             return
         if self._layer_sync and internals.trainer_of(module) is not None:
             self._layer_sync.revert(module)

@@ -1,0 +1,47 @@
+"""A rank that fails, hangs or dies anywhere: the others go on, or all end with an error naming it.
+
+Here a few cells of the matrix; `slow` runs all of them, as does `make faults`.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.oracle.faults import Fault, Job, jobs, run, run_all
+from tests.oracle.projects import WAYS
+
+FEW = [
+    Job(Fault("the user's forward", "raise"), "windows", 2, "fit"),
+    Job(Fault("a reduction", "kill"), "point to point", 2, "loop"),
+    Job(Fault("the user's backward", "raise"), "backend", 4, "loop"),
+    Job(Fault("a save, written", "kill"), "windows", 2, "fit"),
+    Job(Fault("a load, weights", "raise"), "point to point", 2, "fit"),
+    Job(Fault("the end of a batch", "barrier"), "backend", 2, "fit"),
+]
+
+
+def failures(these: list[Job], at_once: int) -> list[str]:
+    cells = run_all(these, at_once=at_once)
+    return [f"{job}: {cell}" for job, cell in cells if not cell.is_good]
+
+
+def test_faults_end_in_an_error_that_names_the_rank() -> None:
+    assert failures(FEW, len(FEW)) == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_all_ranks_raise_the_same_text_whoever_found_out(way: str) -> None:
+    """The order of reductions is agreed where one rank waits, and the other has gone on."""
+    cell = run(None, way=way, program="accumulate")
+    (answer,) = set(cell.answers.values())
+    assert len(cell.answers) == 2
+    assert answer[0] == "error"
+    assert "The ranks have parted: rank 0 waits" in answer[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_place_and_kind(way: str, world: int) -> None:
+    assert failures(jobs("fit", "loop", ways=[way], worlds=[world]), 4) == []

@@ -1,0 +1,534 @@
+"""Faults at any place of a step, a save or a load, of any kind, on one rank.
+
+The rank raises, is killed, hangs, stalls, or waits in a barrier that no other rank comes to.
+
+A **cell** is one place, one kind of fault and one transport on so many ranks, which are processes
+of their own. It must end in one of two ways within :data:`LIMIT`: every rank goes on to the numbers
+of an undisturbed run, or every rank that is left raises the same error, which names the rank.
+
+    cell = run(Fault("the user's forward", "kill"), way="windows", world=2)
+    assert cell.ending == "named"
+
+``make faults`` runs all cells and writes the tables of ``docs/faults.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import functools
+import hashlib
+import importlib
+import itertools
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from lightning_zero.comm.communicator import Communicator
+from tests.oracle.models import Blocks
+from tests.oracle.projects import WAYS, WIDTH, Regression, make_trainer, rows, wired
+from tests.oracle.ranks import _environment, server
+from tests.oracle.sharded import CPU, adamw, shard
+
+Kind = Literal["raise", "kill", "hang", "stall", "barrier"]
+KINDS: tuple[Kind, ...] = ("raise", "kill", "hang", "stall", "barrier")
+
+GOOD = ("goes on", "named", "too late to matter")
+"""How a run may end."""
+
+LIMIT = 10.0
+"""Seconds from the fault to the last rank's end."""
+STALL = 3.0
+"""Seconds that a stalled rank does nothing: longer than any patience but the group's."""
+HANG = 4
+"""The time limit of the process group, in seconds, where a rank hangs."""
+SECONDS = 60.0
+"""After which a run is killed, whatever it waits for."""
+
+
+class Place(NamedTuple):
+    """A function of the package or of the user, and the call of it that fails.
+
+    Attributes:
+        target: ``module:attribute``.
+        number: The number of the call.
+        only_trainer: Whether a plain loop never comes there.
+        on_rank_0: Whether only rank 0 comes there.
+    """
+
+    target: str
+    number: int = 1
+    only_trainer: bool = True
+    on_rank_0: bool = False
+
+
+_ENGINE, _COMM = "lightning_zero.engine", "lightning_zero.comm"
+_CHECKPOINT = "lightning_zero.checkpoint"
+
+PLACES = {
+    # A step.
+    "the setup": Place(f"{_ENGINE}.sharded_model:ShardedModel._build_units", 1, False),
+    "the adoption of an optimizer": Place(f"{_ENGINE}.engine:OptimizerHooks", 1, False),
+    "the begin of a batch": Place("tests.oracle.faults:Module.on_train_batch_start", 2),
+    "the user's forward": Place("tests.oracle.models:Block.forward", 5, False),
+    "a gather": Place(f"{_COMM}.transport:Transport.gather", 9, False),
+    "the user's backward": Place("tests.oracle.faults:Backward.backward", 2, False),
+    "the begin of a backward": Place(f"{_ENGINE}.reduction_order:ReductionOrder.begin", 2, False),
+    "the order of the first": Place(f"{_COMM}.control:Control.broadcast_object", 1, False),
+    "a reduction": Place(f"{_COMM}.transport:Transport.reduce", 7, False),
+    "the end of a reduction": Place(f"{_ENGINE}.gradients:Gradients._finish", 7, False),
+    "the end of a backward": Place(f"{_ENGINE}.reduction_order:ReductionOrder.finish", 2, False),
+    "a sync point": Place(f"{_COMM}.sync_points:PendingSync.__init__", 12, False),
+    "the wait at a sync point": Place(f"{_COMM}.sync_points:PendingSync.wait", 12, False),
+    "a logged value": Place("lightning_zero.trainer.strategy:ZeROStrategy.reduce", 2),
+    "the optimizer": Place("torch.optim.adam:adam", 2, False),
+    "the refresh of weights": Place(f"{_ENGINE}.sharded_model:ShardedModel.refresh", 2, False),
+    "the end of a batch": Place("tests.oracle.faults:Module.on_train_batch_end", 2),
+    # A save.
+    "a save, taken apart": Place(f"{_CHECKPOINT}.file.save:FileSave._take"),
+    "a save, laid out": Place(f"{_CHECKPOINT}.file.save:FileSave._layout", on_rank_0=True),
+    "a save, its file": Place(f"{_CHECKPOINT}.file.save:FileSave._create", on_rank_0=True),
+    "a save, written": Place(f"{_CHECKPOINT}.file.writer:Writer.write", 3),
+    "a save, synced": Place(f"{_CHECKPOINT}.file.writer:Writer.sync"),
+    "a save, sealed": Place(f"{_CHECKPOINT}.file.save:FileSave._seal", on_rank_0=True),
+    "a save, renamed": Place(f"{_CHECKPOINT}.file.atomic:put_in_place", on_rank_0=True),
+    # A load.
+    "a load, opened": Place(f"{_CHECKPOINT}.load:_mapped_with_identity"),
+    "a load, compared": Place(f"{_CHECKPOINT}.load:compare"),
+    "a load, checked": Place(f"{_CHECKPOINT}.checksums:CheckedBytes.check", 3),
+    "a load, weights": Place("lightning_zero.trainer.checkpointing:load_module_state"),
+    "a load, optimizer": Place("lightning_zero.trainer.checkpointing:load_optimizer_state"),
+    # The end.
+    "the whole weights": Place(f"{_ENGINE}.sharded_model:ShardedModel.restore", 1, False),
+}
+"""Functions that fail, by the name that the table has for them."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A place, and what becomes of the last rank there; of rank 0 where only it comes there."""
+
+    place: str
+    kind: Kind
+
+    def rank(self, world: int) -> int:
+        """The rank that it strikes."""
+        return 0 if PLACES[self.place].on_rank_0 else world - 1
+
+
+class Injected(ValueError):
+    """The exception of a fault."""
+
+
+# ---------------------------------------------------------------------------- the test's side
+
+
+@dataclass
+class Cell:
+    """What became of a run.
+
+    Attributes:
+        fault: None for an undisturbed run.
+        odd: The rank that it struck; -1 for none.
+        world: Number of ranks.
+        expected: Returns the numbers of an undisturbed run.
+        answers: By rank, how it ended: ("numbers", digest) or ("error", text); none if it did not.
+        seconds: From the fault to the end of the last rank that ended.
+        output: What the ranks printed.
+    """
+
+    fault: Fault | None
+    odd: int
+    world: int
+    expected: Callable[[], str]
+    answers: dict[int, tuple[str, str]] = field(default_factory=dict)
+    seconds: float = -1.0
+    output: str = ""
+
+    @property
+    def must_end(self) -> bool:
+        """Whether the rank that the fault struck must end as the others do."""
+        is_in_barrier = self.fault is not None and self.fault.kind == "barrier"
+        return is_in_barrier or self.answers.get(self.odd, ("",))[0] == "numbers"
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it ended as it must."""
+        return self.ending in GOOD
+
+    @property
+    def ending(self) -> str:
+        """``"goes on"``, ``"named"``, or what is wrong, in capitals."""
+        if self.seconds < 0:
+            return "NOT STRUCK"
+        # A rank that fails when the others have got all they need from it ends alone.
+        left = [rank for rank in range(self.world) if rank != self.odd or self.must_end]
+        if all(self.answers.get(rank, ("",))[0] == "numbers" for rank in left):
+            if any(self.answers[rank][1] != self.expected() for rank in left):
+                return "OTHER NUMBERS"
+            return "goes on" if self.must_end else "too late to matter"
+        others = {rank: self.answers.get(rank) for rank in left}
+        texts = {answer and answer[1] for answer in others.values()}
+        if None in texts:
+            return "HANGS"
+        if any(answer and answer[0] == "numbers" for answer in others.values()):
+            return "SOME GO ON"
+        if len(texts) > 1:
+            return "OTHER TEXTS"
+        if not all(text and f"rank {self.odd}" in text.lower() for text in texts):
+            return "NOT NAMED"
+        return "named" if self.seconds <= LIMIT else "LATE"
+
+    def __str__(self) -> str:
+        lines = [f"{self.ending} after {self.seconds:.1f} s, struck rank {self.odd}"]
+        return "\n".join(
+            [*lines, *(f"rank {rank}: {a}" for rank, a in self.answers.items()), self.output]
+        )
+
+
+def run(fault: Fault | None, *, way: str = "windows", world: int = 2, program: str = "fit") -> Cell:
+    """Run a program under a fault, or without one, on new processes."""
+    odd = -1 if fault is None else fault.rank(world)
+    cell = Cell(fault, odd, world, functools.partial(undisturbed, way, world, program))
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder, contextlib.ExitStack() as stack:
+        ranks: dict[Connection, int] = {}
+        processes = []
+        for rank in range(world):
+            here, there = Pipe()
+            output = stack.enter_context((Path(folder) / f"{rank}.log").open("wb"))
+            strikes = fault if rank == odd else None
+            limit = HANG if fault is not None and fault.kind == "hang" else 60
+            with there:
+                process = server(rank % 2).start(
+                    be_rank,
+                    *(rank, world, limit, program, way, strikes, folder),
+                    connection=there,
+                    output=output,
+                    environment=_environment(rank, world),
+                )
+            ranks[here] = rank
+            processes.append(process)
+        stack.callback(_end, processes)
+        _listen(cell, ranks, is_hung=fault is not None and fault.kind == "hang")
+        logs = [Path(folder) / f"{rank}.log" for rank in range(world)]
+        cell.output = "\n".join(log.read_text(errors="replace")[-4000:] for log in logs)
+    return cell
+
+
+def _listen(cell: Cell, ranks: dict[Connection, int], *, is_hung: bool) -> None:
+    """Take the ranks' answers until all have ended, but for the one that hangs."""
+    struck, last, deadline = 0.0, 0.0, time.monotonic() + SECONDS
+    while time.monotonic() < deadline and set(ranks.values()) - ({cell.odd} if is_hung else set()):
+        for connection in wait(list(ranks), timeout=0.2):
+            assert isinstance(connection, Connection)
+            try:
+                kind, text, when = connection.recv()
+            except EOFError:
+                del ranks[connection]
+                continue
+            if kind == "struck":
+                struck = when
+                deadline = time.monotonic() + 2 * LIMIT
+            else:
+                cell.answers[ranks[connection]] = (kind, text)
+                last = max(last, when)
+    if struck:
+        cell.seconds = max(last - struck, 0.0)
+
+
+def _end(processes: Iterable[Any]) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(10)
+        process.stdin.close()
+
+
+@functools.cache
+def undisturbed(way: str, world: int, program: str) -> str:
+    """The digest of the numbers that every rank ends with where nothing goes wrong."""
+    cell = run(None, way=way, world=world, program=program)
+    (digest,) = {answer for kind, answer in cell.answers.values() if kind == "numbers"} or {""}
+    if len(cell.answers) < world or not digest:
+        raise AssertionError(f"an undisturbed run failed: {cell}")
+    return digest
+
+
+# ---------------------------------------------------------------------------- the rank's side
+
+
+def be_rank(
+    connection: Connection,
+    rank: int,
+    world: int,
+    limit: int,
+    program: str,
+    way: str,
+    fault: Fault | None,
+    folder: str,
+) -> None:
+    """Be a rank of a program that a fault may strike."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=limit)
+    store = _store(rank, world, Path(folder) / "port")
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    torch.manual_seed(0)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+    def strike() -> None:
+        assert fault is not None
+        connection.send(("struck", "", time.time()))
+        if fault.kind == "raise":
+            raise Injected(f"injected at {fault.place}")
+        if fault.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault.kind == "barrier":
+            dist.barrier()
+            return
+        time.sleep(STALL if fault.kind == "stall" else SECONDS)
+
+    try:
+        with injected(fault, strike):
+            answer = ("numbers", PROGRAMS[program](way, folder))
+    except BaseException as error:
+        traceback.print_exc()
+        answer = ("error", str(error))
+        # What the interpreter does with an exception that nobody catches.
+        sys.last_value = error
+        atexit._run_exitfuncs()
+    connection.send((*answer, time.time()))
+
+
+def _store(rank: int, world: int, file: Path) -> dist.Store:
+    """The store that rank 0 keeps, at a port that it finds."""
+    start = functools.partial(dist.TCPStore, "127.0.0.1", timeout=timedelta(seconds=30))
+    if rank == 0:
+        store = start(0, world, True, wait_for_workers=False)
+        file.with_suffix(".new").write_text(str(store.port))
+        file.with_suffix(".new").rename(file)
+        return store
+    while not file.exists():
+        time.sleep(0.01)
+    return start(int(file.read_text()), world, False)
+
+
+@contextlib.contextmanager
+def injected(fault: Fault | None, strike: Callable[[], None]) -> Iterator[None]:
+    """Call ``strike`` before the fault's call of its function."""
+    if fault is None:
+        yield
+        return
+    place = PLACES[fault.place]
+    module, _, names = place.target.partition(":")
+    *path, name = names.split(".")
+    owner = functools.reduce(getattr, path, importlib.import_module(module))
+    raw = vars(owner)[name]
+    inner = raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
+    calls = itertools.count(1)
+
+    @functools.wraps(inner)
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == place.number:
+            strike()
+        return inner(*args, **kwargs)
+
+    replaced = type(raw)(counting) if inner is not raw else counting
+    setattr(owner, name, replaced)
+    try:
+        yield
+    finally:
+        setattr(owner, name, raw)
+
+
+class Backward(torch.autograd.Function):
+    """The identity, with a backward of the user's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clone()
+
+
+class Module(Regression):
+    """Hooks of the user's own, to fail in."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = self.loss((Backward.apply(x.requires_grad_()), y))
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Does nothing, unless it fails."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Does nothing, unless it fails."""
+
+
+def fit(way: str, folder: str) -> str:
+    """Four steps with a checkpoint behind the second, and two more from there."""
+    results = []
+    with wired(way):
+        for path in (None, f"{folder}/saved/step=2.ckpt"):
+            module = Module()
+            folder_of_saves = f"{folder}/saved"
+            saves = ModelCheckpoint(folder_of_saves, "{step}", every_n_train_steps=2, save_top_k=-1)
+            trainer = make_trainer(
+                3, callbacks=[saves], enable_checkpointing=True, max_steps=4, max_epochs=-1
+            )
+            trainer.fit(module, rows(32), ckpt_path=path)
+            results += [value.detach().clone() for value in module.parameters()]
+    return digest_of(results)
+
+
+def loop(way: str, folder: str) -> str:
+    """Four steps of the engine in a plain loop."""
+    torch.manual_seed(0)
+    engine = shard(Blocks(3), comm=Communicator(CPU, **WAYS[way]))
+    optimizer = adamw(engine.module)
+    engine.adopt(optimizer)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(4):
+        with engine.step() as watch:
+            x = torch.randn(2, WIDTH, generator=generator, requires_grad=True)
+            loss = engine.module(Backward.apply(x)).square().sum()
+            watch(loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.close()
+    return digest_of(engine.module.parameters())
+
+
+def accumulate(way: str, folder: str) -> str:
+    """Two backward passes, of which rank 0 alone sends the first one's gradients."""
+    torch.manual_seed(0)
+    engine = shard(Blocks(3), stage=1, accumulate="local", comm=Communicator(CPU, **WAYS[way]))
+    for _ in range(2):
+        with engine.no_sync() if dist.get_rank() else contextlib.nullcontext():
+            engine.module(torch.ones(2, WIDTH)).sum().backward()
+    engine.close()
+    return ""
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """A few characters that are equal for equal bits."""
+    content = b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+PROGRAMS: dict[str, Callable[[str, str], str]] = {
+    "fit": fit,
+    "loop": loop,
+    "accumulate": accumulate,
+}
+
+
+# ---------------------------------------------------------------------------- all of them
+
+
+class Job(NamedTuple):
+    """A cell to run."""
+
+    fault: Fault
+    way: str
+    world: int
+    program: str
+
+    def run(self) -> Cell:
+        """Run it; once more where it went wrong by an answer that came late on a busy machine."""
+        how = {"way": self.way, "world": self.world, "program": self.program}
+        cell = run(self.fault, **how)
+        return cell if cell.is_good else run(self.fault, **how)
+
+
+def jobs(*programs: str, ways: Iterable[str] = WAYS, worlds: Iterable[int] = (2, 4)) -> list[Job]:
+    """Every place and kind; those that last, which cost seconds, on two ranks only.
+
+    In a plain loop a barrier of the user's keeps its own error.
+    """
+    return [
+        Job(Fault(place, kind), way, world, program)
+        for program in programs
+        for world in worlds
+        for way in ways
+        for place, where in PLACES.items()
+        for kind in KINDS
+        if program == "fit" or not (where.only_trainer or kind == "barrier")
+        if world == 2 or kind in KINDS[:2]
+    ]
+
+
+def run_all(these: Iterable[Job], *, at_once: int) -> Iterator[tuple[Job, Cell]]:
+    """Run cells side by side: most of them wait for most of their time."""
+    listed = list(these)
+    with ThreadPoolExecutor(at_once) as threads:
+        yield from zip(listed, threads.map(Job.run, listed), strict=True)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
+_BEGIN, _END = "<!-- begin of the tables -->\n", "<!-- end of the tables -->\n"
+_TITLES = {
+    "fit": "`Trainer.fit` at stage 3, with a checkpoint and a second `fit` from it",
+    "loop": "A plain loop over the engine",
+}
+
+
+def tables(cells: list[tuple[Job, Cell]]) -> str:
+    """What became of all cells, as Markdown: how many ended how, and the longest time."""
+    lines = []
+    for program, title in _TITLES.items():
+        lines += ["", f"### {title}", "", "| place | " + " | ".join(KINDS) + " |"]
+        lines += ["|" + "---|" * (1 + len(KINDS))]
+        for place in PLACES:
+            these = [(j, c) for j, c in cells if (j.program, j.fault.place) == (program, place)]
+            by_kind = [[c for job, c in these if job.fault.kind == kind] for kind in KINDS]
+            if these:
+                lines.append(f"| {place} | " + " | ".join(map(_summary, by_kind)) + " |")
+    return "\n".join([*lines[1:], "", ""])
+
+
+def _summary(cells: list[Cell]) -> str:
+    endings = Counter(cell.ending for cell in cells)
+    longest = max((cell.seconds for cell in cells), default=0.0)
+    return ", ".join(f"{n} {ending}" for ending, n in endings.items()) + f" ({longest:.1f} s)"
+
+
+def main() -> int:
+    """Run all cells and write the page."""
+    parser = argparse.ArgumentParser(description="Faults at every place of a step, save and load.")
+    parser.add_argument("--at-once", type=int, default=4, help="cells that run side by side")
+    cells = []
+    for job, cell in run_all(jobs("fit", "loop"), at_once=parser.parse_args().at_once):
+        cells.append((job, cell))
+        print(f"{len(cells)} {job}: {cell if not cell.is_good else cell.ending}", flush=True)
+    before, _, rest = PAGE.read_text().partition(_BEGIN)
+    PAGE.write_text(f"{before}{_BEGIN}{tables(cells)}{_END}{rest.partition(_END)[2]}")
+    return any(not cell.is_good for _, cell in cells)
+
+
+if __name__ == "__main__":
+    # Ranks import this module by its name.
+    sys.exit(importlib.import_module("tests.oracle.faults").main())
