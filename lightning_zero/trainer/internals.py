@@ -42,6 +42,8 @@ MAPS_GROUPS = "_apply_mapping_to_param_groups"
 ANSWERS_REQUEUE = "_slurm_sigusr_handler_fn"
 ANSWERS_END = "_sigterm_notifier_fn"
 """Answer a signal at once, on one rank; there is no public way to answer later."""
+ASKS_FOR_END = "_broadcast_sigterm_tensor"
+"""Asks rank 0 at each batch whether it was told to end, by a collective that nobody else names."""
 
 
 def unwrapped(optimizer: Any) -> Optimizer:

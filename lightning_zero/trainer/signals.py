@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import signal
+from collections.abc import Callable
 from typing import Any
 
 from lightning_zero.comm import Control
@@ -36,6 +37,15 @@ class Signals:
 
     def __init__(self, trainer: Any, control: Control) -> None:
         self._noted = [_Requeue(trainer, control), _End(trainer, control)]
+        self._replaced = Replacements()
+        self._control = control
+        loop = trainer.fit_loop.epoch_loop
+        if hasattr(loop, internals.ASKS_FOR_END):
+            self._replaced.wrap(loop, internals.ASKS_FOR_END, self._ask)
+
+    def _ask(self, inner: Callable[[], None]) -> None:
+        with self._control.log.at("the begin of a batch"):
+            inner()
 
     def answer(self) -> None:
         """At the begin of a batch: answer what has come to all ranks in time."""
@@ -45,6 +55,7 @@ class Signals:
 
     def remove(self) -> None:
         """Let the Trainer answer by itself again."""
+        self._replaced.remove()
         for noted in self._noted:
             noted.remove()
 

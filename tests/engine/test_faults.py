@@ -40,8 +40,6 @@ def test_all_ranks_raise_the_same_text_whoever_found_out(way: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("way", WAYS)
-def test_every_place_and_kind(way: str, world: int) -> None:
-    assert failures(jobs("fit", "loop", ways=[way], worlds=[world]), 4) == []
+@pytest.mark.timeout(3600)
+def test_every_place_and_kind() -> None:
+    assert failures(jobs(), 4) == []

@@ -54,6 +54,9 @@ KINDS: tuple[Kind, ...] = ("raise", "kill", "hang", "stall", "barrier")
 GOOD = ("goes on", "named", "too late to matter")
 """How a run may end."""
 
+QUICK = KINDS[:2]
+"""Those after which nobody waits for a time limit."""
+
 LIMIT = 10.0
 """Seconds from the fault to the last rank's end."""
 STALL = 3.0
@@ -98,7 +101,7 @@ PLACES = {
     "the end of a backward": Place(f"{_ENGINE}.reduction_order:ReductionOrder.finish", 2, False),
     "a sync point": Place(f"{_COMM}.sync_points:PendingSync.__init__", 12, False),
     "the wait at a sync point": Place(f"{_COMM}.sync_points:PendingSync.wait", 12, False),
-    "a logged value": Place("lightning_zero.trainer.strategy:ZeROStrategy.reduce", 2),
+    "a logged value": Place("lightning_zero.trainer.ranks:RankStrategy.reduce", 2),
     "the optimizer": Place("torch.optim.adam:adam", 2, False),
     "the refresh of weights": Place(f"{_ENGINE}.sharded_model:ShardedModel.refresh", 2, False),
     "the end of a batch": Place("tests.oracle.faults:Module.on_train_batch_end", 2),
@@ -464,21 +467,22 @@ class Job(NamedTuple):
         return cell if cell.is_good else run(self.fault, **how)
 
 
-def jobs(*programs: str, ways: Iterable[str] = WAYS, worlds: Iterable[int] = (2, 4)) -> list[Job]:
-    """Every place and kind; those that last, which cost seconds, on two ranks only.
+def jobs(*, every: bool = False) -> list[Job]:
+    """The cells of the matrix.
 
-    In a plain loop a barrier of the user's keeps its own error.
+    Every place is struck by an exception and by a kill over every transport, in both programs. What
+    lasts, and four ranks, goes round the transports from place to place unless ``every`` is set. In
+    a plain loop a barrier of the user's keeps its own error, and nothing else lasts otherwise.
     """
-    return [
-        Job(Fault(place, kind), way, world, program)
-        for program in programs
-        for world in worlds
-        for way in ways
-        for place, where in PLACES.items()
-        for kind in KINDS
-        if program == "fit" or not (where.only_trainer or kind == "barrier")
-        if world == 2 or kind in KINDS[:2]
-    ]
+    listed = []
+    for number, (place, where) in enumerate(PLACES.items()):
+        for turn, way in enumerate(WAYS):
+            is_due = every or number % len(WAYS) == turn
+            struck = [(kind, 2, "fit") for kind in KINDS if is_due or kind in QUICK]
+            struck += [(kind, 4, "fit") for kind in QUICK if is_due]
+            struck += [(kind, 2, "loop") for kind in QUICK if not where.only_trainer]
+            listed += [Job(Fault(place, kind), way, n, program) for kind, n, program in struck]
+    return listed
 
 
 def run_all(these: Iterable[Job], *, at_once: int) -> Iterator[tuple[Job, Cell]]:
@@ -505,14 +509,16 @@ def tables(cells: list[tuple[Job, Cell]]) -> str:
         for place in PLACES:
             these = [(j, c) for j, c in cells if (j.program, j.fault.place) == (program, place)]
             by_kind = [[c for job, c in these if job.fault.kind == kind] for kind in KINDS]
-            if these:
+            if any(by_kind):
                 lines.append(f"| {place} | " + " | ".join(map(_summary, by_kind)) + " |")
     return "\n".join([*lines[1:], "", ""])
 
 
 def _summary(cells: list[Cell]) -> str:
+    if not cells:
+        return ""
     endings = Counter(cell.ending for cell in cells)
-    longest = max((cell.seconds for cell in cells), default=0.0)
+    longest = max(cell.seconds for cell in cells)
     return ", ".join(f"{n} {ending}" for ending, n in endings.items()) + f" ({longest:.1f} s)"
 
 
@@ -520,8 +526,10 @@ def main() -> int:
     """Run all cells and write the page."""
     parser = argparse.ArgumentParser(description="Faults at every place of a step, save and load.")
     parser.add_argument("--at-once", type=int, default=4, help="cells that run side by side")
+    parser.add_argument("--every", action="store_true", help="everything over every transport")
+    arguments = parser.parse_args()
     cells = []
-    for job, cell in run_all(jobs("fit", "loop"), at_once=parser.parse_args().at_once):
+    for job, cell in run_all(jobs(every=arguments.every), at_once=arguments.at_once):
         cells.append((job, cell))
         print(f"{len(cells)} {job}: {cell if not cell.is_good else cell.ending}", flush=True)
     before, _, rest = PAGE.read_text().partition(_BEGIN)
