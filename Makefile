@@ -22,7 +22,7 @@ lint: .venv/stamp
 bench: .venv/stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore examples/benchmarks/compare.py $(ARGS)
 
-# Every wire beside torch's own collectives: what `Comm` chooses by; ARGS adds to the command line.
+# Every transport beside torch's own collectives: what `Communicator` chooses by; ARGS adds to the command line.
 wires: .venv/stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore examples/benchmarks/wires.py $(ARGS)
 

@@ -1,4 +1,4 @@
-"""Every wire of the package beside torch's own collectives: times, elements sent, the same sums.
+"""Every transport of the package beside torch's own collectives: times, elements sent, sums.
 
     python examples/benchmarks/wires.py                       # gloo, and NCCL where there are GPUs
     python examples/benchmarks/wires.py --mib 64 --rounds 50 --devices cpu --world 4
@@ -6,7 +6,7 @@
 ``Communicator`` takes one of three transports; here is what it chooses by. A size is that of the
 whole tensor, of which each of N ranks has, or wants, a shard of 1/N. Ours, the chosen one marked:
 
-* ``windows``, ``messages``, ``backend``: the package's wires, as ``Communicator`` calls them.
+* ``shared memory``, ``point to point``, ``collectives``: the package's transports.
   ``gather`` fills the whole tensor from all shards, ``reduce`` writes the sum of this rank's shard.
 
 Torch's, on the default group:
@@ -159,7 +159,7 @@ def our_reduce(comm: Communicator, values: Values) -> Way:
     def run(buffer: Any) -> None:
         comm.transport.reduce(out, buffer, unit="", tag=1).wait()
 
-    is_exact = wire_of(comm) != "backend" or values.has_one_order
+    is_exact = name_of(comm) != "collectives" or values.has_one_order
     return Way(out, values.shard(values.total), run, given, comm, is_exact)
 
 
@@ -216,21 +216,25 @@ REDUCES = {
 """Torch's own ways, beside our two verbs."""
 
 
-NAMES = {"SharedMemory": "windows", "PointToPoint": "messages", "Collectives": "backend"}
+NAMES = {
+    "SharedMemory": "shared memory",
+    "PointToPoint": "point to point",
+    "Collectives": "collectives",
+}
 
 
-def wire_of(comm: Communicator) -> str:
+def name_of(comm: Communicator) -> str:
     return NAMES[type(comm.transport).__name__]
 
 
-def wires(device: torch.device) -> dict[str, Communicator]:
-    """A ``Communicator`` on each wire that can be had here; the first is on the one it chooses."""
+def transports(device: torch.device) -> dict[str, Communicator]:
+    """A ``Communicator`` on each transport there is here; the first on the one it chooses."""
     found = [Communicator(device)]
     if found[0].transport.reads_peers:
         found.append(Communicator(device, windows=False))
     if dist.get_backend() == "gloo":
         found.append(Communicator(device, direct=False))
-    return {wire_of(comm): comm for comm in found}
+    return {name_of(comm): comm for comm in found}
 
 
 def ways(comms: dict[str, Communicator], values: Values) -> dict[str, Way]:
@@ -279,14 +283,14 @@ def measure(candidates: dict[str, Way], job: Job) -> dict[str, dict[str, Any]]:
 def compare(job: Job) -> list[dict[str, Any]]:
     """The rows of all sizes, on this rank of a process group."""
     device = torch.device(job.device)
-    comms = wires(device)
+    comms = transports(device)
     chosen = next(iter(comms))
     found = []
     for mib in job.mib:
         values = Values(int(mib * 2**20) // 4, device)
         for name, row in measure(ways(comms, values), job).items():
             place = {"backend": job.backend, "world": job.world, "mib": mib, "way": name}
-            found.append({**place, **row, "is_chosen": name.split()[0] == chosen})
+            found.append({**place, **row, "is_chosen": name.startswith(f"{chosen} ")})
         for comm in comms.values():
             comm.transport.release_scratch()
             comm.transport.release()

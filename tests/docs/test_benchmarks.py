@@ -298,7 +298,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-WIRES = ["windows", "messages", "backend"]
+WIRES = ["shared memory", "point to point", "collectives"]
 WAYS = [
     *[f"{wire} gather" for wire in WIRES],
     *["all_gather_into_tensor", "broadcast"],
@@ -314,17 +314,17 @@ def test_wires_side_by_side(tmp_path: Path) -> None:
     finished = run_forked(script, *command, timeout=170)
     line = r"^\| (\w.*?)( \(chosen\))? \| [\d.]+ \| [\d.]+ to [\d.]+ \|"
     lines = [(way, bool(mark)) for way, mark in re.findall(line, finished.stdout, re.MULTILINE)]
-    assert lines == [(way, way.startswith("windows")) for way in WAYS] * 2
+    assert lines == [(way, way.startswith("shared memory ")) for way in WAYS] * 2
     rows = json.loads((tmp_path / "wires.json").read_text())["rows"]
     assert [(row["way"], row["is_chosen"]) for row in rows] == lines
     assert [row["mib"] for row in rows] == [0.25] * len(WAYS) + [0.5] * len(WAYS)
     for row in rows:
-        numel, wire = row["mib"] * 2**20 / 4, row["way"].split()[0]
+        numel, wire = row["mib"] * 2**20 / 4, row["way"].rpartition(" ")[0]
         assert row["ms_range"][0] <= row["ms"] <= row["ms_range"][1]
         assert row["sent"] == (numel / 2 if wire in WIRES else None)
         # The kernel, where it counts, counts tokens and barriers too.
-        if row["on_sockets"] is not None and wire in ("windows", "messages"):
-            least = numel / 2 if wire == "messages" else 0
+        if row["on_sockets"] is not None and wire in ("shared memory", "point to point"):
+            least = numel / 2 if wire == "point to point" else 0
             assert least <= row["on_sockets"] < least + numel / 8, row
 
 
