@@ -11,7 +11,7 @@ train: .venv/stamp
 # Lint, types and the tests that are not slow (MARKS= runs all); ARGS adds to pytest's command line.
 MARKS = not slow
 test: lint
-	$(BIN)/python -m pytest -m "$(MARKS)" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "$(MARKS)" $(ARGS)
 
 lint: .venv/stamp
 	$(BIN)/ruff check .
