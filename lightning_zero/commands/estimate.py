@@ -28,6 +28,7 @@ from lightning_zero.memory import (
     compare,
     estimate_table,
     format_bytes,
+    format_ranks,
     named_offloads,
     parse_bytes,
     write_report,
@@ -162,9 +163,8 @@ def _beside_the_device(found: list[Estimate], limits: Limits) -> Iterator[str]:
         num = limits.on_node(offloaded.world_size)
         disk = num * sum(offloaded.disk.values())
         files = f" and {format_bytes(disk)} in files" if disk else ""
-        ranks = "1 rank" if offloaded.world_size == 1 else f"{offloaded.world_size} ranks"
         yield (
-            f"{offloaded.name}, {ranks}: {num} on a node, with"
+            f"{offloaded.name}, {format_ranks(offloaded.world_size)}: {num} on a node, with"
             f" {format_bytes(num * offloaded.host_peak)} of host memory in a step{files}."
         )
     if any(one.offload is not None for one in found):

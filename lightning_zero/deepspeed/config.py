@@ -129,26 +129,14 @@ class Config:
     # -- the strategy and the Trainer ------------------------------------------------------------
 
     def argument(self, name: str, given: Any) -> Any:
-        """Return the strategy's argument ``name``, which was ``given``.
-
-        Raises:
-            ValueError: The configuration says otherwise.
-        """
+        """Return the strategy's argument ``name``, which was ``given`` or is the default."""
         wanted = self.arguments.get(name, given)
-        if given not in (wanted, _DEFAULTS[name]):
-            raise ValueError(
-                f"{name}={given!r} contradicts the DeepSpeed configuration, which says {wanted!r}."
-                " Leave one of them out."
-            )
-        return wanted
+        return _agreed(f"{name}={given!r}", given, wanted, _DEFAULTS[name])
 
     def stage(self, given: int) -> int:
         """Return the strategy's stage, which was ``given``.
 
         DeepSpeed reads a configuration without a stage as stage 0, which is not what happens here.
-
-        Raises:
-            ValueError: The configuration says otherwise.
         """
         stage: int = self.argument("stage", given)
         if self.is_given and "stage" not in self.arguments and stage == _DEFAULTS["stage"]:
@@ -171,18 +159,9 @@ class Config:
                 )
 
     def trainer_value(self, name: str, given: Any, default: Any) -> Any:
-        """Return what the Trainer's argument ``name`` must be; ``given`` is what it is.
-
-        Raises:
-            ValueError: The Trainer was given another value than its ``default`` and than ours.
-        """
+        """Return what the Trainer's argument ``name`` must be, which is ``given``."""
         wanted = self.trainer.get(name, given)
-        if given not in (wanted, default):
-            raise ValueError(
-                f"Trainer({name}={given!r}) contradicts the DeepSpeed configuration, which says"
-                f" {wanted!r}. Leave one of them out."
-            )
-        return wanted
+        return _agreed(f"Trainer({name}={given!r})", given, wanted, default)
 
 
 _ACTIONS: dict[str, Callable[[Config, Any], Any]] = {
@@ -205,6 +184,16 @@ _ACTIONS: dict[str, Callable[[Config, Any], Any]] = {
         accumulate_grad_batches=int(value)
     ),
 }
+
+
+def _agreed(said: str, given: Any, wanted: Any, default: Any) -> Any:
+    """Return ``wanted``; raise a ``ValueError`` if neither it nor the default was given."""
+    if given not in (wanted, default):
+        raise ValueError(
+            f"{said} contradicts the DeepSpeed configuration, which says {wanted!r}. Leave one of"
+            " them out."
+        )
+    return wanted
 
 
 def _load(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:

@@ -36,11 +36,7 @@ def _tag_inside(folder: Path) -> Path | None:
 
 
 def tag_of(path: Path) -> Path:
-    """Return the folder with the files, which is ``path`` or in it.
-
-    Raises:
-        FileNotFoundError: There is none.
-    """
+    """Return the folder with the files, which is ``path`` or in it."""
     tag = path if _is_tag(path) else _tag_inside(path)
     if tag is None or not tag.is_dir() or (tag != path and tag.parent != path):
         named = f"; its file 'latest' names {str(tag)!r}" if tag is not None else ""
@@ -52,12 +48,7 @@ def tag_of(path: Path) -> Path:
 
 
 def files_by_rank(tag: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
-    """Return the files of a kind, ``MODEL`` or ``OPTIMIZER``, by rank.
-
-    Raises:
-        NotImplementedError: The model is cut in other ways, too.
-        ValueError: Two files are of one rank.
-    """
+    """Return the files of a kind, ``MODEL`` or ``OPTIMIZER``, by rank."""
     found: dict[int, Path] = {}
     for file in sorted(tag.iterdir()):
         if _CUT_OTHERWISE.fullmatch(file.name):
@@ -84,12 +75,7 @@ def files_by_rank(tag: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
 
 
 def check_ranks(files: Mapping[int, Path], world_size: int) -> None:
-    """Raise a ``FileNotFoundError`` unless there is one file of every rank.
-
-    Raises:
-        FileNotFoundError: One is missing.
-        ValueError: There are too many.
-    """
+    """Raise unless there is one file of every rank, and no other."""
     example = next(iter(files.values()))
     # A damaged file may have any number.
     missing = list(itertools.islice((n for n in range(world_size) if n not in files), 9))

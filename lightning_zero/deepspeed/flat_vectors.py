@@ -32,11 +32,8 @@ Shapes = dict[str, tuple[int, ...]]
 class Flat(ABC):
     """Parameters of one param group as a flat vector, of which each rank has a part.
 
-    Attributes:
-        label: What it is, for errors.
-        shapes: The parameters, in the order in which they lie.
-        paddings: Elements that follow each parameter and mean nothing.
-        masters: Each rank's part of the masters, ``[n]``.
+    They lie in the order of ``shapes``, each followed by some elements of padding. ``masters`` are
+    the ranks' parts, ``[n]``. ``label`` says in errors what it is.
     """
 
     label: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -44,21 +45,10 @@ class Key:
     fitting: Any = True
 
 
-def _acts(kind: Kind, becomes: str) -> Key:
-    return Key(Fate.ACTS, kind, becomes)
-
-
-def _always(becomes: str, fitting: Any = True) -> Key:
-    kind = Kind.TEXT if isinstance(fitting, str) else Kind.SWITCH
-    return Key(Fate.ALWAYS, kind, becomes, fitting)
-
-
-def _replaced(kind: Kind, becomes: str) -> Key:
-    return Key(Fate.REPLACED, kind, becomes)
-
-
-def _refused(kind: Kind, becomes: str) -> Key:
-    return Key(Fate.REFUSED, kind, becomes)
+_acts = functools.partial(Key, Fate.ACTS)
+_always = functools.partial(Key, Fate.ALWAYS, Kind.SWITCH)
+_replaced = functools.partial(Key, Fate.REPLACED)
+_refused = functools.partial(Key, Fate.REFUSED)
 
 
 _UNITS = "`units` chooses what is gathered and reduced together; one unit is one message"
@@ -73,86 +63,86 @@ OFFLOADS = (_OFFLOAD, _OFFLOAD_SWITCH, _ZENFLOW)
 """What is said of keys that ask for offload."""
 _NO_QUANTIZED = "nothing is quantized on its way; take the key out"
 
-KEYS: dict[str, Key] = {
-    "zero_optimization.stage": _acts(Kind.NUMBER, "`stage`; 0 is `strategy='ddp'`"),
-    "zero_optimization.overlap_comm": _always("reductions run behind the backward pass"),
-    "zero_optimization.contiguous_gradients": _always("gradients lie in one buffer per unit"),
-    "zero_optimization.reduce_scatter": _always("gradients are reduced and scattered at once"),
-    "zero_optimization.allgather_partitions": _always("weights are gathered in one message"),
-    "zero_optimization.load_from_fp32_weights": _always("masters are read from the checkpoint"),
-    "zero_optimization.ignore_unused_parameters": _always("unused parameters count as zero"),
-    "zero_optimization.elastic_checkpoint": _always("a checkpoint fits any number of ranks"),
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": _always(
+_ZERO_OPTIMIZATION = {
+    "stage": _acts(Kind.NUMBER, "`stage`; 0 is `strategy='ddp'`"),
+    "overlap_comm": _always("reductions run behind the backward pass"),
+    "contiguous_gradients": _always("gradients lie in one buffer per unit"),
+    "reduce_scatter": _always("gradients are reduced and scattered at once"),
+    "allgather_partitions": _always("weights are gathered in one message"),
+    "load_from_fp32_weights": _always("masters are read from the checkpoint"),
+    "ignore_unused_parameters": _always("unused parameters count as zero"),
+    "elastic_checkpoint": _always("a checkpoint fits any number of ranks"),
+    "stage3_gather_16bit_weights_on_model_save": _always(
         "a checkpoint holds whole tensors at every stage, in the master's precision"
     ),
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": _always(
+    "stage3_gather_fp16_weights_on_model_save": _always(
         "a checkpoint holds whole tensors at every stage, in the master's precision"
     ),
-    "zero_optimization.stage3_prefetch_bucket_size": _acts(
+    "stage3_prefetch_bucket_size": _acts(
         Kind.NUMBER, "0 is `prefetch=0`; else `prefetch` counts units, not elements"
     ),
-    "zero_optimization.reduce_bucket_size": _replaced(Kind.NUMBER, _UNITS),
-    "zero_optimization.allgather_bucket_size": _replaced(Kind.NUMBER, _UNITS),
-    "zero_optimization.sub_group_size": _replaced(Kind.NUMBER, _UNITS),
-    "zero_optimization.use_multi_rank_bucket_allreduce": _replaced(Kind.SWITCH, _UNITS),
-    "zero_optimization.round_robin_gradients": _replaced(Kind.SWITCH, _UNITS),
-    "zero_optimization.stage3_param_persistence_threshold": _replaced(
+    "reduce_bucket_size": _replaced(Kind.NUMBER, _UNITS),
+    "allgather_bucket_size": _replaced(Kind.NUMBER, _UNITS),
+    "sub_group_size": _replaced(Kind.NUMBER, _UNITS),
+    "use_multi_rank_bucket_allreduce": _replaced(Kind.SWITCH, _UNITS),
+    "round_robin_gradients": _replaced(Kind.SWITCH, _UNITS),
+    "stage3_param_persistence_threshold": _replaced(
         Kind.NUMBER, "modules too small for a message of their own stay with the unit around them"
     ),
-    "zero_optimization.stage3_model_persistence_threshold": _replaced(
+    "stage3_model_persistence_threshold": _replaced(
         Kind.NUMBER, "modules too small for a message of their own stay with the unit around them"
     ),
-    "zero_optimization.stage3_max_live_parameters": _replaced(
+    "stage3_max_live_parameters": _replaced(
         Kind.NUMBER, "`units` and `prefetch` bound what is whole at the same time"
     ),
-    "zero_optimization.stage3_max_reuse_distance": _replaced(
+    "stage3_max_reuse_distance": _replaced(
         Kind.NUMBER, "`reshard_after_forward=False` keeps weights until the backward pass"
     ),
-    "zero_optimization.stage3_module_granularity_threshold": _replaced(Kind.NUMBER, _UNITS),
-    "zero_optimization.stage3_use_all_reduce_for_fetch_params": _replaced(Kind.SWITCH, _UNITS),
-    "zero_optimization.stage3_allgather_sequential": _replaced(Kind.SWITCH, _UNITS),
-    "zero_optimization.stage3_partition_stream_chunk_size": _replaced(
+    "stage3_module_granularity_threshold": _replaced(Kind.NUMBER, _UNITS),
+    "stage3_use_all_reduce_for_fetch_params": _replaced(Kind.SWITCH, _UNITS),
+    "stage3_allgather_sequential": _replaced(Kind.SWITCH, _UNITS),
+    "stage3_partition_stream_chunk_size": _replaced(
         Kind.NUMBER, "build the model in `configure_model` under `trainer.init_module`"
     ),
-    "zero_optimization.leaf_module": _replaced(Kind.BLOCK, "`units` takes module classes"),
-    "zero_optimization.memory_efficient_linear": _replaced(
+    "leaf_module": _replaced(Kind.BLOCK, "`units` takes module classes"),
+    "memory_efficient_linear": _replaced(
         Kind.SWITCH, "autograd's saved weights are freed without another `Linear`"
     ),
-    "zero_optimization.override_module_apply": _replaced(
+    "override_module_apply": _replaced(
         Kind.SWITCH, "`lightning_zero.gathered(module, modify=True)` makes weights editable"
     ),
-    "zero_optimization.pipeline_loading_checkpoint": _replaced(
+    "pipeline_loading_checkpoint": _replaced(
         Kind.SWITCH, "a checkpoint is loaded by all ranks at once"
     ),
-    "zero_optimization.log_trace_cache_warnings": _replaced(
-        Kind.SWITCH, "no trace exists that could become invalid"
-    ),
-    "zero_optimization.enable_sanity_checks": _replaced(
+    "log_trace_cache_warnings": _replaced(Kind.SWITCH, "no trace exists that could become invalid"),
+    "enable_sanity_checks": _replaced(
         Kind.SWITCH, "errors name the parameter and the cure without a switch"
     ),
-    "zero_optimization.save_muon_momentum_buffer_in_memory": _refused(
+    "save_muon_momentum_buffer_in_memory": _refused(
         Kind.SWITCH, "torch's Muon cannot be cut; take the key out"
     ),
-    "zero_optimization.legacy_stage1": _replaced(Kind.SWITCH, "there is one stage 1"),
-    "zero_optimization.offload_optimizer": _refused(Kind.BLOCK, _OFFLOAD),
-    "zero_optimization.offload_param": _refused(Kind.BLOCK, _OFFLOAD),
-    "zero_optimization.cpu_offload": _refused(Kind.SWITCH, _OFFLOAD_SWITCH),
-    "zero_optimization.cpu_offload_param": _refused(Kind.SWITCH, _OFFLOAD_SWITCH),
-    "zero_optimization.cpu_offload_use_pin_memory": _refused(Kind.SWITCH, _OFFLOAD_SWITCH),
-    "zero_optimization.zenflow": _refused(Kind.BLOCK, _ZENFLOW),
-    "zero_optimization.zero_hpz_partition_size": _replaced(
+    "legacy_stage1": _replaced(Kind.SWITCH, "there is one stage 1"),
+    "offload_optimizer": _refused(Kind.BLOCK, _OFFLOAD),
+    "offload_param": _refused(Kind.BLOCK, _OFFLOAD),
+    "cpu_offload": _refused(Kind.SWITCH, _OFFLOAD_SWITCH),
+    "cpu_offload_param": _refused(Kind.SWITCH, _OFFLOAD_SWITCH),
+    "cpu_offload_use_pin_memory": _refused(Kind.SWITCH, _OFFLOAD_SWITCH),
+    "zenflow": _refused(Kind.BLOCK, _ZENFLOW),
+    "zero_hpz_partition_size": _replaced(
         Kind.NUMBER, "`reshard_after_forward=False` saves the gather of the backward pass"
     ),
-    "zero_optimization.zero_quantized_weights": _refused(Kind.SWITCH, _NO_QUANTIZED),
-    "zero_optimization.zero_quantized_nontrainable_weights": _refused(Kind.SWITCH, _NO_QUANTIZED),
-    "zero_optimization.zero_quantized_gradients": _refused(Kind.SWITCH, _NO_QUANTIZED),
-    "zero_optimization.zeropp_loco_param": _refused(Kind.BLOCK, _NO_QUANTIZED),
-    "zero_optimization.mics_shard_size": _refused(
-        Kind.NUMBER, "shards lie over all ranks; take the key out"
-    ),
-    "zero_optimization.mics_hierarchical_params_gather": _refused(
+    "zero_quantized_weights": _refused(Kind.SWITCH, _NO_QUANTIZED),
+    "zero_quantized_nontrainable_weights": _refused(Kind.SWITCH, _NO_QUANTIZED),
+    "zero_quantized_gradients": _refused(Kind.SWITCH, _NO_QUANTIZED),
+    "zeropp_loco_param": _refused(Kind.BLOCK, _NO_QUANTIZED),
+    "mics_shard_size": _refused(Kind.NUMBER, "shards lie over all ranks; take the key out"),
+    "mics_hierarchical_params_gather": _refused(
         Kind.SWITCH, "shards lie over all ranks; take the key out"
     ),
+}
+
+KEYS: dict[str, Key] = {
+    **{f"zero_optimization.{name}": key for name, key in _ZERO_OPTIMIZATION.items()},
     "zero_allow_untested_optimizer": _replaced(
         Kind.SWITCH,
         "how an optimizer may be stepped is proved from its own operations on toy tensors",
@@ -198,8 +188,8 @@ KEYS: dict[str, Key] = {
     "dataloader_drop_last": _replaced(Kind.SWITCH, "the DataLoader's `drop_last` decides"),
     "communication_data_type": _acts(Kind.TEXT, "`reduce_dtype`: `fp32`, `fp16` or `bf16`"),
     "seq_parallel_communication_data_type": _refused(Kind.TEXT, _PARALLEL),
-    "data_types.grad_accum_dtype": _always(
-        "reduced gradients have the master's dtype", fitting="fp32"
+    "data_types.grad_accum_dtype": Key(
+        Fate.ALWAYS, Kind.TEXT, "reduced gradients have the master's dtype", "fp32"
     ),
     "prescale_gradients": _replaced(
         Kind.SWITCH, "gradients are averaged in the pass that copies or in fp32"

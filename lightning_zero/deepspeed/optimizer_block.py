@@ -34,11 +34,7 @@ class OptimizerBlock:
 
     @classmethod
     def read(cls, block: Mapping[str, Any]) -> OptimizerBlock:
-        """Read ``{"type": ..., "params": {...}}``.
-
-        Raises:
-            ValueError: Torch has no such optimizer, or the optimizer has no such option.
-        """
+        """Read ``{"type": ..., "params": {...}}``, if torch has such an optimizer and options."""
         name, options = _read("optimizer", block)
         if "max_grad_norm" in options:
             raise ValueError(
@@ -65,11 +61,7 @@ class SchedulerBlock:
 
     @classmethod
     def read(cls, block: Mapping[str, Any]) -> SchedulerBlock:
-        """Read ``{"type": ..., "params": {...}}``.
-
-        Raises:
-            ValueError: There is no such scheduler, or it has no such option.
-        """
+        """Read ``{"type": ..., "params": {...}}``, if there are such a scheduler and options."""
         name, options = _read("scheduler", block)
         make: Any = _RATES.get(name) or getattr(lr_scheduler, name, None)
         is_torchs = inspect.isclass(make) and issubclass(make, LRScheduler)
@@ -91,12 +83,7 @@ class SchedulerBlock:
     def build(self, optimizer: Optimizer, num_steps: Callable[[], float]) -> LRScheduler:
         """Return the scheduler of ``optimizer``.
 
-        Args:
-            optimizer: Whose groups' rates are set.
-            num_steps: Returns the run's optimizer steps, for a ``total_num_steps`` left out.
-
-        Raises:
-            ValueError: The options do not fit the optimizer, or the run has no known end.
+        ``num_steps`` gives the run's optimizer steps, for a ``total_num_steps`` that was left out.
         """
         if self.name not in _RATES:
             scheduler: LRScheduler = getattr(lr_scheduler, self.name)(optimizer, **self.options)
@@ -215,7 +202,7 @@ def _of_group(options: Mapping[str, Any], index: int, count: int) -> dict[str, A
 
 
 def _refuse_momentum(optimizer: Optimizer) -> None:
-    """Return options with which the first beta cycles too, if there is one, as in DeepSpeed."""
+    """Raise for an optimizer whose first beta DeepSpeed would cycle too."""
     if "betas" in optimizer.defaults:
         raise ValueError(
             "scheduler.params.cycle_momentum of OneCycle in the DeepSpeed configuration is true, as"
@@ -271,13 +258,12 @@ def _warmup_decay(
     warmup_type: str = "log",
 ) -> Rate:
     warm = _checked(warmup_num_steps, warmup_type)
+    warmed = _warmup(base, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
 
     def rate(step: int) -> float:
-        count = max(step - 1, 0)
-        if count < warm:
-            share = _warm_up(count, warm, warmup_type)
-        else:
-            share = max(0.0, (total_num_steps - count) / max(1, total_num_steps - warm))
+        if step - 1 < warm:
+            return warmed(step)
+        share = max(0.0, (total_num_steps - step + 1) / max(1, total_num_steps - warm))
         return warmup_min_lr + (warmup_max_lr - warmup_min_lr) * share
 
     return rate

@@ -14,12 +14,7 @@ from lightning_zero.deepspeed.placeholder import Placeholder, read_with_placehol
 
 @dataclass(frozen=True)
 class OptimizerFile:
-    """An optimizer file.
-
-    Attributes:
-        path: The file.
-        content: All of it.
-    """
+    """An optimizer file, and all that it holds."""
 
     path: Path
     content: Mapping[str, Any]

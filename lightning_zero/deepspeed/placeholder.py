@@ -43,13 +43,7 @@ class Placeholder:
 def read_with_placeholders(path: Path, *, trust: bool = False) -> Any:
     """Return what a file by :func:`torch.save` holds, its tensors mapped from the file.
 
-    Args:
-        path: The file.
-        trust: Whether to make objects of the classes that the file names, except DeepSpeed's.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: The file is damaged, or does what not even placeholders allow.
+    With ``trust``, objects are made of the classes that the file names, except DeepSpeed's.
     """
     if trust:
         return _read_trusting(path)

@@ -31,7 +31,7 @@ from lightning_zero.memory.prediction import (
     named_offloads,
 )
 from lightning_zero.memory.report import EQUAL_STAGES, are_equal_stages, write_report
-from lightning_zero.memory.size import format_bytes, parse_bytes, parse_numel
+from lightning_zero.memory.size import format_bytes, format_ranks, parse_bytes, parse_numel
 from lightning_zero.memory.tables import estimate_table, table
 from lightning_zero.memory.terms import KINDS, RESTING
 from lightning_zero.plan import Offload
@@ -54,6 +54,7 @@ __all__ = [
     "estimate_table",
     "explain",
     "format_bytes",
+    "format_ranks",
     "kept_beyond",
     "named_offloads",
     "parse_bytes",

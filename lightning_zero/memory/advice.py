@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_zero.memory.model import ModelPlan
 from lightning_zero.memory.prediction import Estimate, compare, estimate_of, named_offloads
-from lightning_zero.memory.size import format_bytes
+from lightning_zero.memory.size import format_bytes, format_ranks
 
 _MOST_RANKS = 2**14
 _RANKS_OF_NODE = 8
@@ -48,11 +48,7 @@ def advise(
 ) -> str:
     """One paragraph for each number of ranks: the least sharding that fits, or what would.
 
-    Args:
-        model: What was estimated.
-        estimates: Several stages over one or more numbers of ranks.
-        limits: What a rank may hold, or bytes of one device.
-        settings: What the estimates were made with.
+    ``limits`` may be bytes of one device; ``settings`` are what the estimates were made with.
     """
     if isinstance(limits, int):
         limits = Limits(limits)
@@ -72,7 +68,7 @@ def _advise_ranks(
     limits: Limits,
     settings: dict[str, Any],
 ) -> list[str]:
-    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    ranks = format_ranks(world_size)
     limit = format_bytes(limits.device_memory)
     fits = next((found for found in own if limits.admits(found)), None)
     if fits is not None:
@@ -146,8 +142,6 @@ def _enough_ranks(
     model: ModelPlan, world_size: int, limits: Limits, settings: dict[str, Any]
 ) -> int | None:
     more = 2 * world_size
-    while more <= _MOST_RANKS:
-        if limits.admits(estimate_of(model, 3, more, **settings)):
-            return more
+    while more <= _MOST_RANKS and not limits.admits(estimate_of(model, 3, more, **settings)):
         more *= 2
-    return None
+    return more if more <= _MOST_RANKS else None

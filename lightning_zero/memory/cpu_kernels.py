@@ -30,18 +30,11 @@ _WEIGHT_OF_NORM = {
 
 
 def kept_beyond(func: Any, args: tuple[Any, ...], out: Any) -> Iterator[tuple[Tensor, int]]:
-    """Yield the outputs of an operation that hold more than they seem to, with the bytes.
-
-    Args:
-        func: The operation.
-        args: Its arguments.
-        out: What it returned.
-    """
+    """Yield the outputs of an operation that hold more than they seem to, with the bytes."""
     if func in _LOSSES:
         if out.shape != args[0].shape:
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
-            numel = prod(shape)
-            yield out, max(0, numel - 1) * out.itemsize
+            yield out, max(0, prod(shape) - 1) * out.itemsize
     elif func in _WEIGHT_OF_NORM:
         weight = args[_WEIGHT_OF_NORM[func]]
         for statistic in out[1:3] if weight is not None else ():

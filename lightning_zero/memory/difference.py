@@ -28,22 +28,14 @@ def explain(
 ) -> list[str]:
     """Return one sentence for each kind of resting bytes that differs.
 
-    Args:
-        model: What the prediction was made for, taken from ``engine`` before its first step.
-        engine: What was measured.
-        predicted: Bytes by kind.
-        measured: Bytes by kind.
+    The prediction was made for ``model``, taken from ``engine`` before its first step.
     """
     found = [cause for cause in _causes(model, engine) if cause.predicted != cause.held]
     lines = []
     for kind in RESTING:
-        difference = measured[kind] - predicted[kind]
-        own = [cause for cause in found if cause.kind == kind]
-        if not difference:
-            continue
-        lines.append(
-            f"{kind} differ by {format_bytes(abs(difference))}: " + _reason(own, difference)
-        )
+        if difference := measured[kind] - predicted[kind]:
+            reason = _reason([cause for cause in found if cause.kind == kind], difference)
+            lines.append(f"{kind} differ by {format_bytes(abs(difference))}: {reason}")
     return lines
 
 

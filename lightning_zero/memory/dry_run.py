@@ -14,6 +14,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,8 +27,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_zero.engine import ActivationCheckpointing
 from lightning_zero.memory.cpu_kernels import kept_beyond
 from lightning_zero.memory.live_bytes import LiveBytes
-from lightning_zero.memory.trace import Event, Kind
-from lightning_zero.plan import Recipe
+from lightning_zero.memory.trace import Event, Kind, in_order
+from lightning_zero.plan import Recipe, UnitSpec
 from lightning_zero.tensors import tensors_in
 
 Step = Callable[[nn.Module, Any], Tensor]
@@ -38,11 +39,8 @@ def meta_copy(
 ) -> nn.Module:
     """Return a copy of ``module`` with parameters and buffers on ``meta``; no data is copied.
 
-    Hooks and the Trainer are left behind.
-
-    Args:
-        module: The model, on any device; also one that an engine shards.
-        dtype_of: The dtype that a parameter or buffer gets; by default its own.
+    Hooks and the Trainer are left behind. ``dtype_of`` gives the dtype of a parameter or buffer; by
+    default it keeps its own.
     """
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
@@ -59,55 +57,71 @@ def meta_copy(
     return copy.deepcopy(module, memo)
 
 
-def dry_run(
-    module: nn.Module,
-    batch: Any,
-    *,
-    units: Mapping[str, nn.Module],
-    recipe: Recipe,
-    casts: Callable[[Parameter], torch.dtype],
-    checkpointed: Sequence[nn.Module] = (),
-    step: Step | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device,
-) -> list[Event]:
-    """Return the events of one step of ``module``, a :func:`meta_copy` that is used up.
+@dataclass(frozen=True)
+class Microbatch:
+    """The input of one forward and backward, and how a rank computes them.
 
-    Args:
-        module: The model on ``meta``.
-        batch: One rank's batch; only shapes and dtypes matter.
-        units: The units' modules, by name.
-        recipe: Whose autocast surrounds the step.
-        casts: The dtype in which forward sees a parameter.
-        checkpointed: Modules whose activations are recomputed in backward.
+    Attributes:
+        batch: One rank's batch, if there is one; only shapes and dtypes matter.
         step: Computes the loss; by default ``training_step``, or the sum of the module's outputs.
-        dtype: What floating inputs are converted to and new tensors have, as under ``*-true``.
-        device: Where the tensors pretend to be; kernels are chosen by it.
-
-    Raises:
-        ValueError: The step does not run on tensors without data.
+        checkpointing: Whether every unit's activations are recomputed in backward.
+        recipe: The dtypes of the precision, whose autocast surrounds the step.
+        dtype: The dtype of the module, of floating inputs and of new tensors under ``*-true``.
+        device: Where tensors pretend to be; kernels are chosen by it.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recompute = ActivationCheckpointing(checkpointed)
-    live = LiveBytes(kept_beyond=kept_beyond if device.type == "cpu" else None)
-    log = _Log(live)
-    with warnings.catch_warnings(), _default_dtype(dtype or torch.get_default_dtype()), mode:
-        warnings.simplefilter("ignore")
-        _fake_tensors(module, casts, device)
-        batch = tree_map(functools.partial(_fake_of, float_dtype=dtype, device=device), batch)
-        live.ignore((*module.parameters(), *module.buffers()))
-        live.follow(tree_leaves(batch))
+
+    batch: Any
+    step: Step | None
+    checkpointing: bool
+    recipe: Recipe
+    dtype: torch.dtype | None
+    device: torch.device
+
+    def dtype_of(self, tensor: Tensor) -> torch.dtype:
+        """Return the dtype that the precision gives a parameter or a buffer of the module."""
+        return self.dtype if self.dtype and tensor.is_floating_point() else tensor.dtype
+
+    def events(self, module: nn.Module, specs: Sequence[UnitSpec], *, is_cast: bool) -> list[Event]:
+        """Return the events of a step of ``module``, a :func:`meta_copy` that is used up.
+
+        The root's spec is the last. Forward sees weights in the precision's dtype if ``is_cast``,
+        else as DDP leaves them. Without a batch units run in the order of registration.
+        """
+        if self.batch is None:
+            numbers = {id(p): number for number, p in enumerate(module.parameters())}
+            return list(in_order(specs, numbers))
+        dtypes = {
+            id(p): plan.weight.dtype if is_cast else p.dtype
+            for spec in specs
+            for named, plan in spec.flat_parameters
+            for _, p in named
+        }
+        live = LiveBytes(kept_beyond=kept_beyond if self.device.type == "cpu" else None)
+        log = _Log(live)
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        dtype = self.dtype or torch.get_default_dtype()
+        with warnings.catch_warnings(), _default_dtype(dtype), mode:
+            warnings.simplefilter("ignore")
+            _fake_tensors(module, dtypes, self.device)
+            fake = functools.partial(_fake_of, float_dtype=self.dtype, device=self.device)
+            batch = tree_map(fake, self.batch)
+            live.ignore((*module.parameters(), *module.buffers()))
+            live.follow(tree_leaves(batch))
+            self._run(module, batch, [spec for spec in specs if spec.name], log)
+        return log.events
+
+    def _run(self, module: nn.Module, batch: Any, units: Sequence[UnitSpec], log: _Log) -> None:
+        """Run forward and backward, of which ``log`` notes the events."""
+        recompute = ActivationCheckpointing(u.module for u in units if self.checkpointing)
+        handles = [handle for unit in units for handle in log.listen(unit.name, unit.module)]
+        log.listen_to_grads(module)
         module.train()
-        for number, parameter in enumerate(module.parameters()):
-            if parameter.requires_grad:
-                arrive = functools.partial(log.take_grad, number)
-                parameter.register_post_accumulate_grad_hook(arrive)  # type: ignore[no-untyped-call]
-        handles = [handle for name, unit in units.items() for handle in log.listen(name, unit)]
         try:
-            with live:
-                with _autocast(recipe, device):
-                    loss = (step or default_step)(module, batch)
-                _check_loss(loss)
+            with log.live:
+                with _autocast(self.recipe, self.device):
+                    loss = (self.step or default_step)(module, batch)
+                if not isinstance(loss, Tensor) or loss.grad_fn is None:
+                    raise TypeError("the step returned no loss with a gradient.")
                 log.note(Kind.LOSS)
                 loss.backward()  # type: ignore[no-untyped-call]
         except Exception as error:
@@ -120,8 +134,7 @@ def dry_run(
             recompute.remove()
             for handle in handles:
                 handle.remove()
-    log.note(Kind.END)
-    return log.events
+        log.note(Kind.END)
 
 
 def default_step(module: nn.Module, batch: Any) -> Tensor:
@@ -155,15 +168,15 @@ class _Log:
     """Notes the events of a step as they happen."""
 
     def __init__(self, live: LiveBytes) -> None:
-        self._live = live
+        self.live = live
         self._running: list[int] = []
         self._num_calls = 0
         self.events: list[Event] = []
 
     def note(self, kind: Kind, unit: str = "", call: int = -1, parameter: int = -1) -> None:
         """Note that something happens."""
-        before = self._live.restart()
-        self.events.append(Event(kind, unit, call, parameter, before, self._live.count()))
+        before = self.live.restart()
+        self.events.append(Event(kind, unit, call, parameter, before, self.live.count()))
 
     def listen(self, name: str, unit: nn.Module) -> Iterator[Any]:
         """Hook the unit's forward, and through it its backward."""
@@ -171,11 +184,17 @@ class _Log:
         yield unit.register_forward_pre_hook(begin, with_kwargs=True)
         yield unit.register_forward_hook(lambda _, __, output: self._end_forward(name, output))
 
-    def take_grad(self, number: int, parameter: Tensor) -> None:
-        """Note that a parameter's gradient is there, and drop it."""
+    def listen_to_grads(self, module: nn.Module) -> None:
+        """Note each parameter's gradient as it comes, and drop it."""
+        for number, parameter in enumerate(module.parameters()):
+            if parameter.requires_grad:
+                take = functools.partial(self._take_grad, number)
+                parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+
+    def _take_grad(self, number: int, parameter: Tensor) -> None:
         self.note(Kind.GRAD, parameter=number)
         parameter.grad = None
-        self._live.restart()
+        self.live.restart()
 
     def _begin_forward(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         call = self._num_calls
@@ -199,15 +218,15 @@ class _Log:
 
 
 def _fake_tensors(
-    module: nn.Module, casts: Callable[[Parameter], torch.dtype], device: torch.device
+    module: nn.Module, dtypes: Mapping[int, torch.dtype], device: torch.device
 ) -> None:
-    """Put fake tensors in the place of the module's own, ties kept."""
+    """Put fake tensors in the place of the module's own, ties kept; dtypes are by their ids."""
     made: dict[int, Parameter] = {}
     for child in module.modules():
         for name, parameter in child._parameters.items():
             if parameter is not None:
                 if id(parameter) not in made:
-                    fake = _fake_of(parameter, dtype=casts(parameter), device=device)
+                    fake = _fake_of(parameter, dtype=dtypes[id(parameter)], device=device)
                     made[id(parameter)] = Parameter(fake, parameter.requires_grad)
                 child._parameters[name] = made[id(parameter)]
         for name, buffer in child._buffers.items():
@@ -248,11 +267,6 @@ def _autocast(recipe: Recipe, device: torch.device) -> AbstractContextManager[An
     if recipe.autocast is None:
         return nullcontext()
     return torch.autocast(device.type, recipe.autocast, cache_enabled=False)
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, Tensor) or loss.grad_fn is None:
-        raise TypeError("the step returned no loss with a gradient.")
 
 
 def _first_line(error: Exception) -> str:

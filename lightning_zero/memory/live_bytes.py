@@ -7,6 +7,7 @@ run are measured by the same ruler.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -30,9 +31,6 @@ class LiveBytes(TorchDispatchMode):
         on_operation: Called after every operation.
         kept_beyond: Says of an operation, its arguments and its result which outputs hold more
             bytes than their storages show, and how many.
-
-    Attributes:
-        peak: The most bytes that were alive at once since the last :meth:`restart`.
     """
 
     def __init__(
@@ -43,7 +41,7 @@ class LiveBytes(TorchDispatchMode):
         kept_beyond: KeptBeyond | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = 0
+        self.peak = 0  # the most bytes that were alive at once since the last restart
         self._resizing = resizing
         self._on_operation = on_operation
         self._kept_beyond = kept_beyond
@@ -59,8 +57,8 @@ class LiveBytes(TorchDispatchMode):
     def ignore(self, tensors: Iterable[Any]) -> None:
         """Leave the storages of these tensors out of the count."""
         for storage in _storages(tensors):
-            key = storage._cdata
-            self._ignored[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
+            forget = functools.partial(self._ignored.pop, storage._cdata)
+            self._ignored[storage._cdata] = weakref.ref(storage, forget)
 
     def count(self) -> int:
         """Bytes alive now."""
@@ -86,9 +84,6 @@ class LiveBytes(TorchDispatchMode):
             self._total -= size
 
         self._live[key] = weakref.ref(storage, end)
-
-    def _forget(self, key: int) -> None:
-        self._ignored.pop(key, None)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.comm import DryCommunicator, DryMessages, DrySharedMemory, DryTransport
 from lightning_zero.engine import Engine
-from lightning_zero.memory.dry_run import Step, dry_run, meta_copy
+from lightning_zero.memory.dry_run import Microbatch, Step, meta_copy
 from lightning_zero.memory.snapshots import Snapshot
 from lightning_zero.memory.states import Optimizers, OptimizerStates, optimizers_for
 from lightning_zero.memory.steps import replicated_step, sharded_step, without_units
 from lightning_zero.memory.terms import KINDS, terms_of_specs
-from lightning_zero.memory.trace import Event, in_order
+from lightning_zero.memory.trace import Event
 from lightning_zero.plan import (
     RECIPES,
     FlatSpec,
@@ -34,61 +34,6 @@ from lightning_zero.tensors import tensors_in
 
 _META = torch.device("meta")
 _TRUE_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
-
-
-@dataclass(frozen=True)
-class Microbatch:
-    """The input of one forward and backward.
-
-    Attributes:
-        batch: One rank's batch, if there is one.
-        step: Computes the loss; by default the module's own step.
-        checkpointing: Whether every unit's activations are recomputed in backward.
-        recipe: The dtypes of the precision.
-        dtype: The dtype of the module and of floating inputs under ``*-true``.
-        device: Where tensors pretend to be.
-    """
-
-    batch: Any
-    step: Step | None
-    checkpointing: bool
-    recipe: Recipe
-    dtype: torch.dtype | None
-    device: torch.device
-
-    def dtype_of(self, tensor: Tensor) -> torch.dtype:
-        """Return the dtype that the precision gives a parameter or a buffer of the module."""
-        return self.dtype if self.dtype and tensor.is_floating_point() else tensor.dtype
-
-    def events(self, module: nn.Module, specs: Sequence[UnitSpec], *, is_cast: bool) -> list[Event]:
-        """Return the events of a step of ``module``, a copy on ``meta`` that is used up.
-
-        Args:
-            module: The model.
-            specs: Its units, the root last.
-            is_cast: Whether forward sees weights in the precision's dtype, or as DDP leaves them.
-        """
-        inner = [spec for spec in specs if spec.name]
-        if self.batch is None:
-            numbers = {id(p): number for number, p in enumerate(module.parameters())}
-            return list(in_order(specs, numbers))
-        dtypes = {
-            id(p): plan.weight.dtype if is_cast else p.dtype
-            for spec in specs
-            for named, plan in spec.flat_parameters
-            for _, p in named
-        }
-        return dry_run(
-            module,
-            self.batch,
-            units={spec.name: spec.module for spec in inner},
-            recipe=self.recipe,
-            casts=lambda parameter: dtypes[id(parameter)],
-            checkpointed=[spec.module for spec in inner] if self.checkpointing else [],
-            step=self.step,
-            dtype=self.dtype,
-            device=self.device,
-        )
 
 
 class ModelPlan:
@@ -299,11 +244,7 @@ class ModelPlan:
         return self._states.nbytes(parameter, numel)
 
     def events(self, *, is_cast: bool) -> list[Event]:
-        """Return the events of a step; without a batch units run in the order of registration.
-
-        Args:
-            is_cast: Whether forward sees weights in the precision's dtype, or as DDP leaves them.
-        """
+        """Return the events of a step, as in :meth:`Microbatch.events`."""
         if is_cast not in self._events:
             assert self.module is not None
             module = meta_copy(self.module)

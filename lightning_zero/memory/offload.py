@@ -26,20 +26,9 @@ _IN_FLIGHT = 2
 
 
 def staged_in_pass(
-    units: Sequence[UnitTerms],
-    segments: Sequence[Segment],
-    *,
-    prefetch: int,
-    adds_gradients: bool,
+    units: Sequence[UnitTerms], segments: Sequence[Segment], prefetch: int, *, adds_gradients: bool
 ) -> list[int]:
-    """Return the bytes in each segment of forward and backward.
-
-    Args:
-        units: All units.
-        segments: One microbatch.
-        prefetch: How many units are gathered ahead.
-        adds_gradients: Whether reduced gradients are added to earlier ones.
-    """
+    """Return the bytes in each segment of forward and backward."""
     by_name = {unit.name: unit for unit in units}
     needs = [segment.unit for segment in segments if segment.unit is not None]
     sent = sum(sorted(unit.flushed for unit in units)[-_IN_FLIGHT:]) if adds_gradients else 0

@@ -155,16 +155,11 @@ def estimate(
             then stay from step to step; ``unreduced`` is the most that they can be.
         rank: The rank that is asked about; they differ by what is padding.
         device: Where the model will run: ``"cpu"`` or ``"cuda"``.
-
-    Raises:
-        ValueError: An argument is out of range, or the model needs what a dry run lacks.
     """
     model = ModelPlan(
         model_or_numel, precision=precision, optimizer=optimizer, batch=batch, step=step,
         checkpointing=activation_checkpointing, units=units, device=torch.device(device),
     )  # fmt: skip
-    if isinstance(offload, str):
-        offload = Offload.of_stage(stage, offload)
     return estimate_of(
         model, stage, world_size, rank=rank, num_microbatches=accumulate_grad_batches,
         prefetch=prefetch, accumulate=accumulate, reduce_dtype=reduce_dtype,
@@ -177,10 +172,12 @@ def estimate_of(
     stage: int,
     world_size: int,
     *,
-    offload: Offload | None = None,
+    offload: Offload | str | None = None,
     **settings: Any,
 ) -> Estimate:
     """Return the estimate of a stage; ``settings`` as in ``ModelPlan.snapshots``."""
+    if isinstance(offload, str):
+        offload = Offload.of_stage(stage, offload)
     return Estimate(
         stage,
         world_size,

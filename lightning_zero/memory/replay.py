@@ -45,13 +45,8 @@ def replay(
 ) -> list[Segment]:
     """Return the segments of a step's last microbatch; afterwards the rank is at rest.
 
-    Args:
-        events: One microbatch.
-        module: A copy of the model on ``meta``, which is used up.
-        settings: The engine's, on ``meta``.
-        comm: The rank.
-        num_microbatches: How many a step has.
-        held: Bytes that are held now, by kind, beside activations.
+    Events are those of one microbatch; ``module`` is a copy of the model on ``meta``, which is used
+    up; ``held`` are the bytes that are held now, by kind, beside activations.
     """
     parameters = list(module.parameters())
     engine = Engine(module, settings, comm)
@@ -88,13 +83,8 @@ class _Calls:
     """One microbatch: calls of the units' modules, around a chain of autograd nodes.
 
     What a call is given and what it returns are numbers of the chain, on which the engine hangs its
-    hooks; where the model's own needed no gradient, theirs do not either.
-
-    Args:
-        events: What happens.
-        units: The units' modules, by name; the root's is ``""``.
-        parameters: The parameters, by number.
-        follow: Called with each event as it happens.
+    hooks; where the model's own needed no gradient, theirs do not either. ``follow`` is called with
+    each event as it happens.
     """
 
     def __init__(
@@ -105,11 +95,9 @@ class _Calls:
         follow: Callable[[Event], None],
     ) -> None:
         place = [event.kind for event in events].index(Kind.LOSS)
-        self._loss = events[place]
         self._forward = iter(events[: place + 1])
-        self._backward = list(events[place + 1 :])
-        self._left = {(event.kind, event.call) for event in self._backward}
-        self._passed: set[tuple[Kind, int]] = set()
+        self._backward = list(events[place:])
+        self._is_placed = {(event.kind, event.call): False for event in self._backward}
         self._running: list[int] = []
         self._returned: set[int] = set()
         self._inputs: dict[int, Tensor] = {}
@@ -129,7 +117,7 @@ class _Calls:
 
     def _run_root(self) -> Tensor:
         loss = self._run_calls()
-        while self._backward:
+        while self._next.kind is not Kind.LOSS:
             self._place()
         self._follow(loss)
         return self._x
@@ -145,7 +133,7 @@ class _Calls:
     def _call(self, begin: Event) -> None:
         """Run the call that begins with an event."""
         call = begin.call
-        while (Kind.BACKWARD_END, call) in self._left:
+        while self._is_placed.get((Kind.BACKWARD_END, call)) is False:
             self._place()
         self._follow(begin)
         self._running.append(call)
@@ -153,16 +141,16 @@ class _Calls:
         self._running.pop()
         self._returned.add(call)
         # What a call returns may be what one within it has returned: its gradient begins both.
-        if any((Kind.BACKWARD, outer) in self._passed for outer in self._running):
+        if any(self._is_placed.get((Kind.BACKWARD, outer)) for outer in self._running):
             return
         while self._next.kind is Kind.BACKWARD and self._next.call in self._returned:
             self._place()
 
     def _run_unit(self, _: Tensor) -> Tensor | None:
         begin = (Kind.BACKWARD, self._running[-1])
-        has_grad = begin in self._left
+        has_grad = self._is_placed.get(begin) is False
         end = self._run_calls()
-        while begin in self._left and begin != (self._next.kind, self._next.call):
+        while self._is_placed.get(begin) is False and begin != (self._next.kind, self._next.call):
             self._place()
         self._follow(end)
         return self._x if has_grad else None
@@ -170,7 +158,7 @@ class _Calls:
     @property
     def _next(self) -> Event:
         """The event whose node comes next."""
-        return self._backward[-1] if self._backward else self._loss
+        return self._backward[-1]
 
     def _place(self) -> None:
         """Put a node behind the chain whose backward is the next event."""
@@ -179,8 +167,7 @@ class _Calls:
         if event.kind is Kind.GRAD:
             self._x = _Grad.apply(self._x, self._parameters[event.parameter], act)  # type: ignore[no-untyped-call]
             return
-        self._left.discard((event.kind, event.call))
-        self._passed.add((event.kind, event.call))
+        self._is_placed[event.kind, event.call] = True
         if event.kind is Kind.FORWARD_END:
             act = functools.partial(self._recompute, self._recomputed(event))
         elif event.kind is Kind.BACKWARD_END:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_zero.memory import plot
 from lightning_zero.memory.prediction import NO_OFFLOAD_YET, Estimate
-from lightning_zero.memory.size import format_bytes
+from lightning_zero.memory.size import format_bytes, format_ranks
 from lightning_zero.memory.terms import HOST_KINDS, KINDS, RESTING
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _timeline(predicted: Estimate | None, limit: int | None) -> list[str]:
     if predicted is None or not predicted.has_units:
         return []
     peak = predicted.peak
-    title = f"One step under {predicted.name}, {_ranks(predicted.world_size)}"
+    title = f"One step under {predicted.name}, {format_ranks(predicted.world_size)}"
     parts = [
         "<h2>A step</h2>",
         f"<p>At most <b>{format_bytes(peak.total)}</b> on a rank, in the {peak.label};"
@@ -233,10 +233,6 @@ def _html_table(head: Sequence[str], rows: Sequence[Row], *, exact: bool = False
     lines = ["<table><tr>" + "".join(f"<th>{html.escape(name)}</th>" for name in head) + "</tr>"]
     lines += ["<tr>" + "".join(map(cell, row)) + "</tr>" for row in rows]
     return "\n".join([*lines, "</table>"])
-
-
-def _ranks(world_size: int) -> str:
-    return "1 rank" if world_size == 1 else f"{world_size} ranks"
 
 
 _LEGEND = (

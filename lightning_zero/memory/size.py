@@ -18,6 +18,11 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def format_ranks(world_size: int) -> str:
+    """A number of ranks: ``1 rank``, ``8 ranks``."""
+    return "1 rank" if world_size == 1 else f"{world_size} ranks"
+
+
 def parse_bytes(text: str) -> int:
     """The bytes that ``80GB``, ``24 GiB`` or ``1e9`` says."""
     match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)

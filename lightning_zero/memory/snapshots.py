@@ -44,13 +44,9 @@ class Snapshot:
 
 @dataclass
 class Segment:
-    """A part of a step in which the same unit runs, or the module between units.
+    """A part of a step in which the same unit runs, or no unit but the module between them.
 
-    Attributes:
-        unit: The unit that runs; ``None`` between units.
-        is_backward: Whether its backward runs.
-        kinds: Bytes by kind, when they are most in all.
-        most: The most bytes of each kind.
+    ``kinds`` are the bytes by kind when they are most in all, ``most`` the most of each kind.
     """
 
     unit: str | None
@@ -71,11 +67,7 @@ class Segment:
 
 
 class Segments:
-    """The segments of a step, with the most bytes in each.
-
-    Args:
-        held: Bytes that are held now, by kind.
-    """
+    """The segments of a step, with the most bytes in each; ``held`` tells those of now, by kind."""
 
     def __init__(self, held: Callable[[], Kinds]) -> None:
         self._held = held

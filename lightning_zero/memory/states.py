@@ -20,9 +20,8 @@ Optimizers = str | Callable[[list[Parameter]], Optimizer] | None
 class OptimizerStates:
     """The optimizers of a model, as they would step its parameters on ``meta``.
 
-    Args:
-        optimizers: They may hold pieces of an engine, or parameters of the model.
-        own: The parameters on ``meta`` that stand for those of an engine, by their ids.
+    They may hold pieces or parameters of an engine; ``own`` are those on ``meta`` that stand for
+    them, by the ids of the engine's parameters.
     """
 
     def __init__(
@@ -70,14 +69,8 @@ def optimizers_for(
 ) -> list[Optimizer]:
     """Return the optimizers that would step the parameters of a module on ``meta``.
 
-    Args:
-        module: The model, if there is one.
-        parameters: Its parameters.
-        choice: Makes an optimizer of a list of parameters, or its name in ``torch.optim``; by
-            default the module's ``configure_optimizers``, else AdamW.
-
-    Raises:
-        ValueError: There is no such optimizer, or the module makes none.
+    ``choice`` makes an optimizer of a list of parameters, or is its name in ``torch.optim``; by
+    default it is the module's ``configure_optimizers``, else AdamW.
     """
     configure = getattr(module, "configure_optimizers", None)
     if choice is None and configure is not None:

@@ -29,16 +29,8 @@ def sharded_step(
 ) -> list[Snapshot]:
     """Return what a rank holds in a step's last microbatch under the engine, and at rest after it.
 
-    Args:
-        events: One microbatch.
-        module: A copy of the model on ``meta``, which is used up.
-        settings: The engine's, on ``meta``.
-        comm: The rank.
-        units: The terms of all units, the root last.
-        buffers: Bytes of the module's buffers.
-        num_microbatches: How many a step has.
-        adds_gradients: Whether reduced gradients are added to those of earlier microbatches.
-        offload: What rests outside the device.
+    Events, module and settings are as in :func:`replay`; ``units`` are the terms of all, the root
+    last. ``adds_gradients`` if reduced gradients are added to those of earlier microbatches.
     """
     still = {**dict.fromkeys(KINDS, 0), **_resting(units, Medium.DEVICE), "buffers": buffers}
     host, disk = (_resting(units, medium) for medium in (Medium.HOST, Medium.DISK))
@@ -55,12 +47,7 @@ def sharded_step(
         }
 
     segments = replay(events, module, settings, comm, num_microbatches=num_microbatches, held=held)
-    staged = staged_in_pass(
-        units,
-        segments,
-        prefetch=settings.prefetch,
-        adds_gradients=adds_gradients,
-    )
+    staged = staged_in_pass(units, segments, settings.prefetch, adds_gradients=adds_gradients)
     found = [
         segment.snapshot({**host, "staging": staging}, disk)
         for segment, staging in zip(segments, staged, strict=True)
@@ -75,14 +62,7 @@ def sharded_step(
 def replicated_step(
     events: Sequence[Event], sizes: Sequence[int], resting: Kinds, *, adds_gradients: bool
 ) -> list[Snapshot]:
-    """Return what a rank holds under DDP.
-
-    Args:
-        events: One microbatch.
-        sizes: Bytes of each parameter, by number.
-        resting: Bytes between steps, by kind.
-        adds_gradients: Whether gradients are added to those of earlier microbatches.
-    """
+    """Return what a rank holds under DDP; ``sizes`` are the bytes of each parameter, by number."""
     # Beside the gradients DDP keeps buckets of the same size, which it sends.
     held = {**resting, "unreduced": resting["gradients"]}
     segments = Segments(lambda: held)
@@ -100,11 +80,9 @@ def replicated_step(
 
 
 def without_units(units: Sequence[UnitTerms], *, is_kept: bool) -> list[Snapshot]:
-    """Return what is known of a model that is a number of parameters.
+    """Return what is known of a model that is a number of parameters, all in one unit.
 
-    Args:
-        units: One with all parameters.
-        is_kept: Whether whole gradients are kept between microbatches.
+    Whole gradients are kept between microbatches if ``is_kept``.
     """
     device, host, disk = (_resting(units, medium) for medium in Medium)
     still = {**dict.fromkeys(KINDS, 0), **device}

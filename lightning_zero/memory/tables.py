@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from lightning_zero.memory.prediction import Estimate
-from lightning_zero.memory.size import format_bytes
+from lightning_zero.memory.size import format_bytes, format_ranks
 from lightning_zero.memory.terms import HOST_KINDS, KINDS, RESTING
 
 
@@ -30,9 +30,8 @@ def estimate_table(estimates: Sequence[Estimate]) -> str:
     columns: dict[str, dict[str, int | None]] = {}
     for found in estimates:
         most = found.most
-        ranks = "1 rank" if found.world_size == 1 else f"{found.world_size} ranks"
         saved = estimates[0].peak.total - found.peak.total
-        columns[f"{found.name}, {ranks}"] = {
+        columns[f"{found.name}, {format_ranks(found.world_size)}"] = {
             **{kind: most[kind] for kind in KINDS},
             "model states": found.model_states,
             "peak": found.peak.total,

@@ -62,11 +62,7 @@ class UnitTerms:
     ) -> None:
         """Count one group of flat parameters, of which shares may follow different plans.
 
-        Args:
-            layout: Where its parameters lie.
-            parts: Shares, which sum up to 1, and their plans.
-            states: Bytes of optimizer states on this rank.
-            trainable: Whether it has gradients and states.
+        ``states`` are the bytes of optimizer states on this rank.
         """
         for share, plan in parts:
             kinds = plan.resting_bytes(layout.numel, layout.world_size, trainable=trainable)
@@ -105,15 +101,7 @@ def terms_of_specs(
     rank: int,
     offload: Offload | None = None,
 ) -> list[UnitTerms]:
-    """Return the terms of units that have no memory yet.
-
-    Args:
-        specs: The units, the root last.
-        state_of: Bytes of optimizer states.
-        world_size: Number of ranks.
-        rank: Whose terms they are.
-        offload: What rests outside the device.
-    """
+    """Return the terms that units, which have no memory yet, will have on a rank."""
     found = []
     for spec in specs:
         terms = UnitTerms(spec.name)

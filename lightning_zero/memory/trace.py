@@ -30,13 +30,9 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Event:
-    """An event of a step.
+    """An event of a step, of a call of a unit or of a parameter, by its number in the module.
 
     Attributes:
-        kind: What happened.
-        unit: The name of the unit that was called.
-        call: The number of the call.
-        parameter: The number of the parameter in the module.
         before: The most bytes of activations that were alive since the event before.
         now: Bytes of activations that are alive, with the gradient that came.
     """
@@ -53,10 +49,7 @@ def in_order(specs: Sequence[UnitSpec], numbers: dict[int, int]) -> Iterator[Eve
     """Yield a step that goes through the units in the order in which they are registered.
 
     The root's gradients come first: they are held longest, so that no other order holds more.
-
-    Args:
-        specs: All units, the root last.
-        numbers: Each parameter's number in the module, by its id.
+    ``numbers`` are the parameters' numbers in the module, by their ids.
     """
     *inner, root = specs
 

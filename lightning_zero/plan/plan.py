@@ -15,9 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lightning_zero.plan.placement import PLACEMENTS, Home, Medium, Placement
-
-_CPU = torch.device("cpu")
+from lightning_zero.plan.placement import Home, Medium, Placement
 
 
 @dataclass(frozen=True)
@@ -52,40 +50,6 @@ class Plan:
     weight: Home
     grad: Home
     master: Home
-
-    @classmethod
-    def build(
-        cls,
-        stage: int,
-        dtype: torch.dtype,
-        *,
-        recipe: Recipe = RECIPES["32-true"],
-        device: torch.device = _CPU,
-        reduce_dtype: torch.dtype | None = None,
-        accumulate: str | None = None,
-    ) -> Plan:
-        """Return the plan for parameters of ``dtype``.
-
-        Args:
-            stage: 1, 2 or 3.
-            dtype: The parameters' own dtype. Only fp32 parameters follow ``recipe``.
-            recipe: A row of :data:`RECIPES`.
-            device: The device of all three homes.
-            reduce_dtype: Overrides the dtype in which gradients travel.
-            accumulate: ``"reduce"`` or ``"local"``; ``None`` takes the stage's own placement.
-        """
-        weight, grad, master = PLACEMENTS[stage]
-        if accumulate is not None:
-            grad = Placement.PARTIAL if accumulate == "local" else Placement.SHARDED
-        if dtype is not torch.float32:
-            recipe = Recipe()
-        if not dtype.is_floating_point:
-            reduce_dtype = None
-        return cls(
-            Home(weight, recipe.weight or dtype, device),
-            Home(grad, reduce_dtype or recipe.reduce or dtype, device),
-            Home(master, dtype, device),
-        )
 
     @property
     def gives_weights_back(self) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lightning_zero.plan.placement import PLACEMENTS
+from lightning_zero.plan.placement import PLACEMENTS, Home, Placement
 from lightning_zero.plan.plan import RECIPES, Plan, Recipe
 from lightning_zero.plan.units import UnitPolicy
 
@@ -46,14 +46,16 @@ class Settings:
             )
 
     def plan(self, dtype: torch.dtype, *, is_cast: bool = True) -> Plan:
-        """Return the plan for parameters of ``dtype``; precision may cast them if ``is_cast``."""
-        return Plan.build(
-            self.stage,
-            dtype,
-            recipe=self.recipe if is_cast else RECIPES["32-true"],
-            device=self.device,
-            reduce_dtype=self.reduce_dtype,
-            accumulate=self.accumulate,
+        """Return the plan for parameters of ``dtype``; fp32 ones may be cast if ``is_cast``."""
+        weight, grad, master = PLACEMENTS[self.stage]
+        if self.accumulate is not None:
+            grad = Placement.PARTIAL if self.accumulate == "local" else Placement.SHARDED
+        recipe = self.recipe if is_cast and dtype is torch.float32 else Recipe()
+        reduce_dtype = self.reduce_dtype if dtype.is_floating_point else None
+        return Plan(
+            Home(weight, recipe.weight or dtype, self.device),
+            Home(grad, reduce_dtype or recipe.reduce or dtype, self.device),
+            Home(master, dtype, self.device),
         )
 
 

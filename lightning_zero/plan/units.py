@@ -35,32 +35,21 @@ _NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 def find_units(root: nn.Module, policy: UnitPolicy = "auto") -> dict[str, nn.Module]:
     """Return the modules below ``root`` that become units, by name.
 
-    Args:
-        root: The model; itself always the root unit.
-        policy: ``"auto"``, a set of module classes, or a callable that says of a module whether it
-            is a unit.
-
-    Raises:
-        TypeError: The policy is none of these.
-        ValueError: The policy names classes of which the model has no module.
+    The policy is ``"auto"``, a set of module classes, or a callable that says of a module whether
+    it is a unit.
     """
     if policy == "auto":
         return dict(_automatic(root))
     if isinstance(policy, str):
         raise ValueError(f"Expected units='auto', classes or a callable, got units={policy!r}.")
+    modules = [(name, module) for name, module in _callable_modules(root) if name]
     if callable(policy) and not isinstance(policy, type):
-        return {
-            name: module
-            for name, module in _callable_modules(root)
-            if name and policy(unwrap_compiled(module))
-        }
+        return {name: module for name, module in modules if policy(unwrap_compiled(module))}
     classes = (policy,) if isinstance(policy, type) else tuple(policy)
     if not all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in classes):
         raise TypeError(f"Expected units as module classes, got units={policy!r}.")
     found = {
-        name: module
-        for name, module in _callable_modules(root)
-        if name and isinstance(unwrap_compiled(module), classes)
+        name: module for name, module in modules if isinstance(unwrap_compiled(module), classes)
     }
     if not found:
         names = ", ".join(cls.__name__ for cls in classes)
@@ -126,9 +115,6 @@ def assign_parameters(
     """Return every parameter, once, under the unit that takes it; ``""`` is the root.
 
     A parameter that several units use belongs to their lowest common ancestor.
-
-    Raises:
-        ValueError: There is no parameter, or one that cannot lie in a flat buffer.
     """
     unit_names = {id(module): name for name, module in units.items()}
     chains: dict[int, list[tuple[str, ...]]] = {}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_zero.plan.plan import RECIPES, Placement, Plan
+from lightning_zero.plan.plan import RECIPES, Placement
 from lightning_zero.plan.settings import Settings
 
 R, P, S = Placement.REPLICATED, Placement.PARTIAL, Placement.SHARDED
@@ -17,11 +17,11 @@ F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float6
 def test_stages_are_rows(
     stage: int, homes: tuple[Placement, ...], gives_back: bool, every: bool
 ) -> None:
-    plan = Plan.build(stage, F32)
+    plan = Settings(stage).plan(F32)
     assert (plan.weight.placement, plan.grad.placement, plan.master.placement) == homes
     assert plan.gives_weights_back is gives_back
     assert plan.reduces_every_microbatch is every
-    assert Plan.build(stage, F32, accumulate="local").reduces_every_microbatch is False
+    assert Settings(stage, accumulate="local").plan(F32).reduces_every_microbatch is False
 
 
 @pytest.mark.parametrize(
@@ -42,15 +42,16 @@ def test_stages_are_rows(
 def test_precisions_are_rows(
     precision: str, own: torch.dtype, dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    plan = Plan.build(3, own, recipe=RECIPES[precision])
+    plan = Settings(3, RECIPES[precision]).plan(own)
     assert (plan.weight.dtype, plan.grad.dtype, plan.master.dtype) == dtypes
     assert plan.has_master is (dtypes[0] != dtypes[2])
 
 
 def test_reduce_dtype_is_the_grads() -> None:
-    plan = Plan.build(2, F32, recipe=RECIPES["bf16-mixed"], reduce_dtype=BF16)
+    settings = Settings(2, RECIPES["bf16-mixed"], reduce_dtype=BF16)
+    plan = settings.plan(F32)
     assert (plan.weight.dtype, plan.grad.dtype, plan.master.dtype) == (BF16, BF16, F32)
-    assert Plan.build(2, torch.int64, reduce_dtype=BF16).grad.dtype is torch.int64
+    assert settings.plan(torch.int64).grad.dtype is torch.int64
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_reduce_dtype_is_the_grads() -> None:
     ],
 )
 def test_resting_bytes(stage: int, precision: str, terms: tuple[int, int, int]) -> None:
-    plan = Plan.build(stage, F32, recipe=RECIPES[precision])
+    plan = Settings(stage, RECIPES[precision]).plan(F32)
     expected = dict(zip(("weights", "gradients", "master"), terms, strict=True))
     assert plan.resting_bytes(1200, 4) == expected
     assert plan.resting_bytes(1200, 4, trainable=False) == {**expected, "gradients": 0}
