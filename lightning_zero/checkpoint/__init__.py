@@ -14,7 +14,7 @@ safetensors    files of that format
 ============== ====================================================================================
 """
 
-from lightning_zero.checkpoint.dcp.directory import Directory, StoredObject, is_directory
+from lightning_zero.checkpoint.dcp.directory import Directory, is_directory
 from lightning_zero.checkpoint.dcp.save import DirectorySave
 from lightning_zero.checkpoint.file.format import REST, Provenance
 from lightning_zero.checkpoint.file.save import FileSave
@@ -39,14 +39,12 @@ from lightning_zero.checkpoint.state import (
     ranges_of_optimizers,
     rehearse,
 )
-from lightning_zero.checkpoint.values.chunk import Chunk, damage_of
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor, in_memory
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
 from lightning_zero.checkpoint.weights import load_weights, read_weights
 
 __all__ = [
     "REST",
-    "Chunk",
     "Directory",
     "DirectorySave",
     "FileSave",
@@ -54,13 +52,11 @@ __all__ = [
     "Provenance",
     "Saver",
     "ShardedValue",
-    "StoredObject",
     "check_optimizer_states",
     "check_ranges",
     "check_values",
     "collected",
     "content",
-    "damage_of",
     "in_memory",
     "is_directory",
     "load",

@@ -28,13 +28,7 @@ _AT_ONCE = 8 * BLOCK_BYTES
 
 
 class PartChecksums:
-    """Checksums of consecutive bytes of a record, cut at the ends of its blocks.
-
-    Attributes:
-        start: Where in the record the bytes begin.
-        nbytes: How many there are so far.
-        pieces: The CRC-32 of each piece.
-    """
+    """Checksums of consecutive bytes of a record, cut at the ends of its blocks."""
 
     def __init__(self, start: int = 0) -> None:
         self.start, self.nbytes = start, 0
@@ -61,11 +55,7 @@ class RecordChecksums(NamedTuple):
 
     @classmethod
     def of(cls, name: str, nbytes: int, parts: Iterable[PartChecksums]) -> RecordChecksums:
-        """Join the checksums of the parts that ranks wrote of a record.
-
-        Raises:
-            ValueError: The parts overlap, or they are not all of it.
-        """
+        """Join the checksums of the parts that ranks wrote of a record; raise unless they fit."""
         blocks: list[int] = []
         position = 0
         for part in sorted(parts, key=lambda part: part.start):
@@ -114,12 +104,8 @@ def num_blocks(nbytes: int) -> int:
 class CheckedBytes:
     """Bytes of a file, and their checksums.
 
-    Attributes:
-        file: The file.
-        offset: Their place in it.
-        nbytes: How many there are.
-        whole: The CRC-32 of all; ``None`` if the writer left it out.
-        blocks: The CRC-32 of each block; ``None`` in files of other programs.
+    ``whole`` is the CRC-32 of all, if the writer did not leave it out; ``blocks`` are those of each
+    block, which other programs' files do not have.
     """
 
     file: Path
@@ -134,13 +120,7 @@ class CheckedBytes:
         return self.blocks is not None or (self.whole is not None and is_all)
 
     def check(self, name: str, start: int, stop: int) -> None:
-        """Raise a ``ValueError`` unless bytes ``[start, stop)`` are what was written.
-
-        Args:
-            name: What the bytes are.
-            start: The first of them; all of its block is checked.
-            stop: One past the last.
-        """
+        """Raise a ``ValueError`` unless bytes ``[start, stop)`` and their blocks are right."""
         with self.opened() as descriptor:
             for first, last, expected in self._units(start, stop):
                 if _checksum_of(descriptor, self.offset + first, last - first) != expected:

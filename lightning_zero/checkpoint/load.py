@@ -2,6 +2,9 @@
 
 A rank copies its own ranges of the whole tensors that the mapped file shows, so the file may have
 been written by any number of ranks, at any stage, by DDP or by a single process.
+
+Tensors of a mapped file are ordinary ones. Which record their memory shows, and so which checksums
+they have, is kept beside them, by storage, for as long as the storage lives.
 """
 
 from __future__ import annotations
@@ -14,27 +17,31 @@ import pickle
 import tempfile
 import zipfile
 import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import fsspec
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
-from lightning_zero.checkpoint.checksums import check
+from lightning_zero.checkpoint.checksums import CheckedBytes, CheckedRange, check
 from lightning_zero.checkpoint.dcp.content import checkpoint_of
 from lightning_zero.checkpoint.dcp.directory import Directory, is_directory
 from lightning_zero.checkpoint.file.format import PROVENANCE, REST, TABLE, check_version
-from lightning_zero.checkpoint.file.records import check_small_records
-from lightning_zero.checkpoint.values.origins import forget_records, note_records, ranges_of
+from lightning_zero.checkpoint.file.records import check_small_records, stored_records
+from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
 from lightning_zero.comm import Control, Outcome
-from lightning_zero.tensors import named_tensors
+from lightning_zero.tensors import named_tensors, tensors_in
 
 _COPY_BYTES = 8 * 2**20
 _ARCHIVE = b"PK\3\4"
 _LEGACY = torch.serialization.MAGIC_NUMBER.to_bytes(10, "little")
 _INDEX_BYTES = 2**16  # of a file without an index, or one at its beginning
+
+_records: WeakKeyDictionary[torch.UntypedStorage, CheckedBytes] = WeakKeyDictionary()
 
 _libc = ctypes.CDLL(None)
 _WILL_NEED = 3  # MADV_WILLNEED, the same on Linux and macOS
@@ -157,7 +164,7 @@ def _mapped_with_identity(path: str, *, weights_only: bool) -> tuple[Any, str]:
         file = Path(copy.name)
         value = _mapped(file, weights_only=weights_only)
         check_values(value)  # now, while the copy has a name
-        forget_records(value)
+        _forget_records(value)
         return value, identity_of(file)
 
 
@@ -236,7 +243,7 @@ def _mapped_archive(path: Path, *, weights_only: bool) -> Any:
             return storage
 
         value = torch.load(path, map_location=on_host, mmap=True, weights_only=weights_only)
-        note_records(path, archive, storages)
+        _note_records(path, archive, storages)
     return value
 
 
@@ -264,3 +271,47 @@ def _refusal(path: Path, error: Exception) -> str:
             " class with torch.serialization.add_safe_globals"
         )
     return f"{str(path)!r} cannot be read as a checkpoint; it is damaged: {reason.splitlines()[0]}"
+
+
+# -- checksums -------------------------------------------------------------------------------------
+
+
+def _note_records(
+    path: Path, archive: zipfile.ZipFile, storages: Iterable[torch.UntypedStorage]
+) -> None:
+    """Keep which record each of the ``storages`` shows that a mapped file was loaded to."""
+    records = stored_records(path, archive)
+    by_place = {record.offset: record for record in records if record.nbytes}
+    shown = {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
+    # Where the file is mapped torch does not say. All storages fit at one address only.
+    for offset in sorted(by_place):
+        base = min(shown, default=0) - offset
+        if shown and all(place - base in by_place for place in shown):
+            for place, storage in shown.items():
+                _records[storage] = by_place[place - base]
+            return
+
+
+def ranges_of(
+    name: str, value: Tensor, start: int = 0, stop: int | None = None
+) -> Iterator[CheckedRange]:
+    """Yield the bytes of files that elements ``[start, stop)`` of a tensor are read from.
+
+    Elements are counted in the tensor's memory order. ``name`` is for errors.
+    """
+    if isinstance(value, LazyTensor):
+        yield from value.ranges(name, start, value.numel() if stop is None else stop)
+    elif value.layout == torch.strided and not value.is_meta and value.numel():
+        record = _records.get(value.untyped_storage())
+        if record is not None:
+            span = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
+            last = span + 1 if stop is None else stop
+            begin = int(value.storage_offset())
+            size = value.element_size()
+            yield CheckedRange(name, record, (begin + start) * size, (begin + last) * size)
+
+
+def _forget_records(value: Any) -> None:
+    """Drop what is known of the files of the tensors in ``value``."""
+    for tensor in tensors_in(value):
+        _records.pop(tensor.untyped_storage(), None)

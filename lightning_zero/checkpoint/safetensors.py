@@ -44,14 +44,12 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MOST_HEADER_BYTES = 100_000_000
 
+Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Dtype and shape of every tensor, by name."""
+
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file, or of a folder with an index or one file, mapped.
-
-    Raises:
-        FileNotFoundError: A file that the index names is missing.
-        ValueError: The file is damaged or no safetensors file.
-    """
+    """Return the tensors of a file, or of a folder with an index or one file, mapped."""
     if path.is_file():
         return _read_file(path)
     index = path / INDEX
@@ -122,19 +120,11 @@ def _tensor(name: str, entry: Mapping[str, Any], data: Tensor) -> Tensor:
 
 
 def write_safetensors(
-    path: Path,
-    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-    read: Callable[[str], Tensor],
-    *,
-    max_bytes: int | None = None,
+    path: Path, shapes: Shapes, read: Callable[[str], Tensor], *, max_bytes: int | None = None
 ) -> list[Path]:
     """Write tensors one by one, to one file or to a folder of files of at most ``max_bytes``.
 
-    Args:
-        path: A file, or with ``max_bytes`` a folder.
-        shapes: Dtype and shape of every tensor.
-        read: Gives a tensor when its turn has come.
-        max_bytes: A file is closed before it grows larger; a larger tensor has its own file.
+    ``read`` gives a tensor when its turn has come. A tensor that is larger has its own file.
     """
     for name, (dtype, _) in shapes.items():
         if dtype not in _NAMES:
@@ -161,9 +151,7 @@ def write_safetensors(
     return files
 
 
-def _groups(
-    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], max_bytes: int | None
-) -> Iterator[list[str]]:
+def _groups(shapes: Shapes, max_bytes: int | None) -> Iterator[list[str]]:
     names: list[str] = []
     total = 0
     for name, (dtype, shape) in shapes.items():
@@ -182,10 +170,7 @@ def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def _write_file(
-    path: Path,
-    names: list[str],
-    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-    read: Callable[[str], Tensor],
+    path: Path, names: list[str], shapes: Shapes, read: Callable[[str], Tensor]
 ) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0

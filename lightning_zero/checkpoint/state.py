@@ -21,9 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from lightning_zero.checkpoint.checksums import CheckedRange, check
-from lightning_zero.checkpoint.load import read_ahead
+from lightning_zero.checkpoint.load import ranges_of, read_ahead
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
-from lightning_zero.checkpoint.values.origins import ranges_of
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
 from lightning_zero.comm import Control, Outcome
 from lightning_zero.engine import Engine

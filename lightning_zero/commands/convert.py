@@ -60,6 +60,8 @@ def add_convert_command(commands: Any) -> None:
     parser.add_argument("--dtype", type=_dtype, help="cast floating-point weights, e.g. bfloat16")
     parser.add_argument(
         "--max-shard-size",
+        dest="max_shard_bytes",
+        metavar="SIZE",
         type=_bytes,
         default=parse_bytes("5GB"),
         help="the most that one file of a safetensors folder holds (default: 5GB)",
@@ -78,16 +80,8 @@ def add_convert_command(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    convert(
-        arguments.source,
-        arguments.target,
-        weights_only=arguments.weights_only,
-        dtype=arguments.dtype,
-        max_shard_bytes=arguments.max_shard_size,
-        shows_progress=True,
-        trust=arguments.trust,
-        frozen_in_optimizer=arguments.frozen_in_optimizer,
-    )
+    given = {name: value for name, value in vars(arguments).items() if name != "run"}
+    convert(**given, shows_progress=True)
     return 0
 
 
@@ -104,24 +98,9 @@ def convert(
 ) -> None:
     """Write what ``source`` holds to ``target``, whose name tells its kind.
 
-    Args:
-        source: A ``.ckpt`` or ``.pt`` file, a directory of torch.distributed.checkpoint, a
-            safetensors file, a folder of those, or a folder that DeepSpeed's ZeRO wrote.
-        target: ``.ckpt`` or ``.pt``, ``.dcp`` for a directory of torch.distributed.checkpoint,
-            ``.safetensors``, or a folder for safetensors files.
-        weights_only: Leave out everything but the weights, as safetensors files always do.
-        dtype: Cast floating-point weights to it. Optimizer states are never cast.
-        max_shard_bytes: The most that one file of a folder holds.
-        shows_progress: Whether to draw a bar.
-        trust: Also unpickle objects that are neither tensors nor plain values; they can run code.
-        frozen_in_optimizer: From DeepSpeed, which does not tell: the optimizer was given frozen
-            parameters, too, as ``Adam(self.parameters())`` is. It has one param group then.
-
-    Raises:
-        FileNotFoundError: The source, or a rank's file of it, is missing.
-        NotImplementedError: DeepSpeed's optimizer states cannot be given to single parameters.
-        RuntimeError: This process is one of several ranks.
-        ValueError: The source is damaged or holds no weights, or the result is not right.
+    Arguments are those of the command. Safetensors files never hold more than weights, and
+    optimizer states are never cast. DeepSpeed does not tell whether the optimizer was given frozen
+    parameters, too, as ``Adam(self.parameters())`` is; it has one param group then.
     """
     _check_alone()
     holds_more = target.suffix in (*_PLAIN, _DIRECTORY) and not weights_only

@@ -12,11 +12,8 @@ from torch import Tensor
 
 from lightning_zero.checkpoint import (
     REST,
-    Chunk,
     Directory,
     LazyTensor,
-    StoredObject,
-    damage_of,
     is_directory,
     mapped,
     provenance,
@@ -121,18 +118,13 @@ def _identity(tensor: Tensor) -> Any:
 
 
 def damage(path: Path) -> list[str]:
-    """Return what is wrong with a file by its checksums, a line each.
-
-    Of a folder by DeepSpeed all files are checked.
-
-    Raises:
-        ValueError: The file has no checksums.
-    """
+    """Return what is wrong with a file by its checksums, a line each; of a folder all files'."""
     if is_deepspeed_folder(path):
         files = DeepSpeedFolder(path).files
         return [f"{file.name}: {line}" for file in files for line in damage(file)]
     if is_directory(path):
-        return _damage_of_directory(Directory.open(path))
+        rest = path / REST
+        return [*Directory.open(path).damage(), *(damage(rest) if rest.is_file() else [])]
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{str(path)!r} has no checksums: it is no archive of torch.save.")
     found = []
@@ -145,14 +137,3 @@ def damage(path: Path) -> list[str]:
             except Exception as error:  # a damaged archive can fail in any way
                 found.append(f"{info.filename} is damaged: {error}")
     return found
-
-
-def _damage_of_directory(directory: Directory) -> list[str]:
-    places: list[Chunk | StoredObject] = [*directory.chunks, *directory.objects]
-    found = [
-        f"{place.file.name} is damaged at byte {place.offset}: {reason}"
-        for place in places
-        if (reason := damage_of(place.file, place.offset, place.nbytes)) is not None
-    ]
-    rest = directory.path / REST
-    return found + (damage(rest) if rest.is_file() else [])

@@ -23,13 +23,8 @@ Model = int | Callable[[], nn.Module]
 def find_model(text: str, arguments: Mapping[str, Any]) -> Model:
     """Return the number of parameters that ``text`` names, or a function that builds the model.
 
-    Args:
-        text: ``10B``, ``package.module:Class``, ``file.py:Class``, or a folder or ``.json`` file
-            with a Hugging Face configuration.
-        arguments: The arguments of the class.
-
-    Raises:
-        ValueError: It names nothing of these, or a file without one of its classes.
+    It is ``10B``, ``package.module:Class``, ``file.py:Class``, or a folder or ``.json`` file with a
+    Hugging Face configuration.
     """
     if re.fullmatch(r"[\d.]+(e\d+)?\s*[KMBT]?", text, re.IGNORECASE):
         return parse_numel(text)
@@ -48,11 +43,7 @@ def find_model(text: str, arguments: Mapping[str, Any]) -> Model:
 
 
 def find_class(text: str) -> Callable[..., nn.Module]:
-    """Return the class of ``package.module:Class``, ``package.module.Class``, ``file.py:Class``.
-
-    Raises:
-        ValueError: The module or the class does not exist.
-    """
+    """Return the class of ``package.module:Class``, ``package.module.Class``, ``file.py:Class``."""
     place, _, name = text.rpartition(":" if ":" in text else ".")
     try:
         module = (
@@ -67,11 +58,7 @@ def find_class(text: str) -> Callable[..., nn.Module]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a LightningCLI configuration.
-
-    Raises:
-        ValueError: The file is missing or holds no mapping.
-    """
+    """Read a LightningCLI configuration."""
     import yaml
 
     if not path.exists():
@@ -83,11 +70,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def model_of_config(config: Mapping[str, Any], model: str | None) -> tuple[str, dict[str, Any]]:
-    """Return the class and the arguments that a LightningCLI configuration has for the model.
-
-    Raises:
-        ValueError: It does not name the class, and ``model`` does not either.
-    """
+    """Return the class and the arguments that a LightningCLI configuration has for the model."""
     section = dict(config.get("model") or {})
     name = section.pop("class_path", None) or model
     if name is None:

@@ -25,7 +25,15 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint import LazyTensor
-from lightning_zero.deepspeed.files import MODEL, OPTIMIZER, check_ranks, files_by_rank, tag_of
+from lightning_zero.deepspeed.files import (
+    MODEL,
+    OPTIMIZER,
+    OptimizerFile,
+    check_ranks,
+    files_by_rank,
+    read_model,
+    tag_of,
+)
 from lightning_zero.deepspeed.flat_vectors import (
     EachCut,
     EndToEnd,
@@ -34,8 +42,7 @@ from lightning_zero.deepspeed.flat_vectors import (
     counter,
     part_numel,
 )
-from lightning_zero.deepspeed.optimizer_file import OptimizerFile
-from lightning_zero.deepspeed.placeholder import Placeholder, placeholders, read_with_placeholders
+from lightning_zero.deepspeed.placeholder import Placeholder, placeholders
 
 _OF_DEEPSPEED = {
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
@@ -70,12 +77,6 @@ class DeepSpeedFolder:
         trust: Whether to make objects of any class that the files name. Without it there are
             placeholders in their stead, and :meth:`checkpoint` refuses to pass them on.
 
-    Attributes:
-        stage: DeepSpeed's stage.
-        world_size: How many ranks wrote it.
-        version: DeepSpeed's version.
-        files: All files that belong to it.
-
     Raises:
         FileNotFoundError: A rank's file is missing.
         NotImplementedError: It belongs to a model that is cut in other ways, too.
@@ -105,7 +106,7 @@ class DeepSpeedFolder:
             for rank in range(self.world_size)
         ]
         self._models = [
-            _read_model(model_files[rank], trust=trust) for rank in range(len(model_files))
+            read_model(model_files[rank], trust=trust) for rank in range(len(model_files))
         ]
         self._model = self._models[0]
         self.version = str(self._model.get("ds_version"))
@@ -116,13 +117,7 @@ class DeepSpeedFolder:
     ) -> dict[str, Any]:
         """Return the checkpoint that DDP would have written, with tensors that are not read.
 
-        Args:
-            weights_only: Leave out everything but the weights.
-            frozen_in_optimizer: Whether the optimizer was given the frozen parameters, too.
-
-        Raises:
-            NotImplementedError: The optimizer's states cannot be given to single parameters.
-            ValueError: The program stored objects that only ``trust`` makes.
+        ``frozen_in_optimizer`` if the optimizer was given the frozen parameters, too.
         """
         found: dict[str, Any] = {"state_dict": self.weights()}
         if not weights_only:
@@ -320,14 +315,6 @@ class DeepSpeedFolder:
                 " module, so it is not known where among them the frozen ones are."
             )
         return every
-
-
-def _read_model(path: Path, *, trust: bool) -> Mapping[str, Any]:
-    found = read_with_placeholders(path, trust=trust)
-    keys = ("module", "buffer_names", "param_shapes")
-    if not isinstance(found, dict) or any(found.get(key) is None for key in keys):
-        raise ValueError(f"{str(path)!r} is no model file of ZeRO: it lacks one of {keys}.")
-    return found
 
 
 def _with_step(entries: dict[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:

@@ -61,6 +61,11 @@ _OFFLOAD_SWITCH = f"{_AT_REST}; set it to `false`"
 _ZENFLOW = f"{_AT_REST}; take the key out"
 OFFLOADS = (_OFFLOAD, _OFFLOAD_SWITCH, _ZENFLOW)
 """What is said of keys that ask for offload."""
+_WHOLE = "a checkpoint holds whole tensors at every stage, in the master's precision"
+_SMALL = "modules too small for a message of their own stay with the unit around them"
+_AVERAGED = "gradients are averaged in the pass that copies or in fp32"
+_BACKS_OFF = "the loss scale backs off at every overflow"
+_OVER_ALL = "shards lie over all ranks; take the key out"
 _NO_QUANTIZED = "nothing is quantized on its way; take the key out"
 
 _ZERO_OPTIMIZATION = {
@@ -72,12 +77,8 @@ _ZERO_OPTIMIZATION = {
     "load_from_fp32_weights": _always("masters are read from the checkpoint"),
     "ignore_unused_parameters": _always("unused parameters count as zero"),
     "elastic_checkpoint": _always("a checkpoint fits any number of ranks"),
-    "stage3_gather_16bit_weights_on_model_save": _always(
-        "a checkpoint holds whole tensors at every stage, in the master's precision"
-    ),
-    "stage3_gather_fp16_weights_on_model_save": _always(
-        "a checkpoint holds whole tensors at every stage, in the master's precision"
-    ),
+    "stage3_gather_16bit_weights_on_model_save": _always(_WHOLE),
+    "stage3_gather_fp16_weights_on_model_save": _always(_WHOLE),
     "stage3_prefetch_bucket_size": _acts(
         Kind.NUMBER, "0 is `prefetch=0`; else `prefetch` counts units, not elements"
     ),
@@ -86,12 +87,8 @@ _ZERO_OPTIMIZATION = {
     "sub_group_size": _replaced(Kind.NUMBER, _UNITS),
     "use_multi_rank_bucket_allreduce": _replaced(Kind.SWITCH, _UNITS),
     "round_robin_gradients": _replaced(Kind.SWITCH, _UNITS),
-    "stage3_param_persistence_threshold": _replaced(
-        Kind.NUMBER, "modules too small for a message of their own stay with the unit around them"
-    ),
-    "stage3_model_persistence_threshold": _replaced(
-        Kind.NUMBER, "modules too small for a message of their own stay with the unit around them"
-    ),
+    "stage3_param_persistence_threshold": _replaced(Kind.NUMBER, _SMALL),
+    "stage3_model_persistence_threshold": _replaced(Kind.NUMBER, _SMALL),
     "stage3_max_live_parameters": _replaced(
         Kind.NUMBER, "`units` and `prefetch` bound what is whole at the same time"
     ),
@@ -135,10 +132,8 @@ _ZERO_OPTIMIZATION = {
     "zero_quantized_nontrainable_weights": _refused(Kind.SWITCH, _NO_QUANTIZED),
     "zero_quantized_gradients": _refused(Kind.SWITCH, _NO_QUANTIZED),
     "zeropp_loco_param": _refused(Kind.BLOCK, _NO_QUANTIZED),
-    "mics_shard_size": _refused(Kind.NUMBER, "shards lie over all ranks; take the key out"),
-    "mics_hierarchical_params_gather": _refused(
-        Kind.SWITCH, "shards lie over all ranks; take the key out"
-    ),
+    "mics_shard_size": _refused(Kind.NUMBER, _OVER_ALL),
+    "mics_hierarchical_params_gather": _refused(Kind.SWITCH, _OVER_ALL),
 }
 
 KEYS: dict[str, Key] = {
@@ -166,10 +161,8 @@ KEYS: dict[str, Key] = {
     "fp16.initial_scale_power": _acts(Kind.NUMBER, "the first loss scale, as a power of 2"),
     "fp16.loss_scale_window": _acts(Kind.NUMBER, "steps after which the loss scale grows"),
     "fp16.auto_cast": _replaced(Kind.SWITCH, "autocast casts inputs as they are used"),
-    "fp16.hysteresis": _replaced(Kind.NUMBER, "the loss scale backs off at every overflow"),
-    "fp16.consecutive_hysteresis": _replaced(
-        Kind.SWITCH, "the loss scale backs off at every overflow"
-    ),
+    "fp16.hysteresis": _replaced(Kind.NUMBER, _BACKS_OFF),
+    "fp16.consecutive_hysteresis": _replaced(Kind.SWITCH, _BACKS_OFF),
     "fp16.min_loss_scale": _replaced(Kind.NUMBER, "the loss scale has no lower bound"),
     "fp16.fp16_master_weights_and_grads": _refused(
         Kind.SWITCH, "`Trainer(precision='16-true')` has no fp32 masters; take the key out"
@@ -191,12 +184,8 @@ KEYS: dict[str, Key] = {
     "data_types.grad_accum_dtype": Key(
         Fate.ALWAYS, Kind.TEXT, "reduced gradients have the master's dtype", "fp32"
     ),
-    "prescale_gradients": _replaced(
-        Kind.SWITCH, "gradients are averaged in the pass that copies or in fp32"
-    ),
-    "gradient_predivide_factor": _replaced(
-        Kind.NUMBER, "gradients are averaged in the pass that copies or in fp32"
-    ),
+    "prescale_gradients": _replaced(Kind.SWITCH, _AVERAGED),
+    "gradient_predivide_factor": _replaced(Kind.NUMBER, _AVERAGED),
     "sparse_gradients": _replaced(Kind.SWITCH, "sparse gradients are made dense"),
     "disable_allgather": _replaced(Kind.SWITCH, "weights are gathered in one message"),
     "optimizer": _acts(

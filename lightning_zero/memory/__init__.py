@@ -4,21 +4,19 @@ prediction     ``estimate`` and its result; comparisons of stages and numbers of
 model          a model on meta with its optimizer and batch
 dry_run        one step of the user's module on tensors without data: its events
 trace          the events of a step
-live_bytes     bytes of all tensors that are alive; cpu_kernels: what kernels keep beside them
+live_bytes     bytes of all tensors that are alive, and what kernels keep beside them
 replay         the engine itself, which goes through the events on meta
 snapshots      what a rank holds in each part of a step
-steps          a step under the engine, under DDP, and of a number of parameters
+steps          a step under the engine, under DDP, of a number of parameters, and with offload
 states         optimizers on meta, and the bytes of their states
 terms          what rests, by the plan's arithmetic
-offload        what offload would need in host memory, by formula: no engine does it yet
 difference     why a rank holds what was not predicted
 advice         which stage fits a device, and what to change if none does
-tables, plot   text and pictures; report: the page; size: bytes as people write them
+report, plot   text, the page and its pictures; size: bytes as people write them
 """
 
 from lightning_zero.memory import plot
 from lightning_zero.memory.advice import Limits, advise
-from lightning_zero.memory.cpu_kernels import kept_beyond
 from lightning_zero.memory.difference import explain
 from lightning_zero.memory.live_bytes import LiveBytes
 from lightning_zero.memory.model import ModelPlan
@@ -30,9 +28,14 @@ from lightning_zero.memory.prediction import (
     estimate_of,
     named_offloads,
 )
-from lightning_zero.memory.report import EQUAL_STAGES, are_equal_stages, write_report
+from lightning_zero.memory.report import (
+    EQUAL_STAGES,
+    are_equal_stages,
+    estimate_table,
+    table,
+    write_report,
+)
 from lightning_zero.memory.size import format_bytes, format_ranks, parse_bytes, parse_numel
-from lightning_zero.memory.tables import estimate_table, table
 from lightning_zero.memory.terms import KINDS, RESTING
 from lightning_zero.plan import Offload
 
@@ -55,7 +58,6 @@ __all__ = [
     "explain",
     "format_bytes",
     "format_ranks",
-    "kept_beyond",
     "named_offloads",
     "parse_bytes",
     "parse_numel",

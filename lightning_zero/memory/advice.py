@@ -50,98 +50,94 @@ def advise(
 
     ``limits`` may be bytes of one device; ``settings`` are what the estimates were made with.
     """
-    if isinstance(limits, int):
-        limits = Limits(limits)
+    limits = Limits(limits) if isinstance(limits, int) else limits
     lines = []
     for world_size in dict.fromkeys(found.world_size for found in estimates):
         own = [e for e in estimates if e.world_size == world_size and e.offload is None]
-        lines += _advise_ranks(model, own, world_size, limits, settings)
+        lines += _Case(model, world_size, limits, settings).advice(own)
     if not model.has_activations:
         lines.append("Activations are not counted: give a batch to count them too.")
     return "\n".join(lines)
 
 
-def _advise_ranks(
-    model: ModelPlan,
-    own: Sequence[Estimate],
-    world_size: int,
-    limits: Limits,
-    settings: dict[str, Any],
-) -> list[str]:
-    ranks = format_ranks(world_size)
-    limit = format_bytes(limits.device_memory)
-    fits = next((found for found in own if limits.admits(found)), None)
-    if fits is not None:
-        line = f"On {ranks}, {fits.name} fits: {format_bytes(fits.peak.total)} at most, of {limit}."
-        return [line, *_outside_of_steps(fits, limits)]
-    if not own:
-        return [f"On {ranks}:", *_offloaded(model, world_size, limits, settings)]
-    least = min(own, key=lambda found: found.peak.total)
-    too_much = format_bytes(least.peak.total)
-    if least.peak.total <= limits.device_memory:
-        node = least.host_peak * limits.on_node(world_size)
-        assert limits.host_memory is not None
-        too_much = f"{format_bytes(node)} in its node's host memory"
-        limit = format_bytes(limits.host_memory)
-    cures = _cures(model, world_size, limits, settings)
-    return [
-        f"On {ranks}, nothing fits: {least.name} holds {too_much} of {limit}. "
-        + (cures or "Use a larger device.")
-    ]
+@dataclass(frozen=True)
+class _Case:
+    """A model on a number of ranks."""
 
+    model: ModelPlan
+    world_size: int
+    limits: Limits
+    settings: dict[str, Any]
 
-def _outside_of_steps(found: Estimate, limits: Limits) -> list[str]:
-    """Return warnings about host memory before setup and after ``fit``."""
-    num = limits.on_node(found.world_size)
-    if limits.host_memory is None or num * found.whole <= limits.host_memory:
-        return []
-    return [
-        f"Before setup {num} ranks build {format_bytes(found.whole)} each in host memory, of"
-        f" {format_bytes(limits.host_memory)}, and hold it again after fit: build the model on meta"
-        " in configure_model, and set restore_weights=False."
-    ]
+    def advice(self, own: Sequence[Estimate]) -> list[str]:
+        ranks = format_ranks(self.world_size)
+        limit = format_bytes(self.limits.device_memory)
+        fits = next((found for found in own if self.limits.admits(found)), None)
+        if fits is not None:
+            most = format_bytes(fits.peak.total)
+            return [
+                f"On {ranks}, {fits.name} fits: {most} at most, of {limit}.",
+                *self._outside_of_steps(fits),
+            ]
+        if not own:
+            return [f"On {ranks}:", *self._offloaded()]
+        least = min(own, key=lambda found: found.peak.total)
+        too_much = format_bytes(least.peak.total)
+        if least.peak.total <= self.limits.device_memory:
+            node = least.host_peak * self.limits.on_node(self.world_size)
+            assert self.limits.host_memory is not None
+            too_much = f"{format_bytes(node)} in its node's host memory"
+            limit = format_bytes(self.limits.host_memory)
+        cures = " ".join([*self._cures(), *self._offloaded()]) or "Use a larger device."
+        return [f"On {ranks}, nothing fits: {least.name} holds {too_much} of {limit}. {cures}"]
 
+    def _outside_of_steps(self, found: Estimate) -> list[str]:
+        """Return warnings about host memory before setup and after ``fit``."""
+        num, most = self.limits.on_node(self.world_size), self.limits.host_memory
+        if most is None or num * found.whole <= most:
+            return []
+        return [
+            f"Before setup {num} ranks build {format_bytes(found.whole)} each in host memory, of"
+            f" {format_bytes(most)}, and hold it again after fit: build the model on meta in"
+            " configure_model, and set restore_weights=False."
+        ]
 
-def _cures(model: ModelPlan, world_size: int, limits: Limits, settings: dict[str, Any]) -> str:
-    cures = []
-    now = estimate_of(model, 3, world_size, **settings)
-    if model.has_activations and not model.checkpointing:
-        leaner = estimate_of(model.checkpointed(), 3, world_size, **settings)
-        if leaner.peak.total < 0.95 * now.peak.total:
-            cures.append(
-                f"activation checkpointing brings zero3 to {format_bytes(leaner.peak.total)}"
-            )
-    if 2 * now.peak.kinds["activations"] > now.peak.total:
-        cures.append("a smaller batch per rank helps most: activations are more than half")
-    more = _enough_ranks(model, world_size, limits, settings)
-    if more is not None:
-        cures.append(f"zero3 fits on {more} ranks")
-    text = "; ".join(cures)
-    sentences = [f"{text[0].upper()}{text[1:]}."] if text else []
-    return " ".join([*sentences, *_offloaded(model, world_size, limits, settings)])
+    def _cures(self) -> list[str]:
+        cures = []
+        now = estimate_of(self.model, 3, self.world_size, **self.settings)
+        if self.model.has_activations and not self.model.checkpointing:
+            leaner = estimate_of(
+                self.model.checkpointed(), 3, self.world_size, **self.settings
+            ).peak.total
+            if leaner < 0.95 * now.peak.total:
+                cures.append(f"activation checkpointing brings zero3 to {format_bytes(leaner)}")
+        if 2 * now.peak.kinds["activations"] > now.peak.total:
+            cures.append("a smaller batch per rank helps most: activations are more than half")
+        more = self._enough_ranks()
+        if more is not None:
+            cures.append(f"zero3 fits on {more} ranks")
+        text = "; ".join(cures)
+        return [f"{text[0].upper()}{text[1:]}."] if text else []
 
+    def _offloaded(self) -> list[str]:
+        """Return the least offload that would fit, if any does."""
+        named = named_offloads("cpu", "nvme")
+        tried = compare(self.model, (), [self.world_size], offloads=named, **self.settings)
+        found = next((one for one in tried if self.limits.admits(one)), None)
+        if found is None:
+            return []
+        disk = sum(found.disk.values())
+        files = f" and {format_bytes(disk)} in files" if disk else ""
+        return [
+            f"Once the strategy offloads, {found.name} would fit:"
+            f" {format_bytes(found.peak.total)} at most, with {format_bytes(found.host_peak)} of"
+            f" host memory{files} per rank."
+        ]
 
-def _offloaded(
-    model: ModelPlan, world_size: int, limits: Limits, settings: dict[str, Any]
-) -> list[str]:
-    """The least offload that would fit, if any does."""
-    tried = compare(model, (), [world_size], offloads=named_offloads("cpu", "nvme"), **settings)
-    found = next((one for one in tried if limits.admits(one)), None)
-    if found is None:
-        return []
-    disk = sum(found.disk.values())
-    files = f" and {format_bytes(disk)} in files" if disk else ""
-    return [
-        f"Once the strategy offloads, {found.name} would fit:"
-        f" {format_bytes(found.peak.total)} at most, with {format_bytes(found.host_peak)} of host"
-        f" memory{files} per rank."
-    ]
-
-
-def _enough_ranks(
-    model: ModelPlan, world_size: int, limits: Limits, settings: dict[str, Any]
-) -> int | None:
-    more = 2 * world_size
-    while more <= _MOST_RANKS and not limits.admits(estimate_of(model, 3, more, **settings)):
-        more *= 2
-    return more if more <= _MOST_RANKS else None
+    def _enough_ranks(self) -> int | None:
+        more = 2 * self.world_size
+        while more <= _MOST_RANKS:
+            if self.limits.admits(estimate_of(self.model, 3, more, **self.settings)):
+                return more
+            more *= 2
+        return None

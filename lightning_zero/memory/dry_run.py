@@ -25,7 +25,6 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_zero.engine import ActivationCheckpointing
-from lightning_zero.memory.cpu_kernels import kept_beyond
 from lightning_zero.memory.live_bytes import LiveBytes
 from lightning_zero.memory.trace import Event, Kind, in_order
 from lightning_zero.plan import Recipe, UnitSpec
@@ -96,7 +95,7 @@ class Microbatch:
             for named, plan in spec.flat_parameters
             for _, p in named
         }
-        live = LiveBytes(kept_beyond=kept_beyond if self.device.type == "cpu" else None)
+        live = LiveBytes(as_on_cpu=self.device.type == "cpu")
         log = _Log(live)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         dtype = self.dtype or torch.get_default_dtype()

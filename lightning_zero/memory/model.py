@@ -22,12 +22,10 @@ from lightning_zero.memory.terms import KINDS, terms_of_specs
 from lightning_zero.memory.trace import Event
 from lightning_zero.plan import (
     RECIPES,
-    FlatSpec,
     Offload,
     Recipe,
     Settings,
     UnitPolicy,
-    UnitSpec,
     specify_units,
 )
 from lightning_zero.tensors import tensors_in
@@ -40,7 +38,8 @@ class ModelPlan:
     """A model on ``meta`` with its optimizer and batch; the arguments are those of ``estimate``.
 
     Attributes:
-        module: The model on ``meta``; ``None`` if only a number of parameters is known.
+        module: The model on ``meta``.
+        has_units: Whether it is known, and not only its number of parameters.
         num_parameters: Elements of all parameters, ties counted once.
         nbytes: Bytes of all parameters and buffers, whole and in dtypes of their own.
     """
@@ -69,18 +68,18 @@ class ModelPlan:
         dtype = _TRUE_DTYPES.get(precision)
         self.precision, self.units, self.device = precision, units, device
         self._microbatch = Microbatch(batch, step, checkpointing, RECIPES[precision], dtype, device)
-        self.module: nn.Module | None = None
+        self.has_units = not isinstance(model_or_numel, int)
         if isinstance(model_or_numel, int):
             if model_or_numel < 1:
                 raise ValueError(f"Expected a number of parameters >= 1, got {model_or_numel}.")
             if batch is not None:
                 raise ValueError("A number of parameters has no activations; pass the model.")
-            parameters = [Parameter(torch.empty(model_or_numel, device="meta", dtype=dtype))]
+            self.units, self.module = "auto", nn.Module()
+            self.module.weight = Parameter(torch.empty(model_or_numel, device=_META, dtype=dtype))
         else:
             self.module = meta_copy(_built(model_or_numel), self._microbatch.dtype_of)
-            parameters = list(self.module.parameters())
+        parameters = list(self.module.parameters())
         self.num_parameters = sum(parameter.numel() for parameter in parameters)
-        self._parameters = parameters
         self.nbytes = sum(parameter.nbytes for parameter in parameters) + self._buffers
         self._states = OptimizerStates(optimizers_for(self.module, parameters, optimizer))
         self._events: dict[bool, list[Event]] = {}
@@ -98,7 +97,7 @@ class ModelPlan:
         )
         return ", ".join(
             [
-                *([] if self.module is None else [type(self.module).__name__]),
+                *([type(self.module).__name__] if self.has_units else []),
                 f"{self.num_parameters:,} parameters",
                 self.precision,
                 *self._states.names,
@@ -148,7 +147,6 @@ class ModelPlan:
             units=engine.sharded.settings.units,
             device=engine.sharded.settings.device,
         )
-        assert model.module is not None
         pairs = zip(engine.module.parameters(), model.module.parameters(), strict=True)
         own = {id(parameter): bare for parameter, bare in pairs}
         model._states = OptimizerStates(optimizers, own)
@@ -184,13 +182,13 @@ class ModelPlan:
         chosen = Settings(
             stage, self.recipe, self.units, broadcast_buffers=False, device=_META, **settings
         )
-        specs = self._specify(chosen)
+        specs = specify_units(self.module, chosen)
         terms = terms_of_specs(
             specs, self.state_bytes, world_size=world_size, rank=rank, offload=offload
         )
         plans = (plan for spec in specs for _, plan in spec.flat_parameters)
         is_local = not next(plans).reduces_every_microbatch
-        if self.module is None:
+        if not self.has_units:
             return without_units(terms, is_kept=is_local and num_microbatches > 1)
         transport: DryTransport = DryTransport()
         if self.device.type == "cpu":
@@ -209,24 +207,17 @@ class ModelPlan:
         )
 
     def _under_ddp(self, *, adds_gradients: bool) -> list[Snapshot]:
-        trainable = [p for p in self._parameters if p.requires_grad]
+        parameters = list(self.module.parameters())
+        trainable = [p for p in parameters if p.requires_grad]
         kinds = dict.fromkeys(KINDS, 0)
-        kinds["weights"] = sum(p.nbytes for p in self._parameters)
+        kinds["weights"] = sum(p.nbytes for p in parameters)
         kinds["gradients"] = sum(p.nbytes for p in trainable)
         kinds["states"] = sum(self.state_bytes(p, p.numel()) for p in trainable)
         kinds["buffers"] = self._buffers
-        if self.module is None:
+        if not self.has_units:
             return [Snapshot("", "rest", kinds)]
-        events = self.events(is_cast=False)
-        sizes = [parameter.nbytes for parameter in self._parameters]
+        events, sizes = self.events(is_cast=False), [p.nbytes for p in parameters]
         return replicated_step(events, sizes, kinds, adds_gradients=adds_gradients)
-
-    def _specify(self, settings: Settings) -> list[UnitSpec]:
-        if self.module is not None:
-            return specify_units(self.module, settings)
-        parameter = self._parameters[0]
-        flat = FlatSpec([("weight", parameter)], settings.plan(parameter.dtype))
-        return [UnitSpec("", nn.Module(), [flat])]
 
     @property
     def _buffers(self) -> int:
@@ -235,8 +226,6 @@ class ModelPlan:
     @property
     def buffer_bytes(self) -> dict[str, int]:
         """Bytes of the module's buffers, by name."""
-        if self.module is None:
-            return {}
         return {name: buffer.nbytes for name, buffer in self.module.named_buffers()}
 
     def state_bytes(self, parameter: Parameter, numel: int) -> int:
@@ -246,7 +235,6 @@ class ModelPlan:
     def events(self, *, is_cast: bool) -> list[Event]:
         """Return the events of a step, as in :meth:`Microbatch.events`."""
         if is_cast not in self._events:
-            assert self.module is not None
             module = meta_copy(self.module)
             specs = specify_units(module, Settings(3, self.recipe, self.units, device=_META))
             self._events[is_cast] = self._microbatch.events(module, specs, is_cast=is_cast)

@@ -129,7 +129,7 @@ def estimate(
     """Estimate the bytes that one rank will hold, by kind, through a step.
 
     With ``offload`` it evaluates the plan's formula for a strategy that does not exist yet;
-    ``lightning_zero.memory.offload`` has the assumptions.
+    ``lightning_zero.memory.steps`` has the assumptions.
 
     Args:
         model_or_numel: A module on any device, a function that builds one (it is called on
@@ -183,7 +183,7 @@ def estimate_of(
         world_size,
         model.precision,
         model.num_parameters,
-        has_units=model.module is not None,
+        has_units=model.has_units,
         has_activations=model.has_activations,
         snapshots=tuple(model.snapshots(stage, world_size, offload=offload, **settings)),
         whole=model.nbytes,

@@ -65,7 +65,7 @@ class OptimizerStates:
 
 
 def optimizers_for(
-    module: nn.Module | None, parameters: list[Parameter], choice: Optimizers
+    module: nn.Module, parameters: list[Parameter], choice: Optimizers
 ) -> list[Optimizer]:
     """Return the optimizers that would step the parameters of a module on ``meta``.
 

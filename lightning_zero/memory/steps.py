@@ -1,4 +1,19 @@
-"""Bytes of a rank through a step: under the engine, under DDP, and of a number of parameters."""
+"""Bytes of a rank through a step: under the engine, under DDP, and of a number of parameters.
+
+With offload some are in host memory on their way between the device, host memory and files. The
+engine does not offload yet, so this is arithmetic. Its assumptions are the leanest with which
+all parts of the pipeline overlap:
+
+* **weights** that rest outside the device come unit by unit, for the unit in use and those that are
+  prefetched. What rests in pinned memory in the dtype of forward is sent as it is; what is cast
+  passes through a buffer of a shard, and what rests in files through another;
+* **gradients** leave the device as a unit's reduction ends: two shards of them, one that is reduced
+  and one that is sent. From the second microbatch on both pass through buffers, and are added;
+* **the step** goes unit by unit on the host, where masters and states in pinned memory stay in
+  place. Those in files are in memory for three units: one is read, one stepped, one written;
+* **stepped weights** that rest on the device, and have another dtype than the masters, go up
+  through buffers of two units: one is cast, one is sent.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +22,14 @@ from collections.abc import Sequence
 from torch import nn
 
 from lightning_zero.comm import DryCommunicator
-from lightning_zero.memory.offload import staged_in_pass, staged_in_step
 from lightning_zero.memory.replay import replay
-from lightning_zero.memory.snapshots import Segments, Snapshot
+from lightning_zero.memory.snapshots import Segment, Segments, Snapshot
 from lightning_zero.memory.terms import KINDS, RESTING, Kinds, UnitTerms
 from lightning_zero.memory.trace import Event, Kind
 from lightning_zero.plan import Medium, Offload, Settings
+
+_IN_STEP = 3
+_IN_FLIGHT = 2
 
 
 def sharded_step(
@@ -47,14 +64,14 @@ def sharded_step(
         }
 
     segments = replay(events, module, settings, comm, num_microbatches=num_microbatches, held=held)
-    staged = staged_in_pass(units, segments, settings.prefetch, adds_gradients=adds_gradients)
+    staged = _staged_in_pass(units, segments, settings.prefetch, adds_gradients=adds_gradients)
     found = [
         segment.snapshot({**host, "staging": staging}, disk)
         for segment, staging in zip(segments, staged, strict=True)
     ]
     rest = held()
     if offload is not None:
-        staging = staged_in_step(units)
+        staging = _staged_in_step(units)
         found.append(Snapshot("", "step", rest, {**host, "staging": staging}, disk))
     return [*found, Snapshot("", "rest", rest, {**host, "staging": 0}, disk)]
 
@@ -96,3 +113,32 @@ def without_units(units: Sequence[UnitTerms], *, is_kept: bool) -> list[Snapshot
 def _resting(units: Sequence[UnitTerms], medium: Medium) -> Kinds:
     """Return what all units hold between steps in one medium."""
     return {kind: sum(unit.resting[medium][kind] for unit in units) for kind in RESTING}
+
+
+# -- offload ---------------------------------------------------------------------------------------
+
+
+def _staged_in_pass(
+    units: Sequence[UnitTerms], segments: Sequence[Segment], prefetch: int, *, adds_gradients: bool
+) -> list[int]:
+    """Return the bytes in each segment of forward and backward."""
+    by_name = {unit.name: unit for unit in units}
+    needs = [segment.unit for segment in segments if segment.unit is not None]
+    sent = sum(sorted(unit.flushed for unit in units)[-_IN_FLIGHT:]) if adds_gradients else 0
+    staged, place = [], -1
+    for segment in segments:
+        place += segment.unit is not None
+        coming = {"", *needs[: 1 + prefetch]} if place <= 0 else set(needs[place:][: 1 + prefetch])
+        fetched = sum(by_name[name].fetched for name in coming)
+        staged.append(fetched + segment.is_backward * sent)
+    return staged
+
+
+def _staged_in_step(units: Sequence[UnitTerms]) -> int:
+    """Return the bytes in the optimizer's step, which goes through the units in order."""
+    stepped = _most_of_neighbours([unit.stepped for unit in units], _IN_STEP)
+    return stepped + _most_of_neighbours([unit.sent_up for unit in units], _IN_FLIGHT)
+
+
+def _most_of_neighbours(counts: Sequence[int], width: int) -> int:
+    return max(sum(counts[start : start + width]) for start in range(len(counts)))

@@ -1,7 +1,6 @@
 """Data only: stages, precisions, layouts, units and settings. No communication, no Lightning.
 
-placement    the homes of weights, gradients and masters; the table of stages
-plan         three homes; what precision, accumulation and offload make of them
+plan         the homes of weights, gradients and masters; the table of stages; offload
 settings     the user's settings, checked
 units        the search for a model's units
 unit_specs   units with their parameters and plans, before they have memory
@@ -9,8 +8,7 @@ layout       the place of every parameter in its flat buffer, and every rank's p
 """
 
 from lightning_zero.plan.layout import Layout, Slot
-from lightning_zero.plan.placement import Home, Medium, Placement
-from lightning_zero.plan.plan import RECIPES, Offload, Plan, Recipe
+from lightning_zero.plan.plan import RECIPES, Home, Medium, Offload, Placement, Plan, Recipe
 from lightning_zero.plan.settings import Settings, as_dtype
 from lightning_zero.plan.unit_specs import FlatSpec, UnitSpec, specify_units
 from lightning_zero.plan.units import UnitPolicy, find_units

@@ -1,9 +1,20 @@
 """The meaning of a stage, a precision and an accumulation policy, as data.
 
 Each kind of state has a **home**, where it rests between uses: a placement, a dtype and a device.
-Three homes are a **plan**. Two moments follow from them, and they are all that differs between the
-stages: whole weights are released after use if the weight's home is sharded, and gradients are
-reduced in every microbatch if the grad's home is sharded (otherwise in the last one).
+Three homes are a **plan**. A stage is a row of :data:`PLACEMENTS` (Rajbhandari et al., *ZeRO:
+Memory Optimizations Toward Training Trillion Parameter Models*, section 5):
+
+    =====  ==========  ========  =======
+    stage  weight      grad      master
+    =====  ==========  ========  =======
+    1      replicated  partial   sharded
+    2      replicated  sharded   sharded
+    3      sharded     sharded   sharded
+    =====  ==========  ========  =======
+
+Two moments follow from them, and they are all that differs between the stages: whole weights are
+released after use if the weight's home is sharded, and gradients are reduced in every microbatch if
+the grad's home is sharded (otherwise in the last one).
 
 A home's **medium** is what holds its bytes. **Offload** gives homes another one than the device;
 the engine has none yet, and only predictions ask for it.
@@ -12,10 +23,48 @@ the engine has none yet, and only predictions ask for it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import torch
 
-from lightning_zero.plan.placement import Home, Medium, Placement
+
+class Placement(Enum):
+    """A buffer's distribution over the ranks."""
+
+    REPLICATED = "replicated"
+    """Every rank holds all of it."""
+    PARTIAL = "partial"
+    """Every rank holds a summand of all of it."""
+    SHARDED = "sharded"
+    """Every rank holds its own equal part."""
+
+
+PLACEMENTS = {
+    1: (Placement.REPLICATED, Placement.PARTIAL, Placement.SHARDED),
+    2: (Placement.REPLICATED, Placement.SHARDED, Placement.SHARDED),
+    3: (Placement.SHARDED, Placement.SHARDED, Placement.SHARDED),
+}
+
+
+class Medium(Enum):
+    """The memory that holds the bytes of a home."""
+
+    DEVICE = "device"
+    """The memory of the device that computes."""
+    HOST = "cpu"
+    """Pinned memory of its host."""
+    DISK = "nvme"
+    """Files."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """The place where one kind of state rests between uses."""
+
+    placement: Placement
+    dtype: torch.dtype
+    device: torch.device
+    medium: Medium = Medium.DEVICE
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lightning_zero.plan.placement import PLACEMENTS, Home, Placement
-from lightning_zero.plan.plan import RECIPES, Plan, Recipe
+from lightning_zero.plan.plan import PLACEMENTS, RECIPES, Home, Placement, Plan, Recipe
 from lightning_zero.plan.units import UnitPolicy
 
 

@@ -21,12 +21,12 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.activation_checkpointing import ActivationCheckpointing
 from lightning_zero.engine.engine import Engine
 from lightning_zero.engine.unit import Unit
-from lightning_zero.memory.cpu_kernels import kept_beyond
 from lightning_zero.memory.live_bytes import LiveBytes
 from lightning_zero.memory.model import ModelPlan
 from lightning_zero.memory.prediction import estimate, estimate_of
 from lightning_zero.plan.plan import RECIPES
 from lightning_zero.plan.settings import Settings
+from tests.oracle.live_bytes import Resized, Watched
 from tests.oracle.models import MODELS, Case, next_token_loss, numbers, square_loss, tokens
 from tests.oracle.ranks import ROOT
 
@@ -143,7 +143,7 @@ def measure(
         most["unreduced"] = max(most["unreduced"], unreduced)
 
     # The first step has nothing to tell it what to prefetch.
-    for watch in (contextlib.nullcontext(), LiveBytes(on_operation=look)):
+    for watch in (contextlib.nullcontext(), Watched(look)):
         with watch:
             for micro in range(num_microbatches):
                 loss = loss_of_microbatch(engine, case, recipe.autocast, dtype)
@@ -316,7 +316,7 @@ def live_peak(name: str, rows: int, precision: str, checkpointing: bool) -> Aliv
     """The most bytes alive in the second step at stage 3, counted without asking the engine."""
     case, recipe = PEAKS[name], RECIPES[precision]
     model = case.build()
-    live = LiveBytes(resizing=True)
+    live = Resized()
     live.ignore(model.parameters())
     live.follow(model.buffers())
     with live:
@@ -440,7 +440,7 @@ def kept_in_half() -> list[Tensor]:
 def test_kernels_keep_what_is_counted_without_data() -> None:
     with LiveBytes() as real:
         kept = kept_in_half()
-    with FakeTensorMode(), LiveBytes(kept_beyond=kept_beyond) as fake:
+    with FakeTensorMode(), LiveBytes(as_on_cpu=True) as fake:
         kept += kept_in_half()
     assert real.count() == fake.count()
     with FakeTensorMode(), LiveBytes() as naive:

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.engine import Engine
-from lightning_zero.memory.live_bytes import LiveBytes
 from lightning_zero.memory.prediction import estimate
 from lightning_zero.plan.settings import Settings
+from tests.oracle.live_bytes import Watched
 
 WIDTH = 16
 
@@ -95,7 +95,7 @@ def measure(model: nn.Module, units: Any, settings: dict[str, Any]) -> dict[str,
 
     for _ in range(2):
         most.update(dict.fromkeys(most, 0))
-        with LiveBytes(on_operation=look):
+        with Watched(look):
             loss = loss_of(model, torch.ones(4, WIDTH))
             optimizer.zero_grad()
             loss.backward()

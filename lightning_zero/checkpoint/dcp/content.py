@@ -18,7 +18,6 @@ import copy
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -36,35 +35,27 @@ _OPTIMIZER = re.compile(r"optim(?:izer)?(?:_(\d+))?")
 # -- saving ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Content:
-    """The entries of a directory that is to be written, by their paths, and what goes beside."""
+def entries_of(
+    checkpoint: Mapping[str, Any], parameters: Sequence[Sequence[str]]
+) -> tuple[dict[Keys, Any], dict[str, Any]]:
+    """Return the entries of a directory for a Trainer's checkpoint, by path, and what goes beside.
 
-    entries: dict[Keys, Any]
-    rest: Any
-
-    @classmethod
-    def of(cls, checkpoint: Mapping[str, Any], parameters: Sequence[Sequence[str]]) -> Content:
-        """Take a Trainer's checkpoint apart, which is not changed.
-
-        ``parameters`` are, for each optimizer, its parameters' names in the order of its groups.
-        """
-        entries: dict[Keys, Any] = {}
-        rest = {}
-        for key, value in checkpoint.items():
-            if key == WEIGHTS[0]:
-                entries.update(_leaves(value, (WEIGHTS[0],)))
-            elif key == "optimizer_states":
-                for number, state in enumerate(value):
-                    names = parameters[number] if number < len(parameters) else ()
-                    entries.update(_optimizer_entries(state, f"optimizer_{number}", names))
-            else:
-                found: dict[Keys, Any] = {}
-                rest[key] = _without_sharded_values(value, (key,), found)
-                entries.update(found)
-                if (key,) in found:
-                    del rest[key]
-        return cls(entries, rest)
+    ``parameters`` are, for each optimizer, its parameters' names in the order of its groups.
+    """
+    entries: dict[Keys, Any] = {}
+    rest = {}
+    for key, value in checkpoint.items():
+        if key == WEIGHTS[0]:
+            entries.update(_leaves(value, (WEIGHTS[0],)))
+        elif key == "optimizer_states":
+            for number, state in enumerate(value):
+                names = parameters[number] if number < len(parameters) else ()
+                entries.update(_optimizer_entries(state, f"optimizer_{number}", names))
+        else:
+            rest[key] = _without_sharded_values(value, (key,), entries)
+            if (key,) in entries:
+                del rest[key]
+    return entries, rest
 
 
 def _leaves(value: Any, path: Keys) -> Iterator[tuple[Keys, Any]]:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 
 from lightning_zero.checkpoint.file.format import PROVENANCE, REST, TABLE, check_version
 from lightning_zero.checkpoint.values.boxes import Box
-from lightning_zero.checkpoint.values.chunk import Chunk, damage_of, read_bytes
+from lightning_zero.checkpoint.values.chunk import Chunk, damage_of, opened
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
 
 Keys = tuple[str | int, ...]
@@ -54,8 +54,8 @@ class StoredObject:
         damage = damage_of(self.file, self.offset, self.nbytes)
         if damage is not None:
             raise ValueError(f"{str(self.file)!r} is damaged at byte {self.offset}: {damage}")
-        content = read_bytes(self.file, self.offset, self.nbytes)
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=weights_only)
+        with opened(self.file, self.offset, self.nbytes) as part:
+            return torch.load(part, map_location="cpu", weights_only=weights_only)
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,15 @@ class Directory:
         chunks = (chunk for tensor in tensors for chunk in tensor.chunks)
         return list(dict.fromkeys(chunk for chunk in chunks if isinstance(chunk, Chunk)))
 
-    @property
-    def objects(self) -> list[StoredObject]:
-        """Every object that is no tensor, once."""
-        found = (value for value in self.entries.values() if isinstance(value, StoredObject))
-        return list(dict.fromkeys(found))
+    def damage(self) -> list[str]:
+        """Return what the checksums of tensors and objects say against them, a line each."""
+        objects = (value for value in self.entries.values() if isinstance(value, StoredObject))
+        places: list[Chunk | StoredObject] = [*self.chunks, *dict.fromkeys(objects)]
+        return [
+            f"{place.file.name} is damaged at byte {place.offset}: {reason}"
+            for place in places
+            if (reason := damage_of(place.file, place.offset, place.nbytes)) is not None
+        ]
 
     @property
     def identity(self) -> str:

@@ -24,11 +24,11 @@ from torch.distributed.checkpoint import filesystem, metadata
 from typing_extensions import override
 
 from lightning_zero.checkpoint.checksums import PartChecksums
-from lightning_zero.checkpoint.dcp.content import WEIGHTS, Content
+from lightning_zero.checkpoint.dcp.content import WEIGHTS, entries_of
 from lightning_zero.checkpoint.dcp.directory import Keys
 from lightning_zero.checkpoint.file.atomic import Temporary, TemporaryFolder, target_of
 from lightning_zero.checkpoint.file.format import PROVENANCE, REST, TABLE, Provenance
-from lightning_zero.checkpoint.file.skeleton import Skeleton, archived, write_archive
+from lightning_zero.checkpoint.file.skeleton import Skeleton, write_archive
 from lightning_zero.checkpoint.file.writer import Writer
 from lightning_zero.checkpoint.save import Save
 from lightning_zero.checkpoint.values.boxes import Box, boxes_in_memory, dense_stride, memory_order
@@ -46,7 +46,7 @@ class _Share(NamedTuple):
     file: str
     offset: int
     nbytes: int
-    blocks: Sequence[int] = ()
+    blocks: Sequence[int]
 
     @property
     def place(self) -> Any:
@@ -71,9 +71,9 @@ class DirectorySave(Save):
         parameters: Sequence[Sequence[str]] = (),
     ) -> None:
         self._parameters = parameters
-        self._entries: dict[Keys, str | bytes] = {}  # the key of a value, or an object's archive
+        self._entries: dict[Keys, str | Skeleton] = {}  # the key of a value, or an object
         self._values: dict[str, ShardedValue] = {}
-        self._rest = b""
+        self._rest: Skeleton | None = None
         super().__init__(checkpoint, path, control, provenance, on_written)
 
     @property
@@ -83,17 +83,17 @@ class DirectorySave(Save):
 
     @override
     def _take(self, checkpoint: Mapping[str, Any]) -> None:
-        content = Content.of(checkpoint, self._parameters)
-        for where, value in content.entries.items():
+        entries, rest = entries_of(checkpoint, self._parameters)
+        for where, value in entries.items():
             if isinstance(value, ShardedValue):
                 self._take_value(where, value)
             elif self.control.rank == 0:  # of what is not sharded only rank 0's counts
                 if isinstance(value, Tensor):
                     self._take_value(where, ShardedValue.of_whole(value))
                 else:
-                    self._entries[where] = _archived(value)
+                    self._entries[where] = _object(value)
         if self.control.rank == 0:
-            self._rest = _archived(content.rest)
+            self._rest = _object(rest)
 
     def _take_value(self, path: Keys, value: ShardedValue) -> None:
         self._values[value.key] = value
@@ -105,6 +105,11 @@ class DirectorySave(Save):
             key: value.with_part(value.part.to("cpu", copy=True))
             for key, value in self._values.items()
         }
+        self._entries = {
+            path: entry if isinstance(entry, str) else entry.copied_to_host()
+            for path, entry in self._entries.items()
+        }
+        self._rest = self._rest and self._rest.copied_to_host()
 
     @override
     def _layout(self) -> list[str]:
@@ -126,36 +131,38 @@ class DirectorySave(Save):
         position = 0
         name = f"__{self.control.rank}_0.distcp"
         with _created(place / name, self.on_written) as writer:
-            for where, content in self._entries.items():
-                if isinstance(content, bytes):
-                    writer.write(position, content)
-                    shares.append(_Share(where, Box((), ()), name, position, len(content)))
-                    position += len(content)
-            for value in (self._values[key] for key in layout if key in self._values):
-                # No rank has a part of a tensor without elements, so rank 0 writes it.
-                if not value.numel() and self.control.rank:
-                    continue
-                for box, part in boxes_of(value):
-                    write = functools.partial(_write_from, writer, position)
-                    nbytes, checksums = write_archive(part, write)
-                    blocks = checksums.blocks
-                    shares.append(_Share(value.key, box, name, position, nbytes, blocks))
-                    position += nbytes
-            writer.sync()
+            for of, box, skeleton in self._archives(layout):
+                write = functools.partial(_write_from, writer, position)
+                nbytes, checksums = write_archive(skeleton, write)
+                shares.append(_Share(of, box, name, position, nbytes, checksums.blocks))
+                position += nbytes
         return shares
+
+    def _archives(self, layout: Sequence[str]) -> Iterator[tuple[str | Keys, Box, Skeleton]]:
+        """Yield what this rank writes, one after the other."""
+        for path, entry in self._entries.items():
+            if isinstance(entry, Skeleton):
+                yield path, Box((), ()), entry
+        for value in (self._values[key] for key in layout if key in self._values):
+            # No rank has a part of a tensor without elements, so rank 0 writes it.
+            if value.numel() or self.control.rank == 0:
+                for box, part in boxes_of(value):
+                    yield value.key, box, Skeleton.of(part)
 
     @override
     def _seal(self, layout: Sequence[str], temporary: Temporary, shares: Sequence[_Share]) -> None:
         table = pickle.dumps(self._table(shares))
         blocks: dict[str, dict[int, Sequence[int]]] = {}
         for share in shares:
-            if share.blocks:
+            if isinstance(share.of, str) and share.blocks:
                 blocks.setdefault(share.file, {})[share.offset] = share.blocks
         origin = self.provenance.encoded(table=zlib.crc32(table), blocks=blocks)
-        for name, content in ((REST, self._rest), (PROVENANCE, origin), (TABLE, table)):
+        assert self._rest is not None
+        with _created(temporary.path / REST) as writer:
+            write_archive(self._rest, writer.write)
+        for name, content in ((PROVENANCE, origin), (TABLE, table)):
             with _created(temporary.path / name) as writer:
                 writer.write(0, content)
-                writer.sync()
 
     def _table(self, shares: Sequence[_Share]) -> metadata.Metadata:
         of: dict[str | Keys, list[_Share]] = {}
@@ -226,14 +233,15 @@ def boxes_of(value: ShardedValue) -> Iterator[tuple[Box, ShardedValue]]:
         yield box, ShardedValue.of(value.key, part, 0, box.sizes, stride, value.dtype)
 
 
-def _archived(value: Any) -> bytes:
-    """Return an object as ``torch.save`` would write it; none of its tensors is sharded."""
-    for key in Skeleton.of(value).sharded_values():
+def _object(value: Any) -> Skeleton:
+    """Take an object apart, none of whose tensors is sharded."""
+    skeleton = Skeleton.of(value)
+    for key in skeleton.sharded_values():
         raise ValueError(
             f"the sharded {key!r} is inside of an object, where checkpoint='dcp' has no place for"
             " it. Use checkpoint='file'"
         )
-    return archived(value)
+    return skeleton
 
 
 @contextlib.contextmanager
@@ -243,6 +251,7 @@ def _created(
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
     with Writer(path, on_written) as writer:
         yield writer
+        writer.sync()
 
 
 def _write_from(writer: Writer, start: int, place: int, content: Tensor | bytes) -> PartChecksums:

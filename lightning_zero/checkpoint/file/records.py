@@ -17,11 +17,7 @@ def has_checksums(archive: zipfile.ZipFile) -> bool:
 
 
 def read_record(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
-    """Return the content of a record.
-
-    Raises:
-        BadZipFile: It is damaged.
-    """
+    """Return the content of a record; raise a ``BadZipFile`` if it is damaged."""
     if has_checksums(archive):
         return archive.read(info)
     assert archive.fp is not None
@@ -38,11 +34,7 @@ def check_small_records(archive: zipfile.ZipFile) -> None:
 
 
 def stored_records(path: Path, archive: zipfile.ZipFile) -> Iterator[CheckedBytes]:
-    """Yield the storages in a file; none if the file has no checksums.
-
-    Raises:
-        ValueError: The checksums of blocks are of other records than there are.
-    """
+    """Yield the storages in a file; none if the file has no checksums."""
     if not has_checksums(archive):
         return
     infos = [info for info in archive.infolist() if _name(info) != CHECKSUMS]

@@ -25,12 +25,7 @@ Content = bytes | Tensor | ShardedValue
 
 @dataclass(frozen=True)
 class Skeleton:
-    """The object that ``torch.load`` unpickles, without the values of tensors.
-
-    Attributes:
-        pickled: The ``data.pkl`` of the file.
-        storages: What the records ``data/0``, ``data/1``, ... hold.
-    """
+    """The object that ``torch.load`` unpickles, and what the records ``data/0``, ... hold."""
 
     pickled: bytes
     storages: tuple[Stored, ...]
@@ -72,20 +67,15 @@ class Skeleton:
 
 
 def write_archive(
-    value: Any, write: Callable[[int, Tensor | bytes], PartChecksums]
+    skeleton: Skeleton, write: Callable[[int, Tensor | bytes], PartChecksums]
 ) -> tuple[int, RecordChecksums]:
-    """Write what ``torch.save(value)`` would write, by places in it.
+    """Write what ``torch.save`` would write, by places in it; parts of sharded values are all.
 
-    Args:
-        value: An object; of sharded values in it, this rank's part is all there is.
-        write: Takes a place and bytes, and returns their checksums.
-
-    Returns:
-        The bytes of the archive, and the checksums of its last record: of a tensor, its values.
+    Returns the bytes of the archive, and the checksums of its last record: of a tensor, its values.
     """
     contents = [
         (name, content.part_bytes if isinstance(content, ShardedValue) else content)
-        for name, content in Skeleton.of(value).records()
+        for name, content in skeleton.records()
     ]
     archive = Archive.build((name, len(content)) for name, content in contents)
     checksums = [
@@ -95,22 +85,6 @@ def write_archive(
     for index in range(len(contents) + 1):
         write(*archive.seam(index, [checksum.whole for checksum in checksums]))
     return archive.nbytes, checksums[-1]
-
-
-def archived(value: Any) -> bytes:
-    """Return an object as ``torch.save`` would write it, for readers on any device."""
-    file = io.BytesIO()
-
-    def write(place: int, content: Tensor | bytes) -> PartChecksums:
-        content = content if isinstance(content, bytes) else content.cpu().numpy().tobytes()
-        file.seek(place)
-        file.write(content)
-        checksums = PartChecksums()
-        checksums.add(content)
-        return checksums
-
-    write_archive(value, write)
-    return file.getvalue()
 
 
 def size_of(content: Content) -> int:

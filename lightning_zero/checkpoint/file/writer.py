@@ -32,9 +32,7 @@ _LARGE = 2**18
 class Writer:
     """An existing file, of which this process writes what is its own; a context manager.
 
-    Args:
-        path: The file; others may write elsewhere in it at the same time.
-        on_written: Called with the number of bytes, now and then.
+    Others may write elsewhere in it at the same time.
     """
 
     def __init__(
@@ -58,12 +56,9 @@ class Writer:
         self._give_up_direct()
 
     def write(self, place: int, content: Tensor | bytes, start: int = 0) -> PartChecksums:
-        """Write bytes from ``place`` on; returns their checksums.
+        """Write bytes, or a tensor of bytes ``[n]`` on any device, from ``place`` on.
 
-        Args:
-            place: Where in the file.
-            content: Bytes, or a tensor of bytes ``[n]`` on any device.
-            start: Where in its record the content begins.
+        Returns their checksums; ``start`` is where in its record the content begins.
         """
         checksums = PartChecksums(start)
         if isinstance(content, bytes):

@@ -3,7 +3,6 @@
 ============== ====================================================================================
 sharded_value  ``ShardedValue``: a tensor to be saved, of which each rank has a part
 lazy_tensor    ``LazyTensor``: a tensor to be loaded, read as far as it is asked for
-origins        from a loaded tensor to the bytes of a file, and their checksums
 chunk          where the values of a lazy tensor lie
 boxes          ranges of a flat buffer as boxes of an n-d tensor: arithmetic
 ============== ====================================================================================

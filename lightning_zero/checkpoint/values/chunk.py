@@ -93,7 +93,7 @@ class Chunk:
         """Where the values lie, by the archive's own words."""
         try:
             with (
-                _opened(self.file, self.offset, self.nbytes) as part,
+                opened(self.file, self.offset, self.nbytes) as part,
                 zipfile.ZipFile(part) as archive,
             ):
                 return _Place.of(archive, self)
@@ -238,7 +238,7 @@ class _Slice(io.RawIOBase):
         super().close()
 
 
-def _opened(file: Path, offset: int, nbytes: int) -> io.BufferedReader:
+def opened(file: Path, offset: int, nbytes: int) -> io.BufferedReader:
     """Open a part of ``file`` as a file."""
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     return io.BufferedReader(_Slice(descriptor, offset, nbytes), 2**14)
@@ -247,21 +247,12 @@ def _opened(file: Path, offset: int, nbytes: int) -> io.BufferedReader:
 def damage_of(file: Path, offset: int, nbytes: int) -> str | None:
     """Return what the checksums of an archive within a file say against it."""
     try:
-        with _opened(file, offset, nbytes) as part, zipfile.ZipFile(part) as archive:
+        with opened(file, offset, nbytes) as part, zipfile.ZipFile(part) as archive:
             bad = archive.testzip()
     except Exception as error:
         # A damaged archive can fail in any way.
         return str(error) or type(error).__name__
     return bad and f"Bad CRC-32 for file {bad!r}"
-
-
-def read_bytes(file: Path, offset: int, nbytes: int) -> bytes:
-    """Return ``nbytes`` of a file from ``offset`` on."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return bytes(_read_at(descriptor, offset, nbytes).numpy())
-    finally:
-        os.close(descriptor)
 
 
 def _read_at(descriptor: int, offset: int, nbytes: int) -> Tensor:
