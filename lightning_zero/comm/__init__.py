@@ -16,6 +16,7 @@ redistribution    buffers on such a path: gathers and reductions, one after anot
 traffic           ledger of what was sent
 collective_log    the collectives that this rank has begun, and the one it waits for
 watchdog          ends a run on all ranks, with one error, when one cannot go on
+parting           the error of ranks that wait for each other in different places
 reports           what the ranks let each other know for that, in the store
 process_groups    one process group per purpose
 rendezvous        the default group after a restart by torchrun

@@ -100,11 +100,16 @@ class Control:
         """Return whether events were counted of which nothing but the order is known."""
         return self.course != 0
 
-    def call(self, sync_point: SyncPoint, flags: Tensor | None = None) -> PendingSync:
-        """Come to a sync point; waiting replaces ``flags`` (``[n]``, uint8) by their maximum."""
+    def call(
+        self, sync_point: SyncPoint, flags: Tensor | None = None, *, about: str = ""
+    ) -> PendingSync:
+        """Come to a sync point; waiting replaces ``flags`` (``[n]``, uint8) by their maximum.
+
+        Ranks that come ``about`` different things have parted.
+        """
         num_flags = 0 if flags is None else flags.numel()
         assert num_flags <= self.capacity, "more flags than were reserved"
-        return PendingSync(self, sync_point, flags)
+        return PendingSync(self, sync_point, flags, about)
 
     def all_equal(self, sync_point: SyncPoint, digest: bytes) -> bool:
         """Return whether all ranks come to a sync point with the same few bytes."""
@@ -121,19 +126,19 @@ class Control:
             with self.log.at("a broadcast of rank 0's values"):
                 dist.broadcast(tensor, 0)
 
-    def sum(self, tensor: Tensor) -> None:
+    def sum(self, tensor: Tensor, place: str = "a sum over the ranks") -> None:
         """Replace ``tensor`` by its sum over the ranks."""
         if self.world_size > 1:
-            with self.log.at("a sum over the ranks"):
+            with self.log.at(place):
                 dist.all_reduce(tensor)
 
-    def max(self, tensor: Tensor) -> None:
+    def max(self, tensor: Tensor, place: str = "a maximum over the ranks") -> None:
         """Replace the floating ``tensor`` by its maximum over the ranks, NaN if one has NaN."""
         if self.world_size > 1:
             # Gloo's maximum forgets a NaN that does not come first, so it travels as a number.
             is_nan = tensor.isnan()
             both = torch.stack([is_nan.to(tensor.dtype), tensor.masked_fill(is_nan, -inf)])
-            with self.log.at("a maximum over the ranks"):
+            with self.log.at(place):
                 dist.all_reduce(both, dist.ReduceOp.MAX)
             tensor.copy_(both[1].masked_fill(both[0] > 0, nan))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -9,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_zero.comm.parting import GRADIENT, TOUCH, parted
 from lightning_zero.comm.process_groups import give_up_devices
-from lightning_zero.comm.watchdog import parted
 from lightning_zero.tensors import unseen
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ class SyncPoint(Enum):
     FORWARD = "the end of a forward without gradients"
     BATCH = "the next batch of training data"
     CLOSE = "the end of the training"
-    GRADIENT = "the gathering of a gradient"
+    TOUCH = TOUCH
+    GRADIENT = GRADIENT
     COMPARE = "the comparison of models, settings and optimizers"
 
 
@@ -45,23 +47,26 @@ class PendingSync:
         control: The ranks; one alone waits for nobody.
         sync_point: Which.
         flags: Replaced by their maximum over the ranks.
+        about: What it is about, which must be the same on all ranks.
     """
 
-    def __init__(self, control: Control, sync_point: SyncPoint, flags: Tensor | None) -> None:
+    def __init__(
+        self, control: Control, sync_point: SyncPoint, flags: Tensor | None, about: str = ""
+    ) -> None:
         self._control = control
-        self._sync_point = sync_point
+        self._place = f"{sync_point.value} {about}" if about else sync_point.value
         self._flags = flags
         self._work: Any = None
         if control.world_size == 1:
             return
         self._message = torch.zeros(2 * _HEADER + control.capacity, dtype=torch.uint8, device="cpu")
-        course = control.course.to_bytes(4, "big")
+        course = zlib.crc32(about.encode(), control.course).to_bytes(4, "big")
         numbers = torch.tensor([_NUMBERS[sync_point], *course], device="cpu")
         self._message[:_HEADER] = numbers
         self._message[_HEADER : 2 * _HEADER] = 255 - numbers
         if flags is not None:
             self._message[2 * _HEADER : 2 * _HEADER + flags.numel()] = flags
-        self._collective = control.log.begin(sync_point.value)
+        self._collective = control.log.begin(self._place, sync_point.value)
         try:
             with unseen():
                 self._work = dist.all_reduce(
@@ -92,8 +97,8 @@ class PendingSync:
         """Raise an error with every rank's place; all are here, if for different things."""
         control = self._control
         places: list[Any] = [None] * control.world_size
-        here = control.watchdog.describe(self._sync_point.value)
-        with control.log.at(self._sync_point.value):
+        here = control.watchdog.describe(self._place)
+        with control.log.at(self._place):
             dist.all_gather_object(places, here, group=control.sync_group)
         verdict = parted(places)
         if control.has_notes:

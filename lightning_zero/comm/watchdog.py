@@ -31,11 +31,12 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import NamedTuple
 
 from lightning_zero.comm.collective_log import CollectiveId, CollectiveLog
+from lightning_zero.comm.parting import parted
 from lightning_zero.comm.process_groups import is_of_connection
 from lightning_zero.comm.reports import Reports, Whereabouts
 
@@ -278,19 +279,6 @@ class Watchdog:
             log.error("%s", reports.publish(parted([str(here) for here in everyone.values()])))
         elif any(self._suspects[rank].wait != now.wait for rank, now in everyone.items()):
             self._suspects = {}
-
-
-def parted(places: Sequence[str]) -> str:
-    """Return the error for ranks that are in different places."""
-    where = "; ".join(f"rank {rank} {place}" for rank, place in enumerate(places))
-    return (
-        f"The ranks have parted: {where}. Every rank must run the same units, backward passes and"
-        " steps. If the ranks' data differ in length, or one rank takes a branch that others do"
-        " not, let all take part: run the same modules on every rank, with a repeated batch or one"
-        " whose loss is multiplied by 0; gather weights beforehand (`with"
-        " lightning_zero.gathered(module):`); or, without gradients, run the modules in `with"
-        " lightning_zero.join(module):`."
-    )
 
 
 _watchdogs: weakref.WeakSet[Watchdog] = weakref.WeakSet()

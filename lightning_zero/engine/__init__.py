@@ -1,6 +1,7 @@
 """The life of a step: when units are unsharded, resharded, reduced and refreshed.
 
 engine                    the training of a sharded model: its verbs, optimizers and end
+open_units                whole weights for code between steps
 sharded_model             the model in units: parameters, pieces, whole values, bytes
 unit                      one module with its weights, gradients and calls
 weights, gradients        the states of a unit's whole weights; its gradients until the optimizer

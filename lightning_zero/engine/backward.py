@@ -87,6 +87,8 @@ class Backward:
                 "A backward pass began within `lightning_zero.join`, where ranks may run different"
                 " units; the gradients of all ranks need the same ones. Go backward outside of it."
             )
+        if self._sharded.opened:
+            self._sharded.keep_edits()
         self._step.begin_backward()
         self._prefetcher.last_backward = None
         self._reduces = self.syncs or self._always_reduces
@@ -132,6 +134,8 @@ class Backward:
     def on_grad(self, unit: Unit, index: int, _: Tensor) -> None:
         """Take a parameter's gradient; the last one of a unit may start its reduction."""
         if self._step.phase is not Phase.BACKWARD:
+            if self._step.phase is Phase.IDLE and not unit.weights.is_gathered:
+                self._refuse_graph(unit)
             unit.gradients.set_aside(index)
             self.begin()
         if not unit.gradients.take(index):
@@ -142,6 +146,16 @@ class Backward:
         is_done = unit.gradients.are_all_wanted and not unit.calls.awaited
         if is_done and unit is not self._sharded.units[-1]:
             unit.weights.reshard()
+
+    def _refuse_graph(self, unit: Unit) -> None:
+        """Raise if a graph, which no step has made, may look for weights that are gone."""
+        if unit.weights.must_open:
+            raise RuntimeError(
+                f"A backward pass goes through the weights of {unit.label!r} as code between steps"
+                " used them, and they are not in memory for it. Compute what is differentiated in"
+                " `training_step`; or compute it and go backward within one"
+                " `with lightning_zero.gathered(module):` on all ranks."
+            )
 
     def _finish(self) -> None:
         """End a backward pass: late gradients, waits, and weights that nothing resharded."""

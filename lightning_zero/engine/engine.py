@@ -32,6 +32,7 @@ from lightning_zero.engine.module_hook import Hooks
 from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.step import Lifetime, Step
+from lightning_zero.engine.weights import State
 from lightning_zero.optimizer import OptimizerHooks
 from lightning_zero.parameters import Piece
 from lightning_zero.plan import Settings
@@ -84,8 +85,7 @@ class Engine:
         self._step_access = comm.exclusive(SyncPoint.STEP, SyncPoint.STEPPED)
         sharded.on_touch = self._forward.touch
         self._forward.hook_modules()
-        for unit in units:
-            unit.weights.reshard()
+        self._step.close()
         _engines.add(self)
 
     @property
@@ -130,6 +130,8 @@ class Engine:
         if self._join.is_open:
             yield
             return
+        if self.sharded.opened:
+            self.sharded.keep_edits()
         # What a rank does here is its own, and no guide to what all ranks need next.
         separate = self._prefetcher.separate() if self._join.must_ask else contextlib.nullcontext()
         with self._join.opened(), separate:
@@ -192,6 +194,7 @@ class Engine:
         self._forward.abandon()
         self._backward.abandon()
         self._prefetcher.forget()
+        self.sharded.opened.close()
         for unit in self.sharded.units:
             unit.abandon()
         self.comm.transport.release_scratch()
@@ -213,6 +216,9 @@ class Engine:
         if restore and not was_interrupted:
             self.sharded.keep_edits()
         self._step.close()
+        for unit in self.sharded.units:
+            if unit.weights.state is not State.RESTING:
+                unit.weights.wait()
         self._hooks.remove()
         self._step.lifetime = Lifetime.CLOSED
         for flat in self.sharded.flats:

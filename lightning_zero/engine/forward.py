@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.step import Phase, Step
 from lightning_zero.engine.unit import Unit
+from lightning_zero.engine.weights import State
 from lightning_zero.tensors import internals, tensors_in
 
 
@@ -82,6 +84,8 @@ class Forward:
 
     def _begin(self, *, broadcasts: bool) -> None:
         self.order_check.wait()
+        if self._sharded.opened:
+            self._sharded.keep_edits()
         self._step.close()
         units, root = self._sharded.units, self._sharded.root
         for unit in units:
@@ -93,7 +97,7 @@ class Forward:
         self._prefetcher.prefetch()
         for unit in units:
             if unit.is_inlined:
-                unit.weights.wait_if_in_flight()
+                unit.weights.wait()
         root.weights.wait()
         if broadcasts and not self._join.is_open and self._sharded.settings.broadcast_buffers:
             is_due, self._is_synced = self._is_synced, self._backward.syncs
@@ -115,12 +119,16 @@ class Forward:
         self._backward.unshard_before(tracked)
         self._step.phase = Phase.AWAITS_BACKWARD
 
-    def touch(self, unit: Unit) -> bool:
-        """Start to gather a unit outside its forward; return ``False`` between steps."""
+    def touch(self, units: Sequence[Unit]) -> bool:
+        """Make units readable to the end of the step; return ``False`` between steps."""
         if self._step.phase is Phase.IDLE:
             return False
-        self._prefetcher.unshard(unit)
-        unit.pin()
+        resting = [u for u in units if u.weights.state not in (State.WHOLE, State.GATHERED)]
+        for unit in resting:
+            self._prefetcher.unshard(unit)
+            unit.pin()
+        for unit in resting:
+            unit.weights.wait()
         return True
 
     def abandon(self) -> None:

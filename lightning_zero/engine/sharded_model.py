@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zero.comm import Communicator, SyncPoint
 from lightning_zero.engine import materialize
+from lightning_zero.engine.open_units import OpenUnits
 from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.weights import State
 from lightning_zero.parameters import FlatParameters, Piece, guards
@@ -31,8 +32,9 @@ class ShardedModel:
         units: All units; the root last.
         flats: The parameters of all units.
         optimizers: Those that step the pieces.
-        on_touch: Starts to gather a unit for a use outside its forward; returns ``False`` between
-            steps, where ranks may run different code.
+        opened: The units that code between steps has touched.
+        on_touch: Makes units readable that a step uses outside their forward; returns ``False``
+            between steps.
     """
 
     def __init__(self, module: nn.Module, settings: Settings, comm: Communicator) -> None:
@@ -41,7 +43,8 @@ class ShardedModel:
         self.comm = comm
         self.units: list[Unit] = []
         self.optimizers: list[Optimizer] = []
-        self.on_touch: Callable[[Unit], bool] = lambda _: False
+        self.opened = OpenUnits(comm)
+        self.on_touch: Callable[[Sequence[Unit]], bool] = lambda _: False
         self._places: dict[int, tuple[Unit, FlatParameters, int]] = {}
         self._is_writing = False
         self._build_units()
@@ -80,19 +83,11 @@ class ShardedModel:
         place = self._places.get(id(parameter))
         return place[1].pieces[place[2]] if place else None
 
-    def touch(self, parameter: Parameter) -> None:
-        """Make a parameter readable outside its unit's forward, or raise."""
-        unit, flat, index = self._places[id(parameter)]
-        name = flat.layout.slots[index].name
-        if unit.weights.is_gathered:
-            raise guards.kept_too_long(name)
-        if not self.on_touch(unit) and unit.weights.state is State.RESTING:
-            raise RuntimeError(
-                f"Parameter {name!r} is sharded over {self.comm.mesh.shard.size} ranks and not in"
-                " memory now. Outside of training_step, validation_step and so on, read it in a"
-                " context that gathers it on all ranks: `with lightning_zero.gathered(module):`"
-            )
-        unit.weights.wait()
+    def touch(self, parameters: Sequence[Parameter]) -> None:
+        """Make parameters that are used together readable outside their units' forwards."""
+        units = self.units_of(parameters)
+        if not self.on_touch(units):
+            self.opened.touch(units)
 
     def expose(self, parameter: Parameter) -> None:
         """Notice that the ``data`` of a readable parameter is handed out."""
@@ -110,9 +105,9 @@ class ShardedModel:
 
     @torch.no_grad()
     def write(self, parameter: Parameter, value: Tensor) -> None:
-        """Keep a new whole value of ``parameter``, which is not in memory now; on all ranks.
+        """Keep a new whole value of ``parameter``, which is not in memory now.
 
-        Outside :meth:`writing` every call waits for all ranks.
+        In a step every call waits for all ranks.
         """
         unit, flat, index = self._places[id(parameter)]
         piece = flat.pieces[index]
@@ -121,6 +116,10 @@ class ShardedModel:
         if self._is_writing:
             piece.data.copy_(piece.range.part_of(value))
             return
+        if not self.on_touch([]):
+            self.touch([parameter])
+            parameter.copy_(value)
+            return
         unit.weights.wait_if_in_flight()
         with self.comm.exclusive(SyncPoint.EDIT):
             piece.data.copy_(piece.range.part_of(value))
@@ -128,15 +127,19 @@ class ShardedModel:
 
     def keep_edits(self) -> None:
         """Let the masters follow what users changed in whole weights; all ranks call it."""
-        for unit in self.units:
-            unit.weights.keep_edits()
+        edited = [unit.weights for unit in self.units if unit.weights.is_edited]
+        if edited:
+            with self.comm.exclusive(SyncPoint.EDIT):
+                for weights in edited:
+                    weights.store_edits()
+        self.opened.close()
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
         """Enter a context in which whole values copied to parameters go to the masters."""
+        self.keep_edits()
         for unit in self.units:
             unit.weights.wait_if_in_flight()
-            unit.weights.keep_edits()
             unit.weights.guard()
         try:
             with self.comm.exclusive(SyncPoint.EDIT):
@@ -195,6 +198,8 @@ class ShardedModel:
             RuntimeError: They were changed without ``modify``.
         """
         wanted = self.units if parameters is None else self.units_of(parameters)
+        if self.opened:
+            self.keep_edits()
         gathered = [unit.weights for unit in wanted if not unit.weights.is_gathered]
         if modify and len(gathered) < len(wanted):
             raise RuntimeError(
@@ -202,8 +207,6 @@ class ShardedModel:
                 " Give `modify=True` to the outer one."
             )
         for weights in gathered:
-            weights.wait_if_in_flight()
-            weights.keep_edits()
             weights.begin_gathered()
         access = self.comm.exclusive(SyncPoint.EDIT) if modify else contextlib.nullcontext()
         try:
@@ -257,7 +260,8 @@ class ShardedModel:
         _, flat, index = self._places[id(parameter)]
         piece = flat.pieces[index]
         has_grad = torch.tensor([piece.reduced is not None], dtype=torch.uint8, device="cpu")
-        self.comm.control.call(SyncPoint.GRADIENT, has_grad).wait()
+        about = f"of parameter {piece.range.slot.name!r}"
+        self.comm.control.call(SyncPoint.GRADIENT, has_grad, about=about).wait()
         if not has_grad.item():
             return None
         part = torch.zeros_like(piece) if piece.reduced is None else piece.reduced

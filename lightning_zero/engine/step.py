@@ -77,6 +77,11 @@ class Step:
         self.is_inside = False
         self._depth = 0
         self._units = units
+        self._copies = [
+            unit.weights
+            for unit in units
+            if unit.weights.are_copies and not unit.weights.gives_back
+        ]
         self._reset = reset
 
     @property
@@ -124,6 +129,13 @@ class Step:
             if unit.weights.state is not State.RESTING:
                 unit.weights.is_pinned = False
                 unit.weights.reshard()
+        if not self.is_inside:
+            self.show_masters()
+
+    def show_masters(self) -> None:
+        """Let code between steps see masters, where a step computes with copies of them."""
+        for weights in self._copies:
+            weights.hide_copies()
 
     def interrupt(self) -> None:
         """Leave all forwards and backward passes, which an exception ended."""

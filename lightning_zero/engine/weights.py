@@ -9,9 +9,11 @@
          └──── reshard ────┴─────────────────┴────────────────────────┘
 
       RESTING, WHOLE or GUARDED ── begin_gathered ──> GATHERED ── end_gathered ──> RESTING or WHOLE
+      RESTING or GUARDED, between steps ── open ──> OPEN ── close ──> RESTING or GUARDED
 
 Weights whose home is replicated (stages 1 and 2) never rest: ``reshard`` and ``idle`` leave them
-WHOLE, and every optimizer step refreshes them. **Pinned** weights stay WHOLE to the end of a step.
+WHOLE, and every optimizer step refreshes them. Between steps they are GUARDED if they are copies of
+more precise masters. **Pinned** weights stay WHOLE to the end of a step.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ class State(Enum):
     """Readable and kept for a later need; the parameters send every use to their owner."""
     GATHERED = "gathered"
     """The parameters are views of whole masters, for reading or for editing."""
+    OPEN = "open"
+    """The same for code between steps; what each rank changes of its own part is kept."""
 
 
 class Weights:
@@ -51,6 +55,8 @@ class Weights:
         state: Where the weights are.
         is_pinned: Whether they stay whole to the end of the step.
         gives_back: Whether they are released after use.
+        are_copies: Whether some are copies of more precise masters.
+        must_open: Whether code between steps sees the masters only after :meth:`open`.
     """
 
     def __init__(self, label: str, flats: Sequence[FlatParameters], first_tag: int) -> None:
@@ -58,12 +64,14 @@ class Weights:
         self.state = State.WHOLE
         self.is_pinned = False
         self.gives_back = any(flat.plan.gives_weights_back for flat in flats)
+        self.are_copies = any(flat.plan.has_master for flat in flats)
+        self.must_open = self.gives_back or self.are_copies
         self._flats = flats
         self._first_tag = first_tag
         self._works: list[Work] = []
         self._gathered: list[Buffer] = []
-        # Whether the weights are released while whole masters are shown.
-        self._rest_beneath = False
+        # Whether the weights are released, or guarded, while whole masters are shown.
+        self._rest_beneath = self._guard_beneath = False
 
     @property
     def are_whole(self) -> bool:
@@ -84,8 +92,9 @@ class Weights:
         """Start to bring whole weights up to date with masters: all, or those that are stepped."""
         if self._rest_beneath:
             return
-        self.wait()
-        self.guard()
+        if self.state is not State.GUARDED:
+            self.wait()
+            self.guard()
         self._gather(only_stepped=only_stepped)
 
     @span("unshard")
@@ -133,8 +142,17 @@ class Weights:
     def idle(self) -> None:
         """Keep whole weights for a later need, but notice all other uses of them."""
         if self.gives_back and not self.is_pinned:
-            self.guard()
-            self.state = State.GUARDED
+            self._hide()
+
+    def hide_copies(self) -> None:
+        """Notice every use of copies between steps, which shall see the masters."""
+        if self.state is State.WHOLE:
+            self.keep_edits()
+            self._hide()
+
+    def _hide(self) -> None:
+        self.guard()
+        self.state = State.GUARDED
 
     def guard(self) -> None:
         """Send every use of the parameters to their owner until the weights are next awaited."""
@@ -171,14 +189,41 @@ class Weights:
 
     def keep_edits(self) -> None:
         """Copy what users changed in whole weights to the masters, on all ranks."""
+        if self.is_edited:
+            with self._flats[0].store.comm.exclusive(SyncPoint.EDIT):
+                self.store_edits()
+
+    @property
+    def is_edited(self) -> bool:
+        """Return whether users changed whole weights, and the masters have not followed."""
         if self.state is not State.WHOLE and not self.are_whole:
-            return
-        edited = [flat for flat in self._flats if flat.edits.unsaved]
-        if not edited:
-            return
-        with edited[0].store.comm.exclusive(SyncPoint.EDIT):
-            for flat in self._flats:
-                flat.keep_edits()
+            return False
+        return bool([flat for flat in self._flats if flat.edits.unsaved])
+
+    def store_edits(self) -> None:
+        """Copy this rank's part of what users changed to the masters; within `exclusive`."""
+        for flat in self._flats:
+            flat.keep_edits()
+
+    @property
+    def can_open(self) -> bool:
+        """Return whether :meth:`open` would show masters that are not shown now."""
+        return self.must_open and self.state is not State.OPEN and not self.is_gathered
+
+    def open(self) -> None:
+        """Show whole masters to code between steps, which may change them, until :meth:`close`."""
+        tagged = enumerate(self._flats, self._first_tag)
+        works = [flat.open(self.label, tag) for tag, flat in tagged]
+        for flat, work in zip(self._flats, works, strict=True):
+            work.wait()
+            flat.show_open()
+        self.state = State.OPEN
+
+    def close(self) -> None:
+        """Hide the masters again; changes that are not stored are forgotten."""
+        for flat in self._flats:
+            flat.close()
+        self.state = State.RESTING if self.gives_back else State.GUARDED
 
     @property
     def is_gathered(self) -> bool:
@@ -187,6 +232,10 @@ class Weights:
 
     def begin_gathered(self) -> None:
         """Show whole parameters in the master's precision until :meth:`end_gathered`."""
+        is_guarded = self.state in (State.GUARDED, State.IN_FLIGHT)
+        self._guard_beneath = is_guarded and self.are_copies and not self.gives_back
+        self.wait_if_in_flight()
+        self.keep_edits()
         self._rest_beneath = self.state is State.RESTING
         self._gathered = [
             flat.begin_gathered(is_whole=not self._rest_beneath) for flat in self._flats
@@ -216,6 +265,9 @@ class Weights:
                 flat.show_whole()
             else:
                 flat.show_resting()
+        if self._guard_beneath:
+            self._guard_beneath = False
+            self._hide()
 
     def abandon(self) -> None:
         """Drop what is in flight, and pin nothing."""

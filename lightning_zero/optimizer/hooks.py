@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from operator import is_
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from lightning_zero.optimizer import pieces
 from lightning_zero.optimizer.owners import WholeStep, register
 from lightning_zero.optimizer.probe import Verdict, probe
 from lightning_zero.optimizer.taint import Way
-from lightning_zero.parameters import Piece
+from lightning_zero.parameters import Piece, drop_gradients
 
 
 class Removable(Protocol):
@@ -68,7 +69,8 @@ class OptimizerHooks:
         self.handles: list[Removable] = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(lambda *_: self._end()),
-            *(_Within(self, optimizer, name) for name in ("train", "eval")),
+            *(_Around(optimizer, name, self.change) for name in ("train", "eval")),
+            _Around(optimizer, "zero_grad", self._zero_grad),
         ]
 
     def _probe(self, optimizer: Optimizer) -> Verdict:
@@ -170,7 +172,7 @@ class OptimizerHooks:
         self._after(self._pieces)
 
     def change(self, optimizer: Optimizer, method: Callable[..., Any], *args: Any) -> Any:
-        """Call a method of the optimizer that changes masters outside of a step."""
+        """Call ``train`` or ``eval`` of a schedule-free optimizer, which swap weights."""
         if self._is_begun:
             return method(*args)
         self._point(optimizer)
@@ -180,18 +182,26 @@ class OptimizerHooks:
         finally:
             self._end()
 
+    def _zero_grad(
+        self, _: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Drop the parameters' gradients too, also where this rank's piece is empty."""
+        method(*args, **kwargs)
+        if kwargs.get("set_to_none", args[0] if args else True):
+            drop_gradients(self._pieces)
 
-class _Within:
-    """Lets ``train()`` and ``eval()`` of schedule-free optimizers, which swap weights, do so."""
 
-    def __init__(self, hooks: OptimizerHooks, optimizer: Any, name: str) -> None:
+class _Around:
+    """A call of a function in the place of an optimizer's method, until :meth:`remove`."""
+
+    def __init__(self, optimizer: Any, name: str, call: Callable[..., Any]) -> None:
         self._optimizer, self._name = optimizer, name
         self._is_there = callable(getattr(type(optimizer), name, None))
         if self._is_there:
             method = getattr(optimizer, name)
-            setattr(optimizer, name, lambda *args: hooks.change(optimizer, method, *args))
+            setattr(optimizer, name, functools.partial(call, optimizer, method))
 
     def remove(self) -> None:
-        """Let them be the optimizer's own again."""
+        """Let the method be the optimizer's own again."""
         if self._is_there:
             self._optimizer.__dict__.pop(self._name, None)

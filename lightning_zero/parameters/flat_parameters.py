@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_zero.comm import Communicator, Shared, SyncPoint, Work
+from lightning_zero.comm import Arrived, Communicator, Shared, SyncPoint, Work
 from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.parameters.edits import Edits
 from lightning_zero.parameters.grad_view import GradientView
@@ -146,6 +146,37 @@ class FlatParameters:
             self.store.gather(whole.tensor, Shared(shard), unit="full", tag=0).wait()
             return whole
 
+    @functools.cached_property
+    def _opened(self) -> Buffer:
+        """The buffer of whole masters for code between steps, for as long as views of it live."""
+        if not self.plan.has_master:
+            return self.weight
+        buffer = Buffer(self.layout, self.plan.master.dtype, self.plan.master.device)
+        buffer.release()
+        return buffer
+
+    def open(self, unit: str, tag: int) -> Work:
+        """Start to make the masters whole for code between steps; see :meth:`show_open`."""
+        if self._opened is self.weight and not self.plan.gives_weights_back:
+            return Arrived()
+        self._opened.allocate()
+        return self.store.fetch(self._opened.tensor, unit=unit, tag=tag)
+
+    def show_open(self) -> None:
+        """Point the parameters at whole masters."""
+        self.classes.show(self._opened.views)
+        self.edits.begin(self._opened)
+
+    def close(self) -> None:
+        """Point the parameters at what rests, and release the whole masters."""
+        if self.plan.gives_weights_back:
+            self.show_resting()
+        else:
+            self.show_whole()
+            self.classes.guard()
+        if self._opened is not self.weight or self.plan.gives_weights_back:
+            self._opened.release()
+
     def begin_gathered(self, *, is_whole: bool) -> Buffer:
         """Point the parameters at whole masters; returns what holds them."""
         whole = self.weight if is_whole and not self.plan.has_master else self.full()
@@ -169,7 +200,10 @@ class FlatParameters:
     @property
     def gives_back(self) -> bool:
         """Return whether the memory that parameters view is released while views may live."""
-        return self.plan.gives_weights_back and self.edits.buffer is self.weight
+        shown = self.edits.buffer
+        return not self.edits.are_gathered and (
+            shown is not self.weight or self.plan.gives_weights_back
+        )
 
     def replace(self, index: int, data: Tensor) -> None:
         """Copy the tensor that the user put in the place of parameter ``index``'s own.
@@ -197,15 +231,17 @@ class FlatParameters:
     @torch.no_grad()
     def keep_edits(self) -> None:
         """Take this rank's part of what was changed over to the masters."""
-        edited = self.edits.unsaved
+        edited, whole = self.edits.unsaved, self.edits.buffer
         self.edits.bring_back()
         for index in edited:
             piece = self.pieces[index]
-            part = piece.range.part_of(self.weight.views[index])
+            part = piece.range.part_of(whole.views[index])
             # What did not change keeps the digits that only the master has.
             same = piece.to(part.dtype) == part
             piece.data.copy_(torch.where(same, piece.detach(), part.to(piece.dtype)))
-        self.edits.begin(self.edits.buffer, are_gathered=self.edits.are_gathered)
+            if whole is not self.weight and not self.plan.gives_weights_back:
+                self.weight.views[index].copy_(whole.views[index])
+        self.edits.begin(whole, are_gathered=self.edits.are_gathered)
 
     def let_go(self) -> None:
         """End the parameters' time with their owner; gradients in pieces are not shown any more."""
@@ -221,13 +257,15 @@ class FlatParameters:
             self.store.retire(master)
             self.weight = self.store.weights()
             self.weight.release()
+            self.__dict__.pop("_opened", None)
             self.edits.end(self.weight)
 
     def memory(self) -> dict[str, int]:
         """Return the bytes held now, by kind; see ``ShardedModel.memory``."""
-        kinds = self.reducer.memory()
+        kinds, shown = self.reducer.memory(), self.edits.buffer
+        kinds["gathered"] = 0 if shown is self.weight else shown.nbytes
         if self.plan.gives_weights_back:
-            kinds["gathered"] = self.weight.nbytes
+            kinds["gathered"] += self.weight.nbytes
             kinds["master" if self.plan.has_master else "weights"] = self.master.nbytes
         else:
             kinds["weights"] = self.weight.nbytes

@@ -18,6 +18,7 @@ another in its place, which :meth:`~GradientView.follow` repeats on the piece.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,15 @@ class GradState(Enum):
     def __init__(self, _: str) -> None:
         # An attribute, as optimizers ask for it through every piece.
         self.is_unsynced = self.name.startswith("UNSYNCED")
+
+
+def drop_gradients(pieces: Iterable[Piece]) -> None:
+    """Let neither the parameters of ``pieces`` nor the pieces have gradients."""
+    with internals.as_plain_tensors():
+        for piece in pieces:
+            _GRAD.__set__(piece.parameter, None)
+            _GRAD.__set__(piece, None)
+            piece.gradient.state, piece.gradient.shown = GradState.NONE, None
 
 
 class GradientView:

@@ -57,14 +57,14 @@ class Resting:
             owner_of(args[0]).write(args[0], args[1])
             return args[0]
         if func == properties.SET_DATA:
-            owner_of(args[0]).touch(args[0])
+            _touch(list(_used_in(args)))
             owner_of(args[0]).replace(args[0], args[1])
             return None
         return _touch_and_use(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         parameter = cast(Parameter, self)
-        owner_of(parameter).touch(parameter)
+        _touch([parameter])
         return copy.deepcopy(parameter, memo)
 
     def __repr__(self) -> str:
@@ -88,7 +88,9 @@ class Whole:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with _ordinary(cast(Parameter, self)) as parameter:
-            return parameter.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+            copied = Parameter(parameter.detach().clone(), parameter.requires_grad)
+            copied.__dict__.update(parameter.__dict__)
+            return copied.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:
         with _ordinary(cast(Parameter, self)) as parameter:
@@ -179,30 +181,24 @@ class View(Tensor):
         """Make the parameters of all views readable first; views of views are views as well."""
         return _touch_and_use(func, args, kwargs or {})
 
-    def touch(self) -> None:
-        """Make the parameter readable, or raise."""
-        owner = self.ownership.owner
-        if isinstance(owner, NoOwner):
-            # Also where numpy keeps the memory, which the parameter has left; and where another
-            # owner has the parameter now, in other memory.
-            raise kept_too_long(self.ownership.name)
+    @property
+    def is_gone(self) -> bool:
+        """Return whether the memory was given back."""
         with internals.as_plain_tensors():
-            # A parameter that is gathered for reading returns to its memory later.
-            is_gone = self.untyped_storage().nbytes() == 0
-        if is_gone or isinstance(self.parameter, Resting):
-            owner.touch(self.parameter)
+            return self.numel() > 0 and self.untyped_storage().nbytes() == 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return copy.deepcopy(self._ordinary(), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._ordinary().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        # A copy, as storages are written last: the memory may have been given back by then.
+        return self._ordinary().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self._ordinary())
 
     def _ordinary(self) -> Tensor:
-        self.touch()
+        _touch([self])
         with internals.as_plain_tensors():
             return self.as_subclass(Tensor)
 
@@ -217,27 +213,47 @@ def kept_too_long(name: str) -> RuntimeError:
 
 def _touch_and_use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call ``func`` when those of its arguments that rest were made readable."""
-    guarded = [] if func in properties.METADATA else list(_guarded_in((args, kwargs)))
-    for one in guarded:
-        if isinstance(one, View):
-            one.touch()
-        else:
-            owner_of(one).touch(one)
-    parameters = [one.parameter if isinstance(one, View) else one for one in guarded]
+    used = [] if func in properties.METADATA else list(_used_in((args, kwargs)))
+    _touch(used)
+    parameters = [one.parameter if isinstance(one, View) else one for one in used]
     return _use(parameters, func, args, kwargs)
 
 
-def _guarded_in(value: Any) -> Iterator[Parameter | View]:
-    """Yield the tensors in ``value`` that must be touched before it is used."""
-    if isinstance(value, Resting):
-        yield cast(Parameter, value)
-    elif isinstance(value, View):
-        yield value
+def _touch(used: Sequence[Parameter | View]) -> None:
+    """Make parameters and views of them readable, all at once: one must not displace another."""
+    by_owner: dict[int, tuple[Owner, list[Parameter]]] = {}
+    needed = set()
+    for one in used:
+        if isinstance(one, View):
+            owner, parameter = one.ownership.owner, one.parameter
+            if isinstance(owner, NoOwner):
+                # Also where numpy keeps the memory, which the parameter has left; and where another
+                # owner has the parameter now, in other memory.
+                raise kept_too_long(one.ownership.name)
+            # A parameter that is gathered for reading returns to its memory later.
+            rests = one.is_gone or isinstance(parameter, Resting)
+        else:
+            owner, parameter, rests = owner_of(one), one, isinstance(one, Resting)
+        by_owner.setdefault(id(owner), (owner, []))[1].append(parameter)
+        if rests:
+            needed.add(id(owner))
+    for key, (owner, parameters) in by_owner.items():
+        if key in needed:
+            owner.touch(parameters)
+    for one in used:
+        if isinstance(one, View) and one.is_gone:
+            raise kept_too_long(one.ownership.name)
+
+
+def _used_in(value: Any) -> Iterator[Parameter | View]:
+    """Yield the parameters in ``value`` that have an owner, and views of them."""
+    if isinstance(value, (Resting, Whole, View)):
+        yield cast("Parameter | View", value)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _guarded_in(item)
+            yield from _used_in(item)
     elif isinstance(value, dict):
-        yield from _guarded_in(list(value.values()))
+        yield from _used_in(list(value.values()))
 
 
 def _use(

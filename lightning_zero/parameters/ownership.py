@@ -6,7 +6,7 @@ No owner is kept alive by it: parameters outlive their training, and may go thro
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -18,8 +18,8 @@ from lightning_zero.tensors import properties
 class Owner(Protocol):
     """The object that knows how a resting parameter is read and written."""
 
-    def touch(self, parameter: Parameter) -> None:
-        """Make ``parameter`` readable, or raise."""
+    def touch(self, parameters: Sequence[Parameter]) -> None:
+        """Make ``parameters``, which are used together, readable."""
 
     def write(self, parameter: Parameter, value: Tensor) -> None:
         """Keep ``value``, of the parameter's shape, as the parameter's new value."""
@@ -40,7 +40,7 @@ class NoOwner:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def touch(self, parameter: Parameter) -> None:
+    def touch(self, parameters: Sequence[Parameter]) -> None:
         """Raise: a parameter that was left at rest cannot be made readable any more."""
         raise RuntimeError(
             f"Parameter {self._name!r} was left sharded when its training ended, because of"
@@ -51,7 +51,7 @@ class NoOwner:
 
     def write(self, parameter: Parameter, value: Tensor) -> None:
         """Raise as :meth:`touch` does: there is no memory for the value."""
-        self.touch(parameter)
+        self.touch([parameter])
 
     def expose(self, parameter: Parameter) -> None:
         """Do nothing: changes of the parameter are its own now."""

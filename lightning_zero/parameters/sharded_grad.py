@@ -9,7 +9,7 @@ goes on working:
 * everything else gathers the whole gradient.
 
 All but the changes are collectives, so every rank must do the same. The stand-in has the value
-that the piece holds now; after ``optimizer.zero_grad()`` that is zeros. Under mixed precision it
+that the piece holds now: zeros, if somebody dropped the piece's alone. Under mixed precision it
 has the parameter's dtype, and what is computed from it the more precise one of the piece.
 
 Between microbatches whose gradients are not sent, every rank has a whole gradient of its own, and a
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_zero.comm import Communicator
+from lightning_zero.comm import Communicator, SyncPoint
 from lightning_zero.tensors import internals
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ _aten = torch.ops.aten
 _ALIASES = {_aten.detach.default, _aten.alias.default, _aten.detach_.default}
 _WRITES = {_aten.copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default}
 """Element-wise changes that torch does not tag as such."""
+_NORM = f"{SyncPoint.GRADIENT.value}: its norm"
 
 
 class _StandIn(Tensor):
@@ -121,6 +122,8 @@ class ShardedGrad(_StandIn):
 
     def whole(self) -> Tensor:
         """Return the whole gradient, in the precision of the piece; every rank calls it."""
+        about = f"of parameter {self.piece.range.slot.name!r}"
+        self.comm.control.call(SyncPoint.GRADIENT, about=about).wait()
         return self.assemble(self.part)
 
     @property
@@ -250,13 +253,13 @@ def _norms(grads: Sequence[ShardedGrad], order: float) -> Tensor:
     ]
     local = torch.stack(norms)
     if order == inf:
-        comm.control.max(local)
+        comm.control.max(local, _NORM)
         return local
     if order == 0:
-        comm.control.sum(local)
+        comm.control.sum(local, _NORM)
         return local
     powers = local.pow(order)
-    comm.control.sum(powers)
+    comm.control.sum(powers, _NORM)
     return powers.pow(1 / order)
 
 

@@ -1,9 +1,8 @@
-"""Lightning's callbacks that read or write weights between steps, when a sharded one is at rest.
+"""Lightning's callbacks that do more between steps than to read and write weights.
 
 They come unmodified, so for the time of a fit their methods are wrapped. Averaging is element-wise:
 its callbacks average, swap and save this rank's pieces (``weight_average.py``), unless a subclass
-or its function asks for whole weights. Other hooks run with the whole weights in the master's
-precision, and what they do to them stays; a finetuning callback that looks for its parameters in an
+or its function asks for whole weights. A finetuning callback that looks for its parameters in an
 optimizer finds them instead of their pieces. A search for the largest batch comes to one size on
 all ranks, because memory that is exhausted on one is exhausted on all (``engine.OomTrials``).
 """
@@ -19,7 +18,6 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
     Callback,
-    ModelPruning,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.utilities.memory import is_oom_error
@@ -38,18 +36,14 @@ except ImportError:  # before Lightning 2.6
     WeightAveraging = None  # type: ignore[assignment, misc]
 
 _READ, _WRITE = False, True
-_HOOKS: dict[type[Callback], dict[str, bool]] = {
-    BaseFinetuning: {"on_train_epoch_start": _READ},
-    StochasticWeightAveraging: {"on_train_epoch_start": _WRITE, "on_train_end": _WRITE},
-}
-_AVERAGING: list[type[Callback]] = [StochasticWeightAveraging]
-_LOADING: dict[type[Callback], str] = {StochasticWeightAveraging: internals.LOADS_AVERAGE}
-_ON_MODULES: dict[type[Callback], dict[str, bool]] = {
+_AVERAGING: dict[type[Callback], dict[str, bool]] = {
     StochasticWeightAveraging: {"update_parameters": _READ, "transfer_weights": _WRITE},
 }
-"""Methods that take a module second and use nothing but its parameters and buffers."""
+"""Callbacks that average, and their methods that take a module second and use nothing but its
+parameters and buffers."""
+_LOADING: dict[type[Callback], str] = {StochasticWeightAveraging: internals.LOADS_AVERAGE}
 if WeightAveraging is not None:
-    _HOOKS[WeightAveraging] = _ON_MODULES[WeightAveraging] = {
+    _AVERAGING[WeightAveraging] = {
         "on_train_batch_end": _READ,
         "on_train_epoch_end": _READ,
         "on_validation_epoch_start": _WRITE,
@@ -57,8 +51,13 @@ if WeightAveraging is not None:
         "on_train_end": _WRITE,
     }
     _LOADING[WeightAveraging] = "on_load_checkpoint"
-    _AVERAGING.append(WeightAveraging)
-_OTHER_WORK = ("setup", "on_save_checkpoint", *internals.OVERRIDABLE)
+_OTHER_WORK = (
+    "setup",
+    "on_save_checkpoint",
+    "on_train_epoch_start",
+    "on_train_end",
+    *internals.OVERRIDABLE,
+)
 """Other methods of an averaging callback that touch the average."""
 
 
@@ -73,9 +72,6 @@ class AdaptedCallbacks:
     Args:
         callbacks: The Trainer's.
         is_fitting: Whether they will train. Otherwise averages are whole, from a fit before.
-
-    Raises:
-        NotImplementedError: A callback replaces parameters while they are sharded.
     """
 
     def __init__(self, callbacks: Iterable[Callback], *, is_fitting: bool) -> None:
@@ -85,13 +81,6 @@ class AdaptedCallbacks:
         self._awaiting: list[Callable[[], None]] = []
         self._averages: dict[int, Average] = {}
         self._wholes: dict[int, list[torch.Tensor]] = {}
-        for callback in self._callbacks:
-            if is_fitting and isinstance(callback, ModelPruning):
-                raise NotImplementedError(
-                    f"{type(callback).__name__} replaces parameters during training, which cannot"
-                    " be done to those that are sharded. Prune the module before or after `fit`, or"
-                    " use strategy='ddp'."
-                )
         self._in_pieces = [
             callback for callback in self._callbacks if is_fitting and _is_by_element(callback)
         ]
@@ -116,9 +105,6 @@ class AdaptedCallbacks:
             if id(callback) in self._averages:
                 self._average_pieces(callback, engine)
                 continue
-            for cls, hooks in _HOOKS.items():
-                for name, modify in hooks.items() if isinstance(callback, cls) else ():
-                    self._replaced.wrap(callback, name, _gathered, engine, modify)
             if isinstance(callback, BaseFinetuning):
                 self._replaced.wrap(callback, internals.MAPS_GROUPS, _with_parameters)
             if isinstance(callback, BatchSizeFinder):
@@ -134,7 +120,7 @@ class AdaptedCallbacks:
             options = internals.average_options(callback)
             average = weight_average.averaged_model(averaged, **options)
         internals.set_average(callback, average)
-        for cls, methods in _ON_MODULES.items():
+        for cls, methods in _AVERAGING.items():
             for name, modify in methods.items() if isinstance(callback, cls) else ():
                 self._replaced.wrap(callback, name, _on_pieces, averaged, modify)
 
@@ -168,13 +154,6 @@ class AdaptedCallbacks:
                 self._averages[id(callback)].restore(whole)
             else:
                 internals.set_average(callback, None)
-
-
-def _gathered(
-    hook: Callable[..., Any], engine: Engine, modify: bool, *args: Any, **kwargs: Any
-) -> Any:
-    with engine.sharded.gathered(modify=modify):
-        return hook(*args, **kwargs)
 
 
 def _on_pieces(
@@ -247,9 +226,10 @@ def _is_by_element(callback: Any) -> bool:
 
 
 def _overridden(callback: Any, cls: type[Callback]) -> Iterator[str]:
-    names = {*_HOOKS[cls], *_ON_MODULES[cls], _LOADING[cls], *_OTHER_WORK}
+    names = {*_AVERAGING[cls], _LOADING[cls], *_OTHER_WORK}
     for name in sorted(names):
-        if getattr(type(callback), name, None) is not getattr(cls, name, None):
+        is_theirs = getattr(cls, name, None) is not getattr(Callback, name, None)
+        if is_theirs and getattr(type(callback), name, None) is not getattr(cls, name, None):
             yield name
 
 

@@ -243,8 +243,7 @@ class _Overrides(Noting):
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         self.notes.append(["zero", epoch, batch_idx])
         super().optimizer_zero_grad(epoch, batch_idx, optimizer)
-        # Of pieces that the optimizer dropped the parameters show zeros.
-        self.notes.append([p.grad is None or not p.grad.any() for p in self.parameters()])
+        self.notes.append([p.grad is None for p in self.parameters()])
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
         self.notes.append("before zero_grad")

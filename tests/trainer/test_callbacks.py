@@ -6,7 +6,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
@@ -211,11 +210,51 @@ def test_learning_rate_finder(ranks: Pools, tmp_path: Path) -> None:
     assert_like_ddp(runs, ulps=256)
 
 
-def _prune(stage: int) -> None:
-    with pytest.raises(NotImplementedError, match="ModelPruning replaces parameters during"):
-        fit(Regression(), stage, callbacks=[ModelPruning("l1_unstructured", amount=0.5)])
+# ------------------------------------------------------------------------------- pruning
+
+PRUNINGS: list[dict[str, Any]] = [
+    {"pruning_fn": "l1_unstructured", "amount": 0.3, "use_lottery_ticket_hypothesis": False},
+    {
+        # Once only: what is left is reset to the first weights, which DDP then trains in place.
+        "pruning_fn": "ln_structured",
+        "amount": lambda epoch: 0.25 if epoch == 1 else 0,
+        "pruning_dim": 0,
+        "pruning_norm": 2,
+        "use_global_unstructured": False,
+        "parameter_names": ["weight"],
+        "prune_on_train_epoch_end": False,
+        "make_pruning_permanent": False,
+    },
+]
 
 
-def test_pruning_is_refused(ranks: Pools) -> None:
-    for stage in STAGES:
-        ranks(2).run(_prune, stage)
+def _prune(strategy: Any, folder: str) -> Run:
+    """Prunes in every epoch, and saves a checkpoint in between."""
+    notes = []
+    for number, options in enumerate(PRUNINGS):
+        torch.manual_seed(0)
+        module = Scheduled()
+        layers = [module.net.stem, module.head, *(block.linear for block in module.net.blocks)]
+        names = options.get("parameter_names", ["weight", "bias"])
+        pruned = [(layer, name) for name in names for layer in layers]
+        path = f"{folder}/{strategy}{number}"
+        callbacks = [
+            ModelPruning(parameters_to_prune=pruned, **options),
+            ModelCheckpoint(path, "{epoch}", save_top_k=-1),
+        ]
+        run = _fit(strategy, module, *callbacks, enable_checkpointing=True)
+        saved = [
+            torch.load(path / f"epoch={epoch}.ckpt", weights_only=True)["state_dict"]
+            for path in [Path(path)]
+            for epoch in range(3)
+        ]
+        notes.append([dict(sorted(run.params.items())), run.losses, saved])
+    return Run({}, notes=notes)
+
+
+def test_pruning(ranks: Pools, tmp_path: Path) -> None:
+    runs = ranks(2).run(under_all, _prune, str(tmp_path))
+    params, _, saved = runs[0]["ddp"].notes[0]
+    assert (params["head.weight"] == 0).any()
+    assert "head.weight" in saved[-1]
+    assert_like_ddp(runs)
