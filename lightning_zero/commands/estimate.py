@@ -33,7 +33,7 @@ from lightning_zero.memory import (
     parse_bytes,
     write_report,
 )
-from lightning_zero.plan import RECIPES, as_dtype
+from lightning_zero.plan import CAST_WEIGHTS, RECIPES, as_dtype
 
 _EXAMPLES = """examples:
   lightning-zero estimate 10B --ranks 8 64 --precision bf16-mixed --device-memory 80GB
@@ -79,6 +79,7 @@ def add_estimate_command(commands: Any) -> None:
     parser.add_argument("--stages", nargs="+", type=int, help="by default 0 (DDP) 1 2 3")
     parser.add_argument("--ranks", nargs="+", type=int, help="by default as in the YAML, else 8")
     parser.add_argument("--precision", choices=list(RECIPES), help="as in the Trainer")
+    parser.add_argument("--cast-weights", choices=CAST_WEIGHTS, help="as in the strategy")
     parser.add_argument("--optimizer", help="a name of torch.optim")
     parser.add_argument("--batch", nargs="*", default=[], help='one rank\'s: "int64[4,128]"')
     parser.add_argument("--activation-checkpointing", action="store_true")
@@ -120,6 +121,7 @@ def run(options: argparse.Namespace) -> int:
         optimizer=options.optimizer,
         batch=parse_batch(options.batch),
         checkpointing=options.activation_checkpointing or chosen.pop(_CHECKPOINTING, None) is True,
+        cast_weights=options.cast_weights or chosen.pop("cast_weights", "autocast"),
         device=torch.device(options.device),
     )
     microbatches = options.accumulate_grad_batches or trainer.get("accumulate_grad_batches") or 1

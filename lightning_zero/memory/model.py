@@ -54,6 +54,7 @@ class ModelPlan:
         step: Step | None = None,
         checkpointing: bool = False,
         units: UnitPolicy = "auto",
+        cast_weights: str = "autocast",
         device: torch.device,
     ) -> None:
         if precision not in RECIPES:
@@ -66,7 +67,8 @@ class ModelPlan:
                 " decide what they keep. Leave `batch` out, or count them as on the 'cpu'."
             )
         dtype = _TRUE_DTYPES.get(precision)
-        self.precision, self.units, self.device = precision, units, device
+        self.precision, self.device = precision, device
+        self._cut: dict[str, Any] = {"units": units, "cast_weights": cast_weights}
         self._microbatch = Microbatch(batch, step, checkpointing, RECIPES[precision], dtype, device)
         self.has_units = not isinstance(model_or_numel, int)
         if isinstance(model_or_numel, int):
@@ -74,8 +76,10 @@ class ModelPlan:
                 raise ValueError(f"Expected a number of parameters >= 1, got {model_or_numel}.")
             if batch is not None:
                 raise ValueError("A number of parameters has no activations; pass the model.")
-            self.units, self.module = "auto", nn.Module()
-            self.module.weight = Parameter(torch.empty(model_or_numel, device=_META, dtype=dtype))
+            self._cut["units"] = "auto"
+            self.module: nn.Module = nn.Linear(
+                model_or_numel, 1, bias=False, device=_META, dtype=dtype
+            )
         else:
             self.module = meta_copy(_built(model_or_numel), self._microbatch.dtype_of)
         parameters = list(self.module.parameters())
@@ -132,6 +136,7 @@ class ModelPlan:
         batch: Any = None,
     ) -> ModelPlan:
         """Return the model that ``engine`` shards, with the optimizers that step it."""
+        settings = engine.sharded.settings
         dtypes = {
             id(parameter): flat.plan.master.dtype
             for unit in engine.sharded.units
@@ -144,8 +149,9 @@ class ModelPlan:
             precision=precision,
             optimizer=torch.optim.SGD,
             batch=batch,
-            units=engine.sharded.settings.units,
-            device=engine.sharded.settings.device,
+            units=settings.units,
+            cast_weights=settings.cast_weights,
+            device=settings.device,
         )
         pairs = zip(engine.module.parameters(), model.module.parameters(), strict=True)
         own = {id(parameter): bare for parameter, bare in pairs}
@@ -180,7 +186,7 @@ class ModelPlan:
             return self._under_ddp(adds_gradients=num_microbatches > 1)
         self._states.check_can_be_cut()
         chosen = Settings(
-            stage, self.recipe, self.units, broadcast_buffers=False, device=_META, **settings
+            stage, self.recipe, broadcast_buffers=False, device=_META, **self._cut, **settings
         )
         specs = specify_units(self.module, chosen)
         terms = terms_of_specs(
@@ -236,7 +242,7 @@ class ModelPlan:
         """Return the events of a step, as in :meth:`Microbatch.events`."""
         if is_cast not in self._events:
             module = meta_copy(self.module)
-            specs = specify_units(module, Settings(3, self.recipe, self.units, device=_META))
+            specs = specify_units(module, Settings(3, self.recipe, device=_META, **self._cut))
             self._events[is_cast] = self._microbatch.events(module, specs, is_cast=is_cast)
         return self._events[is_cast]
 

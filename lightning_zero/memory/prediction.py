@@ -119,6 +119,7 @@ def estimate(
     accumulate_grad_batches: int = 1,
     accumulate: str | None = None,
     units: UnitPolicy = "auto",
+    cast_weights: str = "autocast",
     prefetch: int = 1,
     reshard_after_forward: bool = True,
     reduce_dtype: torch.dtype | None = None,
@@ -148,6 +149,7 @@ def estimate(
         accumulate_grad_batches: As in the Trainer.
         accumulate: As in ``ZeROStrategy``.
         units: As in ``ZeROStrategy``.
+        cast_weights: As in ``ZeROStrategy``.
         prefetch: As in ``ZeROStrategy``.
         reshard_after_forward: As in ``ZeROStrategy``.
         reduce_dtype: As in ``ZeROStrategy``.
@@ -158,7 +160,8 @@ def estimate(
     """
     model = ModelPlan(
         model_or_numel, precision=precision, optimizer=optimizer, batch=batch, step=step,
-        checkpointing=activation_checkpointing, units=units, device=torch.device(device),
+        checkpointing=activation_checkpointing, units=units, cast_weights=cast_weights,
+        device=torch.device(device),
     )  # fmt: skip
     return estimate_of(
         model, stage, world_size, rank=rank, num_microbatches=accumulate_grad_batches,

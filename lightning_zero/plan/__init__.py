@@ -3,10 +3,12 @@
 plan         the homes of weights, gradients and masters; the table of stages; offload
 settings     the user's settings, checked
 units        the search for a model's units
+casts        which parameters forward may read in half precision
 unit_specs   units with their parameters and plans, before they have memory
 layout       the place of every parameter in its flat buffer, and every rank's part
 """
 
+from lightning_zero.plan.casts import CAST_WEIGHTS
 from lightning_zero.plan.layout import Layout, Slot
 from lightning_zero.plan.plan import RECIPES, Home, Medium, Offload, Placement, Plan, Recipe
 from lightning_zero.plan.settings import Settings, as_dtype
@@ -14,6 +16,7 @@ from lightning_zero.plan.unit_specs import FlatSpec, UnitSpec, specify_units
 from lightning_zero.plan.units import UnitPolicy, find_units
 
 __all__ = [
+    "CAST_WEIGHTS",
     "RECIPES",
     "FlatSpec",
     "Home",

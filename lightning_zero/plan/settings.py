@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lightning_zero.plan.casts import CAST_WEIGHTS
 from lightning_zero.plan.plan import PLACEMENTS, RECIPES, Home, Placement, Plan, Recipe
 from lightning_zero.plan.units import UnitPolicy
 
@@ -20,6 +21,7 @@ class Settings:
     prefetch: int = 1
     reshard_after_forward: bool = True
     reduce_dtype: torch.dtype | None = None
+    cast_weights: str = "autocast"
     accumulate: str | None = None
     broadcast_buffers: bool = True
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -29,6 +31,11 @@ class Settings:
             raise ValueError(f"Expected stage among 1, 2, 3, got {self.stage!r}.")
         if not isinstance(self.prefetch, int) or self.prefetch < 0:
             raise ValueError(f"Expected prefetch as a number of units >= 0, got {self.prefetch!r}.")
+        if self.cast_weights not in CAST_WEIGHTS:
+            raise ValueError(
+                f"Expected cast_weights among {', '.join(map(repr, CAST_WEIGHTS))},"
+                f" got {self.cast_weights!r}."
+            )
         if self.accumulate not in (None, "reduce", "local"):
             raise ValueError(f"Expected accumulate='reduce' or 'local', got {self.accumulate!r}.")
         if self.reduce_dtype is not None and not self.reduce_dtype.is_floating_point:

@@ -44,6 +44,8 @@ class ZeROPrecision(Precision):
     ``bf16-true``, ``16-true``    half     itself  default dtype
     ============================  =======  ======  ==================================
 
+    In the mixed ones that is the weight of what autocast would cast; others stay fp32.
+
     Args:
         precision: A name of the first column.
         scaler: The loss scaler of ``16-mixed``; by default one with the settings of

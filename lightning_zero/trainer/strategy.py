@@ -61,6 +61,9 @@ class ZeROStrategy(SavingStrategy):
             its backward. ``False`` keeps them in between: less traffic, more memory. Stage 3 only.
         reduce_dtype: The dtype in which gradients are summed over the ranks; by default fp32 under
             mixed precision, else the parameters' own.
+        cast_weights: The weights that arrive in half precision under mixed precision: by default
+            those that ``"autocast"`` would cast, and no others (embeddings, norms, what is not
+            known), for DDP's numbers; ``"all"`` but norms, for less traffic and memory; ``"none"``.
         accumulate: With ``accumulate_grad_batches``: ``"reduce"`` keeps only gradient shards
             between microbatches, ``"local"`` sends nothing until the last one and holds whole
             gradients. By default ``"local"`` at stage 1 and ``"reduce"`` at stages 2 and 3.
@@ -100,6 +103,7 @@ class ZeROStrategy(SavingStrategy):
         prefetch: int = 1,
         reshard_after_forward: bool = True,
         reduce_dtype: torch.dtype | str | None = None,
+        cast_weights: Literal["autocast", "all", "none"] = "autocast",
         accumulate: Literal["reduce", "local"] | None = None,
         activation_checkpointing: bool | Iterable[type[nn.Module]] = False,
         broadcast_buffers: bool = True,
@@ -142,6 +146,7 @@ class ZeROStrategy(SavingStrategy):
             prefetch=self.config.argument("prefetch", prefetch),
             reshard_after_forward=reshard_after_forward,
             reduce_dtype=self.config.argument("reduce_dtype", as_dtype(reduce_dtype)),
+            cast_weights=cast_weights,
             accumulate=accumulate,
             broadcast_buffers=broadcast_buffers,
         )

@@ -44,6 +44,7 @@ def test_arguments_are_frozen() -> None:
         "prefetch",
         "reshard_after_forward",
         "reduce_dtype",
+        "cast_weights",
         "accumulate",
         "activation_checkpointing",
         "broadcast_buffers",

@@ -25,6 +25,8 @@ from tests.oracle.ranks import Pools
 from tests.oracle.sharded import CPU, adamw, sgd, train
 
 supported = [(n, p) for n, case in MODELS.items() for p in RECIPES if p not in case.unsupported]
+# Weights that are used twice, or outside of what autocast casts, unseen from their modules alone.
+used_elsewhere = {"called_twice", "borrowed_weight", "penalty"}
 linear_models = [name for name, case in MODELS.items() if not case.per_rank_statistics]
 
 
@@ -96,8 +98,7 @@ def test_cutting_the_batch_changes_nothing_but_roundings(name: str, policy: str)
 @pytest.mark.parametrize(("name", "precision"), supported)
 def test_every_precision_stays_near_full_precision(name: str, precision: str) -> None:
     case = MODELS[name]
-    full_modules = NORMS if case.needs_full_norms else ()
-    actual = reference(case, sgd, 4, 2, clip=0.1, precision=precision, full_modules=full_modules)
+    actual = reference(case, sgd, 4, 2, clip=0.1, precision=precision)
     master = RECIPES[precision].master
     assert {p.dtype for p in actual.params.values()} == {master}
     full = reference(case, sgd, 4, 2, clip=0.1, precision="64-true")
@@ -231,11 +232,17 @@ def test_every_precision_is_the_same_recipe_unsharded(ranks: Pools, world: int) 
         stage = (number // 2) % 3 + 1
         if name not in stage_3_models:
             stage = 1 + number % 2
-        runs.append({"case": name, "precision": precision, "stage": stage, "make_optimizer": sgd})
+        how = {"cast_weights": "none"} if name in used_elsewhere else {}
+        run = {"case": name, "precision": precision, "stage": stage, "make_optimizer": sgd}
+        runs.append({**run, **how})
+    # Where all weights are cast, the plain loop has such weights too.
+    mixed = {"precision": "bf16-mixed", "make_optimizer": sgd, "cast_weights": "all"}
+    runs += [{"case": name, "stage": world, **mixed} for name in ("tied", "transformer")]
     results = results_of(ranks, world, runs)
     for run, result in zip(runs, results, strict=True):
         name, precision = run["case"], run["precision"]
-        expected = reference(MODELS[name], sgd, 3, world, precision=precision, full_modules=NORMS)
+        full = NORMS if run.get("cast_weights") == "all" else None
+        expected = reference(MODELS[name], sgd, 3, world, precision=precision, full_modules=full)
         try:
             assert_parity(result, expected, ulps=2)
         except AssertionError as error:
@@ -246,7 +253,7 @@ def test_every_precision_is_the_same_recipe_unsharded(ranks: Pools, world: int) 
     ("world", "precision"), [(1, "32-true"), (2, "bf16-mixed"), (3, "32-true"), (4, "16-mixed")]
 )
 def test_accumulation_is_the_plain_loops(ranks: Pools, world: int, precision: str) -> None:
-    names = ["tied", "frozen", "unused_branch", "batchnorm_conv", "nested", "borrowed_weight"]
+    names = ["tied", "frozen", "unused_branch", "batchnorm_conv", "nested", "transformer"]
     ways = [(1, "local"), (2, "local"), (3, "local"), (2, "reduce"), (3, "reduce")]
     runs = [
         {"case": name, "stage": stage, "policy": policy, "accumulate": 3, "precision": precision}
@@ -266,7 +273,6 @@ def test_accumulation_is_the_plain_loops(ranks: Pools, world: int, precision: st
                 clip=0.1,
                 precision=precision,
                 policy=run["policy"],
-                full_modules=NORMS,
             )
             try:
                 assert_parity(result, expected, ulps=4)

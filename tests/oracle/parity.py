@@ -117,7 +117,7 @@ def reference(
     clip: Clip = None,
     precision: str | None = None,
     reduce_dtype: torch.dtype | None = None,
-    full_modules: tuple[type[nn.Module], ...] = (),
+    full_modules: tuple[type[nn.Module], ...] | None = None,
     policy: Literal["reduce", "local"] = "reduce",
 ) -> Result:
     """Train `case` on `steps` global batches of `world * accumulate * rows` rows, seeds 0, 1, ...
@@ -132,7 +132,8 @@ def reference(
         clip: A norm to clip to, or a function of the parameters.
         precision: A key of `RECIPES`; None is "32-true".
         reduce_dtype: The dtype in which gradients leave a rank; None is the master's.
-        full_modules: Modules whose own parameters keep the master's dtype in forward, as `NORMS`.
+        full_modules: Cast all weights before forward but the own parameters of these modules, as
+            `NORMS`; None leaves it to autocast, as DDP does.
         policy: Whether microbatches are summed after the ranks or before.
 
     A parameter that no share of a step reaches has no gradient in it, and the optimizer skips it.
@@ -283,9 +284,9 @@ def _add(total: Tensor | None, more: Tensor) -> Tensor:
 
 
 def _compute_copy(
-    master: nn.Module, recipe: Recipe, full_modules: tuple[type[nn.Module], ...]
+    master: nn.Module, recipe: Recipe, full_modules: tuple[type[nn.Module], ...] | None
 ) -> nn.Module:
-    if recipe.weight == recipe.master:
+    if recipe.weight == recipe.master or full_modules is None:
         return master
     model = copy.deepcopy(master)
     full = [module for module in model.modules() if isinstance(module, full_modules)]
@@ -318,7 +319,7 @@ def _buffers_of(rank: int, model: nn.Module) -> Iterator[None]:
 def _surroundings(recipe: Recipe) -> Iterator[None]:
     """What a Lightning precision plugin puts around a forward."""
     if recipe.autocast:
-        with torch.autocast("cpu", recipe.weight):
+        with torch.autocast("cpu", recipe.weight, cache_enabled=False):
             yield
         return
     default = torch.get_default_dtype()

@@ -1,0 +1,140 @@
+"""The parameters that forward may read in half precision, under an autocast that casts them anyway.
+
+Autocast casts what its operations take, each time they take it. A parameter that is taken once, by
+such an operation and nothing else, may as well arrive in half precision: no number changes. All
+others stay in fp32, which is right for each and costs bytes only. No batch is at hand before the
+first forward, so it is known of a parameter that it is cast from
+
+1. its module, if that is one of torch's own whose operations autocast lists (:data:`_KINDS`),
+2. else a dry run of its module's forward on stand-ins without shapes or data, children not entered.
+
+A parameter with two names is used twice: autocast casts it twice, and adds its gradients in fp32.
+So are the weights of a recurrent layer, which takes them once for each element of a sequence.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.nn import Parameter
+
+CAST_WEIGHTS = ("autocast", "all", "none")
+"""The answers to the question which weights mixed precision casts."""
+
+_KINDS: dict[type[nn.Module], tuple[str, ...]] = {
+    nn.Linear: ("weight", "bias"),
+    nn.modules.linear.NonDynamicallyQuantizableLinear: ("weight", "bias"),
+    nn.Conv1d: ("weight", "bias"),
+    nn.Conv2d: ("weight", "bias"),
+    nn.Conv3d: ("weight", "bias"),
+    nn.ConvTranspose1d: ("weight", "bias"),
+    nn.ConvTranspose2d: ("weight", "bias"),
+    nn.ConvTranspose3d: ("weight", "bias"),
+    nn.MultiheadAttention: (
+        "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias",
+    ),
+}  # fmt: skip
+"""What autocast casts in torch's own modules; subclasses may do otherwise in their forward."""
+
+_OPERATIONS: set[Callable[..., object] | str] = {
+    operator.matmul, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.addbmm,
+    F.linear, F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d,
+    F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
+    "matmul", "mm", "bmm", "addmm", "baddbmm",
+}  # fmt: skip
+"""Operations that autocast runs in half precision on every device."""
+
+_VIEWS: set[Callable[..., object] | str] = {
+    torch.t, torch.transpose, torch.permute, torch.reshape, torch.squeeze, torch.unsqueeze,
+    "t", "transpose", "permute", "reshape", "view", "squeeze", "unsqueeze", "contiguous", "flatten",
+}  # fmt: skip
+"""Operations that only look at each element; their gradient is the element's own."""
+
+_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def uncast_parameters(root: nn.Module, choice: str = "autocast") -> set[int]:
+    """Return the ids of the parameters that mixed precision leaves in fp32.
+
+    Args:
+        root: The model.
+        choice: ``"autocast"`` casts what is known to be cast by autocast, ``"all"`` whatever torch
+            takes in half precision, ``"none"`` nothing.
+    """
+    if choice == "all":
+        # Torch's normalizations refuse weights of less precision than input or statistics.
+        norms = (m for m in root.modules() if isinstance(m, _NORMS))
+        return {id(p) for norm in norms for p in norm.parameters(recurse=False)}
+    cast = set() if choice == "none" else {id(p) for p in _known_to_be_cast(root)}
+    return {id(p) for p in root.parameters() if p.dtype is torch.float32} - cast
+
+
+def _known_to_be_cast(root: nn.Module) -> Iterator[Parameter]:
+    """Yield the parameters of which it is known that autocast casts them, once."""
+    names: dict[int, int] = {}
+    for _, parameter in root.named_parameters(remove_duplicate=False):
+        names[id(parameter)] = names.get(id(parameter), 0) + 1
+    for module in root.modules():
+        named = {
+            name: parameter
+            for name, parameter in module._parameters.items()
+            if parameter is not None and names[id(parameter)] == 1
+        }
+        if not named or "forward" in vars(module):
+            continue
+        cast = _KINDS.get(type(module), ())
+        # The model's own forward may log and count, and is not run for this.
+        if module is not root and not type(module).__module__.startswith("torch.nn."):
+            cast = _cast_in_forward(module)
+        yield from (named[name] for name in cast if name in named)
+
+
+def _cast_in_forward(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the module's own parameters that its forward uses once, cast."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            graph = _Uses(param_shapes_constant=True).trace(_copy(module))
+    except Exception:  # whatever a forward raises that is given no numbers
+        return ()
+    reads: dict[str, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            reads.setdefault(str(node.target), []).append(node)
+    return tuple(
+        name for name, nodes in reads.items() if len(nodes) == 1 and _is_cast_once(nodes[0])
+    )
+
+
+class _Uses(fx.Tracer):
+    """Notes what a forward does with parameters; children are called, but not entered."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Return that it is."""
+        return True
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    """Return a copy of the same parameters and children, on which forward may note things."""
+    one = copy.copy(module)
+    for name, value in vars(module).items():
+        if isinstance(value, dict | list | set):
+            vars(one)[name] = copy.copy(value)
+    return one
+
+
+def _is_cast_once(node: fx.Node) -> bool:
+    """Return whether one operation uses a value, perhaps through a view, and autocast casts it."""
+    if len(node.users) != 1:
+        return False
+    (user,) = node.users
+    arguments = [*user.args, *user.kwargs.values()]
+    if arguments.count(node) != 1:
+        return False
+    if user.target in _VIEWS or (user.target is getattr and user.args[1] in ("T", "mT")):
+        return _is_cast_once(user)
+    return user.target in _OPERATIONS
