@@ -33,7 +33,7 @@ from lightning_zero.memory import (
     parse_bytes,
     write_report,
 )
-from lightning_zero.plan import CAST_WEIGHTS, RECIPES, as_dtype
+from lightning_zero.plan import CAST_WEIGHTS, MIN_NUMEL, RECIPES, as_dtype
 
 _EXAMPLES = """examples:
   lightning-zero estimate 10B --ranks 8 64 --precision bf16-mixed --device-memory 80GB
@@ -122,6 +122,7 @@ def run(options: argparse.Namespace) -> int:
         batch=parse_batch(options.batch),
         checkpointing=options.activation_checkpointing or chosen.pop(_CHECKPOINTING, None) is True,
         cast_weights=options.cast_weights or chosen.pop("cast_weights", "autocast"),
+        min_num_params=chosen.pop("min_num_params", MIN_NUMEL),
         device=torch.device(options.device),
     )
     microbatches = options.accumulate_grad_batches or trainer.get("accumulate_grad_batches") or 1

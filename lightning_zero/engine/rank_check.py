@@ -201,7 +201,7 @@ def _unit_names(module: nn.Module, settings: Settings) -> list[str]:
     if not callable(settings.units) and not isinstance(settings.units, Collection):
         return []  # an iterator, which can be read once
     try:
-        return list(find_units(module, settings.units))
+        return list(find_units(module, settings.units, settings.min_num_params))
     except (TypeError, ValueError) as error:
         return [str(error)]
 

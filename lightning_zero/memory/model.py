@@ -54,8 +54,8 @@ class ModelPlan:
         step: Step | None = None,
         checkpointing: bool = False,
         units: UnitPolicy = "auto",
-        cast_weights: str = "autocast",
         device: torch.device,
+        **cut: Any,
     ) -> None:
         if precision not in RECIPES:
             raise ValueError(
@@ -68,7 +68,7 @@ class ModelPlan:
             )
         dtype = _TRUE_DTYPES.get(precision)
         self.precision, self.device = precision, device
-        self._cut: dict[str, Any] = {"units": units, "cast_weights": cast_weights}
+        self._cut: dict[str, Any] = {"units": units, **cut}
         self._microbatch = Microbatch(batch, step, checkpointing, RECIPES[precision], dtype, device)
         self.has_units = not isinstance(model_or_numel, int)
         if isinstance(model_or_numel, int):
@@ -150,8 +150,9 @@ class ModelPlan:
             optimizer=torch.optim.SGD,
             batch=batch,
             units=settings.units,
-            cast_weights=settings.cast_weights,
             device=settings.device,
+            cast_weights=settings.cast_weights,
+            min_num_params=settings.min_num_params,
         )
         pairs = zip(engine.module.parameters(), model.module.parameters(), strict=True)
         own = {id(parameter): bare for parameter, bare in pairs}

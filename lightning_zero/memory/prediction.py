@@ -14,7 +14,7 @@ from lightning_zero.memory.model import ModelPlan
 from lightning_zero.memory.snapshots import Snapshot
 from lightning_zero.memory.states import Optimizers
 from lightning_zero.memory.terms import HOST_KINDS, KINDS, RESTING, Kinds
-from lightning_zero.plan import Offload, UnitPolicy
+from lightning_zero.plan import MIN_NUMEL, Offload, UnitPolicy
 
 NO_OFFLOAD_YET = (
     "Offload is predicted by the plan's formula only: the strategy does not run it yet, under any"
@@ -120,6 +120,7 @@ def estimate(
     accumulate: str | None = None,
     units: UnitPolicy = "auto",
     cast_weights: str = "autocast",
+    min_num_params: int = MIN_NUMEL,
     prefetch: int = 1,
     reshard_after_forward: bool = True,
     reduce_dtype: torch.dtype | None = None,
@@ -150,6 +151,7 @@ def estimate(
         accumulate: As in ``ZeROStrategy``.
         units: As in ``ZeROStrategy``.
         cast_weights: As in ``ZeROStrategy``.
+        min_num_params: As in ``ZeROStrategy``.
         prefetch: As in ``ZeROStrategy``.
         reshard_after_forward: As in ``ZeROStrategy``.
         reduce_dtype: As in ``ZeROStrategy``.
@@ -160,8 +162,8 @@ def estimate(
     """
     model = ModelPlan(
         model_or_numel, precision=precision, optimizer=optimizer, batch=batch, step=step,
-        checkpointing=activation_checkpointing, units=units, cast_weights=cast_weights,
-        device=torch.device(device),
+        checkpointing=activation_checkpointing, units=units, device=torch.device(device),
+        cast_weights=cast_weights, min_num_params=min_num_params,
     )  # fmt: skip
     return estimate_of(
         model, stage, world_size, rank=rank, num_microbatches=accumulate_grad_batches,

@@ -13,10 +13,11 @@ from lightning_zero.plan.layout import Layout, Slot
 from lightning_zero.plan.plan import RECIPES, Home, Medium, Offload, Placement, Plan, Recipe
 from lightning_zero.plan.settings import Settings, as_dtype
 from lightning_zero.plan.unit_specs import FlatSpec, UnitSpec, specify_units
-from lightning_zero.plan.units import UnitPolicy, find_units
+from lightning_zero.plan.units import MIN_NUMEL, UnitPolicy, find_units
 
 __all__ = [
     "CAST_WEIGHTS",
+    "MIN_NUMEL",
     "RECIPES",
     "FlatSpec",
     "Home",

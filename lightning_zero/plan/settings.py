@@ -8,7 +8,7 @@ import torch
 
 from lightning_zero.plan.casts import CAST_WEIGHTS
 from lightning_zero.plan.plan import PLACEMENTS, RECIPES, Home, Placement, Plan, Recipe
-from lightning_zero.plan.units import UnitPolicy
+from lightning_zero.plan.units import MIN_NUMEL, UnitPolicy
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Settings:
     reshard_after_forward: bool = True
     reduce_dtype: torch.dtype | None = None
     cast_weights: str = "autocast"
+    min_num_params: int = MIN_NUMEL
     accumulate: str | None = None
     broadcast_buffers: bool = True
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -31,6 +32,11 @@ class Settings:
             raise ValueError(f"Expected stage among 1, 2, 3, got {self.stage!r}.")
         if not isinstance(self.prefetch, int) or self.prefetch < 0:
             raise ValueError(f"Expected prefetch as a number of units >= 0, got {self.prefetch!r}.")
+        if not isinstance(self.min_num_params, int) or self.min_num_params < 0:
+            raise ValueError(
+                f"Expected min_num_params as a number of parameters >= 0, got"
+                f" {self.min_num_params!r}."
+            )
         if self.cast_weights not in CAST_WEIGHTS:
             raise ValueError(
                 f"Expected cast_weights among {', '.join(map(repr, CAST_WEIGHTS))},"

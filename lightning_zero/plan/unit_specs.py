@@ -30,7 +30,7 @@ class UnitSpec(NamedTuple):
 
 def specify_units(module: nn.Module, settings: Settings) -> list[UnitSpec]:
     """Cut ``module`` into units as ``settings`` say; the root comes last."""
-    modules = find_units(module, settings.units)
+    modules = find_units(module, settings.units, settings.min_num_params)
     assigned = assign_parameters(module, modules)
     # The root comes last: a tied parameter is loaded when every module that uses it has its values.
     root_parameters = assigned.pop("")

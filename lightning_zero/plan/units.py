@@ -5,10 +5,11 @@
 1. the blocks that a Transformers model says must not be split (``_no_split_modules``),
 2. the elements of every ``ModuleList``, ``ModuleDict`` and ``Sequential`` that hold no more than a
    third of the model (larger ones are searched inside),
-3. any other module that itself holds a large parameter (an embedding, a head).
+3. any other module that itself holds a large parameter (an embedding, a head),
+4. a ``Sequential`` whose elements are too small one by one.
 
-Whatever is smaller than :data:`MIN_NUMEL` is not worth a collective and stays with the unit around
-it; what no unit took belongs to the root, which is whole for the entire step.
+What has fewer than ``min_num_params`` elements is not worth a collective and stays with the unit
+around it; what no unit took belongs to the root, which is whole for the entire step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import UninitializedParameter
 
 MIN_NUMEL = 2**16
-"""Elements below which a module is no unit by itself: a collective's latency costs more."""
+"""Elements below which a module is no unit by default: a collective's latency costs more."""
 
 UnitPolicy = str | Iterable[type[nn.Module]] | Callable[[nn.Module], bool]
 
@@ -32,14 +33,16 @@ _CLOSED = (nn.MultiheadAttention,)
 _NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-def find_units(root: nn.Module, policy: UnitPolicy = "auto") -> dict[str, nn.Module]:
+def find_units(
+    root: nn.Module, policy: UnitPolicy = "auto", min_num_params: int = MIN_NUMEL
+) -> dict[str, nn.Module]:
     """Return the modules below ``root`` that become units, by name.
 
     The policy is ``"auto"``, a set of module classes, or a callable that says of a module whether
-    it is a unit.
+    it is a unit. Under ``"auto"`` a unit has ``min_num_params`` elements or more.
     """
     if policy == "auto":
-        return dict(_automatic(root))
+        return dict(_automatic(root, min_num_params))
     if isinstance(policy, str):
         raise ValueError(f"Expected units='auto', classes or a callable, got units={policy!r}.")
     modules = [(name, module) for name, module in _callable_modules(root) if name]
@@ -72,33 +75,37 @@ def _callable_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _automatic(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _automatic(root: nn.Module, least: int) -> Iterator[tuple[str, nn.Module]]:
     unsplit = {
         cls
         for module in root.modules()
         for cls in (getattr(module, "_no_split_modules", None) or ())
     }
-    yield from _search(root, "", unsplit, limit=_numel(root) // 3)
+    yield from _search(root, "", unsplit, least, limit=_numel(root) // 3)
 
 
 def _search(
-    parent: nn.Module, path: str, unsplit: set[str], limit: int
+    parent: nn.Module, path: str, unsplit: set[str], least: int, limit: int
 ) -> Iterator[tuple[str, nn.Module]]:
     is_container = isinstance(parent, _CONTAINERS)
     for name, child in parent.named_children():
         child_path = f"{path}.{name}" if path else name
         numel = _numel(child)
         inner = unwrap_compiled(child)
-        if numel < MIN_NUMEL:
+        if numel < max(least, 1):
             continue
         may_be_called = not isinstance(child, _NOT_CALLED)
         is_block = type(inner).__name__ in unsplit or (is_container and numel <= limit)
         if may_be_called and (is_block or isinstance(inner, _CLOSED)):
             yield child_path, child
             continue
-        if may_be_called and _own_numel(inner) >= MIN_NUMEL:
+        own = _own_numel(inner)
+        inside = list(_search(child, child_path, unsplit, least, limit))
+        # Its elements run one after the other, so small ones can share its collective.
+        is_shared = isinstance(inner, nn.Sequential) and not inside and numel <= limit
+        if may_be_called and (own >= max(least, 1) or is_shared):
             yield child_path, child
-        yield from _search(child, child_path, unsplit, limit)
+        yield from inside
 
 
 def _numel(module: nn.Module) -> int:

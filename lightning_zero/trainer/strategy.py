@@ -24,7 +24,7 @@ from lightning_zero.checkpoint import Saver
 from lightning_zero.comm import Communicator, Traffic
 from lightning_zero.deepspeed import Config
 from lightning_zero.engine import ActivationCheckpointing, Engine
-from lightning_zero.plan import Settings, UnitPolicy, as_dtype
+from lightning_zero.plan import MIN_NUMEL, Settings, UnitPolicy, as_dtype
 from lightning_zero.trainer import internals
 from lightning_zero.trainer.callbacks import AdaptedCallbacks
 from lightning_zero.trainer.checkpointing import SavingStrategy
@@ -56,6 +56,8 @@ class ZeROStrategy(SavingStrategy):
         stage: 1, 2 or 3.
         units: What is gathered and released together: ``"auto"``, a set of module classes, or a
             callable that says of a module whether it is a unit.
+        min_num_params: The least parameters of an automatic unit; smaller modules share the unit
+            around them, or the root. Units chosen otherwise are as they are said.
         prefetch: How many units ahead weights are gathered; 0 gathers each when it is needed.
         reshard_after_forward: Give weights back after a unit's forward and gather them again for
             its backward. ``False`` keeps them in between: less traffic, more memory. Stage 3 only.
@@ -100,6 +102,7 @@ class ZeROStrategy(SavingStrategy):
         stage: int = 3,
         *,
         units: UnitPolicy = "auto",
+        min_num_params: int = MIN_NUMEL,
         prefetch: int = 1,
         reshard_after_forward: bool = True,
         reduce_dtype: torch.dtype | str | None = None,
@@ -143,6 +146,7 @@ class ZeROStrategy(SavingStrategy):
         self.settings = Settings(
             stage=self.config.stage(stage),
             units=units,
+            min_num_params=min_num_params,
             prefetch=self.config.argument("prefetch", prefetch),
             reshard_after_forward=reshard_after_forward,
             reduce_dtype=self.config.argument("reduce_dtype", as_dtype(reduce_dtype)),

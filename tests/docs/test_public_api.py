@@ -41,6 +41,7 @@ def test_arguments_are_frozen() -> None:
     assert [p.name for p in parameters] == [
         "stage",
         "units",
+        "min_num_params",
         "prefetch",
         "reshard_after_forward",
         "reduce_dtype",

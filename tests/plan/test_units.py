@@ -44,6 +44,24 @@ def test_small_models_are_one_unit() -> None:
     assert find_units(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))) == {}
 
 
+def test_the_least_size_is_the_users() -> None:
+    small = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    assert find_units(small) == {}
+    assert list(find_units(small, min_num_params=64)) == ["0", "1", "2", "3"]
+    assert list(find_units(small, min_num_params=73)) == []
+    assert list(find_units(Model(), min_num_params=3 * MIN_NUMEL)) == []
+    assert list(find_units(Model(), Layer, min_num_params=10**9)) == BLOCKS
+
+
+def test_small_neighbours_in_a_sequence_share_a_unit() -> None:
+    rows = [nn.Sequential(*(nn.Linear(WIDE // 2, WIDE // 2) for _ in range(4))) for _ in range(4)]
+    model = nn.ModuleDict({"rows": nn.ModuleDict(dict(zip("abcd", rows, strict=True)))})
+    assert list(find_units(model)) == [f"rows.{name}" for name in "abcd"]
+    body = nn.Module()
+    body.first, body.second, body.third, body.fourth = rows
+    assert list(find_units(body)) == ["first", "second", "third", "fourth"]
+
+
 def test_sequential_and_dict_are_lists_too() -> None:
     model = nn.Sequential(*(Layer() for _ in range(4)))
     assert list(find_units(model)) == ["0", "1", "2", "3"]

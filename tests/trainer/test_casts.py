@@ -28,8 +28,8 @@ class Projection(nn.Module):
         self.bias = nn.Parameter(torch.zeros(out))
 
     def forward(self, x: Tensor) -> Tensor:
-        size = x.size()[:-1] + (self.weight.shape[1],)
-        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(size)
+        flat = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+        return flat.unflatten(0, x.shape[:2])
 
 
 class Layer(nn.Module):
