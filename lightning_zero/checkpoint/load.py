@@ -151,10 +151,10 @@ def _mapped_with_identity(path: str, *, weights_only: bool) -> tuple[Any, str]:
     file_system, local = fsspec.core.url_to_fs(path)
     if isinstance(file_system, LocalFileSystem):
         if not os.path.exists(local):
-            raise FileNotFoundError(f"there is no file {local!r}")
+            raise FileNotFoundError(f"Checkpoint file not found: {local}")
         return _mapped(Path(local), weights_only=weights_only), identity_of(Path(local))
     if not file_system.exists(local):
-        raise FileNotFoundError(f"there is no file {path!r}")
+        raise FileNotFoundError(f"Checkpoint file not found: {path}")
     # A copy that has no name any more once it is mapped: memory is for what is read.
     with tempfile.NamedTemporaryFile(prefix="checkpoint-") as copy:
         with file_system.open(local, "rb") as source:

@@ -66,6 +66,8 @@ def optimizer_state(optimizer: Optimizer, engine: Engine, label: str) -> dict[st
     All ranks call it together. ``label`` names the optimizer in the checkpoint.
     """
     local = optimizer.state_dict()
+    if not local:
+        return local  # Lightning's stand-in, where there is no optimizer
     step = whole_step_of(optimizer)
     if step is not None and step.way is Way.ALL_AT_ONCE:
         return local  # every rank has all of it
@@ -284,6 +286,8 @@ def check_optimizer_states(
             f" returned {len(optimizers)}."
         )
     for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
+        if not state and not optimizer.state_dict():
+            continue
         if not _is_optimizer_state(state):
             raise ValueError(f"The checkpoint's state of optimizer {number} is of no optimizer.")
         for fault in _faults(optimizer, state, name_of):
@@ -351,8 +355,8 @@ def ranges_of_optimizers(
     """Yield what this rank reads of the states of optimizers, which fit them."""
     for optimizer, state in zip(optimizers, states, strict=True):
         step = whole_step_of(optimizer)
-        ids = [key for group in state["param_groups"] for key in group["params"]]
-        for key, piece in zip(ids, members(optimizer), strict=True):
+        ids = [key for group in state.get("param_groups", ()) for key in group["params"]]
+        for key, piece in zip(ids, members(optimizer) if state else (), strict=True):
             if step is not None and isinstance(piece, Piece) and not step.keeps_state_of(piece):
                 continue
             for name, value in state["state"].get(key, {}).items():
@@ -364,7 +368,7 @@ def ranges_of_optimizers(
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load a whole optimizer state, taking this rank's pieces of it."""
     step = whole_step_of(optimizer)
-    if step is not None and step.way is Way.ALL_AT_ONCE:
+    if not state or (step is not None and step.way is Way.ALL_AT_ONCE):
         optimizer.load_state_dict(tree_map_only(Tensor, lambda tensor: tensor.clone(), {**state}))
         return
     held = members(optimizer)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from time import monotonic
 from typing import Any, NamedTuple
 
 
@@ -71,7 +71,7 @@ class CollectiveLog:
 
         As in :meth:`wait_for`, whose context would cost six calls for every message.
         """
-        self.waiting = (collective, next(self._numbers), time.monotonic())
+        self.waiting = (collective, next(self._numbers), monotonic())
         try:
             for work in works:
                 work.wait()
@@ -88,7 +88,7 @@ class CollectiveLog:
         Raises:
             RuntimeError: Ranks wait for each other in different places.
         """
-        self.waiting = (collective, next(self._numbers), time.monotonic())
+        self.waiting = (collective, next(self._numbers), monotonic())
         try:
             yield
         except RuntimeError as error:

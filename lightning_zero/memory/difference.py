@@ -58,6 +58,7 @@ def _reason(causes: list[Cause], difference: int) -> str:
 
 
 def _causes(model: ModelPlan, engine: Engine) -> Iterator[Cause]:
+    axis = engine.comm.mesh.shard
     for unit in engine.sharded.units:
         for flat in unit.flat_parameters:
             names = [slot.name for slot in flat.layout.slots]
@@ -71,7 +72,7 @@ def _causes(model: ModelPlan, engine: Engine) -> Iterator[Cause]:
             for kind, count in kinds.items():
                 yield Cause(kind, where, count, held.get(kind, 0))
             for name, piece in zip(names, flat.pieces, strict=True):
-                foreseen = model.state_bytes(piece.parameter, piece.numel())
+                foreseen = model.state_bytes(piece.parameter, piece.numel(), axis.rank, axis.size)
                 yield Cause("states", name, foreseen, _states_of(piece, engine.sharded.optimizers))
     expected = model.buffer_bytes
     actual = {name: buffer.nbytes for name, buffer in engine.module.named_buffers()}

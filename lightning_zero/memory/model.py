@@ -185,13 +185,16 @@ class ModelPlan:
             )
         if stage == 0:
             return self._under_ddp(adds_gradients=num_microbatches > 1)
-        self._states.check_can_be_cut()
         chosen = Settings(
             stage, self.recipe, broadcast_buffers=False, device=_META, **self._cut, **settings
         )
         specs = specify_units(self.module, chosen)
         terms = terms_of_specs(
-            specs, self.state_bytes, world_size=world_size, rank=rank, offload=offload
+            specs,
+            lambda parameter, numel: self.state_bytes(parameter, numel, rank, world_size),
+            world_size=world_size,
+            rank=rank,
+            offload=offload,
         )
         plans = (plan for spec in specs for _, plan in spec.flat_parameters)
         is_local = not next(plans).reduces_every_microbatch
@@ -208,6 +211,7 @@ class ModelPlan:
             DryCommunicator(rank, world_size, transport),
             terms,
             buffers=self._buffers,
+            stepped=self._states.stepped(rank, world_size),
             num_microbatches=num_microbatches,
             adds_gradients=num_microbatches > 1 and not is_local,
             offload=offload,
@@ -235,9 +239,11 @@ class ModelPlan:
         """Bytes of the module's buffers, by name."""
         return {name: buffer.nbytes for name, buffer in self.module.named_buffers()}
 
-    def state_bytes(self, parameter: Parameter, numel: int) -> int:
-        """Return the bytes of optimizer states for ``numel`` elements of a parameter."""
-        return self._states.nbytes(parameter, numel)
+    def state_bytes(
+        self, parameter: Parameter, numel: int, rank: int = 0, world_size: int = 1
+    ) -> int:
+        """Return the bytes of optimizer states of a rank with ``numel`` elements of a parameter."""
+        return self._states.nbytes(parameter, numel, rank, world_size)
 
     def events(self, *, is_cast: bool) -> list[Event]:
         """Return the events of a step, as in :meth:`Microbatch.events`."""

@@ -17,7 +17,8 @@ class Snapshot:
 
     Attributes:
         unit: The unit that runs; the root's is ``""``.
-        phase: ``"forward"``, ``"backward"``, ``"step"`` (only with offload) or ``"rest"``.
+        phase: ``"forward"``, ``"backward"``, ``"rest"``, or ``"step"`` with offload or of an
+            optimizer that steps whole parameters.
         kinds: Bytes on the device by kind, when they are most in all.
         host: Bytes in host memory beside the device's, by kind.
         disk: Bytes in files, by kind.

@@ -11,8 +11,18 @@ from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_zero.optimizer import StateBytes, check_can_be_cut, state_bytes
-from lightning_zero.parameters import Piece
+from lightning_zero.optimizer import (
+    StateBytes,
+    Way,
+    members,
+    owners_of,
+    parameter_of,
+    pieces_of,
+    state_bytes,
+    way_of,
+    whole_state_bytes,
+    whole_step_of,
+)
 
 Optimizers = str | Callable[[list[Parameter]], Optimizer] | None
 
@@ -35,33 +45,85 @@ class OptimizerStates:
         """The optimizers' classes, each once."""
         return list(dict.fromkeys(type(optimizer).__name__ for optimizer in self._optimizers))
 
-    def check_can_be_cut(self) -> None:
-        """Raise a ``ValueError`` if an optimizer would step parts of a parameter differently."""
-        for optimizer in self._optimizers:
-            check_can_be_cut(optimizer)
+    def nbytes(self, parameter: Parameter, numel: int, rank: int, world_size: int) -> int:
+        """Return the bytes of states of a rank that has ``numel`` elements of a parameter.
 
-    def nbytes(self, parameter: Parameter, numel: int) -> int:
-        """Return the bytes of states for ``numel`` elements; none that no optimizer holds."""
+        None that no optimizer holds, or that another rank keeps.
+
+        Raises:
+            ValueError: The optimizer cannot be stepped in shards, or its states are not foreseen.
+        """
         own = self._own.get(id(parameter), parameter)
         found = self._by_parameter.get(id(own))
-        return found.of(numel) if found is not None and own.requires_grad else 0
+        if found is None or not own.requires_grad:
+            return 0
+        if isinstance(found, StateBytes):
+            return found.of(numel)
+        owner = self._owners(world_size)[id(own)]
+        return found if owner in (None, rank) else 0
+
+    def stepped(self, rank: int, world_size: int) -> int:
+        """Return the bytes of the masters and gradients that a rank has whole for a step.
+
+        They come in messages of the same size.
+        """
+        own = {id(p): p for members in self._members for p in members}
+        return sum(
+            4 * own[key].nbytes
+            for key, owner in self._owners(world_size).items()
+            if owner in (None, rank) and own[key].requires_grad
+        )
 
     @cached_property
-    def _by_parameter(self) -> dict[int, StateBytes]:
-        found: dict[int, StateBytes] = {}
-        known: dict[str, StateBytes] = {}
-        for optimizer in self._optimizers:
+    def _ways(self) -> list[Way]:
+        return [_way(optimizer) for optimizer in self._optimizers]
+
+    @cached_property
+    def _members(self) -> list[list[Parameter]]:
+        """The parameters of each optimizer, on ``meta``."""
+        return [
+            [self._own.get(id(p), p) for p in map(parameter_of, members(optimizer))]
+            for optimizer in self._optimizers
+        ]
+
+    def _owners(self, world_size: int) -> dict[int, int | None]:
+        """Return who steps each parameter that is stepped whole, by its id."""
+        found: dict[int, int | None] = {}
+        for way, held in zip(self._ways, self._members, strict=True):
+            if way is not Way.BY_ELEMENT:
+                owners = owners_of(way, [tuple(p.shape) for p in held], [0] * world_size)
+                found.update(zip(map(id, held), owners, strict=True))
+        return found
+
+    @cached_property
+    def _by_parameter(self) -> dict[int, StateBytes | int]:
+        """The bytes of each parameter's state: of an element, or of all where it is whole."""
+        found: dict[int, StateBytes | int] = {}
+        known: dict[str, StateBytes | int] = {}
+        for optimizer, way in zip(self._optimizers, self._ways, strict=True):
             for group in optimizer.param_groups:
                 options = str({key: value for key, value in group.items() if key != "params"})
-                for entry in group["params"]:
-                    parameter = entry.parameter if isinstance(entry, Piece) else entry
-                    parameter = self._own.get(id(parameter), parameter)
+                for parameter in map(parameter_of, group["params"]):
+                    own = self._own.get(id(parameter), parameter)
+                    shape = () if way is Way.BY_ELEMENT else tuple(own.shape)
                     # Masters have the parameter's own dtype.
-                    key = f"{type(optimizer)} {options} {parameter.dtype}"
+                    key = f"{type(optimizer)} {options} {own.dtype} {shape}"
                     if key not in known:
-                        known[key] = state_bytes(optimizer, group, parameter.dtype)
-                    found[id(parameter)] = known[key]
+                        known[key] = (
+                            state_bytes(optimizer, group, own.dtype)
+                            if way is Way.BY_ELEMENT
+                            else whole_state_bytes(optimizer, group, shape, own.dtype)
+                        )
+                    found[id(own)] = known[key]
         return found
+
+
+def _way(optimizer: Optimizer) -> Way:
+    """Return how an optimizer is stepped, or would be."""
+    step = whole_step_of(optimizer)
+    if step is not None:
+        return step.way
+    return Way.BY_ELEMENT if pieces_of(optimizer) else way_of(optimizer)
 
 
 def optimizers_for(

@@ -40,6 +40,7 @@ def sharded_step(
     units: Sequence[UnitTerms],
     *,
     buffers: int,
+    stepped: int,
     num_microbatches: int,
     adds_gradients: bool,
     offload: Offload | None,
@@ -47,7 +48,8 @@ def sharded_step(
     """Return what a rank holds in a step's last microbatch under the engine, and at rest after it.
 
     Events, module and settings are as in :func:`replay`; ``units`` are the terms of all, the root
-    last. ``adds_gradients`` if reduced gradients are added to those of earlier microbatches.
+    last; ``stepped`` is what the optimizer's step needs if it steps whole parameters.
+    ``adds_gradients`` if reduced gradients are added to those of earlier microbatches.
     """
     still = {**dict.fromkeys(KINDS, 0), **_resting(units, Medium.DEVICE), "buffers": buffers}
     host, disk = (_resting(units, medium) for medium in (Medium.HOST, Medium.DISK))
@@ -73,6 +75,8 @@ def sharded_step(
     if offload is not None:
         staging = _staged_in_step(units)
         found.append(Snapshot("", "step", rest, {**host, "staging": staging}, disk))
+    elif stepped:
+        found.append(Snapshot("", "step", {**rest, "gathered": rest["gathered"] + stepped}))
     return [*found, Snapshot("", "rest", rest, {**host, "staging": 0}, disk)]
 
 

@@ -4,6 +4,7 @@
 pieces       how an optimizer's groups are pointed at pieces, and its states cut
 owners       steps of whole parameters, for optimizers that mix their elements
 probe        proof of how an optimizer may be stepped: by element, by parameter, all at once
+trial        steps of toy parameters
 taint        following an element through the operations of an optimizer
 twin         a copy of an optimizer that owns toy parameters
 hooks        what happens before and after a step of it
@@ -14,10 +15,9 @@ loss_scaler  dynamic loss scaling
 
 from lightning_zero.optimizer.hooks import OptimizerHooks, Removable
 from lightning_zero.optimizer.loss_scaler import LossScaler
-from lightning_zero.optimizer.owners import WholeStep, whole_step_of
+from lightning_zero.optimizer.owners import WholeStep, owners_of, whole_step_of
 from lightning_zero.optimizer.pieces import (
     StateBytes,
-    check_can_be_cut,
     cut_state,
     members,
     missing_in_state,
@@ -25,7 +25,9 @@ from lightning_zero.optimizer.pieces import (
     parameter_of,
     pieces_of,
     state_bytes,
+    whole_state_bytes,
 )
+from lightning_zero.optimizer.probe import way_of
 from lightning_zero.optimizer.taint import Way
 from lightning_zero.optimizer.twin import bare
 
@@ -37,13 +39,15 @@ __all__ = [
     "Way",
     "WholeStep",
     "bare",
-    "check_can_be_cut",
     "cut_state",
     "members",
     "missing_in_state",
     "owned",
+    "owners_of",
     "parameter_of",
     "pieces_of",
     "state_bytes",
+    "way_of",
+    "whole_state_bytes",
     "whole_step_of",
 ]

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_zero.comm import Communicator
 from lightning_zero.optimizer import pieces
 from lightning_zero.optimizer.owners import WholeStep, register
-from lightning_zero.optimizer.probe import Verdict, probe
+from lightning_zero.optimizer.probe import Verdict, checked, probe
 from lightning_zero.optimizer.taint import Way
 from lightning_zero.parameters import Piece, drop_gradients
 
@@ -74,14 +74,7 @@ class OptimizerHooks:
         ]
 
     def _probe(self, optimizer: Optimizer) -> Verdict:
-        verdict = probe(optimizer, self._master_of)
-        if verdict.way is Way.NOT_AT_ALL:
-            raise ValueError(
-                f"{type(optimizer).__name__} {verdict.reason}, so ZeRO cannot give it the parts"
-                " that it must step. Let it hold parameters only in its param groups, use another"
-                " optimizer, or strategy='ddp'."
-            )
-        return verdict
+        return checked(optimizer, probe(optimizer, self._master_of))
 
     def _master_of(self, parameter: Parameter) -> Tensor:
         piece = self._find_piece(parameter)

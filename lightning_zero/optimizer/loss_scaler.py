@@ -27,6 +27,10 @@ class LossScaler:
         self.growth_interval = growth_interval
         self.num_good_steps = 0
 
+    def get_scale(self) -> float:
+        """Return the scale, by the name that ``torch.amp.GradScaler`` has for it."""
+        return self.scale
+
     def update(self, *, found_inf: bool) -> None:
         """Move to the next step's scale."""
         if found_inf:

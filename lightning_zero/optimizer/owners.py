@@ -140,21 +140,11 @@ class WholeStep:
             [(piece.range.start, piece.range.stop) for piece in new]
         )
         ranges = list(zip(*of_ranks, strict=True))
-        owners = self._owners([piece.range.slot.shape for piece in new])
+        shapes = [piece.range.slot.shape for piece in new]
+        owners = owners_of(self.way, shapes, self._loads)
         for piece, own, owner in zip(new, ranges, owners, strict=True):
             self._wholes[id(piece)] = Whole(piece, own, owner, self._transport.rank)
         self._control.reserve(len(self._wholes))
-
-    def _owners(self, shapes: Sequence[tuple[int, ...]]) -> list[int | None]:
-        """The largest first, each to the rank that has the least to do."""
-        owners: list[int | None] = [None] * len(shapes)
-        if self.way is Way.BY_PARAMETER:
-            costs = [_cost(shape) for shape in shapes]
-            for index in sorted(range(len(shapes)), key=lambda index: -costs[index]):
-                owner = min(range(len(self._loads)), key=self._loads.__getitem__)
-                owners[index] = owner
-                self._loads[owner] += costs[index]
-        return owners
 
     def keeps_state_of(self, piece: Piece) -> bool:
         """Return whether this rank has the optimizer's state for a parameter."""
@@ -275,6 +265,26 @@ class _Reader:
 def _bytes(whole: Whole, rank: int) -> int:
     start, stop = whole.ranges[rank]
     return (stop - start) * whole.piece.element_size()
+
+
+def owners_of(way: Way, shapes: Sequence[Sequence[int]], loads: list[int]) -> Sequence[int | None]:
+    """Return who steps parameters of these shapes: ``None`` is every rank.
+
+    The largest comes first, and each to the rank that has the least to do.
+
+    Args:
+        way: How they are stepped.
+        shapes: The parameters'.
+        loads: What each rank has to do already; it is added to.
+    """
+    owners: list[int | None] = [None] * len(shapes)
+    if way is Way.BY_PARAMETER:
+        costs = [_cost(shape) for shape in shapes]
+        for index in sorted(range(len(shapes)), key=lambda index: -costs[index]):
+            owner = min(range(len(loads)), key=loads.__getitem__)
+            owners[index] = owner
+            loads[owner] += costs[index]
+    return owners
 
 
 def _cost(shape: Sequence[int]) -> int:

@@ -1,19 +1,18 @@
-"""The user's optimizer on pieces: which one may be cut, and how it is pointed at them."""
+"""The user's optimizer on pieces: how it is pointed at them, and what of its state is whose."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_zero.optimizer.probe import probe
-from lightning_zero.optimizer.taint import Way
 from lightning_zero.optimizer.twin import bare, twin_of, with_inner
 from lightning_zero.parameters import Piece
 from lightning_zero.tensors import internals
@@ -21,22 +20,6 @@ from lightning_zero.tensors import internals
 FindPiece = Callable[[Parameter], Piece | None]
 
 internals.step_together(Piece)
-
-_CURE = (
-    "ZeRO gives each rank a flat part of every parameter, which only an element-wise optimizer"
-    " (SGD, Adam, AdamW, Adagrad, RMSprop, ...) can step. Use one of those, or strategy='ddp'."
-)
-
-
-def check_can_be_cut(optimizer: Any) -> None:
-    """Raise unless every element of a parameter may be stepped by itself.
-
-    Raises:
-        ValueError: It cannot be proved; see :func:`probe`.
-    """
-    verdict = probe(optimizer)
-    if verdict.way is not Way.BY_ELEMENT:
-        raise ValueError(f"{type(bare(optimizer)).__name__} {verdict.reason}. {_CURE}")
 
 
 def members(optimizer: Optimizer) -> list[Parameter]:
@@ -133,13 +116,48 @@ def is_per_element(key: str, value: Any, piece: Piece) -> bool:
 
 def state_bytes(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> StateBytes:
     """Return the size of a parameter's state, found by stepping a toy parameter in ``group``."""
-    groups = bare(optimizer).param_groups
-    number = next(index for index, other in enumerate(groups) if other is group)
-    twin, toy = _twin_of_group(optimizer, number, dtype)
-    twin.step()
-    tensors = [value for value in twin.state[toy].values() if isinstance(value, Tensor)]
+    toy = Parameter(torch.zeros(_TOY_NUMEL, dtype=dtype))
+    tensors = _state_of(optimizer, group, toy)
     per_element = sum(value.element_size() for value in tensors if value.shape == toy.shape)
     return StateBytes(per_element, sum(v.nbytes for v in tensors if v.shape != toy.shape))
+
+
+def whole_state_bytes(
+    optimizer: Optimizer, group: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype
+) -> int:
+    """Return the size of the state of a parameter that is stepped whole.
+
+    Raises:
+        ValueError: It can be known from its steps only.
+    """
+    try:
+        meta = Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta"))
+        return sum(value.nbytes for value in _state_of(optimizer, group, meta))
+    except Exception:
+        # It reads values. A small toy has them, and its sizes are told apart.
+        small = [min(size, other) for size, other in zip(shape, _PRIMES, strict=False)]
+    sizes = {math.prod(small): math.prod(shape), **dict(zip(small, shape, strict=False))}
+    try:
+        tensors = _state_of(optimizer, group, Parameter(torch.ones(small, dtype=dtype)))
+    except Exception as error:
+        kind = type(bare(optimizer)).__name__
+        raise ValueError(
+            f"The size of {kind}'s state cannot be predicted ({error}); MemoryMonitor measures it."
+        ) from error
+    return sum(
+        math.prod(sizes.get(size, size) for size in value.shape) * value.element_size()
+        for value in tensors
+    )
+
+
+def _state_of(optimizer: Optimizer, group: Mapping[str, Any], toy: Parameter) -> list[Tensor]:
+    """Return the tensors in the state of ``toy`` after a step in ``group``."""
+    number = next(n for n, other in enumerate(bare(optimizer).param_groups) if other is group)
+    twin = _twin_of_group(optimizer, number, toy)
+    toy.grad = torch.ones_like(toy)
+    for _ in range(2):
+        twin.step()
+    return [value for value in tree_leaves(twin.state[toy]) if isinstance(value, Tensor)]
 
 
 def missing_in_state(
@@ -160,7 +178,9 @@ def missing_in_state(
     shaped = {k: v.dtype for k, v in state.items() if k not in numbers}
     on_host = {key: False for key in ("capturable", "fused", "foreach") if key in options}
     try:
-        twin, toy = _twin_of_group(optimizer, number, torch.float32)
+        toy = Parameter(torch.zeros(_TOY_NUMEL))
+        twin = _twin_of_group(optimizer, number, toy)
+        toy.grad = torch.ones_like(toy)
         zeros = {key: torch.zeros_like(toy, dtype=dtype) for key, dtype in shaped.items()}
         group = {**options, **on_host, "params": [toy]}
         # As `load_state_dict` ends: older checkpoints are given the options of later versions.
@@ -175,16 +195,11 @@ def missing_in_state(
     return None
 
 
-def _twin_of_group(
-    optimizer: Optimizer, number: int, dtype: torch.dtype
-) -> tuple[Optimizer, Parameter]:
-    """Return a copy of ``optimizer`` that has one group with a toy, and the toy with a gradient."""
+def _twin_of_group(optimizer: Optimizer, number: int, toy: Parameter) -> Optimizer:
+    """Return a copy of ``optimizer`` that has one group, with ``toy`` in it."""
     optimizer = bare(optimizer)
-    toy = Parameter(torch.zeros(_TOY_NUMEL, dtype=dtype))
     stand_ins = [{own: [toy] for own in group["params"]} for group in optimizer.param_groups]
-    twin = twin_of(optimizer, stand_ins, [number])
-    toy.grad = torch.ones_like(toy)
-    return twin, toy
+    return twin_of(optimizer, stand_ins, [number])
 
 
 class StateBytes(NamedTuple):
@@ -199,3 +214,5 @@ class StateBytes(NamedTuple):
 
 
 _TOY_NUMEL = 24
+# Sizes of a small toy: large enough for those that factor large matrices only.
+_PRIMES = (131, 137, 139, 149, 151, 157, 163, 167)

@@ -9,27 +9,26 @@ tensor nearly as they step the whole.
 An operation of which a taint knows nothing is the question for a shape (decay of matrices only, a
 rate by the number of rows). So the first elements of each toy are stepped once more, as a flat
 vector, and both must do the same operations with the same numbers.
+
+A value of one parameter that the optimizer reads on the host (``item``, ``if``) may steer all that
+follows. So it is stepped again and what it reads of half of the toys is made up: either answer of a
+question, numbers from zero to huge. The other toys must do what they did before, to the bit, and
+whatever the toys share must be the same, also where nobody has used it yet. A step that then raises
+proves nothing, and such an optimizer steps all at once; so does one that reads whole arrays, whose
+answers cannot be enumerated.
 """
 
 from __future__ import annotations
 
-import inspect
 import random
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
-from lightning_zero.optimizer.taint import CannotFollow, Finding, Taint, Traced, Way
-from lightning_zero.optimizer.twin import CannotCopy, bare, options_of, twin_of, with_inner
-
-Master = Callable[[Parameter], Tensor]
+from lightning_zero.optimizer.taint import Finding, Traced, Way
+from lightning_zero.optimizer.trial import Master, Trial
+from lightning_zero.optimizer.twin import CannotCopy, bare
 
 # Known, so that a user's step is not called in vain: exact types, for a subclass may do anything.
 _ELEMENT_WISE = frozenset(
@@ -63,6 +62,26 @@ class Verdict(NamedTuple):
     waits_for_closure: bool = True
 
 
+def way_of(optimizer: Any) -> Way:
+    """Return how ``optimizer`` would be stepped.
+
+    Raises:
+        ValueError: In no way.
+    """
+    return checked(optimizer, probe(optimizer)).way
+
+
+def checked(optimizer: Any, verdict: Verdict) -> Verdict:
+    """Return ``verdict`` unless it is that the optimizer can be stepped in no way."""
+    if verdict.way is Way.NOT_AT_ALL:
+        raise ValueError(
+            f"{type(bare(optimizer)).__name__} {verdict.reason}, so ZeRO cannot give it the parts"
+            " that it must step. Let it hold parameters only in its param groups, use another"
+            " optimizer, or strategy='ddp'."
+        )
+    return verdict
+
+
 def probe(optimizer: Any, master_of: Master = lambda parameter: parameter) -> Verdict:
     """Find out how ``optimizer`` may be stepped, without changing it or its parameters.
 
@@ -75,10 +94,12 @@ def probe(optimizer: Any, master_of: Master = lambda parameter: parameter) -> Ve
         return Verdict(Way.BY_ELEMENT)
     with _random_numbers_kept():
         try:
-            whole = _Trial(original, master_of)
+            whole = Trial(original, master_of)
             whole.run()
             if whole.taint.way is Way.BY_ELEMENT:
                 _compare(whole, original, master_of)
+            elif whole.taint.way is Way.BY_PARAMETER and whole.taint.read:
+                _answer_otherwise(whole, original, master_of)
         except CannotCopy as error:
             return Verdict(Way.NOT_AT_ALL, str(error))
     way = whole.taint.way
@@ -86,9 +107,9 @@ def probe(optimizer: Any, master_of: Master = lambda parameter: parameter) -> Ve
     return Verdict(way, reason, whole.waits_for_closure)
 
 
-def _compare(whole: _Trial, optimizer: Optimizer, master_of: Master) -> None:
+def _compare(whole: Trial, optimizer: Optimizer, master_of: Master) -> None:
     """Step parts of the same toys, which must see the same operations with the same numbers."""
-    parts = _Trial(optimizer, master_of, is_flat=True)
+    parts = Trial(optimizer, master_of, is_flat=True)
     parts.run()
     if not parts.taint.findings and parts.taint.trace == whole.taint.trace:
         return
@@ -99,235 +120,41 @@ def _compare(whole: _Trial, optimizer: Optimizer, master_of: Master) -> None:
     whole.taint.findings.append(Finding(Way.BY_PARAMETER, what + detail))
 
 
-def _told(operation: Traced | None) -> str:
-    return f" (from {operation.operation} on)" if operation else ""
+def _answer_otherwise(whole: Trial, optimizer: Optimizer, master_of: Master) -> None:
+    """Make up what is read of every second toy, which the others must not notice."""
+    truth = Trial(optimizer, master_of)
+    truth.run(is_brief=True)
+    for turn in (0, 1):
+        forced = sum(1 << index for index in range(turn, len(whole.toys), 2))
+        other = Trial(optimizer, master_of, answer=_Answers(forced))
+        other.run(is_brief=True)
+        if other.seen_of(~forced) != truth.seen_of(~forced):
+            what = f"{whole.taint.read}, by which it may step another one"
+            whole.taint.findings.append(Finding(Way.ALL_AT_ONCE, what))
+            return
 
 
-class _Trial:
-    """Steps toys under a taint.
+class _Answers:
+    """What reads of some toys give: either truth, numbers of all sizes.
 
     Args:
-        optimizer: The user's.
-        master_of: As for :func:`probe`.
-        is_flat: Step only the first elements of each toy, as a vector.
+        forced: The bits of those toys.
     """
 
-    def __init__(self, optimizer: Optimizer, master_of: Master, *, is_flat: bool = False) -> None:
-        self._is_flat = is_flat
-        self._generator = torch.Generator().manual_seed(0)
-        self._shapes: list[tuple[int, ...]] = []
-        kept, toys = [], []
-        seen: dict[str, dict[_Kind, list[Parameter]]] = {}
-        for index, group in enumerate(optimizer.param_groups):
-            key = _options_key(group)
-            if group["params"] and key not in seen:
-                kept.append(index)
-                seen[key] = self._toys_for(group, master_of)
-            toys.append(_stand_ins(group, master_of, seen.get(key, {})))
-        self._toys = [toy for kinds in seen.values() for pair in kinds.values() for toy in pair]
-        self._twin = twin_of(optimizer, toys, kept)
-        users = (p for group in optimizer.param_groups for p in group["params"])
-        self.taint = Taint(strangers=users)
-        self._num_calls = 0
-        self.waits_for_closure = True
+    def __init__(self, forced: int) -> None:
+        self._forced, self._random = forced, random.Random(0)
 
-    def _toys_for(
-        self, group: Mapping[str, Any], master_of: Master
-    ) -> dict[_Kind, list[Parameter]]:
-        """Two toys for each kind of parameter in a group: one alone may meet another one later."""
-        masters = {_kind(p, master_of): master_of(p) for p in group["params"]}
-        return {
-            kind: [self._toy(shape, master) for shape in _shapes(kind)]
-            for kind, master in masters.items()
-        }
-
-    def _toy(self, shape: tuple[int, ...], master: Tensor) -> Parameter:
-        device = "cpu" if master.device.type == "meta" else master.device
-        self._shapes.append(shape)
-        return Parameter(self._cut(self._draw(shape)).to(device, master.dtype))
-
-    def _draw(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, generator=self._generator)
-
-    def _cut(self, whole: Tensor) -> Tensor:
-        return whole.reshape(-1)[: (whole.numel() * 2 + 2) // 3].clone() if self._is_flat else whole
-
-    def run(self) -> None:
-        """Step until something is found that rules out every way but all at once."""
-        twin, taint = self._twin, self.taint
-        for index, toy in enumerate(self._toys):
-            taint.mark(toy, 1 << index)
-            for name, value in twin.state.get(toy, {}).items():
-                if isinstance(value, Tensor) and value.shape == toy.shape and name != "step":
-                    taint.mark(value, 1 << index)
-        for number in _numbers_of_steps(twin):
-            if taint.way not in (Way.BY_ELEMENT, Way.BY_PARAMETER):
-                return
-            self._step(number)
-
-    def _step(self, number: int) -> None:
-        grads = [self._grad(number, index) for index in range(len(self._toys))]
-        places = [toy.data_ptr() for toy in self._toys]
-        before = _random_states()
-        self._num_calls = 0
-
-        def closure() -> Tensor:
-            self._num_calls += 1
-            if self._num_calls == 1:
-                self.waits_for_closure &= not self.taint.has_touched
-            for index, (toy, grad) in enumerate(zip(self._toys, grads, strict=True)):
-                toy.grad = grad
-                if grad is not None:
-                    self.taint.mark(grad, 1 << index)
-            loss = torch.ones(())
-            self.taint.mark(loss, (1 << len(self._toys)) - 1)
-            return loss
-
-        try:
-            closure()
-            self._num_calls, self.taint.has_touched = 0, False
-            with self.taint:
-                _train(self._twin, is_first=number == 0)
-                self.taint.has_touched = False
-                if "closure" in inspect.signature(type(self._twin).step).parameters:
-                    self._twin.step(closure)  # type: ignore[arg-type]
-                else:
-                    self._twin.step()
-        except CannotFollow:
-            return
-        except Exception as error:
-            self._find(f"cannot step a toy ({type(error).__name__}: {error})")
-            return
-        finally:
-            self.waits_for_closure &= self._num_calls > 0
-        if self._num_calls > 1:
-            self._find("calls its closure more than once in a step")
-        if before != _random_states():
-            self._find("draws random numbers")
-        if places != [toy.data_ptr() for toy in self._toys]:
-            self._find("exchanges the data of a parameter")
-        if self._has_kept_values():
-            self._find("keeps values of parameters outside of their own state")
-
-    def _find(self, what: str) -> None:
-        self.taint.find(Way.ALL_AT_ONCE, what, is_running=False)
-
-    def _grad(self, number: int, index: int) -> Tensor | None:
-        """A gradient that leads into a branch: zeros, orthogonal, jumps, none."""
-        toy, value = self._toys[index], self._draw(self._shapes[index])
-        if number % 7 == 3:
-            value.zero_()
-        if number % 7 == 4 and index % 2:
-            return None
-        if number % 7 == 5:
-            value = value * 100
-        grad = self._cut(value).to(toy.device, toy.dtype)
-        if number % 7 == 6 and toy.dim() > 1:
-            weight = toy.detach()
-            grad = grad - weight * (grad * weight).sum() / (weight * weight).sum()
-        return grad
-
-    def _has_kept_values(self) -> bool:
-        """Return whether values of parameters are elsewhere than in these parameters' state."""
-        bits = {id(toy): 1 << index for index, toy in enumerate(self._toys)}
-        for holder in with_inner(self._twin):
-            own = {key: value for key, value in vars(holder).items() if key != "state"}
-            own["param_groups"] = [options_of(group) for group in holder.param_groups]
-            if self.taint.bits(leaf for leaf in tree_leaves(own) if id(leaf) not in bits):
-                return True
-            for key, entries in holder.state.items():
-                if self.taint.bits(tree_leaves(entries)) & ~bits.get(id(key), 0):
-                    return True
-        return False
+    def __call__(self, bits: int, value: Any) -> Any:
+        if not bits & self._forced:
+            return value
+        if isinstance(value, bool):
+            return self._random.random() < 0.5
+        sign = -1 if value < 0 else 1
+        return type(value)(sign * self._random.choice([0.0, 1e-6, 1.0, 1e6]))
 
 
-def _train(optimizer: Any, *, is_first: bool) -> None:
-    """Call the ``train()`` without which some do not step, and its counterpart."""
-    for name in ("train",) if is_first else ("eval", "train"):
-        change = getattr(optimizer, name, None)
-        if callable(change):
-            change()
-
-
-def _numbers_of_steps(twin: Optimizer) -> Iterator[int]:
-    """The numbers of the steps: twenty, and later ones, to which all counters are moved."""
-    yield from range(20)
-    numbers = count(20)
-    for step in _LATE:
-        for holder in with_inner(twin):
-            _move_counters(holder, step)
-        yield next(numbers)
-        yield next(numbers)
-
-
-# What an optimizer does now and then, it does at round numbers; what it does late, after these.
-_LATE = (24, 49, 99, 199, 499, 999, 1999, 9999)
-
-
-def _move_counters(optimizer: Optimizer, step: int) -> None:
-    for entries in (*optimizer.param_groups, *optimizer.state.values()):
-        value = entries.get("step") if isinstance(entries, dict) else None
-        if isinstance(value, Tensor) and value.numel() == 1:
-            value.fill_(step)
-        elif isinstance(value, int | float):
-            entries["step"] = step
-
-
-def _options_key(group: Mapping[str, Any]) -> str:
-    """Equal for param groups that differ only in their rate."""
-    ranks = sorted({len(_shape_of(parameter)) for parameter in group["params"]})
-    return str((ranks, {key: value for key, value in options_of(group).items() if key != "lr"}))
-
-
-class _Kind(NamedTuple):
-    """Parameters that an optimizer may treat alike."""
-
-    num_dims: int
-    is_large: bool
-    dtype: torch.dtype
-
-
-def _kind(parameter: Parameter, master_of: Master) -> _Kind:
-    shape = _shape_of(parameter)
-    is_large = len(shape) == 2 and min(shape) >= _LARGE
-    return _Kind(len(shape), is_large, master_of(parameter).dtype)
-
-
-def _stand_ins(
-    group: Mapping[str, Any], master_of: Master, toys: Mapping[_Kind, list[Parameter]]
-) -> dict[Parameter, list[Parameter]]:
-    """The toys of each parameter: both of its kind for one alone, else one of them."""
-    kinds = [_kind(parameter, master_of) for parameter in group["params"]]
-    total, used = Counter(kinds), Counter[_Kind]()
-    stand_ins = {}
-    for parameter, kind in zip(group["params"], kinds, strict=True):
-        number = used[kind] % 2
-        stand_ins[parameter] = toys[kind][number : number + 1] if total[kind] > 1 else toys[kind]
-        used[kind] += 1
-    return stand_ins
-
-
-def _shape_of(parameter: Any) -> tuple[int, ...]:
-    """The shape of a parameter, also of one whose piece is in the group already."""
-    return tuple(getattr(parameter, "parameter", parameter).shape)
-
-
-# From here on, optimizers that factor matrices do it.
-_LARGE = 128
-_SHAPES: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    0: ((), ()),
-    1: ((7,), (4,)),
-    2: ((6, 4), (3, 5)),
-    3: ((2, 3, 4), (3, 2, 2)),
-    4: ((2, 3, 2, 2), (3, 2, 1, 2)),
-}
-
-
-def _shapes(kind: _Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    first, second = _SHAPES.get(
-        kind.num_dims, ((2,) * kind.num_dims, (1, 2) + (1,) * (kind.num_dims - 2))
-    )
-    return (_LARGE + 4, _LARGE + 2) if kind.is_large else first, second
+def _told(operation: Traced | None) -> str:
+    return f" (from {operation.operation} on)" if operation else ""
 
 
 class _random_numbers_kept:
@@ -339,7 +166,3 @@ class _random_numbers_kept:
     def __exit__(self, *error: Any) -> None:
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
-
-
-def _random_states() -> tuple[Any, Any]:
-    return torch.get_rng_state().numpy().tobytes(), random.getstate()

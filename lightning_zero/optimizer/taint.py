@@ -5,6 +5,9 @@ it carries the bit too, for whole storages, so that views and writes in place ne
 as only operations that are known to be element-wise have touched a bit, all its tensors have the
 parameter's shape, and element ``i`` of each depends on no other element. Everything that is not
 known to be so is a finding.
+
+What is read on the host is out of sight: Python may decide anything by it. The prober says what a
+read of one parameter gives, and sees whether another one notices.
 """
 
 from __future__ import annotations
@@ -20,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_zero.tensors import internals
 
@@ -42,10 +44,11 @@ class Finding(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """An operation on tainted values, with its numbers."""
+    """An operation on values of the parameters ``bits``, with its numbers."""
 
     operation: str
     numbers: tuple[Any, ...]
+    bits: int
 
 
 class CannotFollow(Exception):
@@ -75,6 +78,8 @@ _NEW = _names(
     "empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like"
     " zeros_like"
 )
+# They bring one value to the host.
+_READS = _names("_local_scalar_dense equal")
 # Values that reach the host without an operation that a dispatch mode sees.
 _HOST_READS = frozenset(
     [
@@ -95,18 +100,27 @@ class Taint(TorchDispatchMode):
 
     Args:
         strangers: Tensors that must not be touched: the user's own.
+        answer: Returns what the optimizer reads on the host of a parameter, by its bit, in place of
+            its value.
 
     Attributes:
         findings: The first for each way that is not by element.
         trace: The operations on tainted values, in order.
         has_touched: Whether a tainted value was an operand since this was last reset.
+        read: The first read on the host of a value that comes from one parameter alone.
     """
 
-    def __init__(self, strangers: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        strangers: Iterable[Tensor] = (),
+        answer: Callable[[int, Any], Any] = lambda bits, value: value,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.findings: list[Finding] = []
         self.trace: list[Traced] = []
         self.has_touched = False
+        self.read = ""
+        self._answer = answer
         self._strangers = frozenset(map(id, strangers))
         self._bits: dict[int, int] = {}
         # An address stands for a storage only as long as that lives.
@@ -160,7 +174,7 @@ class Taint(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        leaves = tree_leaves((args, kwargs))
+        leaves = list(_leaves((*args, *kwargs.values())))
         name = func.overloadpacket.__name__
         self._check_may_run(func, leaves)
         written = list(_written(func, args, kwargs))
@@ -171,13 +185,18 @@ class Taint(TorchDispatchMode):
         if not bits or name.rstrip("_") in _NEW:
             return func(*args, **kwargs)
         numbers = () if name in _SHAPED else _numbers(self, leaves)
-        self.trace.append(Traced(str(func), numbers))
+        self.trace.append(Traced(str(func), numbers, bits))
+        if name in _READS and not bits & (bits - 1):
+            read = f"reads values of a parameter on the host ({name})"
+            self.find(Way.BY_PARAMETER, read)
+            self.read = self.read or read + _calling_line()
+            return self._answer(bits, func(*args, **kwargs))
         shapes = self._judge(name, _is_element_wise(func), bits, _read(func, args, kwargs))
         result = func(*args, **kwargs)
-        results = tree_leaves(result)
+        results = list(_leaves([result]))
         is_read = not written and not any(isinstance(each, Tensor) for each in results)
         if is_read or torch.Tag.dynamic_output_shape in func.tags:
-            self.find(Way.ALL_AT_ONCE, f"reads values of parameters on the host ({name})")
+            self.find(Way.ALL_AT_ONCE, f"reads values of several parameters on the host ({name})")
         self._take(name, bits, [*results, *written], shapes)
         return result
 
@@ -238,13 +257,13 @@ class Taint(TorchDispatchMode):
                 common.append(value)
             elif value and argument.name != "state_steps":
                 lists.append(value)
-        if self.bits(tree_leaves((common, kwargs.get("state_steps")))):
+        if self.bits(_leaves((*common, kwargs.get("state_steps")))):
             self.find(Way.ALL_AT_ONCE, f"takes a number for all from a parameter ({name})")
         judged = []
         for row in zip_longest(*lists):
             bits = self.bits(row)
             if bits:
-                self.trace.append(Traced(str(func), _numbers(self, [*row, *common])))
+                self.trace.append(Traced(str(func), _numbers(self, [*row, *common]), bits))
             judged.append((bits, row, self._judge(name, is_element_wise, bits, row)))
         result = func(*args, **kwargs)
         made = list(zip_longest(*_columns(result)))
@@ -308,12 +327,22 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
 def _read(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The operands whose values count: not those that are only overwritten."""
     overwrites = func.overloadpacket.__name__ in ("copy_", "fill_", "zero_")
-    return [
-        leaf
-        for index, (argument, value) in enumerate(_arguments(func, args, kwargs))
-        if not argument.is_out and not (overwrites and index == 0)
-        for leaf in tree_leaves(value)
-    ]
+    return list(
+        _leaves(
+            value
+            for index, (argument, value) in enumerate(_arguments(func, args, kwargs))
+            if not argument.is_out and not (overwrites and index == 0)
+        )
+    )
+
+
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    """The arguments of an operation, of which some are lists."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value
 
 
 def _columns(result: Any) -> list[list[Any]]:

@@ -62,6 +62,10 @@ class SavingStrategy(RankStrategy):
         super().__init__(**kwargs)
         self.engine: Engine | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A module that holds its Trainer can be copied: the copy belongs to no run.
+        return {**super().__getstate__(), "engine": None, "_run": None}
+
     @property
     def _module(self) -> pl.LightningModule:
         assert self.lightning_module is not None
@@ -75,7 +79,8 @@ class SavingStrategy(RankStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        assert self.engine is not None
+        if self.engine is None:
+            return super().optimizer_state(optimizer)
         inner = unwrapped(optimizer)
         known = [unwrapped(other) for other in self.optimizers]
         number = next((n for n, other in enumerate(known) if other is inner), len(known))
@@ -85,6 +90,9 @@ class SavingStrategy(RankStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: StoredPath, storage_options: Any | None = None
     ) -> None:
+        if self._run is None:  # of an ordinary module, before the ranks are connected
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
         saver = self._saver
         if self.options.checkpoint == "dcp" and (
             storage_options is not None or not self._writes_files
@@ -128,7 +136,7 @@ class SavingStrategy(RankStrategy):
 
     @override
     def remove_checkpoint(self, filepath: StoredPath) -> None:
-        if self._writes_files:
+        if self._writes_files and self._run is not None:
             self._saver.remove(str(filepath))
         else:
             super().remove_checkpoint(filepath)
@@ -157,9 +165,10 @@ class SavingStrategy(RankStrategy):
     def load_checkpoint(
         self, checkpoint_path: StoredPath, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        self._saver.wait()
-        self._agree_to_load(str(checkpoint_path))
-        if not self._writes_files:
+        if self._run is not None:
+            self._saver.wait()
+            self._agree_to_load(str(checkpoint_path))
+        if self._run is None or not self._writes_files:
             # Lightning 2.5 has no such argument, and never gives one.
             given = {} if weights_only is None else {"weights_only": weights_only}
             return super().load_checkpoint(checkpoint_path, **given)
@@ -182,10 +191,12 @@ class SavingStrategy(RankStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if not self._current.is_set_up:
+        if self._run is None:
+            super().load_model_state_dict(checkpoint, strict)
+        elif not self._run.is_set_up:
             # As under DDP the checkpoint is read and its hooks run before setup; the values are
             # copied when each rank knows its part, and the optimizers are there to be checked.
-            self._current.pending = (checkpoint, strict)
+            self._run.pending = (checkpoint, strict)
         else:
             self._load_weights(checkpoint, strict)
 

@@ -166,7 +166,6 @@ class MemoryMonitor(Callback):
         if not isinstance(strategy, ZeROStrategy) or strategy.engine is None:
             self.predict = False
             return
-        self._subject = self._subject_of(strategy, trainer, batch)
         chosen = strategy.settings
         self._settings: dict[str, Any] = {
             "num_microbatches": trainer.accumulate_grad_batches,
@@ -176,12 +175,14 @@ class MemoryMonitor(Callback):
             "accumulate": chosen.accumulate,
             "shares_memory": strategy.engine.comm.transport.reads_peers,
         }
-        try:
-            self.predicted = self._estimate(strategy)
-        except ValueError as error:
-            rank_zero_warn(f"MemoryMonitor predicts no activations: {error}")
-            self._subject = self._subject_of(strategy, trainer, batch=None)
-            self.predicted = self._estimate(strategy)
+        for given, what in ((batch, "activations"), (None, "memory")):
+            try:
+                self._subject = self._subject_of(strategy, trainer, given)
+                self.predicted = self._estimate(strategy)
+                return
+            except ValueError as error:
+                rank_zero_warn(f"MemoryMonitor predicts no {what}: {error}")
+        self._subject, self.predict = None, False
 
     def _estimate(self, strategy: ZeROStrategy) -> Estimate:
         assert self._subject is not None

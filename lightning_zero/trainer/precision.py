@@ -13,6 +13,7 @@ from lightning.pytorch.plugins.precision import (
     MixedPrecision,
     Precision,
 )
+from torch import nn
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -50,12 +51,15 @@ class ZeROPrecision(Precision):
         precision: A name of the first column.
         scaler: The loss scaler of ``16-mixed``; by default one with the settings of
             ``torch.amp.GradScaler``.
+        device: The kind of device, for those who ask the plugin.
 
     Raises:
         ValueError: The precision is unknown, or a scaler is given to one that does not scale.
     """
 
-    def __init__(self, precision: str = "32-true", scaler: LossScaler | None = None) -> None:
+    def __init__(
+        self, precision: str = "32-true", scaler: LossScaler | None = None, device: str = "cpu"
+    ) -> None:
         if precision not in RECIPES:
             raise ValueError(
                 f"Expected a precision among {', '.join(map(repr, RECIPES))}, got {precision!r}."
@@ -66,6 +70,7 @@ class ZeROPrecision(Precision):
             )
         self.precision = precision  # type: ignore[assignment]
         self.scaler = (scaler or LossScaler()) if RECIPES[precision].loss_scaled else None
+        self.device = device
         self.comm: Communicator | None = None
         self._caster = _CASTERS.get(precision, Precision)()
 
@@ -79,13 +84,16 @@ class ZeROPrecision(Precision):
         if isinstance(plugin, cls):
             return plugin
         if isinstance(plugin, MixedPrecision):
-            return cls(plugin.precision, _scaler_of(plugin))
+            return cls(plugin.precision, _scaler_of(plugin), plugin.device)
         if type(plugin) in (Precision, HalfPrecision, DoublePrecision):
             return cls(plugin.precision)
         raise TypeError(
             f"ZeROStrategy cannot shard under {type(plugin).__name__}. Use Trainer(precision=...)"
             f" with one of {', '.join(map(repr, RECIPES))}."
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "comm": None}
 
     @property
     def recipe(self) -> Recipe:
@@ -160,11 +168,17 @@ class ZeROPrecision(Precision):
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        clip.clip_by_norm(pieces_of(optimizer), self._ranks, clip_val)
+        if nn.utils.clip_grad_norm_ is not nn.utils.clip_grad.clip_grad_norm_:
+            super().clip_grad_by_norm(optimizer, clip_val)  # the user's own, of whole gradients
+        else:
+            clip.clip_by_norm(pieces_of(optimizer), self._ranks, clip_val)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        clip.clip_by_value(pieces_of(optimizer), clip_val)
+        if nn.utils.clip_grad_value_ is not nn.utils.clip_grad.clip_grad_value_:
+            super().clip_grad_by_value(optimizer, clip_val)
+        else:
+            clip.clip_by_value(pieces_of(optimizer), clip_val)
 
     @property
     def _ranks(self) -> Communicator:

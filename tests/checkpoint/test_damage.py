@@ -348,7 +348,7 @@ def test_refusals_name_the_file_and_change_nothing(ranks: Pools, tmp_path: Path)
     assert "the ranks see different checkpoints" in last
     assert "step 2" in last
     assert "step 3" in last
-    assert "on rank 1: there is no file" in one
+    assert "on rank 1: Checkpoint file not found" in one
     assert f"{names[4]!r}, but rank 1 loads none" in none
     assert f"{names[4]!r}, but rank 0 loads none" in other
 

@@ -116,7 +116,7 @@ def test_a_rank_that_cannot_see_the_file_ends_on_all(ranks: Pools, tmp_path: Pat
     # Each process has its own working directory: for once the same path is not the same file.
     for text in ranks(2).run(read_from_own_folder, str(tmp_path), "/proc/self/cwd/file.ckpt"):
         assert text.startswith("FileNotFoundError: Loading")
-        assert "on rank 1: there is no file" in text
+        assert "on rank 1: Checkpoint file not found" in text
 
 
 class Slow:

@@ -117,7 +117,7 @@ def test_load_weights_tells_everything_that_does_not_fit(ranks: Pools, tmp_path:
         assert "file.pt" in wrong
         for word in ("blocks.1.linear.bias", "surplus", "blocks.0.norm.weight", "[9]"):
             assert word in wrong
-        assert "there is no file" in missing
+        assert "Checkpoint file not found" in missing
         assert names == ["blocks.1.linear.bias", "surplus"]
 
 
@@ -239,7 +239,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["inspect", str(path), "--verify"]) == 1
     assert "Bad CRC-32" in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "none.ckpt")]) == 1
-    assert "there is no file" in capsys.readouterr().err
+    assert "Checkpoint file not found" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["convert", str(path), str(target), "--dtype", "int8"])
 

@@ -34,8 +34,8 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.control import Control
 from lightning_zero.engine import materialize
 from lightning_zero.engine.engine import Engine
-from lightning_zero.optimizer import clip
-from lightning_zero.optimizer.pieces import check_can_be_cut, state_bytes
+from lightning_zero.optimizer import Way, clip, way_of
+from lightning_zero.optimizer.pieces import state_bytes
 from lightning_zero.plan.plan import RECIPES
 from lightning_zero.plan.settings import Settings
 from tests.oracle.models import MODELS, Block
@@ -305,11 +305,10 @@ def test_an_optimizer_that_a_graph_may_capture(name: str) -> None:
     weight = nn.Parameter(torch.ones(3, 3))
     if name in ("Adam", "AdamW"):
         rate = torch.tensor(0.01)
-        check_can_be_cut(
-            getattr(torch.optim, name)([weight], lr=rate, capturable=True, foreach=True)
-        )
+        other = getattr(torch.optim, name)([weight], lr=rate, capturable=True, foreach=True)
+        assert way_of(other) is Way.BY_ELEMENT
     optimizer = getattr(torch.optim, name)([weight], lr=0.01, capturable=True)
-    check_can_be_cut(optimizer)
+    assert way_of(optimizer) is Way.BY_ELEMENT
     assert state_bytes(optimizer, optimizer.param_groups[0], torch.float32).per_element >= 4
 
 

@@ -64,8 +64,8 @@ OPTIMIZERS: dict[str, tuple[Make, Way]] = {
         lambda m: [torch.optim.Muon(matrices(m), lr=0.02), torch.optim.AdamW(vectors(m), lr=0.01)],
         Way.BY_PARAMETER,
     ),
-    "torch adafactor": (all_of(torch.optim.Adafactor, lr=0.05), Way.ALL_AT_ONCE),
-    "transformers adafactor": (all_of(transformers.Adafactor), Way.ALL_AT_ONCE),
+    "torch adafactor": (all_of(torch.optim.Adafactor, lr=0.05), Way.BY_PARAMETER),
+    "transformers adafactor": (all_of(transformers.Adafactor), Way.BY_PARAMETER),
     "prodigy": (all_of(prodigyopt.Prodigy), Way.ALL_AT_ONCE),
     "lookahead": (
         lambda m: [pytorch_optimizer.Lookahead(torch.optim.AdamW(m.parameters(), lr=0.02))],
@@ -76,10 +76,12 @@ OPTIMIZERS: dict[str, tuple[Make, Way]] = {
         name: (all_of(load(name), lr=0.02), Way.BY_PARAMETER)
         for name in (
             "adafactor",
+            "adamp",
             "came",
             "novograd",
             "ranger",
             "scalableshampoo",
+            "sgdp",
             "shampoo",
             "sm3",
             "soap",
@@ -88,7 +90,7 @@ OPTIMIZERS: dict[str, tuple[Make, Way]] = {
     },
     **{
         name: (all_of(load(name), lr=0.02), Way.ALL_AT_ONCE)
-        for name in ["adamp", "dadaptadam", "dadaptsgd", "lamb", "lars", "sgdp"]
+        for name in ["dadaptadam", "dadaptsgd", "lamb", "lars"]
     },
     **{name: (all_of(load(name), lr=0.02), Way.BY_ELEMENT) for name in ("adan", "lion", "madgrad")},
 }

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import prodigyopt
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,8 +29,11 @@ from tests.oracle.models import Transformer, next_token_loss, tokens
 class Project(LightningModule):
     """A user's module around a small Transformer."""
 
-    def __init__(self, *, is_data_dependent: bool = False, surprises: bool = False) -> None:
+    def __init__(
+        self, *, is_data_dependent: bool = False, surprises: bool = False, optimizer: str = "adamw"
+    ) -> None:
         super().__init__()
+        self.optimizer = optimizer
         self.net = Transformer()
         self.is_data_dependent = is_data_dependent
         if surprises:
@@ -52,7 +56,16 @@ class Project(LightningModule):
         self.log("val_loss", next_token_loss(self.net, batch))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
+        return OPTIMIZERS[self.optimizer](self)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
+    "adamw": lambda m: torch.optim.AdamW(m.parameters()),
+    "muon": lambda m: torch.optim.Muon([p for p in m.parameters() if p.ndim == 2]),
+    "adafactor": lambda m: torch.optim.Adafactor(m.parameters()),
+    "prodigy": lambda m: prodigyopt.Prodigy(m.parameters()),
+    "lbfgs": lambda m: torch.optim.LBFGS(m.parameters(), max_iter=1),
+}
 
 
 def is_block(module: nn.Module) -> bool:
@@ -120,6 +133,25 @@ def test_measured_is_predicted(ranks: Any, tmp_path: Path, stage: int, precision
     assert first["most"]["activations"] > 0
     assert "memory/backward/gradients" in first["names"]
     assert "memory/validation/weights" in first["names"]
+
+
+def run_others(folder: str) -> list[dict[str, Any]]:
+    names = [(3, "muon"), (1, "adafactor"), (3, "prodigy")]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        unforeseen = run(folder, 3, optimizer="lbfgs")
+    assert unforeseen["resting"] is None
+    told = any("LBFGS's state cannot be predicted" in str(w.message) for w in caught)
+    assert told == (dist.get_rank() == 0)
+    return [run(folder, stage, optimizer=name) for stage, name in names]
+
+
+def test_states_of_whole_parameters_are_predicted(ranks: Any, tmp_path: Path) -> None:
+    for found in ranks(2).run(run_others, str(tmp_path)):
+        for result in found:
+            own, foreseen = result["own"]["states"], result["resting"]["states"]
+            # Prodigy keeps no copy of a parameter that begins as zeros.
+            assert 0 < own <= foreseen <= 1.01 * own
 
 
 def test_the_table_explains_itself(ranks: Any, tmp_path: Path) -> None:

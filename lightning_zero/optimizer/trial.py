@@ -1,0 +1,293 @@
+"""Steps of toy parameters, in which is seen what an optimizer does with them."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lightning_zero.optimizer.taint import CannotFollow, Taint, Way
+from lightning_zero.optimizer.twin import options_of, twin_of, with_inner
+
+Master = Callable[[Parameter], Tensor]
+
+
+class Trial:
+    """Steps toys under a taint.
+
+    Args:
+        optimizer: The user's.
+        master_of: A tensor with the dtype and the device in which a parameter is stepped.
+        is_flat: Step only the first elements of each toy, as a vector.
+        answer: As for :class:`Taint`.
+
+    Attributes:
+        toys: Two for each kind of parameter, one after the other.
+        taint: What was found.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        master_of: Master,
+        *,
+        is_flat: bool = False,
+        answer: Callable[[int, Any], Any] = lambda bits, value: value,
+    ) -> None:
+        self._is_flat = is_flat
+        self._generator = torch.Generator().manual_seed(0)
+        self._shapes: list[tuple[int, ...]] = []
+        kept, toys = [], []
+        seen: dict[str, dict[_Kind, list[Parameter]]] = {}
+        for index, group in enumerate(optimizer.param_groups):
+            key = _options_key(group)
+            if group["params"] and key not in seen:
+                kept.append(index)
+                seen[key] = self._toys_for(group, master_of)
+            toys.append(_stand_ins(group, master_of, seen.get(key, {})))
+        self.toys = [toy for kinds in seen.values() for pair in kinds.values() for toy in pair]
+        self._twin = twin_of(optimizer, toys, kept)
+        users = (p for group in optimizer.param_groups for p in group["params"])
+        self.taint = Taint(users, answer)
+        self._shared: list[str] = []
+        self._num_calls = 0
+        self.waits_for_closure = True
+
+    def _toys_for(
+        self, group: Mapping[str, Any], master_of: Master
+    ) -> dict[_Kind, list[Parameter]]:
+        """Two toys for each kind of parameter in a group: one alone may meet another one later."""
+        masters = {_kind(p, master_of): master_of(p) for p in group["params"]}
+        return {
+            kind: [self._toy(shape, master) for shape in _shapes(kind)]
+            for kind, master in masters.items()
+        }
+
+    def _toy(self, shape: tuple[int, ...], master: Tensor) -> Parameter:
+        device = "cpu" if master.device.type == "meta" else master.device
+        self._shapes.append(shape)
+        return Parameter(self._cut(self._draw(shape)).to(device, master.dtype))
+
+    def _draw(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=self._generator)
+
+    def _cut(self, whole: Tensor) -> Tensor:
+        return whole.reshape(-1)[: (whole.numel() * 2 + 2) // 3].clone() if self._is_flat else whole
+
+    def run(self, *, is_brief: bool = False) -> None:
+        """Step until something is found that rules out every way but all at once."""
+        twin, taint = self._twin, self.taint
+        for index, toy in enumerate(self.toys):
+            taint.mark(toy, 1 << index)
+            for name, value in twin.state.get(toy, {}).items():
+                if isinstance(value, Tensor) and value.shape == toy.shape and name != "step":
+                    taint.mark(value, 1 << index)
+        for number in _numbers_of_steps(twin, is_brief=is_brief):
+            if taint.way not in (Way.BY_ELEMENT, Way.BY_PARAMETER):
+                return
+            self._step(number)
+
+    def _step(self, number: int) -> None:
+        grads = [self._grad(number, index) for index in range(len(self.toys))]
+        places = [toy.data_ptr() for toy in self.toys]
+        before = _random_states()
+        self._num_calls, self.taint.has_touched = 0, False
+
+        def closure() -> Tensor:
+            self._num_calls += 1
+            if self._num_calls == 1:
+                self.waits_for_closure &= not self.taint.has_touched
+            for index, (toy, grad) in enumerate(zip(self.toys, grads, strict=True)):
+                toy.grad = grad
+                if grad is not None:
+                    self.taint.mark(grad, 1 << index)
+            loss = torch.ones(())
+            self.taint.mark(loss, (1 << len(self.toys)) - 1)
+            return loss
+
+        try:
+            closure()
+            self._num_calls, self.taint.has_touched = 0, False
+            with self.taint:
+                _train(self._twin, is_first=number == 0)
+                self.taint.has_touched = False
+                if "closure" in inspect.signature(type(self._twin).step).parameters:
+                    self._twin.step(closure)  # type: ignore[arg-type]
+                else:
+                    self._twin.step()
+        except CannotFollow:
+            return
+        except Exception as error:
+            self._find(f"cannot step a toy ({type(error).__name__}: {error})")
+            return
+        finally:
+            self.waits_for_closure &= self._num_calls > 0
+        if self._num_calls > 1:
+            self._find("calls its closure more than once in a step")
+        if before != _random_states():
+            self._find("draws random numbers")
+        if places != [toy.data_ptr() for toy in self.toys]:
+            self._find("exchanges the data of a parameter")
+        if self._has_kept_values():
+            self._find("keeps values of parameters outside of their own state")
+        self._shared.append(str([_shown(leaf) for leaf in tree_leaves(self._outside())]))
+
+    def seen_of(self, bits: int) -> Any:
+        """Return all that happened to some toys, and what all share after each step."""
+        trace = [one for one in self.taint.trace if one.bits & bits]
+        states = [
+            _shown(leaf)
+            for index, toy in enumerate(self.toys)
+            if bits & 1 << index
+            for holder in with_inner(self._twin)
+            for leaf in (toy, *tree_leaves(holder.state.get(toy)))
+        ]
+        return str((trace, states)), self._shared
+
+    def _outside(self) -> list[Any]:
+        """What the optimizer keeps elsewhere than in the state of a parameter."""
+        kept: list[Any] = []
+        for holder in with_inner(self._twin):
+            own = {k: v for k, v in vars(holder).items() if k not in ("state", "param_groups")}
+            groups = [options_of(group) for group in holder.param_groups]
+            others = [v for k, v in holder.state.items() if not isinstance(k, Parameter)]
+            kept += [own, groups, others]
+        return kept
+
+    def _find(self, what: str) -> None:
+        self.taint.find(Way.ALL_AT_ONCE, what, is_running=False)
+
+    def _grad(self, number: int, index: int) -> Tensor | None:
+        """A gradient that leads into a branch: zeros, orthogonal, jumps, none."""
+        toy, value = self.toys[index], self._draw(self._shapes[index])
+        if number % 7 == 3:
+            value.zero_()
+        if number % 7 == 4 and index % 2:
+            return None
+        if number % 7 == 5:
+            value = value * 100
+        grad = self._cut(value).to(toy.device, toy.dtype)
+        if number % 7 == 6 and toy.dim() > 1:
+            weight = toy.detach()
+            grad = grad - weight * (grad * weight).sum() / (weight * weight).sum()
+        return grad
+
+    def _has_kept_values(self) -> bool:
+        """Return whether values of parameters are elsewhere than in these parameters' state."""
+        bits = {id(toy): 1 << index for index, toy in enumerate(self.toys)}
+        if self.taint.bits(leaf for leaf in tree_leaves(self._outside()) if id(leaf) not in bits):
+            return True
+        return any(
+            self.taint.bits(tree_leaves(entries)) & ~bits.get(id(key), 0)
+            for holder in with_inner(self._twin)
+            for key, entries in holder.state.items()
+        )
+
+
+def _shown(leaf: Any) -> Any:
+    """A value that can be compared with another run's."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach().cpu().flatten().tolist()
+    return leaf if isinstance(leaf, bool | int | float | complex | str) else type(leaf)
+
+
+def _train(optimizer: Any, *, is_first: bool) -> None:
+    """Call the ``train()`` without which some do not step, and its counterpart."""
+    for name in ("train",) if is_first else ("eval", "train"):
+        change = getattr(optimizer, name, None)
+        if callable(change):
+            change()
+
+
+def _numbers_of_steps(twin: Optimizer, *, is_brief: bool) -> Iterator[int]:
+    """The numbers of the steps: the first, and later ones, to which all counters are moved."""
+    numbers = count()
+    yield from itertools.islice(numbers, 6 if is_brief else 20)
+    for step in _LATE:
+        for holder in with_inner(twin):
+            _move_counters(holder, step)
+        yield from itertools.islice(numbers, 1 if is_brief else 2)
+
+
+# What an optimizer does now and then, it does at round numbers; what it does late, after these.
+_LATE = (24, 49, 99, 199, 499, 999, 1999, 9999)
+
+
+def _move_counters(optimizer: Optimizer, step: int) -> None:
+    for entries in (*optimizer.param_groups, *optimizer.state.values()):
+        value = entries.get("step") if isinstance(entries, dict) else None
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value.fill_(step)
+        elif isinstance(value, int | float):
+            entries["step"] = step
+
+
+def _options_key(group: Mapping[str, Any]) -> str:
+    """Equal for param groups that differ only in their rate."""
+    ranks = sorted({len(_shape_of(parameter)) for parameter in group["params"]})
+    return str((ranks, {key: value for key, value in options_of(group).items() if key != "lr"}))
+
+
+class _Kind(NamedTuple):
+    """Parameters that an optimizer may treat alike."""
+
+    num_dims: int
+    is_large: bool
+    dtype: torch.dtype
+
+
+def _kind(parameter: Parameter, master_of: Master) -> _Kind:
+    shape = _shape_of(parameter)
+    is_large = len(shape) == 2 and min(shape) >= _LARGE
+    return _Kind(len(shape), is_large, master_of(parameter).dtype)
+
+
+def _stand_ins(
+    group: Mapping[str, Any], master_of: Master, toys: Mapping[_Kind, list[Parameter]]
+) -> dict[Parameter, list[Parameter]]:
+    """The toys of each parameter: both of its kind for one alone, else one of them."""
+    kinds = [_kind(parameter, master_of) for parameter in group["params"]]
+    total, used = Counter(kinds), Counter[_Kind]()
+    stand_ins = {}
+    for parameter, kind in zip(group["params"], kinds, strict=True):
+        number = used[kind] % 2
+        stand_ins[parameter] = toys[kind][number : number + 1] if total[kind] > 1 else toys[kind]
+        used[kind] += 1
+    return stand_ins
+
+
+def _shape_of(parameter: Any) -> tuple[int, ...]:
+    """The shape of a parameter, also of one whose piece is in the group already."""
+    return tuple(getattr(parameter, "parameter", parameter).shape)
+
+
+# From here on, optimizers that factor matrices do it.
+_LARGE = 128
+_SHAPES: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    0: ((), ()),
+    1: ((7,), (4,)),
+    2: ((6, 4), (3, 5)),
+    3: ((2, 3, 4), (3, 2, 2)),
+    4: ((2, 3, 2, 2), (3, 2, 1, 2)),
+}
+
+
+def _shapes(kind: _Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    first, second = _SHAPES.get(
+        kind.num_dims, ((2,) * kind.num_dims, (1, 2) + (1,) * (kind.num_dims - 2))
+    )
+    return (_LARGE + 4, _LARGE + 2) if kind.is_large else first, second
+
+
+def _random_states() -> tuple[Any, Any]:
+    return torch.get_rng_state().numpy().tobytes(), random.getstate()

@@ -1,0 +1,260 @@
+"""What users do with a Trainer and its parts gives what it gives under DDP."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import BaseFinetuning, Timer, TQDMProgressBar
+from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
+from torch.optim import Optimizer
+
+from tests.oracle.by_trainer import Model, Rows, make_trainer, strategy_of, world
+from tests.oracle.ranks import Pools
+
+
+def trainer_of(name: str, **options: Any) -> Any:
+    options = {"max_steps": 2, "enable_checkpointing": False, **options}
+    return make_trainer(world(), strategy_of(name), "/nowhere", **options)
+
+
+def fit(name: str, module: Any, ckpt_path: str | None = None, **options: Any) -> Any:
+    trainer = trainer_of(name, **options)
+    trainer.fit(module, Rows(), ckpt_path=ckpt_path)
+    return trainer
+
+
+def saved(name: str, module: Any, path: str, **options: Any) -> Any:
+    trainer = fit(name, module, **options)
+    trainer.save_checkpoint(path)
+    return trainer
+
+
+def use_a_trainer_before_it_is_set_up(name: str, path: str) -> Any:
+    torch.manual_seed(0)
+    module, other = Model(), Model()
+    trainer = trainer_of(name)
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(path)
+    trainer = trainer_of(name)
+    trainer.strategy.connect(other)
+    trainer._checkpoint_connector.resume_start(path)
+    trainer._checkpoint_connector.restore_model()
+    return sorted(torch.load(path, weights_only=True)), [
+        float((a - b).detach().abs().sum())
+        for a, b in zip(module.parameters(), other.parameters(), strict=True)
+    ]
+
+
+class Unoptimized(Model):
+    def configure_optimizers(self) -> None:
+        return None
+
+
+def train_without_an_optimizer(name: str, path: str) -> Any:
+    saved(name, Unoptimized(), path)
+    states = torch.load(path, weights_only=True)["optimizer_states"]
+    trainer = fit(name, Unoptimized(), path, max_steps=-1, max_epochs=2)
+    return states, trainer.global_step, trainer.current_epoch
+
+
+class Counted(torch.optim.Adam):
+    """Counts calls."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.calls = {"step": 0, "zero_grad": 0, "pre": 0, "post": 0, "state": 0}
+        self.register_step_pre_hook(lambda *_: self.count("pre"))
+        self.register_step_post_hook(lambda *_: self.count("post"))
+        self.register_state_dict_post_hook(lambda *_: self.count("state"))
+
+    def count(self, what: str) -> None:
+        self.calls[what] += 1
+
+    def step(self, closure: Any = None) -> Any:
+        self.count("step")
+        return super().step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.count("zero_grad")
+        super().zero_grad(set_to_none)
+
+
+class Counting(Model):
+    def configure_optimizers(self) -> Any:
+        return Counted(self.parameters())
+
+
+def count_an_optimizers_calls(name: str, path: str) -> Any:
+    trainer = saved(name, Counting(), path, max_steps=3, accumulate_grad_batches=2)
+    return trainer.optimizers[0].calls
+
+
+def copy_a_trainer(name: str, path: str) -> Any:
+    bar, module = TQDMProgressBar(refresh_rate=0), Model()
+    trainer = fit(name, module, callbacks=[bar], enable_progress_bar=True)
+    assert module.trainer is trainer
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch, for what Lightning pickles
+        copies = [copy.deepcopy(module), *(pickle.loads(pickle.dumps(x)) for x in (trainer, bar))]
+    return [type(each).__name__ for each in copies], copies[1].global_step
+
+
+class Stateful(Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"x": 1}
+
+
+def resume_with_other_callbacks(name: str, path: str) -> Any:
+    saved(name, Model(), path, callbacks=[Stateful()])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = fit(name, Model(), path, callbacks=[Timer()], max_steps=4)
+    return trainer.global_step, [str(w.message) for w in caught if "callbacks" in str(w.message)]
+
+
+class Finetuning(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net.blocks[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net.blocks[0], optimizer)
+
+
+class Finetuned(Model):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad])
+
+
+def resume_finetuning(name: str, path: str) -> Any:
+    epochs = {"limit_train_batches": 2, "max_steps": -1}
+    saved(name, Finetuned(), path, callbacks=[Finetuning()], max_epochs=2, **epochs)
+    # A module whose optimizer has all parameters, so that the callback repeats some.
+    sizes = []
+    for module in (Finetuned(), Model()):
+        trainer = fit(name, module, path, callbacks=[Finetuning()], max_epochs=3, **epochs)
+        sizes.append([len(group["params"]) for group in trainer.optimizers[0].param_groups])
+    return sizes
+
+
+class Unmonitored(Model):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        scheduler = {"scheduler": plateau, "monitor": "nothing", "strict": False}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+def warn_of_a_scheduler(name: str, path: str) -> Any:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(name, Unmonitored(), max_steps=-1, max_epochs=1, limit_train_batches=1)
+    return [str(w.message) for w in caught if "ReduceLROnPlateau" in str(w.message)]
+
+
+class OptionsIO(TorchCheckpointIO):
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        self.options = storage_options
+        super().save_checkpoint(checkpoint, path)
+
+
+def give_storage_options(name: str, path: str) -> Any:
+    plugin = OptionsIO()
+    trainer = fit(name, Model(), plugins=[plugin])
+    trainer.save_checkpoint(path, storage_options={"a": 1})
+    return getattr(plugin, "options", None)
+
+
+def name_a_missing_checkpoint(name: str, path: str) -> Any:
+    told = []
+    for call in ("fit", "validate", "test"):
+        try:
+            getattr(trainer_of(name), call)(Model(), Rows(), ckpt_path=f"{path}.nothing")
+        except FileNotFoundError as error:
+            told.append(f"Checkpoint file not found: {path}.nothing" in str(error))
+    return told
+
+
+def replace_clipping(name: str, path: str) -> Any:
+    calls: list[str] = []
+
+    def noted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def clip(*args: Any, **kwargs: Any) -> Any:
+            calls.append(original.__name__)
+            return original(*args, **kwargs)
+
+        return clip
+
+    losses = []
+    with pytest.MonkeyPatch.context() as patch:
+        for function in ("clip_grad_norm_", "clip_grad_value_"):
+            patch.setattr(nn.utils, function, noted(getattr(nn.utils, function)))
+        for algorithm in ("norm", "value"):
+            torch.manual_seed(0)
+            module = Model()
+            fit(name, module, gradient_clip_val=0.05, gradient_clip_algorithm=algorithm)
+            losses.append([round(loss, 4) for loss in module.losses])
+    return calls, losses
+
+
+class Looking(Model):
+    seen: Any = ()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        plugin = self.trainer.precision_plugin
+        self.seen = plugin.precision, plugin.device, plugin.scaler.get_scale()
+
+
+def look_at_the_precision(name: str, path: str) -> Any:
+    module = Looking()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    fit(name, module, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    return module.seen
+
+
+def patch_the_clock(name: str, path: str) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "monotonic", iter([0.0, 1.0]).__next__)  # for a Timer, say
+        return fit(name, Model()).global_step
+
+
+CASES = [
+    use_a_trainer_before_it_is_set_up,
+    train_without_an_optimizer,
+    count_an_optimizers_calls,
+    copy_a_trainer,
+    resume_with_other_callbacks,
+    resume_finetuning,
+    warn_of_a_scheduler,
+    give_storage_options,
+    name_a_missing_checkpoint,
+    replace_clipping,
+    look_at_the_precision,
+    patch_the_clock,
+]
+
+
+def under_each(case: Callable[[str, str], Any], folder: str) -> list[Any]:
+    return [case(name, f"{folder}/{name}.ckpt") for name in ("ddp", "zero1", "zero3")]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_a_trainer_is_used_as_under_ddp(
+    ranks: Pools, tmp_path: Path, case: Callable[[str, str], Any]
+) -> None:
+    results = ranks(2).run(under_each, case, str(tmp_path))
+    assert results[0][0]  # the other ranks neither warn nor save
+    for expected, *others in results:
+        for found in others:
+            assert found == expected
