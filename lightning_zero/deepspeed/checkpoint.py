@@ -16,10 +16,10 @@ its loops. The optimizer files hold the masters and the optimizer's states as fl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -57,16 +57,23 @@ _OLD_PREFIX = "_forward_module."
 """What Lightning before 2.1 put before every name."""
 
 
-@contextmanager
-def _understanding(path: Path) -> Iterator[None]:
-    """Raise a ``ValueError`` that names the folder when files hold what they should not."""
-    try:
-        yield
-    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
-        raise ValueError(
-            f"{str(path)!r} is damaged, or of a version of DeepSpeed whose files cannot be read:"
-            f" {type(error).__name__}: {error}"
-        ) from error
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _understanding(method: _Method) -> _Method:
+    """Let a method name the folder in a ``ValueError`` when files hold what they should not."""
+
+    @functools.wraps(method)
+    def understanding(self: DeepSpeedFolder, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+            raise ValueError(
+                f"{str(self.path)!r} is damaged, or of a version of DeepSpeed whose files cannot be"
+                f" read: {type(error).__name__}: {error}"
+            ) from error
+
+    return cast(_Method, understanding)
 
 
 class DeepSpeedFolder:
@@ -83,13 +90,10 @@ class DeepSpeedFolder:
         ValueError: A file is damaged, or the files do not belong together.
     """
 
+    @_understanding
     def __init__(self, path: Path, *, trust: bool = False) -> None:
         self.path = path
-        with _understanding(path):
-            self._open(trust=trust)
-
-    def _open(self, *, trust: bool) -> None:
-        tag = tag_of(self.path)
+        tag = tag_of(path)
         model_files, optimizer_files = files_by_rank(tag, MODEL), files_by_rank(tag, OPTIMIZER)
         if not optimizer_files:
             raise FileNotFoundError(
@@ -131,13 +135,13 @@ class DeepSpeedFolder:
             )
         return found
 
+    @_understanding
     def own_state(self) -> dict[str, Any]:
         """Return what the program stored besides, a Trainer its loops and callbacks."""
         own = {key: value for key, value in self._model.items() if key not in _OF_DEEPSPEED}
         scheduler = self._model.get("lr_scheduler")
         own.setdefault("lr_schedulers", [] if scheduler is None else [scheduler])
-        with _understanding(self.path):
-            scaler = _loss_scaler(self._optimizers[0].content.get("loss_scaler"))
+        scaler = _loss_scaler(self._optimizers[0].content.get("loss_scaler"))
         return own if scaler is None else {**own, "MixedPrecision": scaler}
 
     def _build_flats(self) -> list[Flat]:
@@ -189,12 +193,9 @@ class DeepSpeedFolder:
 
     # -- weights -----------------------------------------------------------------------------------
 
+    @_understanding
     def weights(self) -> dict[str, Any]:
         """Return the masters, frozen parameters and buffers by name; 16-bit ones in fp32."""
-        with _understanding(self.path):
-            return self._weights()
-
-    def _weights(self) -> dict[str, Any]:
         known = {name: flat.master(name) for flat in self._flats for name in flat.shapes}
         known |= self._frozen()
         shared = self._model.get("shared_params") or {}
@@ -236,12 +237,9 @@ class DeepSpeedFolder:
 
     # -- optimizer ---------------------------------------------------------------------------------
 
+    @_understanding
     def optimizer_state(self, *, frozen_in_optimizer: bool = False) -> dict[str, Any]:
         """Return ``state_dict()`` of the same optimizer over whole parameters."""
-        with _understanding(self.path):
-            return self._optimizer_state(frozen_in_optimizer=frozen_in_optimizer)
-
-    def _optimizer_state(self, *, frozen_in_optimizer: bool) -> dict[str, Any]:
         groups = self._optimizers[0].base["param_groups"]
         owners = [index for index, group in enumerate(groups) for _ in group["params"]]
         if len(owners) != len(self._flats):

@@ -13,7 +13,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +117,9 @@ class Microbatch:
         module.train()
         try:
             with log.live:
-                with _autocast(self.recipe, self.device):
+                autocast = self.recipe.autocast
+                is_mixed = autocast is not None
+                with torch.autocast(self.device.type, autocast, is_mixed, cache_enabled=False):
                     loss = (self.step or default_step)(module, batch)
                 if not isinstance(loss, Tensor) or loss.grad_fn is None:
                     raise TypeError("the step returned no loss with a gradient.")
@@ -260,12 +262,6 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _autocast(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:
-    if recipe.autocast is None:
-        return nullcontext()
-    return torch.autocast(device.type, recipe.autocast, cache_enabled=False)
 
 
 def _first_line(error: Exception) -> str:

@@ -14,7 +14,6 @@ import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -46,12 +45,7 @@ class Writer:
     def __enter__(self) -> Writer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         os.close(self._file)
         self._give_up_direct()
 
