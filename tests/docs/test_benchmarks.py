@@ -359,3 +359,16 @@ def test_a_wrong_way_has_no_time(ranks: Pools) -> None:
         assert list(said) == ["another order", "one rank alone", "nothing"]
         for name, error in said.items():
             assert re.match(rf"{name} is wrong by up to (nan|[\d.e-]+): its time", error)
+
+
+@pytest.mark.slow
+def test_the_page_of_optimizers_is_true() -> None:
+    benchmark = load("optimizers")
+    found = benchmark.table(benchmark.measured(benchmark.installed()))
+    page = (ROOT / "docs" / "optimizers.md").read_text()
+    for line in found[2:]:
+        *facts, difference = [cell.strip() for cell in line.strip("|").split("|")]
+        (other,) = [row for row in page.splitlines() if row.startswith(f"| {facts[0]} |")]
+        *expected, written = [cell.strip() for cell in other.strip("|").split("|")]
+        assert facts == expected
+        assert float(difference) <= max(10 * float(written), 1e-5), line
