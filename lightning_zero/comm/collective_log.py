@@ -37,6 +37,7 @@ class CollectiveLog:
         before: Called with a collective's place before this rank begins it; what it needs is
             allocated then, and nothing is sent yet.
         explain: Called with the error of a collective that failed; may raise a better one.
+        verdict: The error that ended the run of all ranks: every collective raises it.
         begun: How many collectives of each channel have begun.
         waiting: The collective that is waited for, the number of the wait, and when it began by
             ``time.monotonic``.
@@ -48,6 +49,7 @@ class CollectiveLog:
         self.step = 0
         self.before: Callable[[str], None] | None = None
         self.explain: Callable[[BaseException], None] = lambda _: None
+        self.verdict = ""
         self.begun: Counter[str] = Counter()
         self.waiting: tuple[CollectiveId, int, float] | None = None
         self.is_busy = False
@@ -62,6 +64,8 @@ class CollectiveLog:
 
     def note(self, place: str, channel: str = "") -> CollectiveId:
         """Note that this rank begins a collective, without a call of :attr:`before`."""
+        if self.verdict:
+            raise RuntimeError(self.verdict)
         channel = channel or place
         self.begun[channel] += 1
         return CollectiveId(place, channel, self.begun[channel])
@@ -71,6 +75,9 @@ class CollectiveLog:
 
         As in :meth:`wait_for`, whose context would cost six calls for every message.
         """
+        if self.verdict:
+            # Gloo may wait for ever for what has failed once.
+            raise RuntimeError(self.verdict)
         self.waiting = (collective, next(self._numbers), monotonic())
         try:
             for work in works:

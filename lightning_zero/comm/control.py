@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import time
-import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -31,14 +29,11 @@ from lightning_zero.comm.process_groups import (
     is_initialized,
     new_group_of_hosts,
 )
-from lightning_zero.comm.reports import Reports
+from lightning_zero.comm.reports import Board, Reports, own_store
 from lightning_zero.comm.sync_points import PendingSync, SyncPoint
 from lightning_zero.comm.watchdog import Watchdog
 
-_SECONDS_BETWEEN_LOOKS = 0.02
-
 _numbers = itertools.count()
-_stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 MESSAGE_BYTES = 16 * 2**20
 """The most that ``collect`` holds at a time."""
@@ -56,15 +51,13 @@ class Control:
         capacity: Flags that a sync point has room for.
         course: A sum over the events that were noted.
         log: The collectives that this rank has begun.
+        board: Notes that ranks leave for each other.
         watchdog: Detects ranks that wait for each other in different places.
     """
 
     def __init__(self, *, alone: bool = False) -> None:
         self.rank, self.world_size = 0, 1
         self.log = CollectiveLog()
-        # The ranks count alike, so what one of them does alone has no number.
-        self._key = "" if alone else f"lightning_zero/{next(_numbers)}"
-        self._published: dict[str, str] = {}
         self._group: Any = None
         self._separated: list[Control] = []
         self.capacity = 64
@@ -75,9 +68,12 @@ class Control:
             if dist.get_backend() != "gloo":
                 # Small decisions travel between the hosts, so that they never stall the device.
                 self._group = group_for("values", of_hosts=True)
-            if self.world_size > 1 and dist.get_backend() != "fake":
-                prefix = f"{self._key}/watchdog"
-                reports = Reports(_own_store(), prefix, self.rank, self.world_size)
+        # The ranks count alike, so what one of them does alone has no number.
+        prefix = "" if alone else f"lightning_zero/{next(_numbers)}"
+        has_peers = self.world_size > 1 and dist.get_backend() != "fake"
+        self.board = Board(own_store(alone=not has_peers), prefix, self.rank, self.world_size)
+        if has_peers:
+            reports = Reports(self.board)
         self.watchdog = Watchdog(self.log, reports, give_up)
 
     # -- sync points -----------------------------------------------------------------------------
@@ -212,61 +208,23 @@ class Control:
             other._group = None
         self._separated = []
 
-    # -- the process group's store ---------------------------------------------------------------
-
-    def publish(self, name: str, value: str) -> None:
-        """Put a value of this rank into the store, without waiting for the others."""
-        if self.world_size > 1:
-            _own_store().set(f"{self._key}/published/{name}/{self.rank}", value)
-        else:
-            self._published[name] = value
-
-    def published(self, name: str) -> list[str] | None:
-        """Return what the ranks have published under a name; ``None`` until all have."""
-        values = self._published_so_far(name)
-        return values if len(values) == self.world_size else None
-
-    def _published_so_far(self, name: str) -> list[str]:
-        if self.world_size == 1:
-            return [self._published[name]] if name in self._published else []
-        store = _own_store()
-        keys = [f"{self._key}/published/{name}/{rank}" for rank in range(self.world_size)]
-        return [store.get(key).decode() for key in keys if store.check([key])]
-
     def has_all_ranks(self, timeout: timedelta) -> bool:
         """Return whether every rank can be reached and calls this too, within ``timeout``.
 
         Asked through the store: a collective that a rank never joins could not be given up.
         """
-        if self.world_size == 1:
-            return True
-        deadline = time.monotonic() + timeout.total_seconds()
+        board = self.board
         try:
-            self.publish("can be reached", "" if self.watchdog.has_given_up else "yes")
-            while time.monotonic() < deadline:
-                answers = self._published_so_far("can be reached")
-                if "" in answers:
-                    return False
-                if len(answers) == self.world_size:
-                    # What ended the run has left all of them able to end it together.
-                    self.watchdog.pardon()
-                    return True
-                time.sleep(_SECONDS_BETWEEN_LOOKS)
-            self.publish("can be reached", "")
+            board.put("reached")
+            if self.watchdog.has_given_up or not board.wait(
+                timeout.total_seconds(),
+                lambda: board.is_settled("lost") or board.get("reached"),
+            ):
+                board.settle("lost")
+            if board.is_settled("lost"):
+                return False
         except RuntimeError:
             return False
-        return False
-
-
-def _own_store() -> Any:
-    """Return a connection of its own to the store: one that a rank waits on answers nobody else."""
-    world = dist.group.WORLD
-    if world not in _stores:
-        store = _default_store()
-        _stores[world] = store.clone() if hasattr(store, "clone") else store
-    return _stores[world]
-
-
-def _default_store() -> Any:
-    # Private, but torch has no public way to the store that it was started with.
-    return dist.distributed_c10d._get_default_store()
+        # What ended the run has left all of them able to end it together.
+        self.watchdog.pardon()
+        return True

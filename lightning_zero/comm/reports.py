@@ -4,14 +4,85 @@ from __future__ import annotations
 
 import json
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import torch.distributed as dist
 
 ROLL_SECONDS = 1.0
 """How long a rank has to answer that it is there: several looks of its watchdog."""
 
 _SECONDS_BETWEEN_LOOKS = 0.02
+
+_stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+class Board:
+    """Notes in a store: of each rank, by name, and for all.
+
+    Args:
+        store: Where they are.
+        prefix: The beginning of their keys, the same on every rank.
+        rank: This process's number.
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, store: Any, prefix: str, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._store, self._prefix = store, prefix
+
+    def put(self, name: str, note: str = "") -> None:
+        """Leave this rank's note, in place of an earlier one."""
+        # Never deleted: a rank that has seen the key would wait for it.
+        self._store.set(self._key(name, self.rank), note)
+
+    def get(self, name: str) -> list[str] | None:
+        """Return the ranks' notes, in the order of the ranks; ``None`` until there are all."""
+        keys = [self._key(name, rank) for rank in range(self.world_size)]
+        if not self._store.check(keys):
+            return None
+        several = self._store.multi_get(keys) if self._store.has_extended_api() else None
+        return [note.decode() for note in several or map(self._store.get, keys)]
+
+    def get_some(self, name: str) -> dict[int, str]:
+        """Return the notes that there are, by rank: a request for each."""
+        keys = {rank: self._key(name, rank) for rank in range(self.world_size)}
+        there = {rank: key for rank, key in keys.items() if self._store.check([key])}
+        return {rank: self._store.get(key).decode() for rank, key in there.items()}
+
+    def settle(self, name: str, note: str = "") -> str:
+        """Leave a note for all, unless a rank has before; return the one that is there."""
+        return str(self._store.compare_set(self._key(name), "", note or " ").decode().strip())
+
+    def is_settled(self, name: str) -> bool:
+        """Return whether there is a note for all."""
+        return bool(self._store.check([self._key(name)]))
+
+    def wait(self, seconds: float, is_over: Callable[[], object]) -> bool:
+        """Look until something is so, for so long at most; return whether it is."""
+        deadline = time.monotonic() + seconds
+        while not is_over():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        return True
+
+    def _key(self, *names: object) -> str:
+        return "/".join(map(str, (self._prefix, *names)))
+
+
+def own_store(*, alone: bool) -> Any:
+    """Return a connection of its own to the store: one that a rank waits on answers nobody else."""
+    if alone:
+        return dist.HashStore()
+    world = dist.group.WORLD
+    if world not in _stores:
+        # Private, but torch has no public way to the store that it was started with.
+        store = dist.distributed_c10d._get_default_store()
+        _stores[world] = store.clone() if hasattr(store, "clone") else store
+    return _stores[world]
 
 
 @dataclass(frozen=True)
@@ -27,6 +98,8 @@ class Whereabouts:
         wait: A number that changes when the rank goes on.
         look: A number that grows with every look.
         begun: How many collectives of each channel it has begun.
+        seconds: For how long it had waited when it looked.
+        function: What of torch.distributed it is in, if the collective is made of several.
     """
 
     place: str
@@ -37,108 +110,75 @@ class Whereabouts:
     wait: int
     look: int
     begun: dict[str, int] = field(repr=False)
-
-    @property
-    def is_foreign(self) -> bool:
-        """Return whether the collective is not one of the engine's."""
-        return not self.number
+    seconds: float = 0.0
+    function: str = ""
 
     def __str__(self) -> str:
         if not self.place:
             return f"has ended its training after step {self.step}"
         where = f" (called at {self.caller})" if self.caller else ""
-        return f"waits in step {self.step} for {self.place}{where}"
+        what = f", in {self.function}" if self.function else ""
+        return f"waits in step {self.step} for {self.place}{what}{where}"
 
 
 class Reports:
-    """The ranks' reports in the process group's store.
+    """What a watchdog lets the others know: where its rank waits, and that a run ends.
 
     Args:
-        store: A connection of its own.
-        prefix: The beginning of its keys, the same on every rank.
-        rank: This process's number.
-        world_size: Number of ranks.
+        board: The ranks' notes.
 
     Attributes:
         verdict: The error that ends the run, as far as this rank knows.
     """
 
-    def __init__(self, store: Any, prefix: str, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, board: Board) -> None:
+        self.board = board
         self.verdict = ""
-        self._store, self._prefix = store, prefix
         self._has_answered = False
 
     def put(self, here: Whereabouts | None) -> None:
         """Replace this rank's report; ``None`` takes it back."""
-        # Never deleted: a rank that has seen the key would wait for it.
-        report = "" if here is None else json.dumps(asdict(here))
-        self._store.set(self._key(self.rank), report)
+        self.board.put("waits", "" if here is None else json.dumps(asdict(here)))
 
     def get(self) -> dict[int, Whereabouts]:
         """Return every rank's report; empty if one has none."""
-        keys = [self._key(rank) for rank in range(self.world_size)]
-        if not self._store.check(keys):
-            return {}
-        several = self._store.multi_get(keys) if self._store.has_extended_api() else None
-        values = several or [self._store.get(key) for key in keys]
-        if not all(values):
-            return {}
-        return {rank: Whereabouts(**json.loads(value)) for rank, value in enumerate(values)}
-
-    # -- the end of a run ------------------------------------------------------------------------
+        notes = self.board.get("waits") or [""]
+        return {r: Whereabouts(**json.loads(n)) for r, n in enumerate(notes)} if all(notes) else {}
 
     def publish(self, verdict: str) -> str:
         """End the run of all ranks with an error, or with an earlier one; return it."""
-        self.verdict = self._store.compare_set(self._key("verdict"), "", verdict).decode()
-        self._alarm("verdict")
-        self._store.set(self._key(f"read/{self.rank}"), "")
+        self.verdict = self.board.settle("verdict", verdict)
+        self.board.settle("alarm", "verdict")
+        self.board.put("read")
         return self.verdict
 
     def look(self, here: Callable[[], str]) -> str:
         """Return the verdict, if there is one, and answer the roll with ``here``: one request."""
-        if not self.verdict and self._has("alarm"):
+        if not self.verdict and self.board.is_settled("alarm"):
             if not self._has_answered:
                 self.answer(here())
-            if self._has("verdict"):
-                self.verdict = self._store.get(self._key("verdict")).decode()
-                self._store.set(self._key(f"read/{self.rank}"), "")
+            if self.board.is_settled("verdict"):
+                self.publish("")
         return self.verdict
 
     def answer(self, here: str) -> None:
         """Answer the roll, which may be called later."""
         self._has_answered = True
-        self._store.set(self._key(f"answer/{self.rank}"), here)
+        self.board.put("answer", here)
 
     def call_roll(self, here: Callable[[], str]) -> dict[int, str]:
         """Return where the ranks are that answer; there may be a verdict before all have."""
-        self._alarm("roll")
-        deadline = time.monotonic() + ROLL_SECONDS
-        while time.monotonic() < deadline and not self.look(here):
-            ranks = [rank for rank in range(self.world_size) if self._has(f"answer/{rank}")]
-            if len(ranks) == self.world_size:
-                break
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
-        return {rank: self._store.get(self._key(f"answer/{rank}")).decode() for rank in ranks}
+        self.board.settle("alarm", "roll")
+        self.board.wait(ROLL_SECONDS, lambda: self.look(here) or self.board.get("answer"))
+        return self.board.get_some("answer")
 
     def wait_for_readers(self, seconds: float) -> None:
         """Wait until all ranks that are left have read the verdict, for so long at most.
 
         For the rank that keeps the store.
         """
-        ranks = [rank for rank in range(self.world_size) if rank != self.rank]
-        if self._store.get(self._key("alarm")) == b"roll":
-            ranks = [rank for rank in ranks if self._has(f"answer/{rank}")]
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and not all(self._has(f"read/{rank}") for rank in ranks):
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
-
-    def _alarm(self, reason: str) -> None:
-        """Make all ranks look, for the first reason that there was."""
-        self._store.compare_set(self._key("alarm"), "", reason)
-
-    def _has(self, name: str) -> bool:
-        return bool(self._store.check([self._key(name)]))
-
-    def _key(self, name: int | str) -> str:
-        return f"{self._prefix}/{name}"
+        if self.board.settle("alarm") == "roll":
+            left = set(self.board.get_some("answer"))
+            self.board.wait(seconds, lambda: left <= set(self.board.get_some("read")))
+        else:
+            self.board.wait(seconds, lambda: self.board.get("read"))

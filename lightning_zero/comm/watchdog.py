@@ -33,9 +33,8 @@ import traceback
 import weakref
 from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import NamedTuple
 
-from lightning_zero.comm.collective_log import CollectiveId, CollectiveLog
+from lightning_zero.comm.collective_log import CollectiveLog
 from lightning_zero.comm.parting import parted
 from lightning_zero.comm.process_groups import is_of_connection
 from lightning_zero.comm.reports import Reports, Whereabouts
@@ -56,24 +55,6 @@ FAREWELL_SECONDS = 1.0
 """How long rank 0, with which the store may end, stays for others to read why a run ended."""
 
 
-class Wait(NamedTuple):
-    """What a rank waits for.
-
-    Attributes:
-        collective: The collective; of one that is not ours, a number of 0.
-        number: A number that changes when the rank goes on.
-        since: When it began, by ``time.monotonic``.
-    """
-
-    collective: CollectiveId
-    number: int
-    since: float
-
-    def is_longer_than(self, seconds: float) -> bool:
-        """Return whether it waits for so long already."""
-        return time.monotonic() - self.since >= seconds
-
-
 class Observer:
     """This rank's place, as another thread sees it.
 
@@ -84,15 +65,18 @@ class Observer:
     def __init__(self, collectives: CollectiveLog) -> None:
         self._log = collectives
         self._looks = 0
-        self._foreign: tuple[tuple[int, int, int], Wait] | None = None
+        self._foreign: tuple[tuple[int, int, int], int, float] | None = None
 
-    def look(self) -> Wait | None:
-        """Return what this rank waits for, if it does."""
+    def look(self) -> Whereabouts | None:
+        """Return where this rank waits, if it does."""
         self._looks += 1
-        if self._log.waiting is not None:
-            return Wait(*self._log.waiting)
         frame = sys._current_frames().get(self._log.thread)
         is_foreign = frame and frame.f_code.co_filename.endswith("distributed_c10d.py")
+        function = frame.f_code.co_name if frame is not None and is_foreign else ""
+        waiting = self._log.waiting
+        if waiting is not None:
+            collective, number, since = waiting
+            return self._here(*collective, wait=number, since=since, function=function)
         if frame is None or not is_foreign or self._log.is_busy:
             self._foreign = None
             return None
@@ -100,28 +84,38 @@ class Observer:
         # used the processor in between.
         where = (id(frame), frame.f_lasti, _milliseconds_used(self._log.thread))
         if self._foreign is None or self._foreign[0] != where:
-            place = f"torch.distributed.{frame.f_code.co_name}"
-            wait = Wait(CollectiveId(place, place, 0), -self._log.next_wait(), time.monotonic())
-            self._foreign = (where, wait)
-        return self._foreign[1]
+            self._foreign = (where, -self._log.next_wait(), time.monotonic())
+        _, wait, since = self._foreign
+        return self._here(f"torch.distributed.{function}", wait=wait, since=since)
 
-    def report(self, wait: Wait) -> Whereabouts:
-        """Return this rank's report on what it waits for."""
+    def at(self, place: str) -> Whereabouts:
+        """Return this rank's report from ``place``; from none, the report of a rank that leaves."""
+        return self._here(place)
+
+    def describe(self) -> str:
+        """Return where this rank is now, in words."""
+        return str(self.look() or f"is in step {self._log.step} at {self._caller}")
+
+    def _here(
+        self,
+        place: str,
+        channel: str = "",
+        number: int = 0,
+        *,
+        wait: int = 0,
+        since: float = 0.0,
+        function: str = "",
+    ) -> Whereabouts:
+        step, begun, looks = self._log.step, dict(self._log.begun), self._looks
+        caller = self._caller if place else ""
+        seconds = time.monotonic() - since
         return Whereabouts(
-            *wait.collective, self._log.step, self._caller, wait.number, self._looks, self._begun
+            place, channel, number, step, caller, wait, looks, begun, seconds, function
         )
 
-    def last(self) -> Whereabouts:
-        """Return the report of a rank that leaves."""
-        return Whereabouts("", "", 0, self._log.step, "", 0, 0, self._begun)
-
-    def describe(self, place: str = "") -> str:
-        """Return where this rank is, in words; in a collective that has just ended, or now."""
-        wait = self.look()
-        if place or wait is not None:
-            collective = CollectiveId(place, place, 0) if wait is None else wait.collective
-            return str(self.report(Wait(collective, 0, 0.0)))
-        return f"is in step {self._log.step} at {self._caller}"
+    @property
+    def _caller(self) -> str:
+        return _caller(sys._current_frames().get(self._log.thread))
 
     def fate(self, rank: int, error: BaseException) -> str:
         """Return the words of a rank that an exception ends."""
@@ -135,14 +129,6 @@ class Observer:
             "The other ranks, which waited for it, end too."
         )
 
-    @property
-    def _caller(self) -> str:
-        return _caller(sys._current_frames().get(self._log.thread))
-
-    @property
-    def _begun(self) -> dict[str, int]:
-        return dict(self._log.begun)
-
 
 class Watchdog:
     """Watches over this rank's waits, in a thread of its own.
@@ -151,9 +137,6 @@ class Watchdog:
         collectives: The log of this rank.
         reports: The ranks' reports; without them nothing is watched.
         give_up: Makes what waits in a connection raise; called from the thread.
-
-    Attributes:
-        has_given_up: Whether this rank's connections are of no use any more.
     """
 
     def __init__(
@@ -162,7 +145,7 @@ class Watchdog:
         reports: Reports | None = None,
         give_up: Callable[[], None] = lambda: None,
     ) -> None:
-        self.has_given_up = False
+        self._log = collectives
         self._observer = Observer(collectives)
         self._reports = reports
         self._give_up = give_up
@@ -175,9 +158,14 @@ class Watchdog:
                 _watchdogs.add(self)
             _start_to_look()
 
+    @property
+    def has_given_up(self) -> bool:
+        """Return whether this rank's connections are of no use any more."""
+        return bool(self._log.verdict)
+
     def describe(self, place: str) -> str:
         """Return this rank's place in words."""
-        return self._observer.describe(place)
+        return str(self._observer.at(place))
 
     # -- the end of a run ------------------------------------------------------------------------
 
@@ -189,17 +177,19 @@ class Watchdog:
 
     def _verdict_on(self, error: BaseException) -> str:
         reports = self._reports
-        if reports is None or self._has_left or not is_of_connection(error):
+        if reports is None or not is_of_connection(error):
             return ""
-        self.has_given_up = True
         here = self._observer.describe
         try:
-            answers = {} if reports.look(here) else reports.call_roll(here)
-            return reports.verdict or reports.publish(_judged(answers, error, reports.world_size))
+            if not reports.look(here) and not self._has_left:
+                answers = reports.call_roll(here)
+                if not reports.verdict:
+                    reports.publish(_judged(answers, error, reports.board.world_size))
         except RuntimeError:
             # Rank 0 keeps the store, but where torchrun's agent does.
             reports.verdict = reports.verdict or _judged({}, error, 1)
-            return reports.verdict
+        self._log.verdict = reports.verdict
+        return reports.verdict
 
     def end(self, error: BaseException) -> None:
         """End the run of all ranks because ``error`` ends this one's.
@@ -210,13 +200,11 @@ class Watchdog:
             error.__cause__, error.args = RuntimeError(*error.args), (verdict,)
         elif self._reports is not None and not self._has_left and not self.has_given_up:
             with contextlib.suppress(RuntimeError):
-                self._reports.publish(self._observer.fate(self._reports.rank, error))
+                self._reports.publish(self._observer.fate(self._reports.board.rank, error))
 
     def end_here(self, verdict: str) -> None:
         """Note an error that every rank has found for itself, and after which nothing goes on."""
-        self.has_given_up = True
-        if self._reports is not None:
-            self._reports.verdict = verdict
+        self._log.verdict = verdict
 
     def pardon(self) -> None:
         """Look no more: an error ends the run, but all ranks are there and end it together."""
@@ -235,10 +223,10 @@ class Watchdog:
         with self._mutex:
             self._has_left = True
             with contextlib.suppress(RuntimeError):
-                if self._reports.verdict and self._reports.rank == 0:
+                if self._reports.verdict and self._reports.board.rank == 0:
                     self._reports.wait_for_readers(FAREWELL_SECONDS)
-                self._reports.put(self._observer.last())
-                self._reports.answer(str(self._observer.last()))
+                self._reports.put(self._observer.at(""))
+                self._reports.answer(str(self._observer.at("")))
 
     def forget(self) -> None:
         """Look no more."""
@@ -254,21 +242,20 @@ class Watchdog:
                 self._look(self._reports)
 
     def _look(self, reports: Reports) -> None:
-        wait = self._observer.look()
+        here = self._observer.look()
         if reports.look(self._observer.describe):
-            if wait is not None and wait.is_longer_than(TICK):
-                self.has_given_up = True
+            if here is not None and here.seconds > TICK:
+                self._log.verdict = reports.verdict
                 self._give_up()
             return
-        is_ours = wait is not None and wait.collective.number
-        if wait is None or not wait.is_longer_than(PATIENCE if is_ours else FOREIGN_PATIENCE):
+        if here is None or here.seconds < (PATIENCE if here.number else FOREIGN_PATIENCE):
             if self._has_reported:
                 reports.put(None)
                 self._has_reported = False
             self._suspects = {}
             return
         with contextlib.suppress(RuntimeError):
-            reports.put(self._observer.report(wait))
+            reports.put(here)
         self._has_reported = True
         everyone = reports.get()
         if not _is_proven(everyone):
@@ -339,11 +326,17 @@ def _look_at_all() -> None:
 
 def _is_proven(everyone: dict[int, Whereabouts]) -> bool:
     """Return whether each rank waits for a collective that another waiting rank has not begun."""
-    ours = [here for here in everyone.values() if here.place and not here.is_foreign]
-    return bool(ours) and all(
+    ours = [here for here in everyone.values() if here.number]
+    if ours and all(
         any(other.begun.get(here.channel, 0) < here.number for other in everyone.values())
         for here in ours
-    )
+    ):
+        return True
+    # All are in one collective, but in different parts of it: one came a call too late.
+    functions = {here.function for here in everyone.values()}
+    collectives = {(here.channel, here.number) for here in everyone.values()}
+    waits_long = all(here.seconds > FOREIGN_PATIENCE for here in everyone.values())
+    return waits_long and len(functions) > 1 and len(collectives) == 1 and bool(ours)
 
 
 def _is_still(before: Whereabouts, now: Whereabouts) -> bool:

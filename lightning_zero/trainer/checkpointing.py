@@ -251,6 +251,8 @@ class SavingStrategy(RankStrategy):
         try:
             yield
         except RuntimeError as error:
+            if self._current.comm.control.watchdog.has_given_up:
+                raise  # of other ranks
             raise RuntimeError(
                 f"The checkpoint {self._current.path!r} does not fit the module. {error}"
             ) from error

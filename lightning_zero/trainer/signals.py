@@ -96,9 +96,9 @@ class _Noted:
     def _is_due(self) -> bool:
         name, step = f"{self.handler}/{self.num_answers}", self.trainer.global_step
         if not self._has_published:
-            self._control.publish(name, str(step))
+            self._control.board.put(name, str(step))
             self._has_published = True
-        steps = self._control.published(name)
+        steps = self._control.board.get(name)
         return steps is not None and (len(steps) == 1 or step > max(map(int, steps)))
 
     def remove(self) -> None:

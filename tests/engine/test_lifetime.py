@@ -6,7 +6,10 @@ Collection is asked for by `gc.collect()`, never waited for.
 from __future__ import annotations
 
 import gc
+import os
+import tempfile
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +17,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.engine import Engine
 from lightning_zero.plan.plan import RECIPES
 from lightning_zero.plan.settings import Settings
-from tests.oracle.models import Block
-from tests.oracle.projects import STAGES, WIDTH, Regression, make_strategy, make_trainer, rows
+from tests.oracle.models import Block, Blocks
+from tests.oracle.projects import (
+    STAGES,
+    WAYS,
+    WIDTH,
+    Regression,
+    make_strategy,
+    make_trainer,
+    rows,
+)
 from tests.oracle.ranks import Pools
+from tests.oracle.sharded import CPU, adamw, shard
 
 Watched = dict[str, Any]
 """Weak references by name."""
@@ -266,3 +279,58 @@ def test_a_backward_after_the_training_is_refused(ranks: Pools) -> None:
         for name, words in said.items():
             assert "ran before the module's training ended" in words, name
             assert "Run the forward again" in words, name
+
+
+# -- what lasts ------------------------------------------------------------------------------------
+
+
+def held() -> dict[str, int]:
+    """What this process has of the system: resident KiB, threads and open files."""
+    gc.collect()
+    status = Path("/proc/self/status").read_text()
+    return {
+        "KiB": int(status.partition("VmRSS:")[2].split()[0]),
+        "threads": len(os.listdir("/proc/self/task")),
+        "files": len(os.listdir("/proc/self/fd")),
+    }
+
+
+def steps_that_last(way: str) -> list[dict[str, int]]:
+    """What is held after 500 and after 2,000 steps."""
+    engine = shard(Blocks(3), comm=Communicator(CPU, **WAYS[way]))
+    optimizer = adamw(engine.module)
+    engine.adopt(optimizer)
+    x, measured = torch.randn(2, 6), []
+    for step in range(1, 2001):
+        engine.module(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in (500, 2000):
+            measured.append(held())
+    engine.close()
+    return measured
+
+
+def fits_that_last() -> list[dict[str, int]]:
+    """What is held after 5 and after 20 fits, each with a checkpoint."""
+    measured = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(1, 21):
+            trainer = make_trainer(3)
+            trainer.fit(Regression(), rows(8))
+            trainer.save_checkpoint(f"{folder}/a.ckpt")
+            if number in (5, 20):
+                del trainer
+                measured.append(held())
+    return measured
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("way", [*WAYS, "fits"])
+def test_nothing_grows_in_long_runs(ranks: Pools, way: str) -> None:
+    run = (fits_that_last,) if way == "fits" else (steps_that_last, way)
+    for early, late in ranks(2).run(*run, timeout=500):
+        assert late["threads"] <= early["threads"], (early, late)
+        assert late["files"] <= early["files"], (early, late)
+        assert late["KiB"] <= early["KiB"] + 1024, (early, late)

@@ -5,6 +5,7 @@ Nothing here waits for the process group's time limit, which is half an hour.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 import warnings
@@ -391,6 +392,10 @@ def here(place: str, number: int, *, wait: int = 1, look: int = 1, **begun: int)
     return Whereabouts(place, place, number, 0, "", wait, look, begun)
 
 
+def inside(function: str, seconds: float) -> Whereabouts:
+    return dataclasses.replace(here("a", 1, a=1), function=function, seconds=seconds)
+
+
 @pytest.mark.parametrize(
     ("everyone", "is_proven"),
     [
@@ -407,6 +412,10 @@ def here(place: str, number: int, *, wait: int = 1, look: int = 1, **begun: int)
         ([here("a", 1, a=1), here("torch.distributed.all_reduce", 0)], True),
         # What is not ours alone is not ours to judge.
         ([here("torch.distributed.barrier", 0), here("torch.distributed.all_reduce", 0)], False),
+        # All are in one collective for long, of which one has met the other's earlier call.
+        ([inside("barrier", 9.0), inside("all_reduce", 9.0)], True),
+        ([inside("barrier", 9.0), inside("all_reduce", 3.0)], False),
+        ([inside("barrier", 9.0), inside("barrier", 9.0)], False),
         # Two wait for each other, a third for what is under way.
         ([here("a", 1, a=1, c=1), here("b", 1, b=1, c=1), here("c", 1, c=1)], False),
     ],

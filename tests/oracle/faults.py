@@ -26,6 +26,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
@@ -99,8 +100,8 @@ PLACES = {
     "a reduction": Place(f"{_COMM}.transport:Transport.reduce", 7, False),
     "the end of a reduction": Place(f"{_ENGINE}.gradients:Gradients._finish", 7, False),
     "the end of a backward": Place(f"{_ENGINE}.reduction_order:ReductionOrder.finish", 2, False),
-    "a sync point": Place(f"{_COMM}.sync_points:PendingSync.__init__", 12, False),
-    "the wait at a sync point": Place(f"{_COMM}.sync_points:PendingSync.wait", 12, False),
+    "a sync point": Place(f"{_COMM}.sync_points:PendingSync.__init__", 6, False),
+    "the wait at a sync point": Place(f"{_COMM}.sync_points:PendingSync.wait", 6, False),
     "a logged value": Place("lightning_zero.trainer.ranks:RankStrategy.reduce", 2),
     "the optimizer": Place("torch.optim.adam:adam", 2, False),
     "the refresh of weights": Place(f"{_ENGINE}.sharded_model:ShardedModel.refresh", 2, False),
@@ -219,7 +220,7 @@ def run(fault: Fault | None, *, way: str = "windows", world: int = 2, program: s
             output = stack.enter_context((Path(folder) / f"{rank}.log").open("wb"))
             strikes = fault if rank == odd else None
             limit = HANG if fault is not None and fault.kind == "hang" else 60
-            with there:
+            with there, _starting:
                 process = server(rank % 2).start(
                     be_rank,
                     *(rank, world, limit, program, way, strikes, folder),
@@ -234,6 +235,10 @@ def run(fault: Fault | None, *, way: str = "windows", world: int = 2, program: s
         logs = [Path(folder) / f"{rank}.log" for rank in range(world)]
         cell.output = "\n".join(log.read_text(errors="replace")[-4000:] for log in logs)
     return cell
+
+
+_starting = threading.Lock()
+"""A server takes one request after another."""
 
 
 def _listen(cell: Cell, ranks: dict[Connection, int], *, is_hung: bool) -> None:
