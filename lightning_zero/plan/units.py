@@ -140,11 +140,6 @@ def assign_parameters(
                 walk(child, f"{path}.{name}" if path else name, chain)
 
     walk(root, "", ("",))
-    if not named:
-        raise ValueError(
-            f"{type(root).__name__} has no parameters, so there is nothing to shard."
-            " Build its layers in `__init__` or `configure_model`, or use another strategy."
-        )
     assigned: dict[str, list[tuple[str, Parameter]]] = {name: [] for name in ["", *units]}
     for key, (name, parameter) in named.items():
         check_parameter(name, parameter)

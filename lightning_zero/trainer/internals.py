@@ -14,12 +14,14 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -28,8 +30,6 @@ StrategyRegistry = _StrategyRegistry
 """The type in the signature of ``Strategy.register_strategies``."""
 StoredPath = _PATH
 """The type in the signatures of ``Strategy.save_checkpoint`` and others."""
-update_device = _update_properties
-"""Sets ``module.device`` of all modules; ``module.to`` would move the parameters, too."""
 optimizers_to_device = _optimizers_to_device
 """Moves optimizer states as ``Strategy.teardown`` does, whose other half is replaced."""
 
@@ -51,6 +51,17 @@ def unwrapped(optimizer: Any) -> Optimizer:
     inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
     assert isinstance(inner, Optimizer)
     return inner
+
+
+def to_device_but_parameters(module: pl.LightningModule, device: torch.device) -> None:
+    """Move buffers and metrics as ``module.to`` does, which would move the parameters too."""
+    for child in module.modules():
+        if isinstance(child, Metric):
+            child.to(device)
+        for name, buffer in child._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                child._buffers[name] = buffer.to(device)
+    _update_properties(module, device=device)  # what `module.device` says
 
 
 def trainer_of(module: pl.LightningModule) -> Any:

@@ -17,7 +17,6 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
-from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_zero.checkpoint import Saver
@@ -206,6 +205,11 @@ class ZeROStrategy(SavingStrategy):
             run.callbacks.prepare(module)
         if is_fitting and self._layer_sync:
             self._layer_sync.apply(module)
+        if is_fitting and next(module.parameters(), None) is None:
+            raise ValueError(
+                f"{type(module).__name__} has no parameters, so there is nothing to shard."
+                " Build its layers in `__init__` or `configure_model`, or use another strategy."
+            )
         self.precision_plugin.convert_module(module)
         self.model_to_device()
         self._shard(module, is_fitting=is_fitting)
@@ -247,14 +251,7 @@ class ZeROStrategy(SavingStrategy):
     @override
     def model_to_device(self) -> None:
         """Move everything but the parameters, which the engine moves unit by unit."""
-        module = self._module
-        for child in module.modules():
-            if isinstance(child, Metric):
-                child.to(self.root_device)
-            for name, buffer in child._buffers.items():
-                if buffer is not None and not buffer.is_meta:
-                    child._buffers[name] = buffer.to(self.root_device)
-        internals.update_device(module, device=self.root_device)
+        internals.to_device_but_parameters(self._module, self.root_device)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

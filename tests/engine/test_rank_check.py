@@ -268,9 +268,9 @@ def messages() -> list[list[str]]:
     seen: list[str] = []
     begin = PendingSync.__init__
 
-    def noting(self: Any, control: Any, sync_point: Any, flags: Any) -> None:
+    def noting(self: Any, control: Any, sync_point: Any, *args: Any) -> None:
         seen.append(sync_point.name)
-        begin(self, control, sync_point, flags)
+        begin(self, control, sync_point, *args)
 
     PendingSync.__init__ = noting  # type: ignore[method-assign]
     try:

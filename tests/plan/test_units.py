@@ -183,7 +183,6 @@ def with_parameter(make: Callable[[], torch.Tensor]) -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (nn.ReLU, "ReLU has no parameters"),
         (lazy, "'1.weight' is lazily initialized .* run one batch"),
         (
             functools.partial(with_parameter, lambda: torch.ones(2, dtype=torch.complex64)),

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning, Timer, TQDMProgressBar
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from tests.oracle.by_trainer import Model, Rows, make_trainer, strategy_of, world
 from tests.oracle.ranks import Pools
@@ -229,7 +230,26 @@ def patch_the_clock(name: str, path: str) -> Any:
         return fit(name, Model()).global_step
 
 
+class Bare(LightningModule):
+    """No parameters, and nothing to train."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("total", batch[0].sum(), sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch[0].sum().item()
+
+
+def use_a_module_without_parameters(name: str, path: str) -> Any:
+    trainer, data = trainer_of(name), DataLoader(torch.arange(8.0).view(8, 1), batch_size=2)
+    totals = [run(Bare(), data, verbose=False) for run in (trainer.validate, trainer.test)]
+    return totals, trainer.predict(Bare(), data)
+
+
 CASES = [
+    use_a_module_without_parameters,
     use_a_trainer_before_it_is_set_up,
     train_without_an_optimizer,
     count_an_optimizers_calls,
