@@ -15,7 +15,6 @@ Any key may be left over from an earlier incarnation, except those with a random
 
 from __future__ import annotations
 
-import time
 import uuid
 from datetime import timedelta
 
@@ -69,7 +68,7 @@ def _ask(store: Store, rank: int, timeout: timedelta) -> str:
 
 def _answer(store: Store, world_size: int, timeout: timedelta) -> str:
     incarnation = uuid.uuid4().hex
-    deadline = time.monotonic() + timeout.total_seconds()
+    deadline = monotonic() + timeout.total_seconds()
     missing = list(range(1, world_size))
     while True:
         for rank in missing:
@@ -78,13 +77,13 @@ def _answer(store: Store, world_size: int, timeout: timedelta) -> str:
         missing = [rank for rank in missing if not store.check([_confirmed(incarnation, rank)])]
         if not missing:
             return incarnation
-        if time.monotonic() > deadline:
+        if monotonic() > deadline:
             raise RuntimeError(
                 f"Expected {world_size} ranks within {timeout}, but {len(missing)} did not come:"
                 f" {', '.join(map(str, missing))}. See what became of them, or raise the"
                 " strategy's `timeout`."
             )
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        sleep(_SECONDS_BETWEEN_LOOKS)
 
 
 def _asked(rank: int) -> str:

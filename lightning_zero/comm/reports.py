@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from time import monotonic, sleep
 from typing import Any
 
 import torch.distributed as dist
@@ -62,11 +62,11 @@ class Board:
 
     def wait(self, seconds: float, is_over: Callable[[], object]) -> bool:
         """Look until something is so, for so long at most; return whether it is."""
-        deadline = time.monotonic() + seconds
+        deadline = monotonic() + seconds
         while not is_over():
-            if time.monotonic() > deadline:
+            if monotonic() > deadline:
                 return False
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
+            sleep(_SECONDS_BETWEEN_LOOKS)
         return True
 
     def _key(self, *names: object) -> str:

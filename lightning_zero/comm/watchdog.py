@@ -32,6 +32,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Mapping
+from time import monotonic, sleep
 from types import FrameType
 
 from lightning_zero.comm.collective_log import CollectiveLog
@@ -84,7 +85,7 @@ class Observer:
         # used the processor in between.
         where = (id(frame), frame.f_lasti, _milliseconds_used(self._log.thread))
         if self._foreign is None or self._foreign[0] != where:
-            self._foreign = (where, -self._log.next_wait(), time.monotonic())
+            self._foreign = (where, -self._log.next_wait(), monotonic())
         _, wait, since = self._foreign
         return self._here(f"torch.distributed.{function}", wait=wait, since=since)
 
@@ -108,7 +109,7 @@ class Observer:
     ) -> Whereabouts:
         step, begun, looks = self._log.step, dict(self._log.begun), self._looks
         caller = self._caller if place else ""
-        seconds = time.monotonic() - since
+        seconds = monotonic() - since
         return Whereabouts(
             place, channel, number, step, caller, wait, looks, begun, seconds, function
         )
@@ -308,7 +309,7 @@ def _say_farewell() -> None:
 
 def _look_now_and_then() -> None:
     while True:
-        time.sleep(TICK)
+        sleep(TICK)
         _look_at_all()
 
 

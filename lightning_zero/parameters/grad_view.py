@@ -74,6 +74,11 @@ class GradientView:
         self.shown: Tensor | None = None
         self.arrival: Tensor | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # As a pickled parameter has no gradient; to read one takes all ranks, in one order.
+        none = dict.fromkeys(("sharded", "shown", "arrival"))
+        return {"piece": self.piece, "state": GradState.NONE, **none}
+
     def show_sharded(self, reduced: Tensor | None = None) -> None:
         """Show the stand-in for what the piece holds of the averaged gradient, or ``reduced``."""
         with internals.as_plain_tensors():
