@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import uuid
 from datetime import timedelta
+from time import monotonic, sleep
 
 import torch
 import torch.distributed as dist
