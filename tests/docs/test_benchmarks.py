@@ -362,6 +362,7 @@ def test_a_wrong_way_has_no_time(ranks: Pools) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_page_of_optimizers_is_true() -> None:
     benchmark = load("optimizers")
     found = benchmark.table(benchmark.measured(benchmark.installed()))
