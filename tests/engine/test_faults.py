@@ -1,6 +1,6 @@
 """A rank that fails, hangs or dies anywhere: the others go on, or all end with an error naming it.
 
-Here a few cells of the matrix; `slow` runs all of them, as does `make faults`.
+Here a few cells of the matrix; `make faults` runs all of them.
 """
 
 from __future__ import annotations
