@@ -36,11 +36,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 
+from lightning_zero.checkpoint import check_ranges
 from lightning_zero.checkpoint.dcp.save import DirectorySave
 from lightning_zero.checkpoint.file.format import Provenance
 from lightning_zero.checkpoint.load import load, ranges_of, read_ahead
 from lightning_zero.checkpoint.saver import Saver, collected
-from lightning_zero.checkpoint.state import check_ranges
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
 from lightning_zero.comm import Control
 

@@ -1,7 +1,8 @@
 """Saving and loading: sharded state as the plain file that DDP would have written, or a directory.
 
 ============== ====================================================================================
-state          state dicts of a sharded module and its optimizers, and loading them
+state          the state dict of a sharded module, and loading it
+optimizer_state  those of optimizers
 save           one save: agree, write, seal, rename
 saver          the saves of a run, in this thread or behind the training
 load           reading a checkpoint, of which each rank reads its own ranges
@@ -27,18 +28,15 @@ from lightning_zero.checkpoint.load import (
     rest_of,
     unreadable,
 )
-from lightning_zero.checkpoint.safetensors import read_safetensors, write_safetensors
-from lightning_zero.checkpoint.saver import Saver, collected
-from lightning_zero.checkpoint.state import (
+from lightning_zero.checkpoint.optimizer_state import (
     check_optimizer_states,
-    check_ranges,
-    load_module_state,
     load_optimizer_state,
-    module_state,
     optimizer_state,
     ranges_of_optimizers,
-    rehearse,
 )
+from lightning_zero.checkpoint.safetensors import read_safetensors, write_safetensors
+from lightning_zero.checkpoint.saver import Saver, collected
+from lightning_zero.checkpoint.state import check_ranges, load_module_state, module_state
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor, in_memory
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
 from lightning_zero.checkpoint.weights import load_weights, read_weights
@@ -70,7 +68,6 @@ __all__ = [
     "ranges_of_optimizers",
     "read_safetensors",
     "read_weights",
-    "rehearse",
     "rest_of",
     "unreadable",
     "write_safetensors",

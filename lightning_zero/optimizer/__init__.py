@@ -3,6 +3,7 @@
 ============ ===================================================================================
 pieces       how an optimizer's groups are pointed at pieces, and its states cut
 owners       steps of whole parameters, for optimizers that mix their elements
+own_form     state dicts in a form of an optimizer's own, as of wrappers
 probe        proof of how an optimizer may be stepped: by element, by parameter, all at once
 trial        steps of toy parameters
 taint        following an element through the operations of an optimizer
@@ -15,6 +16,7 @@ loss_scaler  dynamic loss scaling
 
 from lightning_zero.optimizer.hooks import OptimizerHooks, Removable
 from lightning_zero.optimizer.loss_scaler import LossScaler
+from lightning_zero.optimizer.own_form import own_form_of, whole_members
 from lightning_zero.optimizer.owners import WholeStep, owners_of, whole_step_of
 from lightning_zero.optimizer.pieces import (
     StateBytes,
@@ -29,7 +31,7 @@ from lightning_zero.optimizer.pieces import (
 )
 from lightning_zero.optimizer.probe import way_of
 from lightning_zero.optimizer.taint import Way
-from lightning_zero.optimizer.twin import bare
+from lightning_zero.optimizer.twin import bare, with_inner
 
 __all__ = [
     "LossScaler",
@@ -42,12 +44,15 @@ __all__ = [
     "cut_state",
     "members",
     "missing_in_state",
+    "own_form_of",
     "owned",
     "owners_of",
     "parameter_of",
     "pieces_of",
     "state_bytes",
     "way_of",
+    "whole_members",
     "whole_state_bytes",
     "whole_step_of",
+    "with_inner",
 ]

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm import Communicator
 from lightning_zero.optimizer import pieces
+from lightning_zero.optimizer.own_form import register_form
 from lightning_zero.optimizer.owners import WholeStep, register
 from lightning_zero.optimizer.probe import Verdict, checked, probe
 from lightning_zero.optimizer.taint import Way
@@ -58,6 +59,8 @@ class OptimizerHooks:
         self._find_piece = find_piece
         self._changed, self._before, self._after = changed, before, after
         self.verdict = self._probe(optimizer)
+        if self.verdict.form is not None:
+            register_form(optimizer, self.verdict.form)
         self._whole: WholeStep | None = None
         if self.verdict.way is not Way.BY_ELEMENT:
             self._whole = WholeStep(optimizer, self.verdict.way, comm)

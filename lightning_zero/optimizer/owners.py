@@ -150,6 +150,10 @@ class WholeStep:
         """Return whether this rank has the optimizer's state for a parameter."""
         return self._wholes[id(piece)].is_here
 
+    def parameter_of(self, piece: Piece) -> Parameter:
+        """Return the whole parameter that stands for a piece in a step."""
+        return self._wholes[id(piece)].parameter
+
     def begin(self) -> None:
         """Put whole parameters into the param groups; all ranks call it."""
         wholes = list(self._wholes.values())
@@ -161,7 +165,7 @@ class WholeStep:
         with lasting_tensors(), torch.no_grad():
             self._bring_to_owners(wholes)
         self._is_begun = True
-        self._exchange_keys({id(w.piece): w.parameter for w in wholes})
+        exchange(self._optimizer, {id(w.piece): w.parameter for w in wholes})
 
     def _bring_to_owners(self, wholes: Sequence[Whole]) -> None:
         parts: list[list[Tensor]] = [[] for _ in self._loads]
@@ -218,19 +222,9 @@ class WholeStep:
         if not self._is_begun:
             return
         self._is_begun = False
-        self._exchange_keys({id(w.parameter): w.piece for w in self._wholes.values()})
+        exchange(self._optimizer, {id(w.parameter): w.piece for w in self._wholes.values()})
         for whole in self._wholes.values():
             whole.release()
-
-    def _exchange_keys(self, others: Mapping[int, Parameter]) -> None:
-        """Replace parameters, by id, in the param groups and the state."""
-        for holder in with_inner(self._optimizer):
-            for group in holder.param_groups:
-                members = group["params"]
-                members[:] = [others.get(id(member), member) for member in members]
-            state: dict[Any, Any] = holder.state
-            for key in [key for key in state if id(key) in others]:
-                state[others[id(key)]] = state.pop(key)
 
     def describe(self, reason: str) -> str:
         """Return the way and its price in a line."""
@@ -248,6 +242,17 @@ class WholeStep:
             f" gradients for a step, {2 * nbytes:,} bytes, and keeps the whole optimizer state, as"
             " under DDP."
         )
+
+
+def exchange(optimizer: Optimizer, others: Mapping[int, Parameter]) -> None:
+    """Replace parameters, by id, in the param groups and the state."""
+    for holder in with_inner(optimizer):
+        for group in holder.param_groups:
+            members = group["params"]
+            members[:] = [others.get(id(member), member) for member in members]
+        state: dict[Any, Any] = holder.state
+        for key in [key for key in state if id(key) in others]:
+            state[others[id(key)]] = state.pop(key)
 
 
 class _Reader:

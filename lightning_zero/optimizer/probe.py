@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from lightning_zero.optimizer.own_form import form_of
 from lightning_zero.optimizer.taint import Finding, Traced, Way
 from lightning_zero.optimizer.trial import Master, Trial
 from lightning_zero.optimizer.twin import CannotCopy, bare
@@ -55,11 +56,13 @@ class Verdict(NamedTuple):
         way: The finest one that is proved.
         reason: Why it is no finer one, as the end of a sentence.
         waits_for_closure: Whether it touches nothing before it has called its closure.
+        form: The names in its state dict, if they are not those that torch gives.
     """
 
     way: Way
     reason: str = ""
     waits_for_closure: bool = True
+    form: frozenset[str] | None = None
 
 
 def way_of(optimizer: Any) -> Way:
@@ -100,11 +103,12 @@ def probe(optimizer: Any, master_of: Master = lambda parameter: parameter) -> Ve
                 _compare(whole, original, master_of)
             elif whole.taint.way is Way.BY_PARAMETER and whole.taint.read:
                 _answer_otherwise(whole, original, master_of)
+            form = _form_of_state(whole)
         except CannotCopy as error:
             return Verdict(Way.NOT_AT_ALL, str(error))
     way = whole.taint.way
     reason = next((found.what for found in whole.taint.findings if found.way is way), "")
-    return Verdict(way, reason, whole.waits_for_closure)
+    return Verdict(way, reason, whole.waits_for_closure, form)
 
 
 def _compare(whole: Trial, optimizer: Optimizer, master_of: Master) -> None:
@@ -132,6 +136,18 @@ def _answer_otherwise(whole: Trial, optimizer: Optimizer, master_of: Master) -> 
             what = f"{whole.taint.read}, by which it may step another one"
             whole.taint.findings.append(Finding(Way.ALL_AT_ONCE, what))
             return
+
+
+def _form_of_state(whole: Trial) -> frozenset[str] | None:
+    """Return the form of the state dict; one that parts cannot be put into needs whole states."""
+    try:
+        form, shows_states = form_of(whole.twin)
+    except Exception:
+        return None  # of a copy whose steps have raised
+    if not shows_states:
+        what = "makes a state_dict of a form of its own from values that it does not keep"
+        whole.taint.findings.append(Finding(Way.ALL_AT_ONCE, what))
+    return form
 
 
 class _Answers:

@@ -34,6 +34,7 @@ class Trial:
     Attributes:
         toys: Two for each kind of parameter, one after the other.
         taint: What was found.
+        twin: The copy that steps them.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Trial:
                 seen[key] = self._toys_for(group, master_of)
             toys.append(_stand_ins(group, master_of, seen.get(key, {})))
         self.toys = [toy for kinds in seen.values() for pair in kinds.values() for toy in pair]
-        self._twin = twin_of(optimizer, toys, kept)
+        self.twin = twin_of(optimizer, toys, kept)
         users = (p for group in optimizer.param_groups for p in group["params"])
         self.taint = Taint(users, answer)
         self._shared: list[str] = []
@@ -86,7 +87,7 @@ class Trial:
 
     def run(self, *, is_brief: bool = False) -> None:
         """Step until something is found that rules out every way but all at once."""
-        twin, taint = self._twin, self.taint
+        twin, taint = self.twin, self.taint
         for index, toy in enumerate(self.toys):
             taint.mark(toy, 1 << index)
             for name, value in twin.state.get(toy, {}).items():
@@ -119,12 +120,12 @@ class Trial:
             closure()
             self._num_calls, self.taint.has_touched = 0, False
             with self.taint:
-                _train(self._twin, is_first=number == 0)
+                _train(self.twin, is_first=number == 0)
                 self.taint.has_touched = False
-                if "closure" in inspect.signature(type(self._twin).step).parameters:
-                    self._twin.step(closure)  # type: ignore[arg-type]
+                if "closure" in inspect.signature(type(self.twin).step).parameters:
+                    self.twin.step(closure)  # type: ignore[arg-type]
                 else:
-                    self._twin.step()
+                    self.twin.step()
         except CannotFollow:
             return
         except Exception as error:
@@ -149,7 +150,7 @@ class Trial:
             _shown(leaf)
             for index, toy in enumerate(self.toys)
             if bits & 1 << index
-            for holder in with_inner(self._twin)
+            for holder in with_inner(self.twin)
             for leaf in (toy, *tree_leaves(holder.state.get(toy)))
         ]
         return str((trace, states)), self._shared
@@ -157,7 +158,7 @@ class Trial:
     def _outside(self) -> list[Any]:
         """What the optimizer keeps elsewhere than in the state of a parameter."""
         kept: list[Any] = []
-        for holder in with_inner(self._twin):
+        for holder in with_inner(self.twin):
             own = {k: v for k, v in vars(holder).items() if k not in ("state", "param_groups")}
             groups = [options_of(group) for group in holder.param_groups]
             others = [v for k, v in holder.state.items() if not isinstance(k, Parameter)]
@@ -189,7 +190,7 @@ class Trial:
             return True
         return any(
             self.taint.bits(tree_leaves(entries)) & ~bits.get(id(key), 0)
-            for holder in with_inner(self._twin)
+            for holder in with_inner(self.twin)
             for key, entries in holder.state.items()
         )
 

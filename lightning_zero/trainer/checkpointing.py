@@ -28,7 +28,6 @@ from lightning_zero.checkpoint import (
     module_state,
     optimizer_state,
     ranges_of_optimizers,
-    rehearse,
 )
 from lightning_zero.engine import Engine
 from lightning_zero.optimizer import members, parameter_of
@@ -40,6 +39,10 @@ from lightning_zero.trainer.run import callbacks_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+
+def _do_nothing() -> None:
+    pass
 
 
 class SavingStrategy(RankStrategy):
@@ -223,20 +226,23 @@ class SavingStrategy(RankStrategy):
         if pending is None:
             return
         checkpoint, strict = pending
+        before = _do_nothing
         if trainer.state.fn == TrainerFn.FITTING:
             if "optimizer_states" not in checkpoint:
                 return
-            with self._naming_the_file():
-                rehearse(self._module, checkpoint["state_dict"], strict=strict)
             # Finetuning callbacks bring the param groups of the checkpoint later, in on_fit_start.
             if not any(isinstance(callback, BaseFinetuning) for callback in callbacks_of(trainer)):
-                self._check_optimizer_states(checkpoint)
-                self._check_optimizer_values(checkpoint)
-        self._load_weights(checkpoint, strict)
+                before = functools.partial(self._check_optimizers, checkpoint)
+        self._load_weights(checkpoint, strict, before)
         if run.callbacks is not None:
             run.callbacks.load()
 
-    def _load_weights(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+    def _load_weights(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool,
+        before: Callable[[], None] = _do_nothing,
+    ) -> None:
         is_open = self.engine is not None and not self.engine.is_closed
         with self._naming_the_file():
             load_module_state(
@@ -244,6 +250,7 @@ class SavingStrategy(RankStrategy):
                 self.engine if is_open else None,
                 checkpoint["state_dict"],
                 strict=strict,
+                before=before,
             )
 
     @contextmanager
@@ -269,7 +276,9 @@ class SavingStrategy(RankStrategy):
         except ValueError as error:
             raise ValueError(f"{self._current.path!r} cannot be resumed from. {error}") from error
 
-    def _check_optimizer_values(self, checkpoint: Mapping[str, Any]) -> None:
+    def _check_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        """Raise on all ranks if a state does not fit, or if what is read of it is damaged."""
+        self._check_optimizer_states(checkpoint)
         optimizers = map(unwrapped, self.optimizers)
         ranges = ranges_of_optimizers(optimizers, checkpoint["optimizer_states"])
         check_ranges(ranges, self._saver.control, f"Loading {self._current.path!r}")

@@ -23,6 +23,7 @@ from lightning_zero.checkpoint import Saver
 from lightning_zero.comm import Communicator, Traffic
 from lightning_zero.deepspeed import Config
 from lightning_zero.engine import ActivationCheckpointing, Engine
+from lightning_zero.optimizer import own_form_of
 from lightning_zero.plan import MIN_NUMEL, Settings, UnitPolicy, as_dtype
 from lightning_zero.trainer import internals
 from lightning_zero.trainer.callbacks import AdaptedCallbacks
@@ -265,6 +266,12 @@ class ZeROStrategy(SavingStrategy):
         for optimizer in self.optimizers:
             if (notice := self.engine.adopt(optimizer)) is not None:
                 rank_zero_info(notice)
+            if self.options.checkpoint == "dcp" and own_form_of(optimizer) is not None:
+                # Now, and not when there is an hour of training to be saved.
+                raise ValueError(
+                    f"{type(optimizer).__name__}.state_dict() has a form of its own, for which"
+                    " checkpoint='dcp' has no places. Use checkpoint='file'."
+                )
 
     # -- steps -----------------------------------------------------------------------------------
 

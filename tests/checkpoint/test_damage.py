@@ -14,14 +14,7 @@ import pytest
 import torch
 
 from lightning_zero import ZeROStrategy, load_weights
-from lightning_zero.checkpoint.dcp.directory import Directory
-from lightning_zero.checkpoint.dcp.save import DirectorySave
-from lightning_zero.checkpoint.file.format import Provenance
-from lightning_zero.checkpoint.file.records import stored_records
-from lightning_zero.checkpoint.file.save import FileSave
-from lightning_zero.checkpoint.load import load, mapped, ranges_of
-from lightning_zero.checkpoint.saver import Saver
-from lightning_zero.checkpoint.state import (
+from lightning_zero.checkpoint import (
     check_optimizer_states,
     check_ranges,
     load_module_state,
@@ -29,6 +22,13 @@ from lightning_zero.checkpoint.state import (
     optimizer_state,
     ranges_of_optimizers,
 )
+from lightning_zero.checkpoint.dcp.directory import Directory
+from lightning_zero.checkpoint.dcp.save import DirectorySave
+from lightning_zero.checkpoint.file.format import Provenance
+from lightning_zero.checkpoint.file.records import stored_records
+from lightning_zero.checkpoint.file.save import FileSave
+from lightning_zero.checkpoint.load import load, mapped, ranges_of
+from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
 from lightning_zero.comm import Control
 from lightning_zero.commands.convert import convert

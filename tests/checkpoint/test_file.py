@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_zero.checkpoint import module_state, optimizer_state
 from lightning_zero.checkpoint.checksums import joined_checksum
 from lightning_zero.checkpoint.file.archive import ALIGNMENT, Archive
 from lightning_zero.checkpoint.file.format import Provenance
 from lightning_zero.checkpoint.saver import Saver, collected
-from lightning_zero.checkpoint.state import module_state, optimizer_state
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
 from lightning_zero.comm import Control
 from lightning_zero.engine.engine import Engine

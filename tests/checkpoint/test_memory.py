@@ -17,18 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero import load_weights
+from lightning_zero.checkpoint import (
+    load_module_state,
+    load_optimizer_state,
+    module_state,
+    optimizer_state,
+)
 from lightning_zero.checkpoint.dcp.save import DirectorySave
 from lightning_zero.checkpoint.file.format import Provenance
 from lightning_zero.checkpoint.file.save import FileSave
 from lightning_zero.checkpoint.load import load
 from lightning_zero.checkpoint.safetensors import write_safetensors
 from lightning_zero.checkpoint.saver import Saver
-from lightning_zero.checkpoint.state import (
-    load_module_state,
-    load_optimizer_state,
-    module_state,
-    optimizer_state,
-)
 from lightning_zero.checkpoint.values.chunk import BUFFER_BYTES
 from lightning_zero.engine.engine import Engine
 from lightning_zero.plan.settings import Settings

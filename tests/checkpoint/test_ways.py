@@ -8,12 +8,13 @@ from typing import Any
 
 import prodigyopt
 import pytest
+import pytorch_optimizer
 import torch
 from torch import nn
 
 from tests.oracle import by_trainer
 from tests.oracle.by_trainer import Rows, Stop, assert_close, make_trainer, strategy_of, world
-from tests.oracle.ranks import Pools
+from tests.oracle.ranks import Pools, RankError
 
 
 def matrices(module: nn.Module) -> list[nn.Parameter]:
@@ -35,8 +36,22 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
         torch.optim.AdamW(vectors(m), lr=0.01),
     ],
     "prodigy": lambda m: prodigyopt.Prodigy(m.parameters()),
+    "lookahead": lambda m: pytorch_optimizer.Lookahead(
+        torch.optim.AdamW(m.parameters(), lr=0.02), k=2, pullback_momentum="pullback"
+    ),
+    "lookahead of adafactor": lambda m: pytorch_optimizer.Lookahead(
+        torch.optim.Adafactor(m.parameters(), lr=0.02), k=3
+    ),
+    "schedulefree wrapper": lambda m: pytorch_optimizer.ScheduleFreeWrapper(
+        torch.optim.SGD(m.parameters(), lr=0.02)
+    ),
+    "sam": lambda m: pytorch_optimizer.SAM(m.parameters(), torch.optim.AdamW, lr=0.01),
     "lbfgs": lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=2),  # one state for all
 }
+
+
+OWN_FORMS = ("lookahead", "lookahead of adafactor", "schedulefree wrapper")
+"""Those whose state dict is not as torch's, for which there is no place in a directory."""
 
 
 class Model(by_trainer.Model):
@@ -45,20 +60,39 @@ class Model(by_trainer.Model):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
-        self.automatic_optimization = "beside" not in name
+        self.automatic_optimization = "beside" not in name and name != "sam"
+
+    def on_train_start(self) -> None:
+        if "schedulefree" in self.name:
+            self.optimizers(use_pl_optimizer=False).train()
 
     def configure_optimizers(self) -> Any:
         return OPTIMIZERS[self.name](self)
 
     def training_step(self, batch: Any, index: int) -> Any:
         loss = super().training_step(batch, index)
-        if not self.automatic_optimization:
+        if self.name == "sam":
+            self.descend_twice(loss, batch, index)
+        elif not self.automatic_optimization:
             for optimizer in self.optimizers():
                 optimizer.zero_grad()
             self.manual_backward(loss)
             for optimizer in self.optimizers():
                 optimizer.step()
         return loss
+
+    def descend_twice(self, loss: Any, batch: Any, index: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            again = by_trainer.Model.training_step(self, batch, index)
+            self.manual_backward(again)
+            return again
+
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step(closure)
 
 
 def fit(name: str, strategy: str, path: str, ckpt_path: str | None = None) -> Any:
@@ -78,11 +112,18 @@ def fit(name: str, strategy: str, path: str, ckpt_path: str | None = None) -> An
     return module.losses, {key: p.detach().clone() for key, p in module.named_parameters()}
 
 
+def test_a_directory_has_no_place_for_a_form_of_an_optimizers_own(ranks: Pools) -> None:
+    match = r"Lookahead.state_dict\(\) has a form of its own.*checkpoint='file'"
+    with pytest.raises(RankError, match=match):
+        ranks(2).run(fit, "lookahead", "dcp1", "/nowhere")
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_files_are_those_of_ddp_and_anybody_resumes(
     ranks: Pools, tmp_path: Path, name: str
 ) -> None:
-    paths = {writer: str(tmp_path / f"{writer}.ckpt") for writer in ("ddp", "zero3", "dcp1")}
+    third = "zero1" if name in OWN_FORMS else "dcp1"
+    paths = {writer: str(tmp_path / f"{writer}.ckpt") for writer in ("ddp", "zero3", third)}
     runs = {writer: ranks(2).run(fit, name, writer, path)[0] for writer, path in paths.items()}
     losses, weights = runs["ddp"]
     for found, _ in runs.values():
@@ -90,7 +131,7 @@ def test_files_are_those_of_ddp_and_anybody_resumes(
     saved, expected = (torch.load(paths[w], weights_only=True) for w in ("zero3", "ddp"))
     for key in ("state_dict", "optimizer_states"):
         assert_close(saved[key], expected[key], key)
-    for size, writer, reader in ((1, "zero3", "ddp"), (2, "ddp", "zero1"), (3, "dcp1", "zero3")):
+    for size, writer, reader in ((1, "zero3", "ddp"), (2, "ddp", "zero1"), (3, third, "zero3")):
         for found, after in ranks(size).run(fit, name, reader, "", paths[writer]):
             assert found == pytest.approx(losses[-len(found) :], rel=1e-4)
             for key, value in after.items():

@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_zero import MemoryMonitor, ZeROStrategy
-from lightning_zero.checkpoint.state import optimizer_state
+from lightning_zero.checkpoint import optimizer_state
 from lightning_zero.comm import collectives as backend
 from lightning_zero.comm import process_groups
 from lightning_zero.comm.collectives import Collectives

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.load import load
-from lightning_zero.checkpoint.state import (
+from lightning_zero.checkpoint import (
     check_optimizer_states,
     load_module_state,
     load_optimizer_state,
 )
+from lightning_zero.checkpoint.load import load
 from lightning_zero.engine.engine import Engine
 from lightning_zero.plan.plan import RECIPES
 from lightning_zero.plan.settings import Settings

@@ -124,6 +124,61 @@ def resume_with_other_callbacks(name: str, path: str) -> Any:
     return trainer.global_step, [str(w.message) for w in caught if "callbacks" in str(w.message)]
 
 
+class Renaming(Model):
+    """Stores a weight under another name, leaves one out, and reads weights as it loads them."""
+
+    strict_loading = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = {"load": 0, "hook": 0, "on_load_checkpoint": 0}
+        self.seen: list[float] = []
+        self.register_buffer("scale", torch.ones(2))
+        self.register_load_state_dict_pre_hook(lambda *_: self.count("hook"))
+
+    def count(self, what: str) -> None:
+        self.calls[what] += 1
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        return {f"mine.{key}": value for key, value in state.items()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.count("on_load_checkpoint")
+        del checkpoint["state_dict"]["mine.net.blocks.0.linear.weight"]
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        self.count("load")
+        own = {key.removeprefix("mine."): value for key, value in state.items()}
+        found = super().load_state_dict(own, strict)
+        with torch.no_grad():
+            self.seen += [float(p.sum()) for p in self.parameters()]
+            self.scale.copy_(self.scale * 3)
+            self.net.blocks[0].linear.weight.copy_(self.net.blocks[0].linear.weight * 0 + 2)
+        self.seen += [float(self.net.blocks[0].linear.weight.sum()), *map(len, found)]
+        return found
+
+    def predict_step(self, batch: Any, index: int) -> Any:
+        return float(self.net(batch[0][:, :-1]).sum())
+
+
+def load_in_a_way_of_ones_own(name: str, path: str) -> Any:
+    torch.manual_seed(0)
+    saved(name, Renaming(), path)
+    found = []
+    torch.manual_seed(1)
+    resumed = Renaming()
+    fit(name, resumed, path, max_steps=4)
+    modules = {"validate": Renaming(), "test": Renaming(), "predict": Renaming()}
+    for call, module in modules.items():
+        result = getattr(trainer_of(name), call)(module, Rows(), ckpt_path=path)
+        found.append([round(value, 4) for value in result] if call == "predict" else ())
+    for module in (resumed, *modules.values()):
+        sums = [float(p.detach().sum()) for p in (*module.parameters(), module.scale)]
+        found.append((module.calls, [round(value, 4) for value in module.seen + sums]))
+    return found
+
+
 class Finetuning(BaseFinetuning):
     def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze(pl_module.net.blocks[0])
@@ -255,6 +310,7 @@ CASES = [
     count_an_optimizers_calls,
     copy_a_trainer,
     resume_with_other_callbacks,
+    load_in_a_way_of_ones_own,
     resume_finetuning,
     warn_of_a_scheduler,
     give_storage_options,

@@ -74,6 +74,11 @@ def _is_table(value: Any) -> bool:
 def _optimizer_entries(
     state: Mapping[str, Any], root: str, names: Sequence[str]
 ) -> Iterator[tuple[Keys, Any]]:
+    if "param_groups" not in state:
+        raise ValueError(
+            f"the state of {root} has a form of its own ({', '.join(map(repr, state))}), for which"
+            " checkpoint='dcp' has no places. Use checkpoint='file'"
+        )
     ids = [key for group in state["param_groups"] for key in group["params"]]
     known = [name for group in state["param_groups"] for name in group.get("param_names", ())]
     given = known if len(known) == len(ids) else names if len(names) == len(ids) else ids

@@ -1,0 +1,351 @@
+"""State dicts of optimizers that step a sharded model, as a single process would have them.
+
+Saving: the dictionary that DDP would give, with a :class:`ShardedValue` in the place of every
+tensor of which each rank has a part. Nothing is gathered.
+
+Loading: whole values come in, usually mapped from a file, and each rank copies its own ranges.
+What does not fit is found before anything in memory has changed.
+
+An optimizer around another one may have a ``state_dict`` in a **form of its own**, of which it
+alone knows what lies where. It is asked for it, and given it, while its states are whole ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from lightning_zero.checkpoint.checksums import CheckedRange
+from lightning_zero.checkpoint.state import like, ranges, sharded
+from lightning_zero.checkpoint.values.sharded_value import ShardedValue
+from lightning_zero.engine import Engine
+from lightning_zero.optimizer import (
+    Way,
+    cut_state,
+    members,
+    missing_in_state,
+    own_form_of,
+    owned,
+    parameter_of,
+    pieces_of,
+    whole_members,
+    whole_step_of,
+    with_inner,
+)
+from lightning_zero.parameters import Piece
+from lightning_zero.tensors import named_tensors
+
+# -- saving ----------------------------------------------------------------------------------------
+
+
+def optimizer_state(optimizer: Optimizer, engine: Engine, label: str) -> dict[str, Any]:
+    """Return ``optimizer.state_dict()`` with sharded states, by the integer ids that DDP would use.
+
+    All ranks call it together. ``label`` names the optimizer in the checkpoint.
+    """
+    step = whole_step_of(optimizer)
+    if step is not None and step.way is Way.ALL_AT_ONCE:
+        with whole_members(optimizer):
+            return optimizer.state_dict()  # every rank has all of it
+    if own_form_of(optimizer) is not None:
+        return _in_own_form(optimizer, engine, label)
+    local = optimizer.state_dict()
+    if not local:
+        return local  # Lightning's stand-in, where there is no optimizer
+    own = [local["state"].get(index) for index in range(len(members(optimizer)))]
+    # Some keep an entry that belongs to no parameter.
+    others = {k: v for k, v in local["state"].items() if not isinstance(v, Mapping)}
+    return {**local, "state": {**_whole_states(optimizer, own, engine, label), **others}}
+
+
+def _in_own_form(optimizer: Optimizer, engine: Engine, label: str) -> dict[str, Any]:
+    """Let an optimizer put its form around whole states, its own and those of what it wraps."""
+    pieces, holders = members(optimizer), list(with_inner(optimizer))
+    before = [dict(holder.state) for holder in holders]
+    whole = [
+        _whole_states(optimizer, list(map(held.get, pieces)), engine, f"{label}, {number}")
+        for number, held in enumerate(before)
+    ]
+    try:
+        for holder, held, states in zip(holders, before, whole, strict=True):
+            others = {key: value for key, value in held.items() if key not in set(pieces)}
+            _put(holder, {**{pieces[i]: state for i, state in states.items()}, **others})
+        return optimizer.state_dict()
+    finally:
+        for holder, held in zip(holders, before, strict=True):
+            _put(holder, held)
+
+
+def _put(holder: Optimizer, states: Mapping[Any, Any]) -> None:
+    holder.state.clear()
+    holder.state.update(states)
+
+
+def _whole_states(
+    optimizer: Optimizer, own: Sequence[Mapping[str, Any] | None], engine: Engine, label: str
+) -> dict[int, dict[str, Any]]:
+    """Return the states of whole parameters, by index, of which this rank has its ``own`` parts."""
+    pieces, step = members(optimizer), whole_step_of(optimizer)
+    mine = {
+        index: {
+            key: _describe(key, value, piece, is_whole=step is not None)
+            for key, value in (own[index] or {}).items()
+        }
+        for index, piece in enumerate(pieces)
+        if (piece.numel() if step is None else own[index] is not None)
+    }
+    gathered = engine.comm.control.gather_objects((_kind(optimizer), mine))
+    _check_alike([kind for kind, _ in gathered], label)
+    described = [states for _, states in gathered]
+    for index in range(len(pieces)):
+        kinds = [", ".join(sorted(states[index])) for states in described if index in states]
+        _check_alike(kinds, f"the state of parameter {index} of {label}")
+    whole: dict[int, dict[str, Any]] = {}
+    for index, piece in enumerate(pieces):
+        # Ranks whose piece is empty, or which do not own it, have no state; any other knows it.
+        entries: Mapping[str, Any] = next((s[index] for s in described if index in s), {})
+        if not entries:
+            continue
+        here = own[index] or {}
+        whole[index] = {
+            key: _entry(f"{label} {index}.{key}", here.get(key), entry, piece)
+            for key, entry in entries.items()
+        }
+    return whole
+
+
+def _kind(optimizer: Optimizer) -> str:
+    """Return what must be the same on all ranks: class, groups, and the switches of each."""
+    groups = [
+        {
+            "params": len(group["params"]),
+            **{k: v for k, v in group.items() if isinstance(v, (bool, str)) or v is None},
+        }
+        for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__name__} with param groups {groups}"
+
+
+def _check_alike(kinds: Sequence[str], what: str) -> None:
+    """Raise a ``ValueError`` unless all ``kinds``, which all ranks know, are the same."""
+    other = next((kind for kind in kinds if kind != kinds[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"The ranks do not agree on {what}: one has {kinds[0]}; another has {other}."
+            " configure_optimizers must return the same optimizers on every rank."
+        )
+
+
+class _StandIn:
+    """A stand-in for a tensor of which every rank holds its piece, or that has an owner.
+
+    ``shape`` is ``None`` if it is the parameter's own, else that of what the owner has whole.
+    """
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...] | None) -> None:
+        self.dtype, self.shape = dtype, shape
+
+    def value(self, key: str, part: Tensor | None, piece: Any) -> ShardedValue:
+        """Return what it stands for; a rank that holds nothing of it has no ``part``."""
+        part = torch.empty(0, dtype=self.dtype) if part is None else part
+        if self.shape is None:
+            return sharded(key, piece, part)
+        stride = torch.empty(self.shape, device="meta").stride()
+        return ShardedValue.of(key, part.contiguous().reshape(-1), 0, self.shape, stride)
+
+
+def _describe(key: str, value: Any, piece: Any, *, is_whole: bool) -> Any:
+    """Return an entry of a state with stand-ins for what is too large to be sent."""
+
+    def stand_in(tensor: Tensor) -> Any:
+        if is_whole and tensor.dim():
+            return _StandIn(tensor.dtype, tuple(tensor.shape))
+        is_cut = not is_whole and isinstance(piece, Piece) and tensor.shape == piece.shape
+        # On the host: a tensor of a device is unpickled to the device of that number, so
+        # each rank would take memory on the devices of all others.
+        return _StandIn(tensor.dtype, None) if is_cut and key != "step" else tensor.to("cpu")
+
+    return tree_map_only(Tensor, stand_in, value)
+
+
+def _entry(key: str, mine: Any, entry: Any, piece: Any) -> Any:
+    """Return an entry of a state with sharded values for the stand-ins in ``entry``."""
+    leaves, tree = tree_flatten(entry)
+    own = [None] * len(leaves) if mine is None else tree_leaves(mine)
+    is_nested = not isinstance(entry, _StandIn)
+    parts = [
+        leaf.value(f"{key}.{number}" if is_nested else key, part, piece)
+        if isinstance(leaf, _StandIn)
+        else leaf
+        for number, (leaf, part) in enumerate(zip(leaves, own, strict=True))
+    ]
+    return tree_unflatten(parts, tree)
+
+
+# -- loading ---------------------------------------------------------------------------------------
+
+
+def check_optimizer_states(
+    optimizers: list[Optimizer], states: list[Mapping[str, Any]], name_of: Callable[[Any], str]
+) -> None:
+    """Raise a ``ValueError`` unless every optimizer can load its state.
+
+    ``name_of`` gives the name of a parameter or piece for the error.
+    """
+    if len(optimizers) != len(states):
+        raise ValueError(
+            f"The checkpoint has states of {len(states)} optimizers, but configure_optimizers"
+            f" returned {len(optimizers)}."
+        )
+    for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
+        if not state and not optimizer.state_dict():
+            continue
+        form = own_form_of(optimizer)
+        is_state = _is_optimizer_state(state) if form is None else isinstance(state, Mapping)
+        if not is_state:
+            raise ValueError(f"The checkpoint's state of optimizer {number} is of no optimizer.")
+        faults = _faults if form is None else _faults_in_own_form
+        is_whole = whole_step_of(optimizer) is not None
+        for fault in faults(optimizer, state, name_of, is_whole=is_whole):
+            kind = type(optimizer).__name__
+            raise ValueError(f"The checkpoint does not fit optimizer {number} ({kind}): {fault}.")
+
+
+def _is_optimizer_state(state: Any) -> bool:
+    if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
+        return False
+    groups = state.get("param_groups")
+    return isinstance(groups, list) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups
+    )
+
+
+def _faults(
+    optimizer: Optimizer, state: Mapping[str, Any], name_of: Callable[[Any], str], *, is_whole: bool
+) -> Iterator[str]:
+    groups, saved = optimizer.param_groups, state["param_groups"]
+    if len(groups) != len(saved):
+        yield f"it has {len(saved)} param groups, the optimizer {len(groups)}"
+        return
+    pairs: list[tuple[int, Any, Any]] = []
+    for number, (group, other) in enumerate(zip(groups, saved, strict=True)):
+        there, here = len(other["params"]), len(group["params"])
+        if there != here:
+            yield f"param group {number} has {there} parameters there and {here} here"
+            return
+        pairs += zip([number] * here, group["params"], other["params"], strict=True)
+    tried: set[Any] = set()
+    for number, parameter, key in pairs:
+        entries, name_there = state["state"].get(key), name_of(parameter)
+        if entries is None:
+            continue
+        if not isinstance(entries, Mapping):
+            yield f"the state of {name_there!r} is a {type(entries).__name__} there"
+            return
+        if is_whole:
+            continue  # which may keep tensors of any shape
+        shape = parameter_of(parameter).shape
+        for name, value in entries.items():
+            # What is not one number per element is one number.
+            if isinstance(value, Tensor) and value.dim() and value.shape != shape:
+                yield (
+                    f"{name!r} of {name_there!r} has shape {tuple(value.shape)} there,"
+                    f" the parameter has {tuple(shape)}"
+                )
+        kind = number, frozenset(entries)
+        if isinstance(parameter, Piece) and kind not in tried:
+            tried.add(kind)
+            missing = missing_in_state(optimizer, number, saved[number], entries)
+            if missing is not None:
+                yield (
+                    f"its state of {name_there!r} has {', '.join(map(repr, entries))} and is of"
+                    f" another optimizer, or damaged: {missing!r} is missing"
+                )
+
+
+def _faults_in_own_form(
+    optimizer: Optimizer, state: Mapping[str, Any], name_of: Callable[[Any], str], *, is_whole: bool
+) -> Iterator[str]:
+    """Yield what can be seen from outside: the names of its parts, and wrapped optimizers."""
+    own = own_form_of(optimizer)
+    if own is not None and set(state) != own:
+        there, here = (", ".join(map(repr, names)) for names in (state, sorted(own)))
+        yield f"its state has {there} there, and {here} here"
+        return
+    inner = list(with_inner(optimizer))[1:]
+    nested = [value for value in state.values() if _is_optimizer_state(value)]
+    for holder, value in zip(inner, nested, strict=False):
+        yield from _faults(holder, value, name_of, is_whole=is_whole)
+
+
+def ranges_of_optimizers(
+    optimizers: Iterable[Optimizer], states: Iterable[Mapping[str, Any]]
+) -> Iterator[CheckedRange]:
+    """Yield what this rank reads of the states of optimizers, which fit them."""
+    for optimizer, state in zip(optimizers, states, strict=True):
+        step = whole_step_of(optimizer)
+        if own_form_of(optimizer) is not None:
+            for name, tensor in named_tensors(state):  # it reads all of them
+                yield from ranges(name, tensor, None)
+            continue
+        ids = [key for group in state.get("param_groups", ()) for key in group["params"]]
+        for key, piece in zip(ids, members(optimizer) if state else (), strict=True):
+            if step is not None and isinstance(piece, Piece) and not step.keeps_state_of(piece):
+                continue
+            for name, value in state["state"].get(key, {}).items():
+                for tensor in tree_leaves(value):
+                    own = piece if step is None else None  # an owner reads all of it
+                    yield from ranges(f"{name} of parameter {key}", tensor, own)
+
+
+def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load a whole optimizer state, taking this rank's pieces of it."""
+    step = whole_step_of(optimizer)
+    if not state or (step is not None and step.way is Way.ALL_AT_ONCE):
+        with whole_members(optimizer):
+            optimizer.load_state_dict(tree_map_only(Tensor, Tensor.clone, {**state}))
+        return
+    if own_form_of(optimizer) is not None:
+        _load_own_form(optimizer, state)
+        return
+    held = members(optimizer)
+    ids = [key for group in state["param_groups"] for key in group["params"]]
+    # Entries that belong to no parameter, which some optimizers keep.
+    own = {key: owned(value) for key, value in state["state"].items() if key not in set(ids)}
+    for key, piece in zip(ids, held, strict=True):
+        entries = state["state"].get(key)
+        if entries is None:
+            continue
+        if step is not None and isinstance(piece, Piece):
+            if step.keeps_state_of(piece):
+                own[key] = owned(entries)
+        elif not (isinstance(piece, Piece) and piece.numel() == 0):
+            own[key] = _own_part(entries, piece)
+    optimizer.load_state_dict({**state, "state": own})
+
+
+def _load_own_form(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Let an optimizer load whole states for whole parameters, and keep this rank's parts."""
+    with whole_members(optimizer):
+        optimizer.load_state_dict({**state})
+    step = whole_step_of(optimizer)
+    for holder in with_inner(optimizer):
+        for piece in pieces_of(optimizer):
+            entries = holder.state.pop(piece, None)
+            if entries is not None and (step is None or step.keeps_state_of(piece)):
+                holder.state[piece] = owned(entries) if step else _own_part(entries, piece)
+        if type(holder).load_state_dict is Optimizer.load_state_dict:
+            # Once more as it is, so that torch brings each value to its parameter's device.
+            holder.load_state_dict(holder.state_dict())
+
+
+def _own_part(entries: Any, piece: Any) -> Any:
+    """Return what belongs to ``piece``; one at a time, so that no rank holds parts twice."""
+    if isinstance(piece, Piece):
+        entries = cut_state(tree_map_only(Tensor, lambda t: like(t, piece), {**entries}), piece)
+    return owned(entries)
