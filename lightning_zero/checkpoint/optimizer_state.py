@@ -33,6 +33,8 @@ from lightning_zero.optimizer import (
     owned,
     parameter_of,
     pieces_of,
+    require_whole_steps,
+    unit_step_of,
     whole_members,
     whole_step_of,
     with_inner,
@@ -48,6 +50,7 @@ def optimizer_state(optimizer: Optimizer, engine: Engine, label: str) -> dict[st
 
     All ranks call it together. ``label`` names the optimizer in the checkpoint.
     """
+    require_whole_steps([optimizer])
     step = whole_step_of(optimizer)
     if step is not None and step.way is Way.ALL_AT_ONCE:
         with whole_members(optimizer):
@@ -325,7 +328,7 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
             if step.keeps_state_of(piece):
                 own[key] = owned(entries)
         elif not (isinstance(piece, Piece) and piece.numel() == 0):
-            own[key] = _own_part(entries, piece)
+            own[key] = _own_part(entries, piece, optimizer)
     optimizer.load_state_dict({**state, "state": own})
 
 
@@ -338,14 +341,16 @@ def _load_own_form(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         for piece in pieces_of(optimizer):
             entries = holder.state.pop(piece, None)
             if entries is not None and (step is None or step.keeps_state_of(piece)):
-                holder.state[piece] = owned(entries) if step else _own_part(entries, piece)
+                holder.state[piece] = owned(entries) if step else _own_part(entries, piece, holder)
         if type(holder).load_state_dict is Optimizer.load_state_dict:
             # Once more as it is, so that torch brings each value to its parameter's device.
             holder.load_state_dict(holder.state_dict())
 
 
-def _own_part(entries: Any, piece: Any) -> Any:
+def _own_part(entries: Any, piece: Any, optimizer: Optimizer) -> Any:
     """Return what belongs to ``piece``; one at a time, so that no rank holds parts twice."""
-    if isinstance(piece, Piece):
-        entries = cut_state(tree_map_only(Tensor, lambda t: like(t, piece), {**entries}), piece)
-    return owned(entries)
+    if not isinstance(piece, Piece):
+        return owned(entries)
+    entries = cut_state(tree_map_only(Tensor, lambda t: like(t, piece), {**entries}), piece)
+    step = unit_step_of(optimizer)
+    return owned(entries) if step is None else step.kept(entries, piece)

@@ -24,6 +24,7 @@ from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
 from lightning_zero.comm import Control, Outcome
 from lightning_zero.engine import Engine
+from lightning_zero.optimizer import require_whole_steps
 from lightning_zero.parameters import Piece
 from lightning_zero.tensors import internals, properties, tensors_in
 
@@ -35,6 +36,7 @@ def module_state(module: nn.Module, engine: Engine) -> dict[str, Any]:
 
     All ranks call it together.
     """
+    require_whole_steps(engine.sharded.optimizers)
     engine.sharded.keep_edits()
     state = module.state_dict(keep_vars=True)
     values: dict[int, ShardedValue] = {}

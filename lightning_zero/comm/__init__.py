@@ -9,6 +9,7 @@ point_to_point    messages between every two ranks (gloo)
 shared_memory     memory of the peers on one host
 reduce_windows    the windows of reduce buffers, reused when peers have read them
 window            memory that peers have mapped
+scratch           files without a name, in which tensors rest
 collectives       the backend's own collectives (NCCL)
 dry               one rank without the others, which allocates what it would and sends nothing
 mesh              axes of ranks (shards, replicas) and paths between placements on them
@@ -33,6 +34,7 @@ from lightning_zero.comm.dry import (
 )
 from lightning_zero.comm.process_groups import default_world_size
 from lightning_zero.comm.rendezvous import join_group
+from lightning_zero.comm.scratch import Scratch
 from lightning_zero.comm.sync_points import Exclusive, PendingSync, SyncPoint
 from lightning_zero.comm.traffic import Traffic, sum_of
 from lightning_zero.comm.transport import Arrived, ReduceBuffer, Shared, Work
@@ -49,6 +51,7 @@ __all__ = [
     "Outcome",
     "PendingSync",
     "ReduceBuffer",
+    "Scratch",
     "Shared",
     "SyncPoint",
     "Traffic",

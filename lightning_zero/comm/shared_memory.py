@@ -17,6 +17,7 @@ from lightning_zero.comm.control import Control
 from lightning_zero.comm.mesh import Axis
 from lightning_zero.comm.point_to_point import PointToPoint
 from lightning_zero.comm.reduce_windows import ReduceWindows
+from lightning_zero.comm.scratch import Scratch
 from lightning_zero.comm.sync_points import SyncPoint
 from lightning_zero.comm.transport import (
     Arrived,
@@ -59,8 +60,8 @@ class SharedMemory(PointToPoint):
         return all(control.gather_objects(sees_all))
 
     @override
-    def share(self, numel: int, dtype: torch.dtype) -> Shared:
-        window = Window.create(numel * dtype.itemsize, self.size)
+    def share(self, numel: int, dtype: torch.dtype, scratch: Scratch | None = None) -> Shared:
+        window = Window.create(numel * dtype.itemsize, self.size, scratch)
         addresses = self.control.gather_objects(window.address)
         of_ranks = [
             window if rank == self.control.rank else Window.open(addresses[rank], self.size)

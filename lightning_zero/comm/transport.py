@@ -14,6 +14,7 @@ from lightning_zero.comm.collective_log import CollectiveId, CollectiveLog
 from lightning_zero.comm.control import Control
 from lightning_zero.comm.mesh import Axis
 from lightning_zero.comm.process_groups import group_for
+from lightning_zero.comm.scratch import Scratch
 from lightning_zero.comm.traffic import Ledger
 from lightning_zero.comm.window import Window
 from lightning_zero.tensors import lasting_tensors
@@ -167,9 +168,12 @@ class Transport(ABC):
     def _reduce(self, partial: ReduceBuffer, out: Tensor, unit: str, tag: int) -> Work:
         """Do what :meth:`reduce` says."""
 
-    def share(self, numel: int, dtype: torch.dtype) -> Shared:
-        """Return memory for a master; where peers can be read, a view of every rank's too."""
-        return Shared(self._lasting(numel, dtype))
+    def share(self, numel: int, dtype: torch.dtype, scratch: Scratch | None = None) -> Shared:
+        """Return memory for a master; where peers can be read, a view of every rank's too.
+
+        It is in a file of ``scratch``, if there is one, else on the device.
+        """
+        return Shared((self._lasting if scratch is None else scratch.tensor)(numel, dtype))
 
     def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
         """Return memory for a unit's gradients before their reduction; its content is undefined."""

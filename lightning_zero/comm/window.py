@@ -5,8 +5,9 @@ and run on CPUs, masters and reduce buffers live in windows: a gather is then on
 peers' masters, and a reduction one sum over the peers' buffers. Nothing is sent but tokens of a few
 bytes.
 
-Windows are anonymous files of the kernel (``memfd_create``), which vanish with the last process
-that maps them, whatever it dies of. Peers open them through the owner's entry in ``/proc``.
+Windows are anonymous files of the kernel (``memfd_create``) or, for what is offloaded, files
+without a name on a disk. Both vanish with the last process that maps them, whatever it dies of.
+Peers open them through the owner's entry in ``/proc``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_zero.comm.scratch import Scratch
 from lightning_zero.tensors import lasting_tensors
 
 _NAME = "lightning_zero"
@@ -29,6 +31,7 @@ class Address(NamedTuple):
 
     process: int
     file: int
+    inode: int
     capacity: int
     serial: int
 
@@ -45,24 +48,30 @@ class Window:
 
     def __init__(self, address: Address, world_size: int, *, is_own: bool) -> None:
         path = f"/proc/{address.process}/fd/{address.file}"
-        if not _is_window(path):
+        self._size = address.capacity + 8 * world_size
+        if not _is_there(path, address.inode, self._size):
             raise RuntimeError(f"No window at {path}: its owner is on another host, or has ended.")
         self.address = address
         self.num_published = 0
         self.touched_bytes = 0
         self._is_own = is_own
-        self._size = address.capacity + 8 * world_size
         with lasting_tensors():
             self._memory = torch.from_file(path, shared=True, size=self._size, dtype=torch.uint8)
             self.readers = self._memory[address.capacity :].view(torch.int64)
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     @classmethod
-    def create(cls, capacity: int, world_size: int) -> Window:
-        """Make a window of ``capacity`` zero bytes (a multiple of 8)."""
-        file = os.memfd_create(_NAME)
-        os.ftruncate(file, capacity + 8 * world_size)
-        return cls(Address(os.getpid(), file, capacity, next(_serials)), world_size, is_own=True)
+    def create(cls, capacity: int, world_size: int, scratch: Scratch | None = None) -> Window:
+        """Make a window of ``capacity`` zero bytes (a multiple of 8), in memory or in a file."""
+        size = capacity + 8 * world_size
+        if scratch is None:
+            file = os.memfd_create(_NAME)
+            os.ftruncate(file, size)
+        else:
+            file = scratch.file(size)
+        inode = os.fstat(file).st_ino
+        address = Address(os.getpid(), file, inode, capacity, next(_serials))
+        return cls(address, world_size, is_own=True)
 
     @classmethod
     def open(cls, address: Address, world_size: int) -> Window:
@@ -101,10 +110,11 @@ class Window:
         return readers.count(self.num_published) == len(readers)
 
 
-def _is_window(path: str) -> bool:
-    """Return whether the file is a window; another host's process number may be any here."""
+def _is_there(path: str, inode: int, size: int) -> bool:
+    """Return whether this is the file that is meant: another host's process may be any here."""
     try:
-        return os.readlink(path).startswith(f"/memfd:{_NAME}")
+        found = os.stat(path)
+        return (found.st_ino, found.st_size) == (inode, size)
     except OSError:
         return False
 

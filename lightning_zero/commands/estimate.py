@@ -90,8 +90,8 @@ def add_estimate_command(commands: Any) -> None:
         nargs="+",
         choices=["cpu", "nvme"],
         default=[],
-        help="also predict zero2_offload and zero3_offload (cpu), zero3_nvme (nvme); the strategy"
-        " does not run them yet",
+        help="also predict zero2_offload and zero3_offload (cpu), zero3_nvme (nvme); only the last"
+        " is there, with --device cpu",
     )
     parser.add_argument("--offload-ratio", type=float, default=1.0, help="the share offloaded")
     parser.add_argument("--device-memory", help="such as 80GB, to learn what fits")
@@ -170,7 +170,7 @@ def _beside_the_device(found: list[Estimate], limits: Limits) -> Iterator[str]:
             f"{offloaded.name}, {format_ranks(offloaded.world_size)}: {num} on a node, with"
             f" {format_bytes(num * offloaded.host_peak)} of host memory in a step{files}."
         )
-    if any(one.offload is not None for one in found):
+    if not all(one.can_run for one in found):
         yield NO_OFFLOAD_YET
 
 

@@ -14,12 +14,19 @@ from typing import Any
 
 import torch
 
-from lightning_zero.deepspeed.keys import KEYS, OFFLOADS, Fate, Kind, suggestion
+from lightning_zero.deepspeed.keys import HOST_OFFLOAD, KEYS, OFFLOADS, Fate, Kind, suggestion
 from lightning_zero.deepspeed.optimizer_block import OptimizerBlock, SchedulerBlock
 
 _ALIASES = {"bfloat16": "bf16"}
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_DEFAULTS = {"stage": 3, "prefetch": 1, "reduce_dtype": None}
+_DEFAULTS = {
+    "stage": 3,
+    "prefetch": 1,
+    "reduce_dtype": None,
+    "offload_optimizer": None,
+    "offload_weights": None,
+    "offload_path": None,
+}
 _PRECISIONS = {"bf16": ("bf16-mixed", "bf16-true"), "fp16": ("16-mixed", "16-true")}
 
 
@@ -114,6 +121,34 @@ class Config:
             )
         self.arguments["reduce_dtype"] = _DTYPES[value]
 
+    def _take_medium(self, block: str, argument: str, value: Any) -> None:
+        if value == "cpu":
+            raise NotImplementedError(
+                f"zero_optimization.{block}.device in the DeepSpeed configuration is 'cpu', but"
+                f" {HOST_OFFLOAD}."
+            )
+        if value not in ("none", "nvme"):
+            raise ValueError(
+                f"Expected zero_optimization.{block}.device in the DeepSpeed configuration among"
+                f" none, nvme, got {value!r}."
+            )
+        if value == "nvme":
+            self.arguments[argument] = value
+
+    def _take_ratio(self, value: Any) -> None:
+        if value != 1:
+            raise ValueError(
+                "zero_optimization.offload_optimizer.ratio in the DeepSpeed configuration is"
+                f" {value!r}, but all states are offloaded. Take the key out."
+            )
+
+    def _take_path(self, value: Any) -> None:
+        if self.arguments.setdefault("offload_path", value) != value:
+            raise ValueError(
+                "nvme_path of offload_optimizer and of offload_param differ in the DeepSpeed"
+                " configuration, but files have one folder. Write the same path."
+            )
+
     def _take_loss_scale(self, value: Any) -> None:
         if value:
             self.scaler.update(scale=float(value), growth_factor=1.0, backoff_factor=1.0)
@@ -167,6 +202,15 @@ class Config:
 _ACTIONS: dict[str, Callable[[Config, Any], Any]] = {
     "zero_optimization.stage": Config._take_stage,
     "zero_optimization.stage3_prefetch_bucket_size": Config._take_prefetch,
+    "zero_optimization.offload_optimizer.device": lambda config, value: config._take_medium(
+        "offload_optimizer", "offload_optimizer", value
+    ),
+    "zero_optimization.offload_optimizer.ratio": Config._take_ratio,
+    "zero_optimization.offload_param.device": lambda config, value: config._take_medium(
+        "offload_param", "offload_weights", value
+    ),
+    "zero_optimization.offload_optimizer.nvme_path": Config._take_path,
+    "zero_optimization.offload_param.nvme_path": Config._take_path,
     "communication_data_type": Config._take_dtype,
     "optimizer": Config._take_optimizer,
     "scheduler": Config._take_scheduler,
@@ -224,7 +268,7 @@ def _leaves(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any
             )
         if value is not None:
             _check_kind(full_name, Kind.BLOCK, value)
-            is_off = value.get("enabled") is False
+            is_off = value.get("enabled") is False or value.get("device") == "none"
             for key, inner in _leaves(value, f"{full_name}."):
                 yield key, None if is_off and not key.endswith(".enabled") else inner
 

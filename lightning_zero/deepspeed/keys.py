@@ -55,12 +55,21 @@ _UNITS = "`units` chooses what is gathered and reduced together; one unit is one
 _LOGGERS = "Lightning's loggers and callbacks log"
 _DATA = "the DataLoader's `batch_size` decides"
 _PARALLEL = "only data parallelism exists here; take the key out"
-_AT_REST = "weights and optimizer states rest on the accelerator"
-_OFFLOAD = f"{_AT_REST}; set the device to `none`"
+_AT_REST = "nothing is offloaded to host memory"
+HOST_OFFLOAD = f"{_AT_REST} yet; set the device to `none`, or to `nvme` with `accelerator='cpu'`"
+"""What is said of offload to host memory."""
 _OFFLOAD_SWITCH = f"{_AT_REST}; set it to `false`"
 _ZENFLOW = f"{_AT_REST}; take the key out"
-OFFLOADS = (_OFFLOAD, _OFFLOAD_SWITCH, _ZENFLOW)
-"""What is said of keys that ask for offload."""
+OFFLOADS = (_OFFLOAD_SWITCH, _ZENFLOW)
+"""What is said of other keys that ask for offload."""
+_MAPPED = "files are mapped, and the system decides what it keeps in memory"
+_PATH = "`offload_path`; without offload to `nvme` it is refused"
+
+_OFFLOAD_BLOCK = {
+    "nvme_path": _acts(Kind.TEXT, _PATH),
+    "pin_memory": _replaced(Kind.SWITCH, _MAPPED),
+    "buffer_count": _replaced(Kind.NUMBER, _MAPPED),
+}
 _WHOLE = "a checkpoint holds whole tensors at every stage, in the master's precision"
 _SMALL = "modules too small for a message of their own stay with the unit around them"
 _AVERAGED = "gradients are averaged in the pass that copies or in fp32"
@@ -119,8 +128,21 @@ _ZERO_OPTIMIZATION = {
         Kind.SWITCH, "torch's Muon cannot be cut; take the key out"
     ),
     "legacy_stage1": _replaced(Kind.SWITCH, "there is one stage 1"),
-    "offload_optimizer": _refused(Kind.BLOCK, _OFFLOAD),
-    "offload_param": _refused(Kind.BLOCK, _OFFLOAD),
+    "offload_optimizer.device": _acts(
+        Kind.TEXT, "`offload_optimizer`: `none` or `nvme`, the latter on CPUs; `cpu` is refused"
+    ),
+    **{f"offload_optimizer.{name}": key for name, key in _OFFLOAD_BLOCK.items()},
+    "offload_optimizer.pipeline": _replaced(Kind.SWITCH, _MAPPED),
+    "offload_optimizer.pipeline_read": _replaced(Kind.SWITCH, _MAPPED),
+    "offload_optimizer.pipeline_write": _replaced(Kind.SWITCH, _MAPPED),
+    "offload_optimizer.fast_init": _replaced(Kind.SWITCH, "files are made without being written"),
+    "offload_optimizer.ratio": _acts(Kind.NUMBER, "all states are offloaded: 1, or refused"),
+    "offload_param.device": _acts(
+        Kind.TEXT, "`offload_weights`: `none` or `nvme`, the latter on CPUs; `cpu` is refused"
+    ),
+    **{f"offload_param.{name}": key for name, key in _OFFLOAD_BLOCK.items()},
+    "offload_param.buffer_size": _replaced(Kind.NUMBER, _MAPPED),
+    "offload_param.max_in_cpu": _replaced(Kind.NUMBER, _MAPPED),
     "cpu_offload": _refused(Kind.SWITCH, _OFFLOAD_SWITCH),
     "cpu_offload_param": _refused(Kind.SWITCH, _OFFLOAD_SWITCH),
     "cpu_offload_use_pin_memory": _refused(Kind.SWITCH, _OFFLOAD_SWITCH),
@@ -198,7 +220,7 @@ KEYS: dict[str, Key] = {
     "checkpoint": _replaced(
         Kind.BLOCK, "a checkpoint is one plain file or, with `checkpoint='dcp'`, a directory"
     ),
-    "aio": _replaced(Kind.BLOCK, "no state lies in files"),
+    "aio": _replaced(Kind.BLOCK, _MAPPED),
     "steps_per_print": _replaced(Kind.NUMBER, "`Trainer(log_every_n_steps=...)`"),
     "wall_clock_breakdown": _replaced(Kind.SWITCH, "`Trainer(profiler=...)`"),
     "memory_breakdown": _replaced(

@@ -33,7 +33,7 @@ from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.step import Lifetime, Step
 from lightning_zero.engine.weights import State
-from lightning_zero.optimizer import OptimizerHooks
+from lightning_zero.optimizer import OptimizerHooks, UnitStep
 from lightning_zero.parameters import Piece
 from lightning_zero.plan import Settings
 
@@ -156,10 +156,15 @@ class Engine:
             changed=self._compare_optimizers,
             before=self._before_step,
             after=self._after_step,
+            by_unit=None if self.sharded.scratch is None else self._by_unit,
         )
         self.sharded.optimizers.append(optimizer)
         self._hooks.handles += hooks.handles
         return hooks.notice
+
+    def _by_unit(self, optimizer: Optimizer) -> UnitStep:
+        assert self.sharded.scratch is not None
+        return UnitStep(optimizer, self.sharded.pieces_of_units, self.sharded.scratch, self.comm)
 
     def _compare_optimizers(self, *new: Optimizer) -> None:
         """Raise on all ranks if the optimizers differ; all call it, where groups have changed."""

@@ -13,13 +13,13 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_zero.comm import Communicator, SyncPoint
+from lightning_zero.comm import Communicator, Scratch, SyncPoint
 from lightning_zero.engine import materialize
 from lightning_zero.engine.open_units import OpenUnits
 from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.weights import State
 from lightning_zero.parameters import FlatParameters, Piece, guards
-from lightning_zero.plan import Settings, specify_units
+from lightning_zero.plan import Medium, Settings, specify_units
 
 
 class ShardedModel:
@@ -32,6 +32,7 @@ class ShardedModel:
         units: All units; the root last.
         flats: The parameters of all units.
         optimizers: Those that step the pieces.
+        scratch: For what rests in files, if anything does.
         opened: The units that code between steps has touched.
         on_touch: Makes units readable that a step uses outside their forward; returns ``False``
             between steps.
@@ -43,6 +44,7 @@ class ShardedModel:
         self.comm = comm
         self.units: list[Unit] = []
         self.optimizers: list[Optimizer] = []
+        self.scratch = Scratch(settings.offload_path) if settings.offload else None
         self.opened = OpenUnits(comm)
         self.on_touch: Callable[[Sequence[Unit]], bool] = lambda _: False
         self._places: dict[int, tuple[Unit, FlatParameters, int]] = {}
@@ -58,10 +60,17 @@ class ShardedModel:
             for parameter in module.parameters(recurse=False)
         }
         blank = materialize.MetaInitializer(self.module, self.settings.device)
-        for spec in specify_units(self.module, self.settings):
+        specs = specify_units(self.module, self.settings)
+        if self.scratch is not None:
+            size = self.comm.mesh.shard.size
+            nbytes = sum(
+                flat.bytes_in(Medium.DISK, size) for spec in specs for flat in spec.flat_parameters
+            )
+            self.scratch.require(nbytes, self.comm.control, "masters")
+        for spec in specs:
             blank.fill(owners[id(p)] for flat in spec.flat_parameters for _, p in flat.named)
             flats = [
-                FlatParameters(flat.named, flat.plan, self.comm, self)
+                FlatParameters(flat.named, flat.plan, self.comm, self, self.scratch)
                 for flat in spec.flat_parameters
             ]
             unit = Unit(spec.name, spec.module, flats, len(self.units))
@@ -280,6 +289,13 @@ class ShardedModel:
         """This rank's pieces of every parameter."""
         return [piece for flat in self.flats for piece in flat.pieces]
 
+    @property
+    def pieces_of_units(self) -> list[list[Piece]]:
+        """This rank's pieces of the parameters of each unit."""
+        return [
+            [piece for flat in unit.flat_parameters for piece in flat.pieces] for unit in self.units
+        ]
+
     def describe(self) -> str:
         """Return the units with their sizes, equal ones that follow each other in one line."""
 
@@ -302,16 +318,21 @@ class ShardedModel:
         """Return the bytes that this rank holds now, by kind, each storage counted once.
 
         ``gathered`` is whole weights of units that rest sharded; ``unreduced`` is gradients before
-        and during their reduction; ``states`` is the tensors of the adopted optimizers.
+        and during their reduction; ``states`` is the tensors of the adopted optimizers. What rests
+        in files is counted as ``disk weights``, ``disk master`` and ``disk states`` instead.
         """
         kinds = dict.fromkeys(
             ("weights", "gathered", "gradients", "unreduced", "master", "states", "buffers"), 0
         )
+        states = "states"
+        if self.scratch is not None:
+            states = "disk states"
+            kinds.update(dict.fromkeys(("disk weights", "disk master", states), 0))
         for flat in self.flats:
             for kind, count in flat.memory().items():
                 kinds[kind] += count
         kinds["unreduced"] += self.comm.transport.scratch_bytes
-        kinds["states"] = sum(
+        kinds[states] = sum(
             value.nbytes
             for optimizer in self.optimizers
             for value in tree_leaves(list(optimizer.state.values()))

@@ -129,7 +129,7 @@ class _Case:
         disk = sum(found.disk.values())
         files = f" and {format_bytes(disk)} in files" if disk else ""
         return [
-            f"Once the strategy offloads, {found.name} would fit:"
+            f"{'' if found.can_run else 'Once the strategy offloads, '}{found.name} would fit:"
             f" {format_bytes(found.peak.total)} at most, with {format_bytes(found.host_peak)} of"
             f" host memory{files} per rank."
         ]

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from lightning_zero.engine import Engine
 from lightning_zero.memory.model import ModelPlan
 from lightning_zero.memory.size import format_bytes
-from lightning_zero.memory.terms import RESTING
+from lightning_zero.memory.terms import DISK_ROWS, RESTING
 
 
 class Cause(NamedTuple):
@@ -32,8 +32,8 @@ def explain(
     """
     found = [cause for cause in _causes(model, engine) if cause.predicted != cause.held]
     lines = []
-    for kind in RESTING:
-        if difference := measured[kind] - predicted[kind]:
+    for kind in (*RESTING, *DISK_ROWS):
+        if difference := measured.get(kind, 0) - predicted.get(kind, 0):
             reason = _reason([cause for cause in found if cause.kind == kind], difference)
             lines.append(f"{kind} differ by {format_bytes(abs(difference))}: {reason}")
     return lines
@@ -69,11 +69,12 @@ def _causes(model: ModelPlan, engine: Engine) -> Iterator[Cause]:
             )
             if not any(piece.numel() for piece in flat.pieces):
                 kinds["gradients"] = 0
-            for kind, count in kinds.items():
-                yield Cause(kind, where, count, held.get(kind, 0))
+            for row, count in ((flat.plan.row(kind), count) for kind, count in kinds.items()):
+                yield Cause(row, where, count, held.get(row, 0))
+            states = flat.plan.row("states")
             for name, piece in zip(names, flat.pieces, strict=True):
                 foreseen = model.state_bytes(piece.parameter, piece.numel(), axis.rank, axis.size)
-                yield Cause("states", name, foreseen, _states_of(piece, engine.sharded.optimizers))
+                yield Cause(states, name, foreseen, _states_of(piece, engine.sharded.optimizers))
     expected = model.buffer_bytes
     actual = {name: buffer.nbytes for name, buffer in engine.module.named_buffers()}
     for name in {**expected, **actual}:

@@ -195,6 +195,7 @@ class ModelPlan:
             world_size=world_size,
             rank=rank,
             offload=offload,
+            on_host=offload is not None and offload.runs_on(self.device),
         )
         plans = (plan for spec in specs for _, plan in spec.flat_parameters)
         is_local = not next(plans).reduces_every_microbatch

@@ -17,8 +17,8 @@ from lightning_zero.memory.terms import HOST_KINDS, KINDS, RESTING, Kinds
 from lightning_zero.plan import MIN_NUMEL, Offload, UnitPolicy
 
 NO_OFFLOAD_YET = (
-    "Offload is predicted by the plan's formula only: the strategy does not run it yet, under any"
-    " name."
+    "Offload to host memory, and any on GPUs, is predicted by the plan's formula only: the strategy"
+    " does not run it yet."
 )
 
 
@@ -37,8 +37,9 @@ class Estimate:
         whole: Bytes of the whole module, which each rank has in host memory before setup, unless it
             is built on ``meta``, and after ``fit``, unless ``restore_weights=False``.
         is_on_host: Whether the device is the host itself.
-        offload: What rests outside the device. **No strategy does that yet**: this is the plan's
-            formula, which no run has confirmed.
+        offload: What rests outside the device. To files, on CPUs, ``zero3_nvme`` and others do it;
+            for the rest **no strategy does that yet**, and this is the plan's formula, which no run
+            has confirmed.
     """
 
     stage: int
@@ -53,8 +54,18 @@ class Estimate:
     offload: Offload | None = None
 
     @property
+    def can_run(self) -> bool:
+        """Return whether there is such a strategy."""
+        return self.offload is None or self.is_on_host
+
+    @property
+    def rests(self) -> Kinds:
+        """Bytes between steps by kind, on the device and, as ``disk <kind>``, in files."""
+        return {**self.resting, **{f"disk {kind}": count for kind, count in self.disk.items()}}
+
+    @property
     def name(self) -> str:
-        """The strategy's name; with offload the one that it will have."""
+        """The strategy's name; with offload the one that it has or will have."""
         if self.offload is None:
             return f"zero{self.stage}" if self.stage else "ddp"
         ratio = "" if self.offload.ratio == 1 else f" {self.offload.ratio:.0%}"
@@ -130,8 +141,9 @@ def estimate(
 ) -> Estimate:
     """Estimate the bytes that one rank will hold, by kind, through a step.
 
-    With ``offload`` it evaluates the plan's formula for a strategy that does not exist yet;
-    ``lightning_zero.memory.steps`` has the assumptions.
+    With ``offload`` to files on a CPU it predicts what is done; with any other it evaluates the
+    plan's formula for a strategy that does not exist yet (``lightning_zero.memory.steps`` has the
+    assumptions).
 
     Args:
         model_or_numel: A module on any device, a function that builds one (it is called on
@@ -146,7 +158,8 @@ def estimate(
             module's own outputs.
         activation_checkpointing: Recompute every unit's activations in backward.
         offload: ``"cpu"`` or ``"nvme"`` for optimizer states, at stage 3 for weights too; or an
-            ``Offload`` that says each and a ratio. The device is then taken for an accelerator.
+            ``Offload`` that says each and a ratio. Unless it is to files on a CPU, the device is
+            then taken for an accelerator.
         accumulate_grad_batches: As in the Trainer.
         accumulate: As in ``ZeROStrategy``.
         units: As in ``ZeROStrategy``.
@@ -192,7 +205,8 @@ def estimate_of(
         has_activations=model.has_activations,
         snapshots=tuple(model.snapshots(stage, world_size, offload=offload, **settings)),
         whole=model.nbytes,
-        is_on_host=model.device.type == "cpu" and offload is None,
+        is_on_host=model.device.type == "cpu"
+        and (offload is None or offload.runs_on(model.device)),
         offload=offload,
     )
 

@@ -185,7 +185,8 @@ def _stages(stages: Sequence[Estimate]) -> list[str]:
 def _offloaded(stages: Sequence[Estimate]) -> list[str]:
     if not stages:
         return []
-    parts = [f"<p>Kept outside of the device, for each rank. {NO_OFFLOAD_YET}</p>"]
+    note = "" if all(found.can_run for found in stages) else f" {NO_OFFLOAD_YET}"
+    parts = [f"<p>Kept outside of the device, for each rank.{note}</p>"]
     places = {
         "in host memory": {found.name: found.host for found in stages},
         "in files": {found.name: found.disk for found in stages},
@@ -218,8 +219,8 @@ def _compared(held: Mapping[str, int] | None, predicted: Estimate | None) -> lis
     if not held or predicted is None:
         return []
     rows: list[Row] = []
-    for kind in RESTING:
-        foreseen, found = predicted.resting[kind], held.get(kind, 0)
+    for kind, foreseen in predicted.rests.items():
+        found = held.get(kind, 0)
         if foreseen or found:
             rows.append([kind, foreseen, found, found - foreseen])
     return [

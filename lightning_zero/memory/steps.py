@@ -1,8 +1,11 @@
 """Bytes of a rank through a step: under the engine, under DDP, and of a number of parameters.
 
-With offload some are in host memory on their way between the device, host memory and files. The
-engine does not offload yet, so this is arithmetic. Its assumptions are the leanest with which
-all parts of the pipeline overlap:
+With offload from a CPU to files, masters, states and sharded weights are mapped: they count as
+files, whatever the system keeps of them in its page cache, and nothing else changes.
+
+With offload from another device some bytes are in host memory on their way between the device, host
+memory and files. The engine does not do that yet, so it is arithmetic. Its assumptions are the
+leanest with which all parts of the pipeline overlap:
 
 * **weights** that rest outside the device come unit by unit, for the unit in use and those that are
   prefetched. What rests in pinned memory in the dtype of forward is sent as it is; what is cast
@@ -54,7 +57,7 @@ def sharded_step(
     still = {**dict.fromkeys(KINDS, 0), **_resting(units, Medium.DEVICE), "buffers": buffers}
     host, disk = (_resting(units, medium) for medium in (Medium.HOST, Medium.DISK))
     transport = comm.transport
-    stays = 1 - offload.ratio if offload and offload.optimizer else 1.0
+    stays = 1 - offload.ratio if offload and host["gradients"] else 1.0
 
     def held() -> Kinds:
         # What is offloaded is reduced into a shard that is free anyway, and is sent from there.

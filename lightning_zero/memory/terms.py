@@ -28,6 +28,9 @@ HOST_KINDS = (*RESTING, "staging")
 ``staging`` is what lies there on its way between the device, host memory and files.
 """
 
+DISK_ROWS = tuple(f"disk {kind}" for kind in ("weights", "master", "states"))
+"""Kinds of bytes in files, as ``ShardedModel.memory`` and tables name them."""
+
 Kinds = dict[str, int]
 StateOf = Callable[[Parameter, int], int]
 """Bytes of optimizer states for so many elements of a parameter."""
@@ -58,18 +61,26 @@ class UnitTerms:
     flushed: int = 0
 
     def add(
-        self, layout: Layout, parts: Iterable[tuple[float, Plan]], states: int, *, trainable: bool
+        self,
+        layout: Layout,
+        parts: Iterable[tuple[float, Plan]],
+        states: int,
+        *,
+        trainable: bool,
+        on_host: bool,
     ) -> None:
         """Count one group of flat parameters, of which shares may follow different plans.
 
-        ``states`` are the bytes of optimizer states on this rank.
+        ``states`` are the bytes of optimizer states on this rank. Where the device is the host
+        (``on_host``), files are mapped, and nothing is staged.
         """
         for share, plan in parts:
             kinds = plan.resting_bytes(layout.numel, layout.world_size, trainable=trainable)
             kinds["states"] = states
             for kind, count in kinds.items():
                 self.resting[plan.media[kind]][kind] += round(share * count)
-            self._add_staging(layout, share, plan, kinds, trainable=trainable)
+            if not on_host:
+                self._add_staging(layout, share, plan, kinds, trainable=trainable)
 
     def _add_staging(
         self, layout: Layout, share: float, plan: Plan, kinds: Mapping[str, int], *, trainable: bool
@@ -100,8 +111,12 @@ def terms_of_specs(
     world_size: int,
     rank: int,
     offload: Offload | None = None,
+    on_host: bool = False,
 ) -> list[UnitTerms]:
-    """Return the terms that units, which have no memory yet, will have on a rank."""
+    """Return the terms that units, which have no memory yet, will have on a rank.
+
+    ``on_host`` if what is offloaded is so from a device that is the host itself.
+    """
     found = []
     for spec in specs:
         terms = UnitTerms(spec.name)
@@ -114,8 +129,10 @@ def terms_of_specs(
             for index, (_, parameter) in enumerate(named) if trainable else ():
                 start, stop = layout.piece(index, rank)
                 states += state_of(parameter, stop - start)
-            parts = offload.parts(plan, trainable=trainable) if offload else [(1.0, plan)]
-            terms.add(layout, parts, states, trainable=trainable)
+            parts = [(1.0, plan)]
+            if offload:
+                parts = offload.parts(plan, trainable=trainable, on_host=on_host)
+            terms.add(layout, parts, states, trainable=trainable, on_host=on_host)
             if trainable:
                 terms.partial += layout.numel * plan.grad.dtype.itemsize
         found.append(terms)

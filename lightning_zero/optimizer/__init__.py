@@ -3,6 +3,7 @@
 ============ ===================================================================================
 pieces       how an optimizer's groups are pointed at pieces, and its states cut
 owners       steps of whole parameters, for optimizers that mix their elements
+unit_step    steps unit by unit, with states in files
 own_form     state dicts in a form of an optimizer's own, as of wrappers
 probe        proof of how an optimizer may be stepped: by element, by parameter, all at once
 trial        steps of toy parameters
@@ -32,12 +33,14 @@ from lightning_zero.optimizer.pieces import (
 from lightning_zero.optimizer.probe import way_of
 from lightning_zero.optimizer.taint import Way
 from lightning_zero.optimizer.twin import bare, with_inner
+from lightning_zero.optimizer.unit_step import UnitStep, require_whole_steps, unit_step_of
 
 __all__ = [
     "LossScaler",
     "OptimizerHooks",
     "Removable",
     "StateBytes",
+    "UnitStep",
     "Way",
     "WholeStep",
     "bare",
@@ -49,7 +52,9 @@ __all__ = [
     "owners_of",
     "parameter_of",
     "pieces_of",
+    "require_whole_steps",
     "state_bytes",
+    "unit_step_of",
     "way_of",
     "whole_members",
     "whole_state_bytes",

@@ -17,6 +17,7 @@ from lightning_zero.optimizer.own_form import register_form
 from lightning_zero.optimizer.owners import WholeStep, register
 from lightning_zero.optimizer.probe import Verdict, checked, probe
 from lightning_zero.optimizer.taint import Way
+from lightning_zero.optimizer.unit_step import UnitStep
 from lightning_zero.parameters import Piece, drop_gradients
 
 
@@ -37,6 +38,7 @@ class OptimizerHooks:
         changed: Called when members were added or replaced, before they are taken in.
         before: Called before the masters change, when the closure, if any, has run.
         after: Called with the pieces that were stepped.
+        by_unit: Makes what steps the optimizer unit by unit, if it shall be.
 
     Attributes:
         verdict: How the optimizer is stepped, and why.
@@ -55,16 +57,19 @@ class OptimizerHooks:
         changed: Callable[[], None],
         before: Callable[[], None],
         after: Callable[[list[Piece]], None],
+        by_unit: Callable[[Optimizer], UnitStep] | None = None,
     ) -> None:
         self._find_piece = find_piece
         self._changed, self._before, self._after = changed, before, after
         self.verdict = self._probe(optimizer)
         if self.verdict.form is not None:
             register_form(optimizer, self.verdict.form)
-        self._whole: WholeStep | None = None
-        if self.verdict.way is not Way.BY_ELEMENT:
-            self._whole = WholeStep(optimizer, self.verdict.way, comm)
-            register(optimizer, self._whole)
+        self._step: WholeStep | UnitStep | None = None
+        if by_unit is not None:
+            self._step = by_unit(optimizer)
+        elif self.verdict.way is not Way.BY_ELEMENT:
+            self._step = WholeStep(optimizer, self.verdict.way, comm)
+            register(optimizer, self._step)
         self._members: list[Parameter] = []
         self._pieces: list[Piece] = []
         self._is_begun = False
@@ -74,6 +79,7 @@ class OptimizerHooks:
             optimizer.register_step_post_hook(lambda *_: self._end()),
             *(_Around(optimizer, name, self.change) for name in ("train", "eval")),
             _Around(optimizer, "zero_grad", self._zero_grad),
+            *([self._step] if isinstance(self._step, UnitStep) else ()),
         ]
 
     def _probe(self, optimizer: Optimizer) -> Verdict:
@@ -85,8 +91,8 @@ class OptimizerHooks:
 
     @property
     def notice(self) -> str | None:
-        """The cost of an optimizer that is not stepped by element, in a line."""
-        return None if self._whole is None else self._whole.describe(self.verdict.reason)
+        """The cost of an optimizer that is not stepped at once by element, in a line."""
+        return None if self._step is None else self._step.describe(self.verdict.reason)
 
     def _point(self, optimizer: Optimizer) -> None:
         """Take in groups and parameters that were added since last time."""
@@ -96,11 +102,13 @@ class OptimizerHooks:
         if self._members:
             self._changed()
             self._check_still_holds(optimizer)
+        if isinstance(self._step, UnitStep):
+            self._step.require_room(self._find_piece)
         replaced = pieces.point_at_pieces(optimizer, self._find_piece)
         self._members = pieces.members(optimizer)
         self._pieces = [member for member in self._members if isinstance(member, Piece)]
-        if self._whole is not None:
-            self._whole.take(self._pieces)
+        if self._step is not None:
+            self._step.take(self._pieces)
         pieces.take_state(optimizer, replaced, self._part_of)
 
     def _check_still_holds(self, optimizer: Optimizer) -> None:
@@ -114,16 +122,16 @@ class OptimizerHooks:
 
     def _part_of(self, state: Mapping[str, Any], piece: Piece) -> Mapping[str, Any] | None:
         """The part of a parameter's state that this rank keeps."""
-        if self._whole is None:
-            return pieces.cut_state(state, piece)
-        return state if self._whole.keeps_state_of(piece) else None
+        if self._step is None:
+            return pieces.owned(pieces.cut_state(state, piece))  # type: ignore[no-any-return]
+        return self._step.part_of(state, piece)
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Take in new groups, and let the closure run before masters may change."""
-        if self._whole is not None:
-            self._whole.abandon()  # a step that an exception ended
+        if self._step is not None:
+            self._step.check()
         self._is_begun = False
         self._point(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -155,16 +163,16 @@ class OptimizerHooks:
                 )
         self._before()
         self._is_begun = True
-        if self._whole is not None:
-            self._whole.begin()
+        if self._step is not None:
+            self._step.begin()
 
     def _end(self) -> None:
         """Bring weights up to date with what the optimizer has changed, if it could."""
         if not self._is_begun:
             return
         self._is_begun = False
-        if self._whole is not None:
-            self._whole.end()
+        if self._step is not None:
+            self._step.end()
         self._after(self._pieces)
 
     def change(self, optimizer: Optimizer, method: Callable[..., Any], *args: Any) -> Any:

@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.comm import Communicator, SyncPoint
+from lightning_zero.optimizer.pieces import owned
 from lightning_zero.optimizer.taint import Way
 from lightning_zero.optimizer.twin import with_inner
 from lightning_zero.parameters import Piece
@@ -153,6 +154,14 @@ class WholeStep:
     def parameter_of(self, piece: Piece) -> Parameter:
         """Return the whole parameter that stands for a piece in a step."""
         return self._wholes[id(piece)].parameter
+
+    def part_of(self, state: Mapping[str, Any], piece: Piece) -> Mapping[str, Any] | None:
+        """Return what this rank keeps of a whole parameter's state."""
+        return owned(state) if self.keeps_state_of(piece) else None
+
+    def check(self) -> None:
+        """End a step that an exception ended; nothing of it has reached the pieces."""
+        self.abandon()
 
     def begin(self) -> None:
         """Put whole parameters into the param groups; all ranks call it."""

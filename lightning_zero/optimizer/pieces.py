@@ -73,13 +73,13 @@ def take_state(
     replaced: Mapping[Piece, Parameter],
     part_of: Callable[[Mapping[str, Any], Piece], Mapping[str, Any] | None],
 ) -> None:
-    """Let the pieces have the state of their parameters, or what ``part_of`` makes of it."""
+    """Let the pieces have what ``part_of`` makes of the state of their parameters."""
     for holder in with_inner(optimizer):
         for piece, parameter in replaced.items():
             if parameter in holder.state:
                 part = part_of(holder.state.pop(parameter), piece)
                 if part is not None:
-                    holder.state[piece] = owned(part)
+                    holder.state[piece] = part
 
 
 def cut_state(state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:

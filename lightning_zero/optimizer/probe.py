@@ -32,7 +32,7 @@ from lightning_zero.optimizer.trial import Master, Trial
 from lightning_zero.optimizer.twin import CannotCopy, bare
 
 # Known, so that a user's step is not called in vain: exact types, for a subclass may do anything.
-_ELEMENT_WISE = frozenset(
+ELEMENT_WISE = frozenset(
     [
         torch.optim.ASGD,
         torch.optim.Adadelta,
@@ -93,7 +93,7 @@ def probe(optimizer: Any, master_of: Master = lambda parameter: parameter) -> Ve
         master_of: A tensor with the dtype and the device in which a parameter is stepped.
     """
     original = bare(optimizer)
-    if type(original) in _ELEMENT_WISE:
+    if type(original) in ELEMENT_WISE:
         return Verdict(Way.BY_ELEMENT)
     with _random_numbers_kept():
         try:

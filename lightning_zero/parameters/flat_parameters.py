@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_zero.comm import Arrived, Communicator, Shared, SyncPoint, Work
+from lightning_zero.comm import Arrived, Communicator, Scratch, Shared, SyncPoint, Work
 from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.parameters.edits import Edits
 from lightning_zero.parameters.grad_view import GradientView
@@ -36,6 +36,7 @@ class FlatParameters:
         plan: The homes of weights, gradients and masters.
         comm: The ranks.
         owner: Called at uses of the parameters that need it.
+        scratch: For what rests in files.
 
     Attributes:
         parameters: The parameters on the module.
@@ -56,6 +57,7 @@ class FlatParameters:
         plan: Plan,
         comm: Communicator,
         owner: Owner,
+        scratch: Scratch | None = None,
     ) -> None:
         self.parameters = [parameter for _, parameter in named]
         self.trainable = self.parameters[0].requires_grad
@@ -63,7 +65,7 @@ class FlatParameters:
             [(name, tuple(p.shape), _dense_stride(p)) for name, p in named], comm.mesh.shard.size
         )
         self.plan = plan
-        self.store = Store(self.layout, plan, comm)
+        self.store = Store(self.layout, plan, comm, scratch)
         self.weight = self.store.weights()
         self._load()
         self.pieces = [self._cut_piece(index) for index in range(len(named))]
@@ -270,7 +272,7 @@ class FlatParameters:
         else:
             kinds["weights"] = self.weight.nbytes
             kinds["master"] = self.master.nbytes if self.plan.has_master else 0
-        return kinds
+        return {self.plan.row(kind): count for kind, count in kinds.items()}
 
 
 def _describe(tensor: Tensor) -> str:

@@ -1,8 +1,9 @@
 """Where weights and gradients rest, and how they come to the device and leave it.
 
 A store allocates all resting memory, and is asked where weights become whole and where gradients
-end. One for another medium than the device overrides what it allocates, brings its bytes up before
-the ranks gather, and takes reduced gradients down; nothing above it changes.
+end. Masters in files are mapped memory, from which gathers read as from any other. A store for a
+medium that the device cannot read overrides what it allocates, brings its bytes up before the ranks
+gather, and takes reduced gradients down; nothing above it changes.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import functools
 import torch
 from torch import Tensor
 
-from lightning_zero.comm import Arrived, Communicator, Shared, Work
+from lightning_zero.comm import Arrived, Communicator, Scratch, Shared, Work
 from lightning_zero.parameters.buffer import Buffer
-from lightning_zero.plan import Layout, Placement, Plan
+from lightning_zero.plan import Layout, Medium, Placement, Plan
 from lightning_zero.tensors import lasting_tensors
 
 
 class Store:
-    """The memory in which one group of parameters rests; here that of the device that computes.
+    """The memory in which one group of parameters rests: the device's, or files.
 
     1. :meth:`weights` and :attr:`shared` at the beginning.
     2. :attr:`fetch` whenever weights become whole: ``fetch(out, unit=, tag=)`` starts to fill
@@ -36,13 +37,16 @@ class Store:
         reduce: The verb that leaves this rank the sum of its shard.
     """
 
-    def __init__(self, layout: Layout, plan: Plan, comm: Communicator) -> None:
+    def __init__(
+        self, layout: Layout, plan: Plan, comm: Communicator, scratch: Scratch | None = None
+    ) -> None:
         self.layout, self.plan, self.comm = layout, plan, comm
         self._shard_numel = layout.shard_numel
         # Whole weights and masters share one storage if they rest in the same form.
         self._whole: Tensor | None = None
         if plan.gives_weights_back or plan.has_master:
-            shared = comm.transport.share(layout.shard_numel, plan.master.dtype)
+            files = scratch if plan.master.medium is Medium.DISK else None
+            shared = comm.transport.share(layout.shard_numel, plan.master.dtype, files)
         else:
             whole = comm.transport.share(layout.numel, plan.weight.dtype)
             self._whole, shared = whole.own, whole.sharded(comm.mesh.shard)

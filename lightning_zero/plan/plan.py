@@ -16,8 +16,8 @@ Two moments follow from them, and they are all that differs between the stages: 
 released after use if the weight's home is sharded, and gradients are reduced in every microbatch if
 the grad's home is sharded (otherwise in the last one).
 
-A home's **medium** is what holds its bytes. **Offload** gives homes another one than the device;
-the engine has none yet, and only predictions ask for it.
+A home's **medium** is what holds its bytes. **Offload** gives homes another one than the device.
+The engine has files on CPUs; for the others there are predictions only.
 """
 
 from __future__ import annotations
@@ -131,13 +131,17 @@ class Plan:
             "states": self.master.medium,
         }
 
-    def offloaded(self, *, optimizer: Medium, weights: Medium) -> Plan:
-        """Return the same plan with other media.
+    def row(self, kind: str) -> str:
+        """Return the name by which resting bytes are counted: those in files have their own."""
+        return f"disk {kind}" if self.media.get(kind) is Medium.DISK else kind
+
+    def offloaded(self, *, optimizer: Medium, weights: Medium, on_host: bool = False) -> Plan:
+        """Return the same plan with other media; ``on_host`` if the device is the host itself.
 
         States are where the masters are. Reduced gradients are never in files: they are added to
         in every microbatch, so they rest where the host reads them for a step.
         """
-        grad = Medium.DEVICE if optimizer is Medium.DEVICE else Medium.HOST
+        grad = Medium.DEVICE if optimizer is Medium.DEVICE or on_host else Medium.HOST
         return Plan(
             replace(self.weight, medium=weights),
             replace(self.grad, medium=grad),
@@ -191,9 +195,19 @@ class Offload:
         """Return the offload of ``zero2_offload``, ``zero3_offload`` and ``zero3_nvme``."""
         return cls(medium, medium if stage == 3 else None, ratio)
 
-    def parts(self, plan: Plan, *, trainable: bool) -> list[tuple[float, Plan]]:
-        """Return the plans of what stays and of what is offloaded, with their shares."""
+    def runs_on(self, device: torch.device) -> bool:
+        """Return whether the engine does it on ``device``: it has files, where that is the host."""
+        media = {self.optimizer, self.weights} - {None}
+        return device.type == "cpu" and media == {"nvme"} and self.ratio == 1
+
+    def parts(
+        self, plan: Plan, *, trainable: bool, on_host: bool = False
+    ) -> list[tuple[float, Plan]]:
+        """Return the plans of what stays and of what is offloaded, with their shares.
+
+        ``on_host`` if the device is the host itself.
+        """
         weights = Medium(self.weights or "device")
         optimizer = Medium(self.optimizer or "device") if trainable else weights
-        away = plan.offloaded(optimizer=optimizer, weights=weights)
+        away = plan.offloaded(optimizer=optimizer, weights=weights, on_host=on_host)
         return [(1 - self.ratio, plan), (self.ratio, away)]

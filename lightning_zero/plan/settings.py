@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 import torch
 
 from lightning_zero.plan.casts import CAST_WEIGHTS
-from lightning_zero.plan.plan import PLACEMENTS, RECIPES, Home, Placement, Plan, Recipe
+from lightning_zero.plan.plan import (
+    PLACEMENTS,
+    RECIPES,
+    Home,
+    Offload,
+    Placement,
+    Plan,
+    Recipe,
+)
 from lightning_zero.plan.units import MIN_NUMEL, UnitPolicy
 
 
@@ -25,6 +33,8 @@ class Settings:
     min_num_params: int = MIN_NUMEL
     accumulate: str | None = None
     broadcast_buffers: bool = True
+    offload: Offload | None = None
+    offload_path: str = "."
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
@@ -56,19 +66,53 @@ class Settings:
                 f"stage={self.stage} never gives weights back, so reshard_after_forward=False"
                 " has no meaning. Leave it out, or use stage=3."
             )
+        if self.offload is not None:
+            self._check_offload(self.offload)
 
-    def plan(self, dtype: torch.dtype, *, is_cast: bool = True) -> Plan:
+    def _check_offload(self, offload: Offload) -> None:
+        kinds = {"offload_optimizer": offload.optimizer, "offload_weights": offload.weights}
+        for name, medium in kinds.items():
+            if medium == "cpu":
+                raise ValueError(
+                    f"{name}='cpu' is not there: with accelerator='cpu' the device is the host, so"
+                    " there is nothing to move, and GPUs offload nothing yet. With"
+                    f" accelerator='cpu', {name}='nvme' moves it to files; else leave it out."
+                )
+        if offload.ratio != 1:
+            raise ValueError(f"Expected all to be offloaded, got the ratio {offload.ratio!r}.")
+        if self.stage < 3 and offload.weights:
+            raise ValueError(
+                f"stage={self.stage} keeps whole weights on every rank, so offload_weights has no"
+                " meaning. Leave it out, or use stage=3."
+            )
+        if self.stage == 3 and None in kinds.values():
+            given, missing = sorted(kinds, key=lambda name: kinds[name] is None)
+            raise ValueError(
+                f"stage=3 with {given}={kinds[given]!r} alone is not there: weights rest beside"
+                f" their masters. Give {missing}={kinds[given]!r} too."
+            )
+        if not offload.runs_on(self.device):
+            raise ValueError(
+                f"Offload to files needs accelerator='cpu', but the device is {self.device}. Leave"
+                " offload_optimizer and offload_weights out."
+            )
+
+    def plan(self, dtype: torch.dtype, *, is_cast: bool = True, trainable: bool = True) -> Plan:
         """Return the plan for parameters of ``dtype``; fp32 ones may be cast if ``is_cast``."""
         weight, grad, master = PLACEMENTS[self.stage]
         if self.accumulate is not None:
             grad = Placement.PARTIAL if self.accumulate == "local" else Placement.SHARDED
         recipe = self.recipe if is_cast and dtype is torch.float32 else Recipe()
         reduce_dtype = self.reduce_dtype if dtype.is_floating_point else None
-        return Plan(
+        plan = Plan(
             Home(weight, recipe.weight or dtype, self.device),
             Home(grad, reduce_dtype or recipe.reduce or dtype, self.device),
             Home(master, dtype, self.device),
         )
+        if self.offload is None:
+            return plan
+        [(_, _), (_, away)] = self.offload.parts(plan, trainable=trainable, on_host=True)
+        return away
 
 
 def as_dtype(value: torch.dtype | str | None) -> torch.dtype | None:

@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn import Parameter
 
 from lightning_zero.plan.casts import uncast_parameters
-from lightning_zero.plan.plan import Plan
+from lightning_zero.plan.layout import Layout
+from lightning_zero.plan.plan import Medium, Plan
 from lightning_zero.plan.settings import Settings
 from lightning_zero.plan.units import MIN_NUMEL, assign_parameters, find_units
 
@@ -18,6 +19,13 @@ class FlatSpec(NamedTuple):
 
     named: list[tuple[str, Parameter]]
     plan: Plan
+
+    def bytes_in(self, medium: Medium, world_size: int) -> int:
+        """Return the bytes of weights and masters that a rank will have in a medium."""
+        slots = [(name, tuple(p.shape), tuple(p.stride())) for name, p in self.named]
+        numel = Layout.build(slots, world_size).numel
+        kinds = self.plan.resting_bytes(numel, world_size, trainable=False)
+        return sum(count for kind, count in kinds.items() if self.plan.media[kind] is medium)
 
 
 class UnitSpec(NamedTuple):
@@ -57,6 +65,7 @@ def _specify_flat_parameters(
 ) -> list[FlatSpec]:
     groups: dict[tuple[Plan, bool], list[tuple[str, Parameter]]] = {}
     for name, parameter in named:
-        plan = settings.plan(parameter.dtype, is_cast=id(parameter) not in uncast)
+        is_cast = id(parameter) not in uncast
+        plan = settings.plan(parameter.dtype, is_cast=is_cast, trainable=parameter.requires_grad)
         groups.setdefault((plan, parameter.requires_grad), []).append((name, parameter))
     return [FlatSpec(members, plan) for (plan, _), members in groups.items()]

@@ -16,6 +16,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_zero.memory import (
+    DISK_ROWS,
     KINDS,
     RESTING,
     Estimate,
@@ -40,7 +41,7 @@ ALLOCATOR = ("allocated", "reserved", "peak", "fragmentation", "resident")
 """What the allocator and the operating system say, beside the kinds that the engine counts."""
 
 _COUNTED = tuple(kind for kind in KINDS if kind != "activations")
-_ROWS = (*_COUNTED, *ALLOCATOR)
+_ROWS = (*_COUNTED, *DISK_ROWS, *ALLOCATOR)
 
 
 class MostBytes(Metric):
@@ -191,6 +192,7 @@ class MemoryMonitor(Callback):
             strategy.settings.stage,
             strategy.world_size,
             rank=strategy.global_rank,
+            offload=strategy.settings.offload,
             **self._settings,
         )
 
@@ -210,7 +212,7 @@ class MemoryMonitor(Callback):
             return
         # After the last look hooks of the module may have changed what is held.
         self._own = held_by(trainer)
-        self.differences = explain(self._subject, engine, self.predicted.resting, self._own)
+        self.differences = explain(self._subject, engine, self.predicted.rests, self._own)
 
     # -- what is shown ---------------------------------------------------------------------------
 
@@ -267,18 +269,19 @@ class MemoryMonitor(Callback):
             before = total
         lines = [
             f"Memory of a rank, the most over {world_size} ranks, after each part of a step:",
-            table(totals, [*_COUNTED, "total", "change", *ALLOCATOR]),
+            table(totals, [*_COUNTED, "total", "change", *DISK_ROWS, *ALLOCATOR]),
         ]
         return "\n".join([*lines, *self._explained()])
 
     def _explained(self) -> list[str]:
         if self.predicted is None or not self._own:
             return []
-        predicted: dict[str, int | None] = {**self.predicted.resting}
-        measured: dict[str, int | None] = {k: self._own[k] for k in RESTING}
+        rows = (*RESTING, *DISK_ROWS)
+        predicted: dict[str, int | None] = {**self.predicted.rests}
+        measured: dict[str, int | None] = {k: self._own.get(k, 0) for k in rows}
         lines = [
             "Between steps, this rank against its prediction:",
-            table({"predicted": predicted, "measured": measured}, RESTING),
+            table({"predicted": predicted, "measured": measured}, rows),
             *self.differences,
         ]
         peak = self.predicted.peak

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from torch import nn
 
+from lightning_zero.plan import Offload
+
 START_METHODS = {"subprocess": "popen", "spawn": "spawn", "fork": "fork", "notebook": "fork"}
 """Lightning's names of the ways to start the ranks, by launcher."""
+
+_FILES = {"offload_optimizer": "nvme", "offload_weights": "nvme"}
+STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "zero1": ("ZeRO stage 1", {"stage": 1}),
+    "zero2": ("ZeRO stage 2", {"stage": 2}),
+    "zero3": ("ZeRO stage 3", {"stage": 3}),
+    "zero3_nvme": ("ZeRO stage 3 in files", {"stage": 3, **_FILES}),
+}
+"""The strategies that have names: what each is, and its arguments."""
 
 
 @dataclass(frozen=True)
@@ -34,3 +47,24 @@ class Options:
                 f"launcher={self.launcher!r} brings the trained weights back to this process, which"
                 " restore_weights=False contradicts. Leave one of them out."
             )
+
+    def offload(
+        self, optimizer: str | None, weights: str | None, path: str | Path | None
+    ) -> Offload | None:
+        """Return what the arguments ``offload_optimizer``, ``_weights`` and ``_path`` ask for."""
+        for name, medium in (("offload_optimizer", optimizer), ("offload_weights", weights)):
+            if medium not in (None, "cpu", "nvme"):
+                raise ValueError(f"Expected {name}='nvme' or None, got {medium!r}.")
+        if optimizer is None and weights is None:
+            if path is not None:
+                raise ValueError(
+                    f"offload_path={str(path)!r} has no meaning without offload. Leave it out, or"
+                    " give offload_optimizer='nvme'."
+                )
+            return None
+        if self.async_checkpoint:
+            raise ValueError(
+                "async_checkpoint=True copies masters and states to host memory, where offload is"
+                " to keep them from. Leave one of them out."
+            )
+        return Offload(optimizer, weights)

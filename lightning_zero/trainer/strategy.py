@@ -31,7 +31,7 @@ from lightning_zero.trainer.checkpointing import SavingStrategy
 from lightning_zero.trainer.dataloader import SameLength
 from lightning_zero.trainer.deepspeed_config import Demands
 from lightning_zero.trainer.graph_logging import LoggedGraphs
-from lightning_zero.trainer.options import START_METHODS, Options
+from lightning_zero.trainer.options import START_METHODS, STRATEGIES, Options
 from lightning_zero.trainer.precision import ZeROPrecision
 from lightning_zero.trainer.run import Run, callbacks_of, facts_of
 from lightning_zero.trainer.signals import Signals
@@ -72,6 +72,11 @@ class ZeROStrategy(SavingStrategy):
         activation_checkpointing: ``True`` to recompute every unit's activations in backward, or the
             module classes to do so for.
         broadcast_buffers: Overwrite buffers with rank 0's before each forward, as DDP does.
+        offload_optimizer: ``"nvme"`` keeps masters and optimizer states in files, with
+            ``accelerator="cpu"``; ``None`` in memory. At stage 3 together with ``offload_weights``.
+        offload_weights: ``"nvme"`` keeps sharded weights in files. Stage 3 only.
+        offload_path: The folder of those files, which have no names and vanish with the process; by
+            default the Trainer's ``default_root_dir``.
         restore_weights: Make the module whole and ordinary again after ``fit``. ``False`` for
             models that one host cannot hold.
         checkpoint: What checkpoints are: ``"file"``, one plain ``.ckpt``, or ``"dcp"``, a directory
@@ -110,6 +115,9 @@ class ZeROStrategy(SavingStrategy):
         accumulate: Literal["reduce", "local"] | None = None,
         activation_checkpointing: bool | Iterable[type[nn.Module]] = False,
         broadcast_buffers: bool = True,
+        offload_optimizer: Literal["nvme"] | None = None,
+        offload_weights: Literal["nvme"] | None = None,
+        offload_path: str | Path | None = None,
         restore_weights: bool = True,
         checkpoint: Literal["file", "dcp"] = "file",
         async_checkpoint: bool = False,
@@ -132,6 +140,12 @@ class ZeROStrategy(SavingStrategy):
             verify_checkpoint=verify_checkpoint,
             launcher=launcher,
         )
+        self.config = Config.read(config)
+        offload = options.offload(
+            self.config.argument("offload_optimizer", offload_optimizer),
+            self.config.argument("offload_weights", offload_weights),
+            path := self.config.argument("offload_path", offload_path),
+        )
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -142,7 +156,6 @@ class ZeROStrategy(SavingStrategy):
             start_method=START_METHODS[launcher],
         )
         self.precision_plugin = precision_plugin
-        self.config = Config.read(config)
         self.settings = Settings(
             stage=self.config.stage(stage),
             units=units,
@@ -153,6 +166,8 @@ class ZeROStrategy(SavingStrategy):
             cast_weights=cast_weights,
             accumulate=accumulate,
             broadcast_buffers=broadcast_buffers,
+            offload=offload,
+            offload_path="" if path is None else str(path),
         )
         self.options = options
         self._announced = ""
@@ -231,6 +246,7 @@ class ZeROStrategy(SavingStrategy):
             recipe=self.precision_plugin.recipe,
             device=self.root_device,
             broadcast_buffers=self.settings.broadcast_buffers and is_fitting,
+            offload_path=self.settings.offload_path or module.trainer.default_root_dir,
         )
         run = self._current
         facts = facts_of(module.trainer, self.precision_plugin, self.options)
@@ -401,14 +417,13 @@ class ZeROStrategy(SavingStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: internals.StrategyRegistry) -> None:
-        for stage in (1, 2, 3):
+        for name, (what, arguments) in STRATEGIES.items():
             for launcher in START_METHODS:
-                suffix = "" if launcher == "subprocess" else f"_{launcher}"
                 strategy_registry.register(
-                    f"zero{stage}{suffix}",
+                    name if launcher == "subprocess" else f"{name}_{launcher}",
                     cls,
-                    description=f"ZeRO stage {stage}, launcher '{launcher}'",
+                    description=f"{what}, launcher '{launcher}'",
                     override=True,
-                    stage=stage,
                     launcher=launcher,
+                    **arguments,
                 )

@@ -110,7 +110,7 @@ def test_a_window_is_shared_memory() -> None:
 
 def test_a_window_of_nobody_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="on another host, or has ended"):
-        Window.open(Address(os.getpid(), 987654, 64, 0), world_size=2)
+        Window.open(Address(os.getpid(), 987654, 1, 64, 0), world_size=2)
 
 
 def _blind_rank() -> bool:

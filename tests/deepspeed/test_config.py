@@ -17,6 +17,7 @@ from lightning_zero import ZeROPrecision, ZeROStrategy
 from lightning_zero.deepspeed.config import Config
 from lightning_zero.deepspeed.keys import KEYS, OFFLOADS, Fate, Kind, table
 from lightning_zero.deepspeed.optimizer_block import OptimizerBlock, SchedulerBlock
+from lightning_zero.plan import Offload
 from tests.oracle.ranks import ROOT, Pools
 
 ON = {Kind.SWITCH: True, Kind.NUMBER: 7, Kind.TEXT: "fp16", Kind.BLOCK: {"device": "cpu", "x": 1}}
@@ -81,6 +82,14 @@ def test_a_refused_key_raises_with_the_cure_unless_off(name: str) -> None:
 ACTING = {
     "zero_optimization.stage": (2, {"arguments": {"stage": 2}}),
     "zero_optimization.stage3_prefetch_bucket_size": (0, {"arguments": {"prefetch": 0}}),
+    "zero_optimization.offload_optimizer.device": (
+        "nvme",
+        {"arguments": {"offload_optimizer": "nvme"}},
+    ),
+    "zero_optimization.offload_optimizer.nvme_path": ("/a", {"arguments": {"offload_path": "/a"}}),
+    "zero_optimization.offload_optimizer.ratio": (1, {}),
+    "zero_optimization.offload_param.device": ("nvme", {"arguments": {"offload_weights": "nvme"}}),
+    "zero_optimization.offload_param.nvme_path": ("/a", {"arguments": {"offload_path": "/a"}}),
     "communication_data_type": ("bf16", {"arguments": {"reduce_dtype": torch.bfloat16}}),
     "bf16.enabled": (True, {"enabled": {"bf16": True}}),
     "fp16.enabled": (False, {"enabled": {"fp16": False}}),
@@ -105,6 +114,32 @@ ACTING = {
 
 def test_every_acting_key_is_among_those_below() -> None:
     assert set(ACTING) == set(keys_with(Fate.ACTS))
+
+
+def test_offload_blocks_act_refuse_or_ask_for_nothing() -> None:
+    def read(optimizer: dict[str, Any], param: dict[str, Any]) -> Config:
+        blocks = {"offload_optimizer": optimizer, "offload_param": param}
+        return Config.read({"zero_optimization": {"stage": 3, **blocks}})
+
+    off = {"device": "none", "ratio": 0.5, "pin_memory": True}
+    assert read(off, {"device": "none"}) == Config(arguments={"stage": 3})
+    on = {"device": "nvme", "nvme_path": "/a"}
+    arguments = {"offload_optimizer": "nvme", "offload_weights": "nvme", "offload_path": "/a"}
+    found = read({**on, "pin_memory": True}, on)
+    assert found.arguments == {"stage": 3, **arguments}
+    [warning] = found.warnings
+    assert "offload_optimizer.pin_memory" in warning
+    blocks = {"offload_optimizer": on, "offload_param": on}
+    settings = ZeROStrategy(config={"zero_optimization": blocks}).settings
+    assert (settings.offload, settings.offload_path) == (Offload("nvme", "nvme"), "/a")
+    with pytest.raises(
+        NotImplementedError, match=r"offload_param\.device .* is 'cpu', but nothing"
+    ):
+        read(on, {"device": "cpu"})
+    with pytest.raises(ValueError, match=r"ratio .* is 0\.5, but all states"):
+        read({**on, "ratio": 0.5}, on)
+    with pytest.raises(ValueError, match="but files have one folder"):
+        read(on, {**on, "nvme_path": "/b"})
 
 
 @pytest.mark.parametrize("name", ACTING)

@@ -20,8 +20,8 @@ NAMES = [
 ]
 
 STRATEGIES = {
-    f"zero{stage}{suffix}": (stage, launcher)
-    for stage in (1, 2, 3)
+    f"zero{name}{suffix}": (int(name[0]), launcher)
+    for name in ("1", "2", "3", "3_nvme")
     for suffix, launcher in (
         ("", "subprocess"),
         ("_spawn", "spawn"),
@@ -49,6 +49,9 @@ def test_arguments_are_frozen() -> None:
         "accumulate",
         "activation_checkpointing",
         "broadcast_buffers",
+        "offload_optimizer",
+        "offload_weights",
+        "offload_path",
         "restore_weights",
         "checkpoint",
         "async_checkpoint",

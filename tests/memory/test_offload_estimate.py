@@ -42,7 +42,9 @@ def total(kinds: dict[str, int]) -> float:
 def test_what_rests_where(
     stage: int, medium: str, precision: str, device: float, host: float, disk: float
 ) -> None:
-    found = estimate(P, stage=stage, world_size=N, precision=precision, offload=medium)
+    found = estimate(
+        P, stage=stage, world_size=N, precision=precision, offload=medium, device="cuda"
+    )
     held = (found.model_states / P, total(found.host), total(found.disk))
     assert held == pytest.approx((device, host, disk), rel=1e-6)
     assert found.host_peak == sum(found.host.values())
@@ -60,6 +62,26 @@ def test_what_rests_where(
 def test_homes_move_one_by_one(offload: Offload, device: float, host: float) -> None:
     found = estimate(P, world_size=N, precision="bf16-mixed", offload=offload)
     assert (found.model_states / P, total(found.host)) == pytest.approx((device, host), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "memory", "disk"),
+    [
+        # Gradients stay, as do whole weights; a sharded fp32 weight is its own master.
+        (1, "32-true", 4 + 4 / N, 12 / N),
+        (2, "bf16-mixed", 2 + 4 / N, 12 / N),
+        (3, "bf16-mixed", 4 / N, 12 / N),
+        (3, "32-true", 4 / N, 12 / N),
+    ],
+)
+def test_files_of_a_cpu_are_mapped(stage: int, precision: str, memory: float, disk: float) -> None:
+    found = estimate(P, stage=stage, world_size=N, precision=precision, offload="nvme")
+    held = (found.model_states / P, total(found.host), total(found.disk))
+    assert held == pytest.approx((memory, 0, disk), rel=1e-6)
+    assert found.can_run
+    assert found.host_peak == found.peak.total
+    assert not estimate(P, offload="cpu").can_run
+    assert not estimate(P, offload="nvme", device="cuda").can_run
 
 
 def test_what_does_not_move_is_as_before() -> None:
@@ -108,7 +130,7 @@ def test_what_is_on_its_way() -> None:
     assert exact.host["staging"] == 0
 
     # Files: masters (or fp32 weights) and two states of three units in the step.
-    files = of_chain(offload="nvme")
+    files = of_chain(offload="nvme", device="cuda")
     three = 12 * (1 + 2 + 1) * shard + 3 * 4  # and three counts of steps
     staged = {moment.phase: moment.host["staging"] for moment in files.snapshots}
     assert staged["step"] == three
@@ -206,6 +228,7 @@ def test_command_predicts_offload(capsys: Any, tmp_path: Any) -> None:
     code, out, _ = run(
         capsys, "10B", "--precision", "bf16-mixed", "--offload", "cpu", "nvme", "--stages", "3",
         "--device-memory", "6GB", "--host-memory", "1TB", "--report", str(tmp_path),
+        "--device", "cuda",
     )  # fmt: skip
     assert code == 0
     assert "zero2_offload, 8 ranks  zero3_offload, 8 ranks  zero3_nvme, 8 ranks" in out

@@ -1,0 +1,108 @@
+"""Files without a name, in which tensors rest that are not to fill memory.
+
+A file is mapped: its tensor is read and written as any other, and the system moves pages between
+memory and the disk. It vanishes with the last process that maps it, whatever that dies of. Its
+blocks are reserved when it is made, as a write to mapped memory without room on the disk would end
+the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import tempfile
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_zero.comm.agreement import Outcome
+from lightning_zero.comm.control import Control
+from lightning_zero.tensors import lasting_tensors
+
+
+class _Need(NamedTuple):
+    """What a rank needs of a disk."""
+
+    disk: tuple[str, int]
+    nbytes: int
+    free: int
+
+
+class Scratch:
+    """A folder for the files of one rank.
+
+    Args:
+        folder: It is made if it is missing.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = os.path.abspath(folder)
+
+    def require(self, nbytes: int, control: Control, what: str) -> None:
+        """Raise on all ranks unless each disk has room for ``what`` its ranks need; a collective.
+
+        Raises:
+            OSError: There is not enough, or a folder cannot be written to.
+        """
+        outcome = Outcome()
+        need = None
+        with outcome.attempt():
+            if not hasattr(os, "posix_fallocate"):
+                raise OSError("This system cannot reserve room for files. Offload needs Linux.")
+            os.makedirs(self.folder, exist_ok=True)
+            os.close(_unnamed(self.folder))
+            free, disk = os.statvfs(self.folder), os.stat(self.folder).st_dev
+            need = _Need((socket.gethostname(), disk), nbytes, free.f_bavail * free.f_frsize)
+        doing = f"Making files in offload_path={self.folder!r}"
+        outcome.agree(control, doing)
+        needs = [one for one in control.gather_objects(need) if one is not None]
+        for disk in dict.fromkeys(one.disk for one in needs):
+            ranks = [rank for rank, one in enumerate(needs) if one.disk == disk]
+            free = min(needs[rank].free for rank in ranks)
+            wanted = sum(needs[rank].nbytes for rank in ranks)
+            if wanted > free:
+                each = ", ".join(f"{needs[rank].nbytes:,} on rank {rank}" for rank in ranks)
+                raise OSError(
+                    errno.ENOSPC,
+                    f"{doing} failed: {what} need {wanted:,} bytes ({each}), and {free:,} are free."
+                    " Make room, or name a folder on a larger disk as offload_path.",
+                )
+
+    def file(self, nbytes: int) -> int:
+        """Open a new file of ``nbytes`` zero bytes, whose room is reserved; returns its number."""
+        file = _unnamed(self.folder)
+        try:
+            os.posix_fallocate(file, 0, nbytes)
+        except OSError as error:
+            os.close(file)
+            raise OSError(
+                error.errno,
+                f"{error.strerror}: {nbytes:,} more bytes in offload_path={self.folder!r}. Make"
+                " room, or name a folder on a larger disk.",
+            ) from error
+        return file
+
+    def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return ``numel`` zeros in a new file."""
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        file = self.file(numel * dtype.itemsize)
+        try:
+            with lasting_tensors():
+                return torch.from_file(
+                    f"/proc/self/fd/{file}", shared=True, size=numel, dtype=dtype
+                )
+        finally:
+            os.close(file)  # the mapping keeps it
+
+
+def _unnamed(folder: str) -> int:
+    """Open a file without a name in ``folder``."""
+    with contextlib.suppress(AttributeError, OSError):  # some file systems have none
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+    file, path = tempfile.mkstemp(prefix="lightning_zero.", dir=folder)
+    os.unlink(path)
+    return file

@@ -1,0 +1,295 @@
+"""Masters, states and sharded weights in files: the same numbers, and no memory of the process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.checkpoint.optimizer_state import optimizer_state
+from lightning_zero.checkpoint.state import module_state
+from lightning_zero.comm.scratch import Scratch
+from lightning_zero.engine.engine import Engine
+from lightning_zero.plan import RECIPES, Offload
+from lightning_zero.plan.settings import Settings
+from tests.oracle.models import MODELS
+from tests.oracle.parity import assert_parity
+from tests.oracle.ranks import Pools
+from tests.oracle.sharded import shard, train
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0.1, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, 0.05, fused=True),
+    "amsgrad": lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True, foreach=False),
+    "nadam": lambda p: torch.optim.NAdam(p, 1e-2, momentum_decay=0.1),
+    "rprop": lambda p: torch.optim.Rprop(p, 1e-2),
+}
+
+
+def offload(stage: int, folder: str) -> dict[str, Any]:
+    return {"offload": Offload.of_stage(stage, "nvme"), "offload_path": folder}
+
+
+def make(name: str, model: nn.Module) -> Optimizer:
+    return OPTIMIZERS[name](model.parameters())
+
+
+def compare(folder: str, stage: int, name: str, **how: Any) -> None:
+    """A run in files against one without, on every rank."""
+    run = partial(train, "transformer", partial(make, name), stage=stage, **how)
+    assert_parity(run(**offload(stage, folder)), run(), ulps=0)
+
+
+def compare_all(folder: str) -> None:
+    for stage in (1, 2, 3):
+        for precision in ("32-true", "bf16-mixed"):
+            for name in ("adamw", "sgd"):
+                compare(folder, stage, name, precision=precision)
+    for name in ("adagrad", "amsgrad", "nadam", "rprop"):
+        compare(folder, 3, name)
+    compare(folder, 3, "adamw", accumulate=2, clip_norm=0.1)
+    compare(folder, 2, "adamw", accumulate=2, clip_norm=0.1, policy="local")
+    compare(folder, 3, "adamw", precision="16-mixed", steps=4)
+    compare(folder, 3, "adamw", precision="bf16-true")
+    compare(folder, 3, "adamw", units="root")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_bits_are_those_of_memory(ranks: Pools, tmp_path: Path, world: int) -> None:
+    ranks(world).run(compare_all, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------------------- what is where
+
+
+def is_in_file(tensor: Tensor, folder: str) -> bool:
+    """Whether the system has mapped a file of the folder where the tensor's values are."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, *_, path = line.split(maxsplit=5)
+        first, last = (int(address, 16) for address in addresses.split("-"))
+        if first <= tensor.data_ptr() < last:
+            return path.startswith(folder)
+    return False
+
+
+def states(optimizer: Optimizer) -> Iterator[Tensor]:
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if value.dim())
+
+
+def step(engine: Engine, optimizer: Optimizer) -> None:
+    case = MODELS["transformer"]
+    case.loss(engine.module, case.batch(4, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def held(folder: str, stage: int, precision: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes counted, and what the layouts say."""
+    model = MODELS["transformer"].build()
+    recipe = RECIPES[precision]
+    engine = shard(model, stage=stage, recipe=recipe, **offload(stage, folder))
+    optimizer = torch.optim.AdamW(model.parameters())
+    notice = engine.adopt(optimizer)
+    assert notice is not None
+    assert "fused=True was switched on" in notice
+    with torch.autocast("cpu", torch.bfloat16, enabled=recipe.autocast is not None):
+        step(engine, optimizer)
+    flats = engine.sharded.flats
+    found = list(states(optimizer))
+    assert all(group["fused"] for group in optimizer.param_groups)
+    assert len(found) == 2 * sum(piece.numel() > 0 for piece in engine.sharded.pieces)
+    assert all(is_in_file(tensor, folder) for tensor in found)
+    assert all(is_in_file(flat.master, folder) for flat in flats)
+    assert all(
+        is_in_file(part, folder) for flat in flats for part in flat.store.shared.of_ranks or ()
+    )
+    shards = sum(flat.master.nbytes for flat in flats)
+    counters = 4 * len(found) // 2
+    expected = {
+        "disk weights": sum(f.master.nbytes for f in flats if not f.plan.has_master),
+        "disk master": sum(f.master.nbytes for f in flats if f.plan.has_master),
+        "disk states": counters + sum(8 * piece.numel() for piece in engine.sharded.pieces),
+    }
+    assert expected["disk weights"] + expected["disk master"] == shards
+    memory = engine.sharded.memory()
+    assert memory["master"] == memory["states"] == 0
+    assert (memory["weights"] == 0) == (stage == 3)
+    engine.close()
+    return {kind: memory[kind] for kind in expected}, expected
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_rests_lies_in_files(ranks: Pools, tmp_path: Path, world: int) -> None:
+    for stage, precision in ((2, "32-true"), (3, "32-true"), (3, "bf16-mixed")):
+        for actual, expected in ranks(world).run(held, str(tmp_path), stage, precision):
+            assert actual == expected
+
+
+def frozen(folder: str) -> None:
+    model = MODELS["transformer"].build()
+    first, *others = model.parameters()
+    first.requires_grad_(False)
+    engine = shard(model, **offload(3, folder))
+    optimizer = torch.optim.AdamW(others)
+    engine.adopt(optimizer)
+    step(engine, optimizer)
+    assert all(is_in_file(flat.master, folder) for flat in engine.sharded.flats)
+    first.requires_grad_(True)
+    optimizer.add_param_group({"params": [first]})
+    step(engine, optimizer)
+    assert all(is_in_file(tensor, folder) for tensor in states(optimizer))
+    engine.close()
+
+
+def test_frozen_weights_and_later_groups_are_in_files_too(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2).run(frozen, str(tmp_path))
+
+
+# ---------------------------------------------------------------------------- one step
+
+
+def test_hooks_closures_and_schedulers_see_one_step(tmp_path: Path) -> None:
+    model = MODELS["transformer"].build()
+    engine = shard(model, **offload(3, str(tmp_path)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    engine.adopt(optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    case = MODELS["transformer"]
+
+    def closure() -> Tensor:
+        seen.append("closure")
+        optimizer.zero_grad()
+        loss = case.loss(model, case.batch(4, 0))
+        loss.backward()
+        assert len(optimizer.param_groups[0]["params"]) == len(engine.sharded.pieces)
+        return loss
+
+    optimizer.step(closure)
+    scheduler.step()
+    assert seen == ["before", "closure", "after"]
+    assert len(optimizer.param_groups[0]["params"]) == len(engine.sharded.pieces)
+    assert all("momentum_buffer" in optimizer.state[piece] for piece in engine.sharded.pieces)
+    engine.close()
+
+
+class Failing(Exception):
+    pass
+
+
+@pytest.mark.parametrize("place", ["a unit", "the last unit"])
+def test_a_torn_step_is_neither_gone_on_from_nor_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    model = MODELS["transformer"].build()
+    engine = shard(model, **offload(3, str(tmp_path)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine.adopt(optimizer)
+    step(engine, optimizer)
+    of_root = {id(piece) for flat in engine.sharded.root.flat_parameters for piece in flat.pieces}
+    kernel = torch._fused_adamw_
+
+    def fail(params: list[Tensor], *args: Any, **kwargs: Any) -> None:
+        if (id(params[0]) in of_root) == (place == "the last unit"):
+            raise Failing
+        kernel(params, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "_fused_adamw_", fail)
+    with pytest.raises(Failing):
+        step(engine, optimizer)
+    monkeypatch.undo()
+    text = "ended half-way: .* Resume from the last checkpoint"
+    with pytest.raises(RuntimeError, match=text):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=text):
+        module_state(model, engine)
+    with pytest.raises(RuntimeError, match=text):
+        optimizer_state(optimizer, engine, "optimizer 0")
+    engine.close()
+    assert len(optimizer.param_groups[0]["params"]) == len(engine.sharded.pieces)
+
+
+# ---------------------------------------------------------------------------- faults and refusals
+
+
+def without_room(folder: str) -> str:
+    real = os.statvfs
+    small = SimpleNamespace(f_bavail=1, f_frsize=1000)
+    os.statvfs = lambda _: small  # type: ignore[assignment, return-value]
+    try:
+        shard(MODELS["transformer"].build(), **offload(3, folder))
+    except OSError as error:
+        return str(error)
+    finally:
+        os.statvfs = real
+    return ""
+
+
+def test_no_room_is_told_at_setup_with_numbers(ranks: Pools, tmp_path: Path) -> None:
+    first, second = ranks(2).run(without_room, str(tmp_path))
+    assert first == second
+    assert "masters need" in first
+    assert "on rank 0" in first
+    assert "on rank 1" in first
+    assert "1,000 are free" in first
+
+
+def test_a_full_disk_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"800 more bytes in offload_path='.*'. Make room"):
+        Scratch(str(tmp_path)).tensor(100, torch.float64)
+
+
+def test_files_have_no_names_and_go_with_their_tensors(tmp_path: Path) -> None:
+    num_files = len(os.listdir("/proc/self/fd"))
+    tensor = Scratch(str(tmp_path)).tensor(1000, torch.float32)
+    assert tensor.eq(0).all()
+    assert is_in_file(tensor, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == num_files
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"offload": Offload("cpu", "cpu")}, "the device is the host"),
+        ({"offload": Offload("nvme", "nvme", 0.5)}, "Expected all to be offloaded"),
+        ({"offload": Offload("nvme", "nvme"), "stage": 2}, "so offload_weights has no meaning"),
+        ({"offload": Offload("nvme")}, "Give offload_weights='nvme' too"),
+        ({"offload": Offload(weights="nvme")}, "Give offload_optimizer='nvme' too"),
+        (
+            {"offload": Offload("nvme", "nvme"), "device": torch.device("cuda")},
+            "needs accelerator='cpu'",
+        ),
+    ],
+)
+def test_what_is_not_there_is_refused_with_the_cure(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Settings(**change)
+
+
+def test_an_optimizer_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    class Own(torch.optim.AdamW):
+        pass
+
+    model = MODELS["transformer"].build()
+    engine = shard(model, **offload(3, str(tmp_path)))
+    with pytest.raises(ValueError, match=r"Own gives the same numbers.*AdamW.*leave offload"):
+        engine.adopt(Own(model.parameters()))
+    engine.close()

@@ -1,0 +1,112 @@
+"""``zero3_nvme`` and its arguments under a Trainer: numbers and checkpoints are those of zero3."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_zero import MemoryMonitor, ZeROStrategy
+from tests.oracle.by_trainer import Model, Rows, Stop, make_trainer, world
+from tests.oracle.ranks import Pools
+
+
+class Fused(Model):
+    """As offload steps by itself, with states of which every file has some."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02, fused=True)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def predict_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return self.net(batch[0]).detach().clone()  # type: ignore[no-any-return]
+
+
+def fit(name: Any, folder: str, *callbacks: Any, path: str | None = None, **more: Any) -> Fused:
+    torch.manual_seed(0)
+    module = Fused()
+    trainer = make_trainer(
+        world(), name, folder, callbacks=list(callbacks), enable_checkpointing=False,
+        gradient_clip_val=0.5, **more,
+    )  # fmt: skip
+    trainer.fit(module, Rows(), ckpt_path=path)
+    return module
+
+
+def resumed_all_ways(folder: str, precision: str) -> None:
+    whole = fit("zero3", folder, precision=precision).state_dict()
+    for saved, going_on in (("zero3", "zero3_nvme"), ("zero3_nvme", "zero3"), ("zero3_nvme",) * 2):
+        path = f"{folder}/{saved}-{going_on}.ckpt"
+        found = fit(saved, folder, Stop(path, 5), precision=precision).state_dict()
+        assert all(torch.equal(value, whole[key]) for key, value in found.items())
+        found = fit(going_on, folder, path=path, precision=precision).state_dict()
+        assert all(torch.equal(value, whole[key]) for key, value in found.items())
+
+
+@pytest.mark.parametrize(("num_ranks", "precision"), [(1, "32-true"), (2, "bf16-mixed")])
+def test_resumed_with_and_without_files(
+    ranks: Pools, tmp_path: Path, num_ranks: int, precision: str
+) -> None:
+    ranks(num_ranks).run(resumed_all_ways, str(tmp_path), precision)
+
+
+def reported(folder: str, stage: int) -> tuple[list[str], dict[str, int], str]:
+    monitor = MemoryMonitor(report=f"{folder}/report")
+    strategy = ZeROStrategy(
+        stage,
+        offload_optimizer="nvme",
+        offload_weights="nvme" if stage == 3 else None,
+        offload_path=f"{folder}/files",
+    )
+    fit(strategy, folder, monitor, precision="bf16-mixed")
+    return monitor.differences, monitor.measured["step"], monitor.text(world())
+
+
+def test_the_monitor_finds_what_is_predicted(ranks: Pools, tmp_path: Path) -> None:
+    for stage in (2, 3):
+        differences, measured, text = ranks(2).run(reported, str(tmp_path), stage)[0]
+        assert differences == []
+        assert measured["states"] == measured["master"] == 0
+        assert measured["disk states"] > 0
+        assert measured["disk master"] > 0
+        assert "disk states" in text
+    assert "disk states" in (tmp_path / "report" / "memory.html").read_text()
+
+
+def passes(folder: str) -> None:
+    torch.manual_seed(0)
+    module, outputs, losses = Fused(), [], []
+    for name in ("zero3", "zero3_nvme"):
+        trainer = make_trainer(world(), name, folder)
+        outputs.append(trainer.predict(module, Rows()))
+        losses.append(trainer.validate(module, Rows(), verbose=False))
+    assert len(outputs[0]) == len(Rows())
+    assert all(map(torch.equal, *outputs))
+    assert losses[0] == losses[1]
+
+
+def test_passes_without_an_optimizer(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2).run(passes, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"offload_optimizer": "cpu", "offload_weights": "cpu"}, "the device is the host"),
+        ({"offload_optimizer": "disk"}, "Expected offload_optimizer='nvme' or None, got 'disk'"),
+        ({"offload_path": "/a"}, "offload_path='/a' has no meaning without offload"),
+        ({"stage": 1, "offload_weights": "nvme"}, "stage=1 keeps whole weights"),
+        ({"offload_optimizer": "nvme"}, "Give offload_weights='nvme' too"),
+        (
+            {"stage": 2, "offload_optimizer": "nvme", "async_checkpoint": True},
+            "async_checkpoint=True copies",
+        ),
+    ],
+)
+def test_what_contradicts_is_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ZeROStrategy(**arguments)
