@@ -114,7 +114,7 @@ def _whole_states(
         entries: Mapping[str, Any] = next((s[index] for s in described if index in s), {})
         if not entries:
             continue
-        here = own[index] or {}
+        here = (own[index] if engine.comm.is_in_first_copy else None) or {}
         whole[index] = {
             key: _entry(f"{label} {index}.{key}", here.get(key), entry, piece)
             for key, entry in entries.items()

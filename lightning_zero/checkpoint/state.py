@@ -45,7 +45,8 @@ def module_state(module: nn.Module, engine: Engine) -> dict[str, Any]:
             piece = engine.sharded.piece(value)
             if piece is not None:
                 # Tied names share one tensor in the file, as they do in the module.
-                state[key] = values.setdefault(id(value), sharded(key, piece, piece))
+                part = piece if engine.comm.is_in_first_copy else piece[:0]
+                state[key] = values.setdefault(id(value), sharded(key, piece, part))
                 continue
         if isinstance(value, Tensor):
             state[key] = value.detach()

@@ -5,10 +5,12 @@ Only this folder knows one backend from another.
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_zero.comm.collectives import Collectives
 from lightning_zero.comm.control import Control
@@ -18,6 +20,7 @@ from lightning_zero.comm.process_groups import is_initialized
 from lightning_zero.comm.redistribution import Redistribute, along
 from lightning_zero.comm.shared_memory import SharedMemory
 from lightning_zero.comm.sync_points import Exclusive, SyncPoint
+from lightning_zero.comm.traffic import Traffic
 from lightning_zero.comm.transport import Transport
 from lightning_zero.plan import Placement
 
@@ -30,7 +33,7 @@ class Communicator:
         direct: Send messages between ranks, which gloo does best, or leave it to the backend's
             collectives; ``None`` takes what suits the backend.
         windows: ``False`` reads no other rank's memory, though this host may allow it.
-        num_shards: Ranks over which buffers are sharded; all by default.
+        num_shards: Ranks over which buffers are sharded; all by default. The same on every rank.
 
     Attributes:
         device: As given.
@@ -40,7 +43,8 @@ class Communicator:
         transport: That of the shard axis, which there always is.
 
     Raises:
-        ValueError: The backend's messages do not reach the device's memory.
+        ValueError: The backend's messages do not reach the device's memory, or the ranks cannot be
+            divided into copies of ``num_shards``.
     """
 
     def __init__(
@@ -62,6 +66,8 @@ class Communicator:
                     " host's. Take the device's own: ZeROStrategy(process_group_backend='nccl')."
                 )
         self.control = Control()
+        if len(asked := set(self.control.gather_objects(num_shards))) > 1:
+            raise ValueError(f"Expected one number of shards on all ranks, got {asked}.")
         self.mesh = Mesh.of(self.control.rank, self.control.world_size, num_shards)
         may_share = windows is not False and device.type == "cpu"
         choose = partial(self._choose, is_direct=is_direct, may_share=may_share)
@@ -94,12 +100,41 @@ class Communicator:
             [(self.transports[axis], verb) for axis, verb in steps if axis in self.transports]
         )
 
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank sent in the last optimizer step, by unit and verb.
+
+        A verb along the axis of replicas is another one than that over shards.
+        """
+        of_axes = {axis: one.ledger.last_step for axis, one in self.transports.items()}
+        return {
+            (unit, verb if axis == "shard" else f"{axis} {verb}"): sent
+            for axis, traffic in of_axes.items()
+            for (unit, verb), sent in traffic.items()
+        }
+
+    @property
+    def is_in_first_copy(self) -> bool:
+        """Return whether this rank's shards are those that count where one of each does."""
+        return self.mesh.replicate.rank == 0
+
+    def sum_over_shards(self, tensor: Tensor, place: str = "a sum over the shards") -> None:
+        """Replace ``tensor`` by its sum over the ranks of one copy, the same for all copies."""
+        if not self.is_in_first_copy:
+            tensor.zero_()
+        self.control.sum(tensor, place)
+
+    @functools.cached_property
+    def reads_peers(self) -> bool:
+        """Return whether ranks read each other's memory along any axis."""
+        return any(transport.reads_peers for transport in self.transports.values())
+
     def fence(self, sync_point: SyncPoint) -> None:
         """Wait until every rank is here, if ranks read each other's memory."""
-        if self.transport.reads_peers:
+        if self.reads_peers:
             self.control.call(sync_point).wait()
 
     def exclusive(self, before: SyncPoint, after: SyncPoint | None = None) -> Exclusive:
         """Return the context in which this rank may change its masters; all ranks enter it."""
-        control = self.control if self.transport.reads_peers else None
+        control = self.control if self.reads_peers else None
         return Exclusive(control, before, after or before)

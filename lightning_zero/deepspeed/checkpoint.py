@@ -254,7 +254,8 @@ class DeepSpeedFolder:
         if frozen_in_optimizer and len(groups) != 1:
             raise NotImplementedError(
                 f"The optimizer in {str(self.path)!r} has {len(groups)} param groups; where frozen"
-                " parameters belong is only known if it has one."
+                " parameters belong is only known if it has one. Leave out --frozen-in-optimizer"
+                " (`frozen_in_optimizer`), or convert the weights alone (--weights-only)."
             )
         found: dict[int, dict[str, Any]] = {}
         written: list[dict[str, Any]] = []

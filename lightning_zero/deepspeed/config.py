@@ -23,6 +23,7 @@ _DEFAULTS = {
     "stage": 3,
     "prefetch": 1,
     "reduce_dtype": None,
+    "shard": "all",
     "offload_optimizer": None,
     "offload_weights": None,
     "offload_path": None,
@@ -113,6 +114,10 @@ class Config:
         else:
             self._warn("zero_optimization.stage3_prefetch_bucket_size", value)
 
+    def _take_shard(self, value: Any) -> None:
+        if value > 0:
+            self.arguments["shard"] = int(value)
+
     def _take_dtype(self, value: Any) -> None:
         if value not in _DTYPES:
             raise ValueError(
@@ -202,6 +207,7 @@ class Config:
 _ACTIONS: dict[str, Callable[[Config, Any], Any]] = {
     "zero_optimization.stage": Config._take_stage,
     "zero_optimization.stage3_prefetch_bucket_size": Config._take_prefetch,
+    "zero_optimization.mics_shard_size": Config._take_shard,
     "zero_optimization.offload_optimizer.device": lambda config, value: config._take_medium(
         "offload_optimizer", "offload_optimizer", value
     ),

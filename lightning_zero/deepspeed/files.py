@@ -60,7 +60,7 @@ def files_by_rank(tag: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
         if _CUT_OTHERWISE.fullmatch(file.name):
             raise NotImplementedError(
                 f"{str(file)!r} belongs to a model with pipeline stages or experts, which cannot"
-                " be converted."
+                " be converted. Merge them with DeepSpeed's own tools first."
             )
         match = pattern.fullmatch(file.name)
         if match is None:
@@ -68,7 +68,7 @@ def files_by_rank(tag: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
         if int(match["mp"]):
             raise NotImplementedError(
                 f"{str(file)!r} belongs to a model that is cut by tensor parallelism, which cannot"
-                " be converted."
+                " be converted. Merge its parts with DeepSpeed's own tools first."
             )
         rank = int(match["rank"] or 0)
         if rank in found:

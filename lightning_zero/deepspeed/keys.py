@@ -74,7 +74,6 @@ _WHOLE = "a checkpoint holds whole tensors at every stage, in the master's preci
 _SMALL = "modules too small for a message of their own stay with the unit around them"
 _AVERAGED = "gradients are averaged in the pass that copies or in fp32"
 _BACKS_OFF = "the loss scale backs off at every overflow"
-_OVER_ALL = "shards lie over all ranks; take the key out"
 _NO_QUANTIZED = "nothing is quantized on its way; take the key out"
 
 _ZERO_OPTIMIZATION = {
@@ -125,7 +124,7 @@ _ZERO_OPTIMIZATION = {
         Kind.SWITCH, "errors name the parameter and the cure without a switch"
     ),
     "save_muon_momentum_buffer_in_memory": _refused(
-        Kind.SWITCH, "torch's Muon cannot be cut; take the key out"
+        Kind.SWITCH, "a Muon's momentum stays with the rank that owns a parameter; take the key out"
     ),
     "legacy_stage1": _replaced(Kind.SWITCH, "there is one stage 1"),
     "offload_optimizer.device": _acts(
@@ -154,8 +153,10 @@ _ZERO_OPTIMIZATION = {
     "zero_quantized_nontrainable_weights": _refused(Kind.SWITCH, _NO_QUANTIZED),
     "zero_quantized_gradients": _refused(Kind.SWITCH, _NO_QUANTIZED),
     "zeropp_loco_param": _refused(Kind.BLOCK, _NO_QUANTIZED),
-    "mics_shard_size": _refused(Kind.NUMBER, _OVER_ALL),
-    "mics_hierarchical_params_gather": _refused(Kind.SWITCH, _OVER_ALL),
+    "mics_shard_size": _acts(Kind.NUMBER, "`shard`, the ranks of one copy; -1 is all"),
+    "mics_hierarchical_params_gather": _replaced(
+        Kind.SWITCH, "`shard` says over which ranks weights are gathered, in one step"
+    ),
 }
 
 KEYS: dict[str, Key] = {

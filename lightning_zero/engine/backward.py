@@ -165,7 +165,8 @@ class Backward:
         else:
             for unit in self._sharded.units:
                 unit.gradients.show_local()
-        self._sharded.comm.transport.release_scratch()
+        for transport in self._sharded.comm.transports.values():
+            transport.release_scratch()
         for unit in self._sharded.units:
             unit.calls.end_pass()
         if ends_step:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_zero.comm import Communicator, SyncPoint
+from lightning_zero.comm import Communicator, SyncPoint, default_world_size
 from lightning_zero.engine import rank_check
 from lightning_zero.engine.backward import Backward
 from lightning_zero.engine.forward import Forward
@@ -69,7 +69,9 @@ class Engine:
         facts: rank_check.Facts = _NO_FACTS,
     ) -> None:
         self.module = module
-        self.comm = comm = comm or Communicator(settings.device)
+        self.comm = comm = comm or Communicator(
+            settings.device, num_shards=settings.num_shards(default_world_size())
+        )
         rank_check.require_equal(
             comm.control, lambda: rank_check.model_facts(module, settings, facts)
         )
@@ -177,7 +179,8 @@ class Engine:
         """Wait until no rank reads this one's masters or reduce buffers any more."""
         self.sharded.keep_edits()
         self._step_access.begin()
-        self.comm.transport.drop_outgrown()
+        for transport in self.comm.transports.values():
+            transport.drop_outgrown()
 
     def _after_step(self, pieces: Iterable[Piece]) -> None:
         """Bring weights up to date with the masters that were stepped."""
@@ -187,7 +190,8 @@ class Engine:
             self._step.close()
         units = self.sharded.units_of([piece.parameter for piece in pieces])
         self.sharded.refresh(units, only_stepped=True)
-        self.comm.transport.ledger.end_step()
+        for transport in self.comm.transports.values():
+            transport.ledger.end_step()
         self.comm.control.log.step += 1
 
     # -- the end ---------------------------------------------------------------------------------
@@ -202,7 +206,8 @@ class Engine:
         self.sharded.opened.close()
         for unit in self.sharded.units:
             unit.abandon()
-        self.comm.transport.release_scratch()
+        for transport in self.comm.transports.values():
+            transport.release_scratch()
         self._step.close()
 
     def close(self, *, restore: bool = True) -> None:
@@ -233,7 +238,8 @@ class Engine:
                 self.sharded.restore()
                 self._step.lifetime = Lifetime.RESTORED
         finally:
-            self.comm.transport.release()
+            for transport in self.comm.transports.values():
+                transport.release()
             self.comm.control.watchdog.leave()
 
 

@@ -303,9 +303,10 @@ class ShardedModel:
             slots = [slot for flat in unit.flat_parameters for slot in flat.layout.slots]
             return unit is self.root, sum(slot.numel for slot in slots)
 
-        lines = [
-            f"ZeRO stage {self.settings.stage} over {self.comm.mesh.shard.size} ranks, by unit:"
-        ]
+        mesh = self.comm.mesh
+        copies = f", in {mesh.replicate.size} copies" if mesh.replicate.size > 1 else ""
+        stage = self.settings.stage
+        lines = [f"ZeRO stage {stage} over {mesh.shard.size} ranks{copies}, by unit:"]
         for (_, numel), equal in itertools.groupby(self.units, size):
             first, *others = [unit.label for unit in equal]
             names = f"{first} to {others[-1]}: {len(others) + 1} x" if others else f"{first}:"
@@ -331,7 +332,7 @@ class ShardedModel:
         for flat in self.flats:
             for kind, count in flat.memory().items():
                 kinds[kind] += count
-        kinds["unreduced"] += self.comm.transport.scratch_bytes
+        kinds["unreduced"] += sum(one.scratch_bytes for one in self.comm.transports.values())
         kinds[states] = sum(
             value.nbytes
             for optimizer in self.optimizers

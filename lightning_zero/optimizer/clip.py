@@ -46,7 +46,7 @@ def total_norm(pieces: Sequence[Piece], comm: Communicator, norm_type: float = 2
         comm.control.max(largest)
         return largest
     power = norms.pow(norm_type).sum()
-    comm.control.sum(power)
+    comm.sum_over_shards(power)
     return power.pow(1 / norm_type)
 
 

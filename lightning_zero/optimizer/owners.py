@@ -140,7 +140,8 @@ class WholeStep:
         of_ranks = self._control.gather_objects(
             [(piece.range.start, piece.range.stop) for piece in new]
         )
-        ranges = list(zip(*of_ranks, strict=True))
+        of_copy = [of_ranks[rank] for rank in self._transport.axis.ranks]
+        ranges = list(zip(*of_copy, strict=True))
         shapes = [piece.range.slot.shape for piece in new]
         owners = owners_of(self.way, shapes, self._loads)
         for piece, own, owner in zip(new, ranges, owners, strict=True):

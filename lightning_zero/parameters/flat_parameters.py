@@ -62,7 +62,9 @@ class FlatParameters:
         self.parameters = [parameter for _, parameter in named]
         self.trainable = self.parameters[0].requires_grad
         self.layout = Layout.build(
-            [(name, tuple(p.shape), _dense_stride(p)) for name, p in named], comm.mesh.shard.size
+            [(name, tuple(p.shape), _dense_stride(p)) for name, p in named],
+            comm.mesh.shard.size,
+            comm.mesh.replicate.size,
         )
         self.plan = plan
         self.store = Store(self.layout, plan, comm, scratch)

@@ -256,10 +256,10 @@ def _norms(grads: Sequence[ShardedGrad], order: float) -> Tensor:
         comm.control.max(local, _NORM)
         return local
     if order == 0:
-        comm.control.sum(local, _NORM)
+        comm.sum_over_shards(local, _NORM)
         return local
     powers = local.pow(order)
-    comm.control.sum(powers, _NORM)
+    comm.sum_over_shards(powers, _NORM)
     return powers.pow(1 / order)
 
 

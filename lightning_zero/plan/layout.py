@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
+from math import lcm, prod
 
 ALIGNMENT = 64
 """Elements to which slots and shards are aligned: 256 bytes in fp32, as for a fresh tensor."""
@@ -50,7 +50,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Layout:
-    """The slots of one flat buffer that is shared out over ``world_size`` ranks."""
+    """The slots of one flat buffer that is shared out over ``world_size`` ranks.
+
+    With hybrid sharding these are the ranks of one copy.
+    """
 
     slots: tuple[Slot, ...]
     numel: int
@@ -61,14 +64,19 @@ class Layout:
         cls,
         parameters: Iterable[tuple[str, tuple[int, ...], tuple[int, ...]]],
         world_size: int,
+        num_copies: int = 1,
     ) -> Layout:
-        """Pack ``(name, shape, stride)`` back to back, aligned and padded to equal shards."""
+        """Pack ``(name, shape, stride)`` back to back, aligned and padded to equal shards.
+
+        Shards can be divided by ``num_copies``: that many ranks hold each, and share its reduction.
+        """
         slots: list[Slot] = []
         offset = 0
         for name, shape, stride in parameters:
             slots.append(Slot(name, shape, stride, offset))
             offset = _round_up(slots[-1].stop, ALIGNMENT)
-        return cls(tuple(slots), _round_up(offset, ALIGNMENT * world_size), world_size)
+        multiple = lcm(ALIGNMENT, num_copies) * world_size
+        return cls(tuple(slots), _round_up(offset, multiple), world_size)
 
     @property
     def shard_numel(self) -> int:

@@ -33,6 +33,7 @@ class Settings:
     min_num_params: int = MIN_NUMEL
     accumulate: str | None = None
     broadcast_buffers: bool = True
+    shard: int | str = "all"
     offload: Offload | None = None
     offload_path: str = "."
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -52,6 +53,11 @@ class Settings:
                 f"Expected cast_weights among {', '.join(map(repr, CAST_WEIGHTS))},"
                 f" got {self.cast_weights!r}."
             )
+        is_number = isinstance(self.shard, int) and not isinstance(self.shard, bool)
+        if self.shard not in ("all", "node") and not (is_number and int(self.shard) > 0):
+            raise ValueError(
+                f"Expected shard='all', 'node' or a number of ranks >= 1, got {self.shard!r}."
+            )
         if self.accumulate not in (None, "reduce", "local"):
             raise ValueError(f"Expected accumulate='reduce' or 'local', got {self.accumulate!r}.")
         if self.reduce_dtype is not None and not self.reduce_dtype.is_floating_point:
@@ -68,6 +74,26 @@ class Settings:
             )
         if self.offload is not None:
             self._check_offload(self.offload)
+
+    def num_shards(self, world_size: int, ranks_on_node: int | None = None) -> int:
+        """Return over how many ranks states, gradients and weights are sharded.
+
+        Raises:
+            ValueError: The ranks cannot be divided so, or it is not known which share a node.
+        """
+        numbers = {"all": world_size, "node": ranks_on_node}
+        found = numbers[self.shard] if isinstance(self.shard, str) else self.shard
+        if found is None:
+            raise ValueError(
+                "shard='node' needs to know how many ranks share a node, as the Trainer does. Give"
+                " their number."
+            )
+        if world_size % found:
+            raise ValueError(
+                f"shard={self.shard!r} makes groups of {found} ranks, into which {world_size} ranks"
+                " cannot be divided. Take a divisor of the number of ranks."
+            )
+        return found
 
     def _check_offload(self, offload: Offload) -> None:
         kinds = {"offload_optimizer": offload.optimizer, "offload_weights": offload.weights}

@@ -187,11 +187,13 @@ class MemoryMonitor(Callback):
 
     def _estimate(self, strategy: ZeROStrategy) -> Estimate:
         assert self._subject is not None
+        assert strategy.engine is not None
+        copy = strategy.engine.comm.mesh.shard
         return estimate_of(
             self._subject,
             strategy.settings.stage,
-            strategy.world_size,
-            rank=strategy.global_rank,
+            copy.size,
+            rank=copy.rank,
             offload=strategy.settings.offload,
             **self._settings,
         )
@@ -247,7 +249,7 @@ class MemoryMonitor(Callback):
                 stages = compare(
                     self._subject,
                     (0, 1, 2, 3),
-                    [trainer.world_size],
+                    [strategy.engine.comm.mesh.shard.size],
                     **self._settings,
                 )
             write_report(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -17,6 +19,10 @@ from lightning_zero.trainer.signals import Signals
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+log = logging.getLogger(__name__)
+
+_PEERS_TIMEOUT = timedelta(seconds=5)
 
 
 class Removable(Protocol):
@@ -66,6 +72,17 @@ class Run:
         if self.callbacks is not None:
             callbacks, self.callbacks = self.callbacks, None
             callbacks.remove()
+
+    def may_gather(self) -> bool:
+        """Return whether all ranks are still there, after an exception too; warn if not."""
+        if not self.has_failed or self.comm.control.has_all_ranks(_PEERS_TIMEOUT):
+            return True
+        # Any rank may be the one that survived, so each says it.
+        log.warning(
+            "Other ranks did not survive the exception, so the weights they held are lost and"
+            " the parameters stay at rest. Continue from a checkpoint."
+        )
+        return False
 
 
 def facts_of(

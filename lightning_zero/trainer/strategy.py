@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_PEERS_TIMEOUT = timedelta(seconds=5)
 
 
 class ZeROStrategy(SavingStrategy):
@@ -72,6 +71,10 @@ class ZeROStrategy(SavingStrategy):
         activation_checkpointing: ``True`` to recompute every unit's activations in backward, or the
             module classes to do so for.
         broadcast_buffers: Overwrite buffers with rank 0's before each forward, as DDP does.
+        shard: The ranks that share one copy of states, gradients and weights: ``"all"``,
+            ``"node"`` for those of each node, or a number, each so many that follow each other.
+            Copies are kept equal, as in hybrid sharding (Zhang et al., *MiCS*, 2022): gathers stay
+            within a copy, and what is reduced there is then reduced between the copies.
         offload_optimizer: ``"nvme"`` keeps masters and optimizer states in files, with
             ``accelerator="cpu"``; ``None`` in memory. At stage 3 together with ``offload_weights``.
         offload_weights: ``"nvme"`` keeps sharded weights in files. Stage 3 only.
@@ -115,6 +118,7 @@ class ZeROStrategy(SavingStrategy):
         accumulate: Literal["reduce", "local"] | None = None,
         activation_checkpointing: bool | Iterable[type[nn.Module]] = False,
         broadcast_buffers: bool = True,
+        shard: int | Literal["all", "node"] = "all",
         offload_optimizer: Literal["nvme"] | None = None,
         offload_weights: Literal["nvme"] | None = None,
         offload_path: str | Path | None = None,
@@ -166,6 +170,7 @@ class ZeROStrategy(SavingStrategy):
             cast_weights=cast_weights,
             accumulate=accumulate,
             broadcast_buffers=broadcast_buffers,
+            shard=self.config.argument("shard", shard),
             offload=offload,
             offload_path="" if path is None else str(path),
         )
@@ -200,7 +205,8 @@ class ZeROStrategy(SavingStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        comm = Communicator(self.root_device)
+        num_shards = self.settings.num_shards(self.world_size, self.num_processes)
+        comm = Communicator(self.root_device, num_shards=num_shards)
         self._run = Run(comm, Saver(comm.control))
         trainer = internals.trainer_of(self._module)
         if trainer is not None:
@@ -344,7 +350,7 @@ class ZeROStrategy(SavingStrategy):
     @property
     def traffic(self) -> Traffic:
         """Traffic that this rank sent in the last optimizer step, by unit and verb."""
-        return self.engine.comm.transport.ledger.last_step if self.engine is not None else {}
+        return self.engine.comm.traffic if self.engine is not None else {}
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -382,7 +388,7 @@ class ZeROStrategy(SavingStrategy):
     def _end_engine(self) -> None:
         if self.engine is None or self.engine.is_closed:
             return
-        restores = self._may_restore(self.engine)
+        restores = self.options.restore_weights and self._current.may_gather()
         try:
             if restores and self._current.callbacks is not None:
                 self._current.callbacks.gather()
@@ -401,18 +407,6 @@ class ZeROStrategy(SavingStrategy):
         if self._layer_sync and internals.trainer_of(module) is not None:
             self._layer_sync.revert(module)
         module.cpu()
-
-    def _may_restore(self, engine: Engine) -> bool:
-        if not self.options.restore_weights:
-            return False
-        if self._current.has_failed and not engine.comm.control.has_all_ranks(_PEERS_TIMEOUT):
-            # Any rank may be the one that survived, so each says it.
-            log.warning(
-                "Other ranks did not survive the exception, so the weights they held are lost and"
-                " the parameters stay at rest. Continue from a checkpoint."
-            )
-            return False
-        return True
 
     @classmethod
     @override

@@ -19,7 +19,9 @@ class TrafficMonitor(Callback):
 
     The values appear in the user's logger as ``traffic/gather_bytes`` (weights),
     ``traffic/reduce_bytes`` (gradients) and likewise for elements and collectives; rank 0's, which
-    are those of every rank. ``trainer.strategy.traffic`` has them by unit.
+    are those of every rank. With hybrid sharding these are within a copy, and the traffic between
+    the copies is ``traffic/replicate_gather_bytes`` and so on. ``trainer.strategy.traffic`` has all
+    by unit.
 
     Args:
         every_n_steps: How many optimizer steps lie between two logged ones.
@@ -53,8 +55,8 @@ class TrafficMonitor(Callback):
             return
         self._last_logged = step
         values = {
-            f"traffic/{verb}_{unit}": float(value)
-            for verb in ("gather", "reduce")
+            f"traffic/{verb.replace(' ', '_')}_{unit}": float(value)
+            for verb in dict.fromkeys(["gather", "reduce", *(v for _, v in strategy.traffic)])
             for unit, value in sum_of(strategy.traffic, verb)._asdict().items()
         }
         for logger in trainer.loggers:

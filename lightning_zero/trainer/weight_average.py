@@ -108,8 +108,9 @@ class Average:
     def _sharded_value_of(self, name: str, part: Parameter) -> ShardedValue:
         piece = self._pieces[id(part)]
         slot = piece.range.slot
+        values = part.data if self._engine.comm.is_in_first_copy else part.data[:0]
         return ShardedValue.of(
-            f"{self.key} {name}", part.data, piece.range.start, slot.shape, slot.stride
+            f"{self.key} {name}", values, piece.range.start, slot.shape, slot.stride
         )
 
     def _cut(

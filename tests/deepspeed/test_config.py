@@ -82,6 +82,7 @@ def test_a_refused_key_raises_with_the_cure_unless_off(name: str) -> None:
 ACTING = {
     "zero_optimization.stage": (2, {"arguments": {"stage": 2}}),
     "zero_optimization.stage3_prefetch_bucket_size": (0, {"arguments": {"prefetch": 0}}),
+    "zero_optimization.mics_shard_size": (8, {"arguments": {"shard": 8}}),
     "zero_optimization.offload_optimizer.device": (
         "nvme",
         {"arguments": {"offload_optimizer": "nvme"}},

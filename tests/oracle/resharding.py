@@ -100,15 +100,15 @@ def steps(model: nn.Module, optimizers: list[Optimizer], first: int, count: int)
     return losses
 
 
-def settings(stage: int, precision: str) -> Settings:
-    return Settings(stage=stage, recipe=RECIPES[precision])
+def settings(stage: int, precision: str, **more: Any) -> Settings:
+    return Settings(stage=stage, recipe=RECIPES[precision], **more)
 
 
 def shard(
-    stage: int, precision: str, build: Any = build
+    stage: int, precision: str, build: Any = build, **more: Any
 ) -> tuple[nn.Module, list[Optimizer], Engine]:
     model, optimizers = build()
-    engine = Engine(model, settings(stage, precision))
+    engine = Engine(model, settings(stage, precision, **more))
     for optimizer in optimizers:
         engine.adopt(optimizer)
     return model, optimizers, engine
@@ -118,7 +118,7 @@ def autocast(precision: str) -> Any:
     return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed")
 
 
-def resume(paths: list[str], stage: int | str, precision: str) -> list[list[float]]:
+def resume(paths: list[str], stage: int | str, precision: str, **more: Any) -> list[list[float]]:
     """Losses after each checkpoint; stage "ddp" is DistributedDataParallel."""
     results = []
     for path in paths:
@@ -130,7 +130,7 @@ def resume(paths: list[str], stage: int | str, precision: str) -> list[list[floa
                 optimizer.load_state_dict(state)
             model = DistributedDataParallel(model)
         else:
-            model, optimizers, engine = shard(int(stage), precision)
+            model, optimizers, engine = shard(int(stage), precision, **more)
             with torch.no_grad():  # other values than those to come
                 for optimizer in optimizers:
                     for group in optimizer.param_groups:
