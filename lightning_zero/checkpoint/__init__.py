@@ -6,7 +6,9 @@ optimizer_state  those of optimizers
 save           one save: agree, write, seal, rename
 saver          the saves of a run, in this thread or behind the training
 load           reading a checkpoint, of which each rank reads its own ranges
-checksums      CRCs of records and of their blocks, and checking what is read
+checksums      checksums of records and of their blocks, and checking what is read
+read_ahead     reading a mapped file before its pages are asked for
+word_sums      a checksum of blocks as fast as memory
 weights        ``load_weights``: pretrained weights into a module, sharded or not
 safetensors    files of that format
 ``values/``    what stands for tensors in a checkpoint that is written or read

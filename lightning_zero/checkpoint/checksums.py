@@ -1,8 +1,11 @@
-"""CRC-32 checksums of what a checkpoint holds: of whole records and of blocks.
+"""Checksums of what a checkpoint holds: of whole records and of blocks.
 
-A zip archive has one checksum per record, of use only to a reader of the whole record. Files by
-this package also have one per block of ``BLOCK_BYTES``, so that a rank that reads a range of a
-tensor checks the blocks that the range touches.
+A zip archive has one checksum per record (CRC-32), of use only to a reader of the whole record, and
+slow to compute. Files by this package also have one per block of ``BLOCK_BYTES``, so that a rank
+that reads a range of a tensor checks the blocks that the range touches. Blocks are counted from the
+begin of each part that one rank wrote, so that no two ranks have to add up one together. Whole
+blocks have a sum of words (``word_sums.py``); the shorter ones at the ends of parts have their CRC.
+Files before had the CRCs of blocks of 128 KiB, counted from the begin of the record.
 """
 
 from __future__ import annotations
@@ -13,91 +16,212 @@ import itertools
 import os
 import zlib
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-BLOCK_BYTES = 2**17
-"""Bytes of a record that share a checksum; the last block of a record may be shorter."""
+import torch
+from torch import Tensor
 
-BLOCK_NBYTES = 4
-"""Bytes of the checksum of a block."""
+from lightning_zero.checkpoint.read_ahead import read_ahead
+from lightning_zero.checkpoint.word_sums import BLOCK_BYTES, word_sums
 
-_AT_ONCE = 8 * BLOCK_BYTES
+_OLD_BLOCK_BYTES = 2**17
+_AT_ONCE = 64 * BLOCK_BYTES
 
 
-class PartChecksums:
-    """Checksums of consecutive bytes of a record, cut at the ends of its blocks."""
+class PartChecksums(NamedTuple):
+    """The checksums of bytes ``[start, start + nbytes)`` of a record: of all, and of each block."""
+
+    start: int
+    nbytes: int
+    whole: int
+    blocks: array[int]
+
+
+class PartSummer:
+    """A computation of the checksums of consecutive bytes of a record."""
 
     def __init__(self, start: int = 0) -> None:
-        self.start, self.nbytes = start, 0
-        self.pieces: list[int] = []
+        self._start, self._nbytes, self._whole = start, 0, 0
+        self._blocks: array[int] = array("q")
+        self._rest = bytearray()
 
     def add(self, content: bytes | memoryview) -> None:
         """Append bytes."""
         view = memoryview(content)
-        while view:
-            within = (self.start + self.nbytes) % BLOCK_BYTES
-            if not within or not self.nbytes:
-                self.pieces.append(0)
-            piece = view[: BLOCK_BYTES - within]
-            self.pieces[-1] = zlib.crc32(piece, self.pieces[-1])
-            self.nbytes += len(piece)
-            view = view[len(piece) :]
+        self._nbytes += len(view)
+        self._whole = zlib.crc32(view, self._whole)
+        if self._rest:
+            view = self._fill(view)
+        stop = len(view) // BLOCK_BYTES * BLOCK_BYTES
+        for at in range(0, stop, _AT_ONCE):
+            self._add_blocks(view[at : min(stop, at + _AT_ONCE)])
+        self._rest += view[stop:]
+
+    def _fill(self, view: memoryview) -> memoryview:
+        """Complete the block that was begun, and return what does not belong to it."""
+        missing = BLOCK_BYTES - len(self._rest)
+        self._rest += view[:missing]
+        if len(self._rest) == BLOCK_BYTES:
+            self._add_blocks(memoryview(self._rest))
+            self._rest = bytearray()
+        return view[missing:]
+
+    def _add_blocks(self, view: memoryview) -> None:
+        writable = memoryview(bytearray(view)) if view.readonly else view
+        self._blocks.extend(word_sums(writable).tolist())
+
+    @property
+    def checksums(self) -> PartChecksums:
+        """The checksums of all that was added."""
+        short = [zlib.crc32(self._rest)] if self._rest else []
+        return PartChecksums(
+            self._start, self._nbytes, self._whole, self._blocks + array("q", short)
+        )
+
+
+class Blocks(NamedTuple):
+    """The checksums of the blocks of a record.
+
+    Attributes:
+        starts: Where its parts begin.
+        sums: Those of each part's blocks, ``[n]``.
+        block_bytes: Bytes of a block.
+        are_old: Whether all are CRCs.
+    """
+
+    starts: Sequence[int]
+    sums: Sequence[Tensor]
+    block_bytes: int = BLOCK_BYTES
+    are_old: bool = False
+
+    @classmethod
+    def of(cls, sums: Sequence[int], *, are_old: bool = False) -> Blocks:
+        """Return those of a record that has one part."""
+        size = _OLD_BLOCK_BYTES if are_old else BLOCK_BYTES
+        return cls([0], [torch.tensor(sums, dtype=torch.int64, device="cpu")], size, are_old)
+
+    def fit(self, nbytes: int) -> bool:
+        """Return whether there are as many as a record of ``nbytes`` must have."""
+        stops = [*self.starts[1:], nbytes]
+        parts = zip(self.starts, stops, self.sums, strict=True)
+        return all(
+            start <= stop and len(sums) == -(-(stop - start) // self.block_bytes)
+            for start, stop, sums in parts
+        )
+
+    def touched(self, start: int, stop: int, nbytes: int) -> Iterator[Stretch]:
+        """Yield the blocks that ``[start, stop)`` touches in a record of ``nbytes``."""
+        size = self.block_bytes
+        for index in range(bisect_right(self.starts, start) - 1, len(self.starts)):
+            base, end = self.starts[index], [*self.starts[index + 1 : index + 2], nbytes][0]
+            if base >= stop:
+                return
+            first, last = max(0, start - base) // size, -(-(min(stop, end) - base) // size)
+            num_whole = 0 if self.are_old else (end - base) // size
+            for at in range(first, min(last, num_whole), _AT_ONCE // size):
+                to = min(last, num_whole, at + _AT_ONCE // size)
+                yield Stretch(base + at * size, base + to * size, size, self.sums[index][at:to])
+            for at in range(max(first, num_whole), last):
+                block = base + at * size, min(base + (at + 1) * size, end)
+                yield Stretch(*block, 0, self.sums[index][at : at + 1])
+
+
+class Stretch(NamedTuple):
+    """Bytes ``[start, stop)`` of a record, and what they must add up to.
+
+    ``block_bytes`` is 0 where that is the CRC of all, and else the size of the blocks.
+    """
+
+    start: int
+    stop: int
+    block_bytes: int
+    expected: Tensor
+
+    def damage_in(self, pieces: Iterable[Tensor]) -> tuple[int, int] | None:
+        """Return the first range that is not as it was written, of content in ``pieces``.
+
+        Whole blocks are one piece. It is shorter where the file ends.
+        """
+        if not self.block_bytes:
+            checksum = 0
+            for piece in pieces:
+                checksum = zlib.crc32(piece.numpy().data, checksum)
+            return None if checksum == int(self.expected[0]) else (self.start, self.stop)
+        (content,) = pieces
+        if len(content) < self.stop - self.start:
+            return self.start, self.stop
+        found = word_sums(content.numpy().data)
+        if torch.equal(found, self.expected):
+            return None
+        first = self.start + int((found != self.expected).nonzero()[0]) * self.block_bytes
+        return first, first + self.block_bytes
 
 
 class RecordChecksums(NamedTuple):
-    """The checksum of a record, and those of its blocks."""
+    """The checksum of a record, and those of its parts."""
 
     whole: int
-    blocks: list[int]
+    parts: Sequence[PartChecksums]
 
     @classmethod
     def of(cls, name: str, nbytes: int, parts: Iterable[PartChecksums]) -> RecordChecksums:
         """Join the checksums of the parts that ranks wrote of a record; raise unless they fit."""
-        blocks: list[int] = []
-        position = 0
-        for part in sorted(parts, key=lambda part: part.start):
-            if part.nbytes and part.start != position:
+        ordered = sorted((part for part in parts if part.nbytes), key=lambda part: part.start)
+        position = whole = 0
+        for part in ordered:
+            if part.start != position:
                 break
-            stop = part.start + part.nbytes
-            for piece in part.pieces:
-                within = position % BLOCK_BYTES
-                size = min(BLOCK_BYTES - within, stop - position)
-                if within:
-                    blocks[-1] = joined_checksum(blocks[-1], piece, size)
-                else:
-                    blocks.append(piece)
-                position += size
-        if position != nbytes:
+            whole = joined_checksum(whole, part.whole, part.nbytes)
+            position += part.nbytes
+        if position != nbytes or any(part.start >= position for part in ordered):
             raise ValueError(f"the ranks' parts of {name!r} do not fit together at byte {position}")
-        whole = 0
-        for start, block in zip(range(0, nbytes, BLOCK_BYTES), blocks, strict=True):
-            whole = joined_checksum(whole, block, min(BLOCK_BYTES, nbytes - start))
-        return cls(whole, blocks)
+        return cls(whole, ordered)
 
 
 def encoded_blocks(records: Iterable[RecordChecksums]) -> bytes:
-    """Return the checksums of all blocks, record after record."""
-    return array("I", [block for record in records for block in record.blocks]).tobytes()
+    """Return the checksums of all blocks: of each record how many parts, where, and theirs."""
+    content = array("q")
+    for record in records:
+        content.append(len(record.parts))
+        content.extend(part.start for part in record.parts)
+        for part in record.parts:
+            content.extend(part.blocks)
+    return content.tobytes()
 
 
-def decoded_blocks(content: bytes, sizes: Iterable[int]) -> list[array[int]]:
+def decoded_blocks(content: bytes, sizes: Iterable[int]) -> list[Blocks]:
     """Return the checksums of the blocks of records, whose ``sizes`` are given, by record."""
-    blocks = array("I", content)
+    numbers = torch.frombuffer(bytearray(content), dtype=torch.int64)
     found, position = [], 0
     for nbytes in sizes:
-        found.append(blocks[position : position + num_blocks(nbytes)])
-        position += num_blocks(nbytes)
-    if position != len(blocks):
-        raise ValueError(f"it has checksums of {len(blocks)} blocks, not of {position}")
+        num_parts = int(numbers[position]) if position < len(numbers) else -1
+        starts = numbers[position + 1 : position + 1 + num_parts].tolist()
+        position += 1 + num_parts
+        counts = [-(-(b - a) // BLOCK_BYTES) for a, b in itertools.pairwise([*starts, nbytes])]
+        if num_parts < 0 or len(starts) != num_parts or min(counts, default=0) < 0:
+            raise ValueError("its checksums do not fit its records")
+        sums = torch.split(numbers[position : position + sum(counts)], counts)
+        position += sum(counts)
+        found.append(Blocks(starts or [0], sums if starts else [numbers[:0]]))
+    if position != len(numbers):
+        raise ValueError(f"it has {len(numbers)} numbers of checksums, not {position}")
     return found
 
 
-def num_blocks(nbytes: int) -> int:
-    """Return how many blocks a record of ``nbytes`` has."""
-    return -(-nbytes // BLOCK_BYTES)
+def old_decoded_blocks(content: bytes, sizes: Iterable[int]) -> list[Blocks]:
+    """Return the same of what earlier versions wrote."""
+    blocks, found, position = array("I", content), [], 0
+    for nbytes in sizes:
+        stop = position - (-nbytes // _OLD_BLOCK_BYTES)
+        found.append(Blocks.of(blocks[position:stop], are_old=True))
+        position = stop
+    if position != len(blocks):
+        raise ValueError(f"it has checksums of {len(blocks)} blocks, not of {position}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -112,23 +236,32 @@ class CheckedBytes:
     offset: int
     nbytes: int
     whole: int | None
-    blocks: Sequence[int] | None = None
+    blocks: Blocks | None = None
 
     def can_check(self, start: int, stop: int) -> bool:
         """Return whether there are checksums for bytes ``[start, stop)`` alone."""
         is_all = (start, stop) == (0, self.nbytes)
         return self.blocks is not None or (self.whole is not None and is_all)
 
-    def check(self, name: str, start: int, stop: int) -> None:
-        """Raise a ``ValueError`` unless bytes ``[start, stop)`` and their blocks are right."""
-        with self.opened() as descriptor:
-            for first, last, expected in self._units(start, stop):
-                if _checksum_of(descriptor, self.offset + first, last - first) != expected:
-                    raise ValueError(
-                        f"{str(self.file)!r} is damaged: bytes [{first}, {last}) of {name!r}, which"
-                        f" begin at byte {self.offset + first} of the file, are not those that were"
-                        " written. Load another checkpoint, or another copy of this one"
-                    )
+    def check(self, name: str, start: int, stop: int, mapped: Tensor | None = None) -> None:
+        """Raise a ``ValueError`` unless bytes ``[start, stop)`` and their blocks are right.
+
+        They are read from ``mapped`` memory that shows all the bytes, which costs no copy, and
+        whoever copies them next finds its pages. A hook may have edited it: the file decides.
+        """
+        for stretch in self._stretches(start, stop):
+            shown = () if mapped is None else (mapped[stretch.start : stretch.stop],)
+            if shown and stretch.damage_in(shown) is None:
+                continue
+            with self.opened() as descriptor:
+                place, nbytes = self.offset + stretch.start, stretch.stop - stretch.start
+                damage = stretch.damage_in(_read(descriptor, place, nbytes))
+            if damage is not None:
+                raise ValueError(
+                    f"{str(self.file)!r} is damaged: bytes [{damage[0]}, {damage[1]}) of {name!r},"
+                    f" which begin at byte {self.offset + damage[0]} of the file, are not those"
+                    " that were written. Load another checkpoint, or another copy of this one"
+                )
 
     def read_ahead(self, start: int, stop: int) -> None:
         """Let the system start to read bytes ``[start, stop)``, where it can be asked to."""
@@ -146,27 +279,37 @@ class CheckedBytes:
         finally:
             os.close(descriptor)
 
-    def _units(self, start: int, stop: int) -> Iterator[tuple[int, int, int | None]]:
-        if self.blocks is None:
-            yield 0, self.nbytes, self.whole
-            return
-        for index in range(start // BLOCK_BYTES, num_blocks(stop)):
-            first = index * BLOCK_BYTES
-            yield first, min(first + BLOCK_BYTES, self.nbytes), self.blocks[index]
+    def _stretches(self, start: int, stop: int) -> Iterator[Stretch]:
+        if self.blocks is not None:
+            yield from self.blocks.touched(start, stop, self.nbytes)
+        else:
+            whole = torch.tensor([self.whole], dtype=torch.int64, device="cpu")
+            yield Stretch(0, self.nbytes, 0, whole)
 
 
 class CheckedRange(NamedTuple):
-    """Bytes ``[start, stop)`` of ``content``, which are a part of the tensor ``name``."""
+    """Bytes ``[start, stop)`` of ``content``, which are a part of the tensor ``name``.
+
+    ``mapped`` is memory that shows all of the content, if there is such.
+    """
 
     name: str
     content: CheckedBytes
     start: int
     stop: int
+    mapped: Tensor | None = None
 
     @property
     def is_checked(self) -> bool:
         """Return whether there is something to check, and checksums to compare it with."""
         return self.start < self.stop and self.content.can_check(self.start, self.stop)
+
+    def read_ahead(self) -> None:
+        """Let the system start to read it."""
+        if self.mapped is None:
+            self.content.read_ahead(self.start, self.stop)
+        else:
+            read_ahead(self.mapped[self.start : self.stop])
 
 
 def check(ranges: Iterable[CheckedRange]) -> None:
@@ -178,19 +321,22 @@ def check(ranges: Iterable[CheckedRange]) -> None:
     every = [one for one in ranges if one.is_checked]
     for one, following in itertools.zip_longest(every, every[1:]):
         if following is not None:
-            following.content.read_ahead(following.start, following.stop)
-        one.content.check(one.name, one.start, one.stop)
+            following.read_ahead()
+        one.content.check(one.name, one.start, one.stop, one.mapped)
 
 
-def _checksum_of(descriptor: int, offset: int, nbytes: int) -> int:
-    checksum = 0
-    while nbytes:
-        content = os.pread(descriptor, min(nbytes, _AT_ONCE), offset)
-        if not content:
-            return -1  # the file ends here
-        checksum = zlib.crc32(content, checksum)
-        offset, nbytes = offset + len(content), nbytes - len(content)
-    return checksum
+def _read(descriptor: int, offset: int, nbytes: int) -> Iterator[Tensor]:
+    """Yield bytes of a file in pieces; a piece is shorter where the file ends."""
+    buffer = torch.empty(min(nbytes, _AT_ONCE), dtype=torch.uint8, device="cpu")
+    for start in range(0, nbytes, _AT_ONCE):
+        content = buffer[: min(nbytes - start, _AT_ONCE)]
+        view, position = content.numpy().data, 0
+        while position < len(view):
+            count = os.preadv(descriptor, [view[position:]], offset + start + position)
+            if not count:
+                break
+            position += count
+        yield content[:position]
 
 
 # -- arithmetic ------------------------------------------------------------------------------------
@@ -202,21 +348,12 @@ def joined_checksum(first: int, second: int, second_nbytes: int) -> int:
     Appending ``n`` zero bytes multiplies a CRC by ``x**(8 n)`` modulo the CRC polynomial (M. Adler,
     ``crc32_combine`` of zlib).
     """
-    if second_nbytes == BLOCK_BYTES:
-        a, b, c, d = _times_block()
-        shifted = a[first & 255] ^ b[first >> 8 & 255] ^ c[first >> 16 & 255] ^ d[first >> 24]
-        return shifted ^ second
+    if not first:
+        return second
     return _times(_power_of_x(8 * second_nbytes), first) ^ second
 
 
 _POLYNOMIAL = 0xEDB88320  # bit-reversed: the highest bit is x**0
-
-
-@functools.cache
-def _times_block() -> list[list[int]]:
-    """Return, for each byte of a CRC, its products with ``x**(8 * BLOCK_BYTES)``."""
-    power = _power_of_x(8 * BLOCK_BYTES)
-    return [[_times(power, byte << shift) for byte in range(256)] for shift in (0, 8, 16, 24)]
 
 
 def _times(one: int, other: int) -> int:
@@ -228,6 +365,7 @@ def _times(one: int, other: int) -> int:
     return product
 
 
+@functools.lru_cache(4096)
 def _power_of_x(exponent: int) -> int:
     result, square = 1 << 31, 1 << 30
     while exponent:

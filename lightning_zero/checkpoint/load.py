@@ -9,9 +9,7 @@ they have, is kept beside them, by storage, for as long as the storage lives.
 
 from __future__ import annotations
 
-import ctypes
 import json
-import mmap
 import os
 import pickle
 import tempfile
@@ -42,10 +40,6 @@ _LEGACY = torch.serialization.MAGIC_NUMBER.to_bytes(10, "little")
 _INDEX_BYTES = 2**16  # of a file without an index, or one at its beginning
 
 _records: WeakKeyDictionary[torch.UntypedStorage, CheckedBytes] = WeakKeyDictionary()
-
-_libc = ctypes.CDLL(None)
-_WILL_NEED = 3  # MADV_WILLNEED, the same on Linux and macOS
-_ADVISED_BYTES = 2**17  # what Linux reads for one advice, at least; of more it drops the rest
 
 
 def load(path: str, control: Control, *, weights_only: bool = True, verify: bool = False) -> Any:
@@ -106,21 +100,6 @@ def compare(path: str, mine: str, control: Control) -> None:
             f"Loading {path!r} failed: the ranks see different checkpoints. {several}. Copy one of"
             " them to every host, or load from a disk that all ranks share."
         )
-
-
-def read_ahead(value: Tensor) -> None:
-    """Let the system read what ``value`` shows of a mapped file at once, before it is copied.
-
-    Page by page, as the copy comes to them, cold pages take several times as long.
-    """
-    if value.device.type != "cpu" or not value.numel() or not value.is_contiguous():
-        return
-    stop = value.data_ptr() + value.nbytes
-    begin = value.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    # An advice: where the memory is no file's, the system says no or does nothing.
-    for place in range(begin, stop, _ADVISED_BYTES):
-        nbytes = min(stop - place, _ADVISED_BYTES)
-        _libc.madvise(ctypes.c_void_p(place), ctypes.c_size_t(nbytes), _WILL_NEED)
 
 
 def local_directory(path: str) -> Path | None:
@@ -308,7 +287,8 @@ def ranges_of(
             last = span + 1 if stop is None else stop
             begin = int(value.storage_offset())
             size = value.element_size()
-            yield CheckedRange(name, record, (begin + start) * size, (begin + last) * size)
+            mapped = torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage())
+            yield CheckedRange(name, record, (begin + start) * size, (begin + last) * size, mapped)
 
 
 def _forget_records(value: Any) -> None:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from lightning_zero.checkpoint.checksums import CheckedRange
 from lightning_zero.checkpoint.state import like, ranges, sharded
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
-from lightning_zero.engine import Engine
+from lightning_zero.engine import Description, Engine, differences, optimizer_description
 from lightning_zero.optimizer import (
     Way,
     cut_state,
@@ -102,8 +102,8 @@ def _whole_states(
         for index, piece in enumerate(pieces)
         if (piece.numel() if step is None else own[index] is not None)
     }
-    gathered = engine.comm.control.gather_objects((_kind(optimizer), mine))
-    _check_alike([kind for kind, _ in gathered], label)
+    gathered = engine.comm.control.gather_objects((optimizer_description(optimizer, label), mine))
+    _check_optimizers([description for description, _ in gathered], label)
     described = [states for _, states in gathered]
     for index in range(len(pieces)):
         kinds = [", ".join(sorted(states[index])) for states in described if index in states]
@@ -122,16 +122,13 @@ def _whole_states(
     return whole
 
 
-def _kind(optimizer: Optimizer) -> str:
-    """Return what must be the same on all ranks: class, groups, and the switches of each."""
-    groups = [
-        {
-            "params": len(group["params"]),
-            **{k: v for k, v in group.items() if isinstance(v, (bool, str)) or v is None},
-        }
-        for group in optimizer.param_groups
-    ]
-    return f"{type(optimizer).__name__} with param groups {groups}"
+def _check_optimizers(descriptions: Sequence[Description], label: str) -> None:
+    """Raise a ``ValueError`` unless all ranks have the same optimizer."""
+    if found := differences(descriptions):
+        raise ValueError(
+            f"The ranks do not agree on {label}. {'; '.join(found)}. configure_optimizers must"
+            " return the same optimizers on every rank, and schedulers must step them alike."
+        )
 
 
 def _check_alike(kinds: Sequence[str], what: str) -> None:

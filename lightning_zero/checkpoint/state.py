@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.checkpoint.checksums import CheckedRange, check
-from lightning_zero.checkpoint.load import ranges_of, read_ahead
+from lightning_zero.checkpoint.load import ranges_of
+from lightning_zero.checkpoint.read_ahead import read_ahead
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
 from lightning_zero.comm import Control, Outcome

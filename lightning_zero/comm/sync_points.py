@@ -93,14 +93,17 @@ class PendingSync:
             start = 2 * _HEADER
             self._flags.copy_(self._message[start : start + self._flags.numel()])
 
+    def exchange(self, value: Any) -> list[Any]:
+        """Return every rank's ``value``; all have waited here, and all exchange one."""
+        values: list[Any] = [None] * self._control.world_size
+        with self._control.log.at(self._place):
+            dist.all_gather_object(values, value, group=self._control.sync_group)
+        return values
+
     def _refuse(self) -> NoReturn:
         """Raise an error with every rank's place; all are here, if for different things."""
         control = self._control
-        places: list[Any] = [None] * control.world_size
-        here = control.watchdog.describe(self._place)
-        with control.log.at(self._place):
-            dist.all_gather_object(places, here, group=control.sync_group)
-        verdict = parted(places)
+        verdict = parted(self.exchange(control.watchdog.describe(self._place)))
         if control.has_notes:
             # Collectives of which nothing but the order is known may have met the wrong ones, or
             # wait on a device for ones that never come: no more can be built on them.

@@ -12,6 +12,7 @@ module_hook               hooks on modules and parameters, also under copies and
 schedule                  the order in which units are needed, and gathers ahead of it
 reduction_order           one order of reductions on all ranks
 rank_check                models, settings and optimizers that must be equal on all ranks
+change_check              what one rank alone may change later: who is trained, hyperparameters
 order_check, join         ranks that gather different weights: detected, or allowed
 oom_trials                steps that fail on all ranks if on any
 materialize               models built on the meta device
@@ -23,14 +24,18 @@ from lightning_zero.engine.access import full_grad, gathered, grad_norm, join
 from lightning_zero.engine.activation_checkpointing import ActivationCheckpointing
 from lightning_zero.engine.engine import Engine, engine_of
 from lightning_zero.engine.oom_trials import OomTrials
+from lightning_zero.engine.rank_check import Description, differences, optimizer_description
 
 __all__ = [
     "ActivationCheckpointing",
+    "Description",
     "Engine",
     "OomTrials",
+    "differences",
     "engine_of",
     "full_grad",
     "gathered",
     "grad_norm",
     "join",
+    "optimizer_description",
 ]

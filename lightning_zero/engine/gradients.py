@@ -22,15 +22,14 @@ class Gradients:
 
     Attributes:
         parameters: The unit's parameters; callers name one by its index here.
-        is_wanted: Whether any parameter wants a gradient in this backward pass.
-        are_all_wanted: Whether every parameter does.
+        wants: For each parameter, whether it wants a gradient in this backward pass.
         are_complete: Whether all that want a gradient got one in this backward pass.
     """
 
     def __init__(self, label: str, flats: Sequence[FlatParameters], first_tag: int) -> None:
         self.label = label
         self.parameters = [parameter for flat in flats for parameter in flat.parameters]
-        self.is_wanted = self.are_all_wanted = False
+        self.wants: list[bool] = []
         self.are_complete = True
         self._flats = flats
         self._first_tag = first_tag
@@ -42,10 +41,19 @@ class Gradients:
         """Begin a backward pass, whose gradients stay on this rank if ``is_local``."""
         for flat in self._flats:
             flat.reducer.expect(is_local=is_local)
-        wants = [parameter.requires_grad for parameter in self.parameters]
-        self._num_missing = sum(wants)
+        self.wants = [parameter.requires_grad for parameter in self.parameters]
+        self._num_missing = sum(self.wants)
         self.are_complete = not self._num_missing
-        self.are_all_wanted, self.is_wanted = all(wants), any(wants)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Return whether any parameter wants a gradient in this backward pass."""
+        return True in self.wants
+
+    @property
+    def are_all_wanted(self) -> bool:
+        """Return whether every parameter wants a gradient in this backward pass."""
+        return bool(self.wants) and False not in self.wants
 
     def set_aside(self, index: int) -> None:
         """Keep a gradient that came before :meth:`expect` from being taken for the user's."""

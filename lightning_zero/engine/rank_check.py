@@ -47,7 +47,14 @@ def require_equal(control: Control, make_facts: Callable[[], Facts]) -> None:
     description = describe(make_facts())
     if control.all_equal(SyncPoint.COMPARE, digest(description)):
         return
-    found = differences(control.gather_objects(description))
+    refuse(control.gather_objects(description))
+
+
+def refuse(descriptions: Sequence[Description]) -> None:
+    """Raise a ``RuntimeError`` that says in what the ranks' descriptions differ, if they do."""
+    found = differences(descriptions)
+    if not found:
+        return
     shown = [f"\n- {difference}." for difference in found[:_MOST_SHOWN]]
     if len(found) > _MOST_SHOWN:
         shown.append(f"\n- {len(found) - _MOST_SHOWN} more differences.")
@@ -213,11 +220,8 @@ def optimizer_facts(
     names = {id(p): name for name, p in module.named_parameters()}
     facts: dict[str, dict[str, Any]] = {}
     for number, optimizer in enumerate(optimizers):
-        facts[f"Optimizer {number}"] = {"class": type(bare(optimizer))}
+        facts.update(group_facts(optimizer, f"optimizer {number}"))
         for index, group in enumerate(optimizer.param_groups):
-            facts[f"Group {index} of optimizer {number}"] = {
-                key: value for key, value in group.items() if key not in _CHOICES_OF_ONE_RANK
-            }
             for place, member in enumerate(group["params"]):
                 parameter = parameter_of(member)
                 name = _member_name(parameter, names, f"{place} of group {index}")
@@ -226,6 +230,27 @@ def optimizer_facts(
                     "requires_grad": parameter.requires_grad,
                 }
     return facts
+
+
+def group_facts(optimizer: Optimizer, label: str) -> dict[str, dict[str, Any]]:
+    """Return what must be equal of an optimizer beside the members of its groups."""
+    facts: dict[str, dict[str, Any]] = {label.capitalize(): {"class": type(bare(optimizer))}}
+    for index, group in enumerate(optimizer.param_groups):
+        facts[f"Group {index} of {label}"] = hyperparameters(group)
+    return facts
+
+
+def optimizer_description(optimizer: Optimizer, label: str) -> Description:
+    """Return what must be equal of an optimizer that is saved, as text."""
+    facts = group_facts(optimizer, label)
+    for index, group in enumerate(optimizer.param_groups):
+        facts[f"Group {index} of {label}"]["parameters"] = len(group["params"])
+    return describe(facts)
+
+
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what must be equal of a param group beside its members."""
+    return {key: value for key, value in group.items() if key not in _CHOICES_OF_ONE_RANK}
 
 
 def _member_name(parameter: Parameter, names: Mapping[int, str], place: str) -> str:

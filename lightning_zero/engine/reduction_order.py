@@ -19,7 +19,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from lightning_zero.comm import Communicator, SyncPoint, Work
+from lightning_zero.comm import Communicator, PendingSync, SyncPoint
+from lightning_zero.engine.change_check import ChangeCheck
 from lightning_zero.engine.order_check import UnitCheck
 from lightning_zero.engine.unit import Unit
 
@@ -27,18 +28,22 @@ from lightning_zero.engine.unit import Unit
 class ReductionOrder:
     """The reductions of a backward pass, in the order of all ranks."""
 
-    def __init__(self, units: Sequence[Unit], comm: Communicator) -> None:
+    def __init__(
+        self, units: Sequence[Unit], comm: Communicator, change_check: ChangeCheck
+    ) -> None:
         self._units = units
         self._comm = comm
         num_parameters = sum(len(unit.gradients.parameters) for unit in units)
-        comm.control.reserve(len(units) + max(num_parameters, len(units)))
+        most = max(num_parameters, len(units) + ChangeCheck.NUM_FLAGS)
+        comm.control.reserve(len(units) + most)
+        self._change_check = change_check
         gives_back = any(unit.weights.gives_back for unit in units)
         self._unit_check = UnitCheck([unit.label for unit in units], comm, is_due=gives_back)
         self._order: list[Unit] | None = None
         self._left: list[Unit] | None = None
         self._under_way: Unit | None = None
         self._flags = torch.empty(0)
-        self._work: Work | None = None
+        self._work: PendingSync | None = None
 
     def begin(self, forward_order: Iterable[int]) -> None:
         """Start a backward pass: exchange which units each rank ran, here in ``forward_order``."""
@@ -51,9 +56,11 @@ class ReductionOrder:
         self._left = None
         have_run = [unit.calls.have_run for unit in self._units]
         have_run[-1] = True
-        flags = self._unit_check.flags(have_run)
+        flags = self._unit_check.flags(have_run) + self._change_check.flags()
         self._flags = torch.tensor(flags, dtype=torch.uint8, device="cpu")
         self._work = self._comm.control.call(SyncPoint.BEGIN, self._flags)
+        if self._change_check.has_frozen:
+            self._turns_left()  # before this rank's gradients, which may be none, call for it
 
     def advance(self) -> None:
         """Start the reductions whose turn has come."""
@@ -71,7 +78,9 @@ class ReductionOrder:
             assert self._work is not None
             self._work.wait()
             has_turn = self._flags.tolist()
-            self._unit_check.compare(has_turn)
+            changes = has_turn[-ChangeCheck.NUM_FLAGS :]
+            self._change_check.compare(changes, self._work.exchange)
+            self._unit_check.compare(has_turn[: -ChangeCheck.NUM_FLAGS])
             self._left = [
                 unit for unit in self._order if has_turn[unit.index] and unit.gradients.is_wanted
             ]

@@ -277,6 +277,8 @@ class Weights:
         except RuntimeError:
             # The ranks we waited for are gone; what they would have sent is lost with them.
             self._works = []
+            for flat in self._flats:
+                flat.show_whole()
             self.state = State.WHOLE
 
     def retire(self) -> None:

@@ -6,7 +6,6 @@ import functools
 import os
 import pickle
 import random
-import resource
 import shutil
 import warnings
 from pathlib import Path
@@ -48,7 +47,16 @@ from lightning_zero.commands import main
 from lightning_zero.commands.convert import convert
 from lightning_zero.commands.inspect import damage, describe
 from tests.oracle import by_trainer, resharding
-from tests.oracle.checkpoints import CPU, PROVENANCE, Hostile, damaged, kill_in_mid_save, some, told
+from tests.oracle.checkpoints import (
+    CPU,
+    PROVENANCE,
+    Hostile,
+    damaged,
+    kill_in_mid_save,
+    saves_to_a_full_disk,
+    some,
+    told,
+)
 from tests.oracle.projects import Regression, fit, make_trainer, rows
 from tests.oracle.ranks import Pools
 
@@ -459,23 +467,7 @@ def fail_to_save(folder: str) -> list[str]:
     saver = Saver(control)
     save = functools.partial(saver.save, kind=DirectorySave)
     path = f"{folder}/name"
-    # In the background: the channel for that is made in the pool's file, which is limited below.
-    save(some(control, 1.0), path, PROVENANCE, in_background=True)
-    saver.wait()
-    found = []
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for in_background in (False, True):
-        if control.rank == 1:  # what a full disk is to write()
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-        try:
-            if in_background:
-                save(some(control, 2.0), path, PROVENANCE, in_background=True)
-                found.append(told(saver.wait))
-            else:
-                found.append(told(save, some(control, 2.0), path, PROVENANCE))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    saver.close()
+    found = saves_to_a_full_disk(save, saver, path)
     other = some(control, 2.0)
     if control.rank == 1:
         del other["state_dict"]["whole"]

@@ -6,7 +6,6 @@ import logging
 import os
 import pickle
 import random
-import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,15 @@ from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.comm import Control
 from lightning_zero.comm.sync_points import SyncPoint
 from lightning_zero.commands.inspect import damage, describe
-from tests.oracle.checkpoints import PROVENANCE, Hostile, damaged, kill_in_mid_save, some, told
+from tests.oracle.checkpoints import (
+    PROVENANCE,
+    Hostile,
+    damaged,
+    kill_in_mid_save,
+    saves_to_a_full_disk,
+    some,
+    told,
+)
 from tests.oracle.ranks import Pools
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -34,23 +41,7 @@ def fail_to_save(folder: str) -> list[str]:
     control = Control()
     saver = Saver(control)
     path = f"{folder}/file.ckpt"
-    # In the background: the channel for that is made in the pool's file, which is limited below.
-    saver.save(some(control, 1.0), path, PROVENANCE, in_background=True)
-    saver.wait()
-    found = []
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for in_background in (False, True):
-        if control.rank == 1:  # what a full disk is to write()
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-        try:
-            if in_background:
-                saver.save(some(control, 2.0), path, PROVENANCE, in_background=True)
-                found.append(told(saver.wait))
-            else:
-                found.append(told(saver.save, some(control, 2.0), path, PROVENANCE))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    saver.close()
+    found = saves_to_a_full_disk(saver.save, saver, path)
     found.append(told(saver.save, some(control, 2.0), f"{path}/under/a.ckpt", PROVENANCE))
     found.append(told(saver.save, some(control, 2.0), "/proc/file.ckpt", PROVENANCE))
     other = some(control, 2.0)

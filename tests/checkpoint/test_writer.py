@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.checksums import PartChecksums, RecordChecksums
 from lightning_zero.checkpoint.file.writer import Writer
-from lightning_zero.checkpoint.load import read_ahead
+from lightning_zero.checkpoint.read_ahead import read_ahead
 from lightning_zero.checkpoint.values.chunk import BUFFER_BYTES
 
 LARGE = 3 * BUFFER_BYTES + 12345

@@ -19,7 +19,7 @@ from lightning_zero.engine.engine import Engine
 from lightning_zero.plan.plan import RECIPES
 from lightning_zero.plan.settings import Settings
 from tests.oracle.projects import WAYS, Regression, make_trainer, rows
-from tests.oracle.ranks import Pools
+from tests.oracle.ranks import Pools, RankError
 from tests.oracle.sharded import CPU
 
 # -- descriptions ----------------------------------------------------------------------------------
@@ -260,6 +260,54 @@ def test_groups_that_are_added_are_compared(ranks: Pools, way: str) -> None:
     assert "Group 1 of optimizer 0 has lr 0.25 on rank 0 and 0.5 on rank 1" in first
 
 
+# -- what one rank alone changes -------------------------------------------------------------------
+
+
+def change(kind: str, who: str, stage: int, way: str) -> Engine:
+    """After a step the last rank, or each, changes something."""
+    is_odd = dist.get_rank() == dist.get_world_size() - 1
+    model = Model()
+    settings = Settings(stage=stage, units=units(("b",)))
+    sharded = Engine(model, settings, Communicator(CPU, **WAYS[way]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    sharded.adopt(optimizer)
+    for step in range(4):
+        if step == 2 and (is_odd or who == "all"):
+            if kind == "lr":
+                optimizer.param_groups[0]["lr"] *= 0.5
+            elif kind == "parameter":
+                model.a.bias.requires_grad_(False)
+            else:
+                model.get_submodule(kind).requires_grad_(False)
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    return sharded
+
+
+def change_alike(kind: str) -> None:
+    change(kind, "all", 3, "windows").close()
+
+
+CHANGES = {
+    "lr": "Group 0 of optimizer 0 has lr 0.1 on rank 0 and 0.05 on rank 1",
+    "parameter": "Parameter 'a.bias' has requires_grad True on rank 0 and False on rank 1",
+    "a": "Parameter 'a.weight' has requires_grad True on rank 0 and False on rank 1",
+    "b": "Parameter 'b.weight' has requires_grad True on rank 0 and False on rank 1",
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_what_one_rank_alone_changes_is_named(ranks: Pools, kind: str) -> None:
+    for stage, way in ((1, "backend"), *((3, way) for way in WAYS)):
+        with pytest.raises(RankError) as caught:
+            ranks(2).run(change, kind, "odd", stage, way, timeout=30)
+        text = str(caught.value)
+        assert "ranks 0, 1 of 2 failed" in text, (stage, way)
+        assert text.count("RuntimeError: ") == text.count(CHANGES[kind]) > 0, (stage, way, text)
+    ranks(2).run(change_alike, kind)
+
+
 # -- what it costs ---------------------------------------------------------------------------------
 
 
@@ -331,3 +379,35 @@ def test_trainers_that_differ(ranks: Pools, name: str, text: str) -> None:
     first, second = ranks(2).run(trainer_differs, name)
     assert first == second
     assert text in first
+
+
+class Plateau(Regression):
+    """Follows a metric of which each rank has its own, as ``sync_dist`` was forgotten."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "monitor": "mine"},
+        }
+
+    def on_train_epoch_end(self) -> None:
+        grows = self.global_rank == 1
+        self.log("mine", float(self.current_epoch if grows else -self.current_epoch))
+
+
+def follows_its_own_metric() -> tuple[str, int]:
+    module = Plateau()
+    trainer = make_trainer(3, max_epochs=5)
+    with pytest.raises(RuntimeError) as caught:
+        trainer.fit(module, rows())
+    return str(caught.value), trainer.global_step
+
+
+def test_a_scheduler_that_follows_a_metric_of_one_rank_is_named(ranks: Pools) -> None:
+    first, second = ranks(2).run(follows_its_own_metric)
+    assert first == second
+    text, step = first
+    assert "Group 0 of optimizer 0 has lr 0.05 on rank 0 and 0.025 on rank 1" in text
+    assert step == 8, "no step is made with it"

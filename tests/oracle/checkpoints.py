@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,32 @@ def some(control: Control, fill: float, numel: int = 100_000) -> dict[str, Any]:
     part = torch.full((stop - start,), fill)
     whole = ShardedValue.of("whole", part, start, (numel,), (1,))
     return {"state_dict": {"whole": whole, "plain": torch.full((7,), fill)}, "fill": fill}
+
+
+@contextlib.contextmanager
+def full_disk(*, is_here: bool) -> Iterator[None]:
+    """Let no file of this process become larger than 100 kB: what a full disk is to write()."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if is_here:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def saves_to_a_full_disk(save: Callable[..., Any], saver: Saver, path: str) -> list[str]:
+    """The errors of two saves, the second in the background, for which rank 1 has no room."""
+    control = saver.control
+    # In the background: the channel for that is made in the pool's file, which is limited below.
+    save(some(control, 1.0), path, PROVENANCE, in_background=True)
+    saver.wait()
+    with full_disk(is_here=control.rank == 1):
+        found = [told(save, some(control, 2.0), path, PROVENANCE)]
+        save(some(control, 2.0), path, PROVENANCE, in_background=True)
+        found.append(told(saver.wait))
+    saver.close()
+    return found
 
 
 def told(function: Any, *args: Any, **kwargs: Any) -> str:

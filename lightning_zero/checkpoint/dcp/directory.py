@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
+from lightning_zero.checkpoint.checksums import Blocks
 from lightning_zero.checkpoint.file.format import PROVENANCE, REST, TABLE, check_version
 from lightning_zero.checkpoint.values.boxes import Box
 from lightning_zero.checkpoint.values.chunk import Chunk, damage_of, opened
@@ -79,7 +80,7 @@ class Directory:
             table, checksum = _Table(content).load(), zlib.crc32(content)
             if origin.get("table", checksum) != checksum:
                 raise ValueError(f"its table {TABLE!r} is not the one that was written")
-            entries = dict(_entries(path, table, origin.get("blocks", {})))
+            entries = dict(_entries(path, table, _blocks(origin)))
             return cls(path, entries, origin or None)
         except (FileNotFoundError, PermissionError, MemoryError):
             raise
@@ -116,7 +117,7 @@ class Directory:
 
 
 def _entries(
-    path: Path, table: Any, blocks: Mapping[str, Any]
+    path: Path, table: Any, blocks: Mapping[tuple[str, int], Blocks]
 ) -> Iterator[tuple[Keys, LazyTensor | StoredObject]]:
     if not isinstance(table, metadata.Metadata) or not isinstance(table.storage_data, Mapping):
         raise ValueError("its table is of another kind, as some writers of other storages have it")
@@ -143,7 +144,7 @@ def _tensor(
     sizes: Mapping[str, int],
     name: str,
     entry: Any,
-    blocks: Any,
+    blocks: Mapping[tuple[str, int], Blocks],
 ) -> LazyTensor:
     shape, dtype = tuple(entry.size), entry.properties.dtype
     chunks = []
@@ -153,7 +154,7 @@ def _tensor(
             raise ValueError(f"{name!r} of shape {shape} has no box {box.sizes} at {box.offsets}")
         place = _place(table, sizes, name, torch.Size(part.offsets))
         file = path / place.relative_path
-        of_box = blocks.get(place.relative_path, {}).get(str(place.offset))
+        of_box = blocks.get((place.relative_path, place.offset))
         chunks.append(Chunk(box, file, place.offset, place.length, dtype, of_box))
     held, needed = sum(chunk.box.numel for chunk in chunks), Box.whole(shape).numel
     if held != needed:
@@ -168,13 +169,25 @@ def _origin(path: Path) -> dict[str, Any] | None:
         return None
     try:
         record = json.loads(file.read_bytes())
-        if not isinstance(record, dict) or not isinstance(record.get("blocks", {}), dict):
+        if not isinstance(record, dict) or not all(
+            isinstance(record.get(key, {}), dict) for key in ("sums", "blocks")
+        ):
             raise ValueError("it is no table")
     except ValueError as error:
         raise ValueError(f"{str(file)!r} is damaged: {error}") from error
     if not (path / REST).is_file():
         raise FileNotFoundError(f"the file {REST!r} of the checkpoint {str(path)!r} is missing")
     return record
+
+
+def _blocks(origin: Mapping[str, Any]) -> dict[tuple[str, int], Blocks]:
+    """Return the checksums of boxes' blocks by file and offset; earlier versions wrote CRCs."""
+    return {
+        (file, int(offset)): Blocks.of(sums, are_old=key == "blocks")
+        for key in ("sums", "blocks")
+        for file, of_file in origin.get(key, {}).items()
+        for offset, sums in of_file.items()
+    }
 
 
 def _place(

@@ -46,7 +46,7 @@ class _Share(NamedTuple):
     file: str
     offset: int
     nbytes: int
-    blocks: Sequence[int]
+    sums: Sequence[int]
 
     @property
     def place(self) -> Any:
@@ -134,7 +134,8 @@ class DirectorySave(Save):
             for of, box, skeleton in self._archives(layout):
                 write = functools.partial(_write_from, writer, position)
                 nbytes, checksums = write_archive(skeleton, write)
-                shares.append(_Share(of, box, name, position, nbytes, checksums.blocks))
+                sums = [block for part in checksums.parts for block in part.blocks]
+                shares.append(_Share(of, box, name, position, nbytes, sums))
                 position += nbytes
         return shares
 
@@ -152,11 +153,11 @@ class DirectorySave(Save):
     @override
     def _seal(self, layout: Sequence[str], temporary: Temporary, shares: Sequence[_Share]) -> None:
         table = pickle.dumps(self._table(shares))
-        blocks: dict[str, dict[int, Sequence[int]]] = {}
+        sums: dict[str, dict[int, Sequence[int]]] = {}
         for share in shares:
-            if isinstance(share.of, str) and share.blocks:
-                blocks.setdefault(share.file, {})[share.offset] = share.blocks
-        origin = self.provenance.encoded(table=zlib.crc32(table), blocks=blocks)
+            if isinstance(share.of, str) and share.sums:
+                sums.setdefault(share.file, {})[share.offset] = share.sums
+        origin = self.provenance.encoded(table=zlib.crc32(table), sums=sums)
         assert self._rest is not None
         with _created(temporary.path / REST) as writer:
             write_archive(self._rest, writer.write)

@@ -66,6 +66,11 @@ class Archive:
             position = records[-1].stop + len(_descriptor(0, nbytes))
         return cls(tuple(records))
 
+    def with_record(self, name: str, nbytes: int) -> Archive:
+        """Return the same archive with one more record behind all others."""
+        sizes = [(record.name.removeprefix(ROOT), record.nbytes) for record in self.records]
+        return Archive.build([*sizes, (name, nbytes)])
+
     def seam(self, index: int, checksums: Sequence[int]) -> tuple[int, bytes]:
         """Return place and content of what lies before a record, or behind the last."""
         start, before = 0, b""

@@ -13,8 +13,11 @@ FORMAT = 1
 PROVENANCE = "lightning_zero.json"
 """The record, or in a directory the file, that says who wrote a checkpoint."""
 
-CHECKSUMS = "lightning_zero.crc32"
+CHECKSUMS = "lightning_zero.sums"
 """The last record of a file, with the checksums of all blocks of the records before it."""
+
+OLD_CHECKSUMS = "lightning_zero.crc32"
+"""The same as earlier versions wrote it, with CRCs."""
 
 TABLE = ".metadata"
 """The file that makes a folder a directory of torch.distributed.checkpoint."""

@@ -7,8 +7,13 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lightning_zero.checkpoint.checksums import CheckedBytes, decoded_blocks, num_blocks
-from lightning_zero.checkpoint.file.format import CHECKSUMS
+from lightning_zero.checkpoint.checksums import (
+    Blocks,
+    CheckedBytes,
+    decoded_blocks,
+    old_decoded_blocks,
+)
+from lightning_zero.checkpoint.file.format import CHECKSUMS, OLD_CHECKSUMS
 
 
 def has_checksums(archive: zipfile.ZipFile) -> bool:
@@ -37,11 +42,13 @@ def stored_records(path: Path, archive: zipfile.ZipFile) -> Iterator[CheckedByte
     """Yield the storages in a file; none if the file has no checksums."""
     if not has_checksums(archive):
         return
-    infos = [info for info in archive.infolist() if _name(info) != CHECKSUMS]
-    blocks: Sequence[Sequence[int] | None] = [None] * len(infos)
+    decoders = {CHECKSUMS: decoded_blocks, OLD_CHECKSUMS: old_decoded_blocks}
+    infos = [info for info in archive.infolist() if _name(info) not in decoders]
+    blocks: Sequence[Blocks | None] = [None] * len(infos)
     for info in archive.infolist():
-        if _name(info) == CHECKSUMS:
-            blocks = decoded_blocks(archive.read(info), [other.file_size for other in infos])
+        if _name(info) in decoders:
+            decode = decoders[_name(info)]
+            blocks = decode(archive.read(info), [other.file_size for other in infos])
     for info, of_record in zip(infos, blocks, strict=True):
         if _is_storage(info) and info.compress_type == zipfile.ZIP_STORED:
             yield checked_record(path, archive, info, 0, of_record)
@@ -52,11 +59,11 @@ def checked_record(
     archive: zipfile.ZipFile,
     info: zipfile.ZipInfo,
     offset: int,
-    blocks: Sequence[int] | None,
+    blocks: Blocks | None,
 ) -> CheckedBytes:
     """Return the bytes of a record of an archive that begins at ``offset`` of a file."""
-    if blocks is not None and len(blocks) != num_blocks(info.file_size):
-        raise ValueError(f"it has checksums of {len(blocks)} blocks of {info.filename!r}")
+    if blocks is not None and not blocks.fit(info.file_size):
+        raise ValueError(f"its checksums do not fit {info.filename!r}")
     place = offset + content_offset(archive, info)
     whole = info.CRC if has_checksums(archive) else None
     return CheckedBytes(path, place, info.file_size, whole, blocks)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import os
 import zlib
@@ -25,11 +26,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_zero.checkpoint.checksums import (
-    BLOCK_NBYTES,
     PartChecksums,
+    PartSummer,
     RecordChecksums,
     encoded_blocks,
-    num_blocks,
 )
 from lightning_zero.checkpoint.file.archive import Archive
 from lightning_zero.checkpoint.file.atomic import Temporary, TemporaryFile, target_of
@@ -54,7 +54,7 @@ class _Share(NamedTuple):
 class _Layout(NamedTuple):
     """The records of a file, and the keys of those that are sharded; rank 0 has the others.
 
-    The last record has the checksums of the others' blocks.
+    Behind them comes one with the checksums of their blocks, of a size that shows at the end.
     """
 
     archive: Archive
@@ -86,9 +86,7 @@ class FileSave(Save):
     @override
     def _layout(self) -> _Layout:
         records = self._records
-        sizes = [(name, size_of(content)) for name, content in records]
-        checksums = CHECKSUMS, BLOCK_NBYTES * sum(num_blocks(nbytes) for _, nbytes in sizes)
-        archive = Archive.build([*sizes, checksums])
+        archive = Archive.build([(name, size_of(content)) for name, content in records])
         keys = {
             index: content.key
             for index, (_, content) in enumerate(records)
@@ -104,7 +102,7 @@ class FileSave(Save):
     def _parts(self, layout: _Layout) -> Iterator[tuple[int, bytes | Tensor]]:
         """Yield this rank's part of every record, and where in the record it begins."""
         values, records = self.values, self._records
-        for index in range(len(layout.archive.records) - 1):
+        for index in range(len(layout.archive.records)):
             if index in layout.keys:
                 value = values[layout.keys[index]]
                 yield value.start_byte, value.part_bytes
@@ -130,16 +128,16 @@ class FileSave(Save):
         parts: list[list[PartChecksums]] = [[] for _ in layout.archive.records]
         for share in shares:
             parts[share.number].append(share.checksums)
-        *records, last = layout.archive.records
         checksums = [
             RecordChecksums.of(record.name, record.nbytes, of_record)
-            for record, of_record in zip(records, parts, strict=False)
+            for record, of_record in zip(layout.archive.records, parts, strict=True)
         ]
         blocks = encoded_blocks(checksums)
-        write_at(temporary.descriptor, last.offset, blocks)
+        archive = layout.archive.with_record(CHECKSUMS, len(blocks))
+        write_at(temporary.descriptor, archive.records[-1].offset, blocks)
         wholes = [*(checksum.whole for checksum in checksums), zlib.crc32(blocks)]
         for index in range(len(wholes) + 1):
-            write_at(temporary.descriptor, *layout.archive.seam(index, wholes))
+            write_at(temporary.descriptor, *archive.seam(index, wholes))
 
     # -- by way of rank 0 --------------------------------------------------------------------------
 
@@ -164,18 +162,25 @@ class FileSave(Save):
         checksums: list[RecordChecksums] = []
         wholes: list[int] = []
         for index, (_, part) in enumerate(self._parts(layout)):
-            part_checksums = PartChecksums()
+            of_ranks = [of_rank[index] for of_rank in sizes]
+            starts = set(itertools.accumulate(of_ranks, initial=0))
+            summers: dict[int, PartSummer] = {}
+            position = 0
             if self.control.rank == 0:
                 yield archive.seam(index, wholes)[1]
-            for chunk in self._collected(part, [of_rank[index] for of_rank in sizes]):
-                part_checksums.add(chunk)
+            for chunk in self._collected(part, of_ranks):
+                start = max(start for start in starts if start <= position)
+                summers.setdefault(start, PartSummer(start)).add(chunk)
+                position += len(chunk)
                 yield chunk
             if self.control.rank == 0:
                 record = archive.records[index]
-                checksums.append(RecordChecksums.of(record.name, record.nbytes, [part_checksums]))
+                parts = [summer.checksums for summer in summers.values()]
+                checksums.append(RecordChecksums.of(record.name, record.nbytes, parts))
                 wholes.append(checksums[-1].whole)
         if self.control.rank == 0:
             blocks = encoded_blocks(checksums)
+            archive = archive.with_record(CHECKSUMS, len(blocks))
             yield archive.seam(len(wholes), wholes)[1] + blocks
             wholes.append(zlib.crc32(blocks))
             yield archive.seam(len(wholes), wholes)[1]

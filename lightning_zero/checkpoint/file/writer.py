@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.checksums import PartChecksums
+from lightning_zero.checkpoint.checksums import PartChecksums, PartSummer
 from lightning_zero.checkpoint.values.chunk import BUFFER_BYTES
 
 _BLOCK = 4096
@@ -54,11 +54,11 @@ class Writer:
 
         Returns their checksums; ``start`` is where in its record the content begins.
         """
-        checksums = PartChecksums(start)
+        summer = PartSummer(start)
         if isinstance(content, bytes):
             write_at(self._file, place, content)
-            checksums.add(content)
-            return checksums
+            summer.add(content)
+            return summer.checksums
         start = 0
         is_large = len(content) >= _LARGE
         while start < len(content):
@@ -74,10 +74,10 @@ class Writer:
                 nbytes = min(left // _BLOCK * _BLOCK, BUFFER_BYTES)
                 chunk = self._aligned(content[start : start + nbytes])
                 self._write_directly(place + start, chunk)
-            checksums.add(chunk)
+            summer.add(chunk)
             start += len(chunk)
             self._on_written(len(chunk))
-        return checksums
+        return summer.checksums
 
     def sync(self) -> None:
         """Return when all that was written is on the disk."""

@@ -13,7 +13,7 @@ import pickle
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.checksums import CheckedBytes, CheckedRange
+from lightning_zero.checkpoint.checksums import Blocks, CheckedBytes, CheckedRange
 from lightning_zero.checkpoint.file.records import checked_record, read_record
 from lightning_zero.checkpoint.values.boxes import Box, dense_stride, memory_order
 
@@ -43,7 +43,7 @@ class Chunk:
     offset: int
     nbytes: int
     dtype: torch.dtype
-    blocks: Sequence[int] | None = field(default=None, compare=False)
+    blocks: Blocks | None = field(default=None, compare=False)
 
     def ranges(self, name: str, region: Box) -> Iterator[CheckedRange]:
         """Yield the bytes that have ``region``, counted from the first element of the box."""

@@ -1,0 +1,96 @@
+"""A comparison, in each backward pass, of what may change on one rank alone.
+
+These are which parameters are trained and the hyperparameters of the optimizers: a callback that
+freezes layers, or a scheduler that follows a metric that is not synced. The flags that ranks
+exchange anyway carry a digest; where the digests differ, all ranks raise one error.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import is_
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.engine import rank_check
+from lightning_zero.engine.unit import Unit
+
+_DIGEST_BYTES = 4
+
+
+class ChangeCheck:
+    """Compares the ranks by a few flags more at a sync point.
+
+    Attributes:
+        has_frozen: Whether other parameters are trained on this rank than in its pass before.
+    """
+
+    NUM_FLAGS = 2 * _DIGEST_BYTES
+
+    def __init__(
+        self, module: nn.Module, units: Sequence[Unit], optimizers: Sequence[Optimizer]
+    ) -> None:
+        self._module, self._units, self._optimizers = module, units, optimizers
+        self._groups: dict[int, tuple[list[Any], bytes]] = {}
+        self._trained = zlib.crc32(b"".join(map(_trained, units)))
+        self.has_frozen = False
+
+    def flags(self) -> list[int]:
+        """Return this rank's flags, of which each shall become its maximum over the ranks.
+
+        All units expect their gradients.
+        """
+        trained = zlib.crc32(b"".join([bytes(unit.gradients.wants) for unit in self._units]))
+        self.has_frozen, self._trained = trained != self._trained, trained
+        digest = list(self._digest(trained).to_bytes(_DIGEST_BYTES, "big"))
+        return [*digest, *(255 - byte for byte in digest)]
+
+    def _digest(self, digest: int) -> int:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                digest = zlib.crc32(self._encoded(group), digest)
+        return digest
+
+    def _encoded(self, group: Mapping[str, Any]) -> bytes:
+        """Return the hyperparameters of a group as bytes; mostly they are those of last time."""
+        values = list(group.values())
+        before, encoded = self._groups.get(id(group), ([], b""))
+        if len(before) == len(values) and all(map(is_, values, before)):
+            return encoded
+        facts = rank_check.describe({"": rank_check.hyperparameters(group)})
+        encoded = repr(sorted(facts[""].items())).encode()
+        # What can be changed in place is described each time.
+        is_lasting = not any(
+            isinstance(value, Tensor | list | dict)
+            for key, value in group.items()
+            if key != "params"
+        )
+        self._groups[id(group)] = (values if is_lasting else [], encoded)
+        return encoded
+
+    def compare(self, flags: Sequence[int], exchange: Callable[[Any], list[Any]]) -> None:
+        """Raise on all ranks if the maxima show that they differ.
+
+        Args:
+            flags: The maxima.
+            exchange: Returns every rank's value, on all ranks that come to the sync point.
+
+        Raises:
+            RuntimeError: They differ. All ranks raise the same text.
+        """
+        pairs = zip(flags[:_DIGEST_BYTES], flags[_DIGEST_BYTES:], strict=True)
+        if any(most != 255 - most_of_rest for most, most_of_rest in pairs):
+            rank_check.refuse(exchange(rank_check.describe(dict(self._facts()))))
+
+    def _facts(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for name, parameter in self._module.named_parameters():
+            yield f"Parameter {name!r}", {"requires_grad": parameter.requires_grad}
+        for number, optimizer in enumerate(self._optimizers):
+            yield from rank_check.group_facts(optimizer, f"optimizer {number}").items()
+
+
+def _trained(unit: Unit) -> bytes:
+    return bytes(parameter.requires_grad for parameter in unit.gradients.parameters)
