@@ -202,7 +202,7 @@ def differs(way: str) -> dict[str, str]:
     errors = {}
     for name, (otherwise, _) in (OTHER_MODELS | OTHER_OPTIMIZERS).items():
         comm = Communicator(CPU, **WAYS[way])
-        engine_module.Communicator = lambda device, comm=comm: comm  # type: ignore[assignment]
+        engine_module.Communicator = lambda device, comm=comm, **_: comm  # type: ignore[assignment]
         try:
             usual = plain_optimizer if name in OTHER_OPTIMIZERS else plain_model
             with pytest.raises(RuntimeError, match="The ranks differ") as caught:
