@@ -2,6 +2,7 @@
 
 - ``strategy``: ``ZeROStrategy``, between the Trainer and the engine
 - ``checkpointing``: its base class, which saves and loads
+- ``steps``: the base class of that, which runs steps in the engine's
 - ``ranks``: the base class of that, which joins and leaves the ranks
 - ``run``: its state for one call of the Trainer
 - ``options``: the arguments that the engine does not need

@@ -29,13 +29,12 @@ from lightning_zero.checkpoint import (
     optimizer_state,
     ranges_of_optimizers,
 )
-from lightning_zero.engine import Engine
 from lightning_zero.optimizer import members, parameter_of
 from lightning_zero.plan import Settings
 from lightning_zero.trainer.internals import StoredPath, unwrapped
 from lightning_zero.trainer.options import Options
-from lightning_zero.trainer.ranks import RankStrategy
 from lightning_zero.trainer.run import callbacks_of
+from lightning_zero.trainer.steps import SteppingStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -45,7 +44,7 @@ def _do_nothing() -> None:
     pass
 
 
-class SavingStrategy(RankStrategy):
+class SavingStrategy(SteppingStrategy):
     """Checkpoints of a sharded module: saved without gathering, loaded when it has been sharded.
 
     1. ``_run`` begins when the ranks are connected.
@@ -55,24 +54,10 @@ class SavingStrategy(RankStrategy):
     Attributes:
         options: What the user chose about the run.
         settings: What the user chose about the engine.
-        engine: What shards the module, while there is one.
     """
 
     options: Options
     settings: Settings
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.engine: Engine | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A module that holds its Trainer can be copied: the copy belongs to no run.
-        return {**super().__getstate__(), "engine": None, "_run": None}
-
-    @property
-    def _module(self) -> pl.LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -20,7 +19,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_zero.checkpoint import Saver
-from lightning_zero.comm import Communicator, Traffic
+from lightning_zero.comm import Communicator
 from lightning_zero.deepspeed import Config
 from lightning_zero.engine import ActivationCheckpointing, Engine
 from lightning_zero.optimizer import own_form_of
@@ -28,7 +27,6 @@ from lightning_zero.plan import MIN_NUMEL, Settings, UnitPolicy, as_dtype
 from lightning_zero.trainer import internals
 from lightning_zero.trainer.callbacks import AdaptedCallbacks
 from lightning_zero.trainer.checkpointing import SavingStrategy
-from lightning_zero.trainer.dataloader import SameLength
 from lightning_zero.trainer.deepspeed_config import Demands
 from lightning_zero.trainer.graph_logging import LoggedGraphs
 from lightning_zero.trainer.options import START_METHODS, STRATEGIES, Options
@@ -38,10 +36,6 @@ from lightning_zero.trainer.signals import Signals
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-log = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
 
 
 class ZeROStrategy(SavingStrategy):
@@ -294,63 +288,6 @@ class ZeROStrategy(SavingStrategy):
                     f"{type(optimizer).__name__}.state_dict() has a form of its own, for which"
                     " checkpoint='dcp' has no places. Use checkpoint='file'."
                 )
-
-    # -- steps -----------------------------------------------------------------------------------
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self._run is not None and self._run.signals is not None:
-            self._run.signals.answer()
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.engine is not None
-        with self.engine.step(awaits_backward=self._module.automatic_optimization) as watch:
-            output = super().training_step(*args, **kwargs)
-            watch(output)
-            return output
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation():
-            return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation():
-            return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation():
-            return super().predict_step(*args, **kwargs)
-
-    def _evaluation(self) -> AbstractContextManager[Any]:
-        assert self.engine is not None
-        return self.engine.step(awaits_backward=False)
-
-    @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        assert self.engine is not None
-        with self.engine.no_sync():
-            yield
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        control = self._run.comm.control if self._run is not None else None
-        return SameLength.of(dataloader, control, lambda: self._module.trainer.training)
-
-    # -- memory and traffic ----------------------------------------------------------------------
-
-    def memory(self) -> dict[str, int]:
-        """Return the bytes that this rank holds now, by kind; see ``ShardedModel.memory``."""
-        return self.engine.sharded.memory() if self.engine is not None else {}
-
-    @property
-    def traffic(self) -> Traffic:
-        """Traffic that this rank sent in the last optimizer step, by unit and verb."""
-        return self.engine.comm.traffic if self.engine is not None else {}
 
     # -- the end ---------------------------------------------------------------------------------
 

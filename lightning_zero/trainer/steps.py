@@ -1,0 +1,91 @@
+"""The base class of the strategy that runs the Trainer's steps in the engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from lightning_zero.comm import Traffic
+from lightning_zero.engine import Engine
+from lightning_zero.trainer.dataloader import SameLength
+from lightning_zero.trainer.ranks import RankStrategy
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class SteppingStrategy(RankStrategy):
+    """Batches that all ranks take together, each in a step of the engine.
+
+    Attributes:
+        engine: What shards the module, while there is one.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.engine: Engine | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A module that holds its Trainer can be copied: the copy belongs to no run.
+        return {**super().__getstate__(), "engine": None, "_run": None}
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._run is not None and self._run.signals is not None:
+            self._run.signals.answer()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.engine is not None
+        with self.engine.step(awaits_backward=self._module.automatic_optimization) as watch:
+            output = super().training_step(*args, **kwargs)
+            watch(output)
+            return output
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation():
+            return super().predict_step(*args, **kwargs)
+
+    def _evaluation(self) -> AbstractContextManager[Any]:
+        assert self.engine is not None
+        return self.engine.step(awaits_backward=False)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        assert self.engine is not None
+        with self.engine.no_sync():
+            yield
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        control = self._run.comm.control if self._run is not None else None
+        return SameLength.of(dataloader, control, lambda: self._module.trainer.training)
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes that this rank holds now, by kind; see ``ShardedModel.memory``."""
+        return self.engine.sharded.memory() if self.engine is not None else {}
+
+    @property
+    def traffic(self) -> Traffic:
+        """Traffic that this rank sent in the last optimizer step, by unit and verb."""
+        return self.engine.comm.traffic if self.engine is not None else {}
