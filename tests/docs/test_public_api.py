@@ -49,6 +49,7 @@ def test_arguments_are_frozen() -> None:
         "accumulate",
         "activation_checkpointing",
         "broadcast_buffers",
+        "shard",
         "offload_optimizer",
         "offload_weights",
         "offload_path",
