@@ -17,6 +17,7 @@ from lightning_zero.comm.process_groups import group_for
 from lightning_zero.comm.scratch import Scratch
 from lightning_zero.comm.traffic import Ledger
 from lightning_zero.comm.window import Window
+from lightning_zero.plan import Slot
 from lightning_zero.tensors import lasting_tensors
 
 
@@ -75,6 +76,15 @@ class ReduceBuffer(NamedTuple):
 
     tensor: Tensor
     window: Window | None = None
+
+    def views_of(self, slots: Sequence[Slot]) -> tuple[list[Tensor], bool]:
+        """Return a view for each slot, and whether the buffer was last used for the same slots."""
+        if self.window is not None and self.window.used_for[0] is slots:
+            return self.window.used_for[1], True
+        views = [self.tensor.as_strided(s.shape, s.stride, s.offset) for s in slots]
+        if self.window is not None:
+            self.window.used_for = slots, views
+        return views, False
 
 
 class Transport(ABC):

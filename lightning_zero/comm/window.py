@@ -13,6 +13,7 @@ Peers open them through the owner's entry in ``/proc``.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from itertools import count
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm.scratch import Scratch
+from lightning_zero.plan import Slot
 from lightning_zero.tensors import lasting_tensors
 
 _NAME = "lightning_zero"
@@ -44,6 +46,7 @@ class Window:
         readers: How many publications each rank has read, ``[world_size]``; in the window too.
         num_published: How often the owner asked to be read.
         touched_bytes: Bytes that the owner's views have covered.
+        used_for: The last slots that the owner filled, and a view of each.
     """
 
     def __init__(self, address: Address, world_size: int, *, is_own: bool) -> None:
@@ -54,6 +57,7 @@ class Window:
         self.address = address
         self.num_published = 0
         self.touched_bytes = 0
+        self.used_for: tuple[Sequence[Slot], list[Tensor]] = ((), [])
         self._is_own = is_own
         with lasting_tensors():
             self._memory = torch.from_file(path, shared=True, size=self._size, dtype=torch.uint8)

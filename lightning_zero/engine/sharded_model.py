@@ -51,6 +51,10 @@ class ShardedModel:
         self._is_writing = False
         self._build_units()
         self.flats = [flat for unit in self.units for flat in unit.flat_parameters]
+        # Replicated weights without other masters are what peers read.
+        self._peers_read_weights = any(
+            not (flat.plan.has_master or flat.plan.gives_weights_back) for flat in self.flats
+        )
 
     def _build_units(self) -> None:
         # The first module that holds each parameter.
@@ -163,8 +167,9 @@ class ShardedModel:
         for unit in units:
             if unit.weights.state is not State.RESTING:
                 unit.weights.refresh(only_stepped=only_stepped)
-        # A replicated weight is what peers read: it must not be edited before all have read it.
-        self.comm.fence(SyncPoint.REFRESH)
+        if self._peers_read_weights:
+            # What must not be edited before all have read it.
+            self.comm.fence(SyncPoint.REFRESH)
 
     def units_of(self, parameters: Iterable[Parameter]) -> list[Unit]:
         """Return the units of ``parameters``, some of which may be another model's; the root first.

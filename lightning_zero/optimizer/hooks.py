@@ -18,7 +18,7 @@ from lightning_zero.optimizer.owners import WholeStep, register
 from lightning_zero.optimizer.probe import Verdict, checked, probe
 from lightning_zero.optimizer.taint import Way
 from lightning_zero.optimizer.unit_step import UnitStep
-from lightning_zero.parameters import Piece, drop_gradients
+from lightning_zero.parameters import Piece, drop_gradients, settle, unsettle
 
 
 class Removable(Protocol):
@@ -162,6 +162,7 @@ class OptimizerHooks:
                     f" {type(optimizer).__name__}.step() send them (`sync_grad=True`)."
                 )
         self._before()
+        settle(self._pieces)
         self._is_begun = True
         if self._step is not None:
             self._step.begin()
@@ -171,6 +172,7 @@ class OptimizerHooks:
         if not self._is_begun:
             return
         self._is_begun = False
+        unsettle(self._pieces)
         if self._step is not None:
             self._step.end()
         self._after(self._pieces)

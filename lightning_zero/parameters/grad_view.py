@@ -56,6 +56,22 @@ def drop_gradients(pieces: Iterable[Piece]) -> None:
             piece.gradient.state, piece.gradient.shown = GradState.NONE, None
 
 
+def settle(pieces: Iterable[Piece]) -> None:
+    """Follow what users made of the gradients, once for the many times that a step reads them."""
+    with internals.as_plain_tensors():
+        for piece in pieces:
+            view = piece.gradient
+            if _GRAD.__get__(piece.parameter) is not view.shown:
+                view.follow()
+            view.is_settled = True
+
+
+def unsettle(pieces: Iterable[Piece]) -> None:
+    """Look at the parameter again whenever a piece's gradient is read: a step has ended."""
+    for piece in pieces:
+        piece.gradient.is_settled = False
+
+
 class GradientView:
     """The gradient of one parameter as its module shows it.
 
@@ -65,6 +81,7 @@ class GradientView:
         state: What the engine left as the parameter's gradient.
         shown: The tensor for that state, to notice that the user has left another.
         arrival: A gradient that autograd added to :attr:`shown` before it was hidden.
+        is_settled: Whether nobody but an optimizer, which steps now, changes gradients.
     """
 
     def __init__(self, piece: Piece, sharded: ShardedGrad) -> None:
@@ -73,11 +90,12 @@ class GradientView:
         self.state = GradState.NONE
         self.shown: Tensor | None = None
         self.arrival: Tensor | None = None
+        self.is_settled = False
 
     def __getstate__(self) -> dict[str, Any]:
         # As a pickled parameter has no gradient; to read one takes all ranks, in one order.
         none = dict.fromkeys(("sharded", "shown", "arrival"))
-        return {"piece": self.piece, "state": GradState.NONE, **none}
+        return {"piece": self.piece, "state": GradState.NONE, "is_settled": False, **none}
 
     def show_sharded(self, reduced: Tensor | None = None) -> None:
         """Show the stand-in for what the piece holds of the averaged gradient, or ``reduced``."""
@@ -103,6 +121,7 @@ class GradientView:
         with internals.as_plain_tensors():
             if _GRAD.__get__(self.piece.parameter) is not self.shown:
                 self.follow()
+        self.is_settled = False  # also if an exception ended a step
         before = self.state
         has_sharded = before is GradState.SHARDED or before is GradState.UNSYNCED_ON_SHARDED
         self.state = GradState.HIDDEN if has_sharded else GradState.NONE

@@ -93,9 +93,10 @@ class Piece(Parameter):
         """The gradient for an optimizer to use or drop: :attr:`reduced`, or the unsynced one."""
         # Optimizers ask several times per step: the usual case costs no further call.
         view = self.gradient
-        with internals.as_plain_tensors():
-            if _GRAD.__get__(self.parameter) is not view.shown:
-                view.follow()
+        if not view.is_settled:
+            with internals.as_plain_tensors():
+                if _GRAD.__get__(self.parameter) is not view.shown:
+                    view.follow()
         return view.shown if view.state.is_unsynced else _GRAD.__get__(self)
 
     @grad.setter
@@ -108,9 +109,10 @@ class Piece(Parameter):
     def reduced(self) -> Tensor | None:
         """This rank's part of the averaged gradient."""
         view = self.gradient
-        with internals.as_plain_tensors():
-            if _GRAD.__get__(self.parameter) is not view.shown:
-                view.follow()
+        if not view.is_settled:
+            with internals.as_plain_tensors():
+                if _GRAD.__get__(self.parameter) is not view.shown:
+                    view.follow()
         return _GRAD.__get__(self)  # type: ignore[no-any-return]
 
     @reduced.setter

@@ -20,6 +20,12 @@ from lightning_zero.comm import ReduceBuffer, Work
 from lightning_zero.parameters.grad_view import GradState
 from lightning_zero.parameters.piece import Piece
 from lightning_zero.parameters.stores import Store
+from lightning_zero.tensors import internals
+
+_SMALL_BYTES = 2**14
+"""What is no larger is moved with others: a call for each would cost more than the copy."""
+_TOGETHER_BYTES = 2**16
+"""How much of it waits at most; it is still in a core's cache when it is copied."""
 
 
 class Reducer:
@@ -27,7 +33,7 @@ class Reducer:
 
     Attributes:
         partial: Unreduced gradients and a view of each; ``None`` while there are none.
-        filled: For each parameter, whether :attr:`partial` holds a gradient of it.
+        filled: For each parameter, whether a gradient of it is, or will be, in :attr:`partial`.
         arrived: For each parameter, whether one came in this backward pass.
         used: For each parameter, whether one came since gradients were installed.
         shard: The averaged gradients.
@@ -42,6 +48,9 @@ class Reducer:
         self.used = [False] * len(pieces)
         self.shard = GradShard(pieces, store)
         self._in_flight: list[Tensor] = []
+        # Small gradients on their way to the partial buffer.
+        self._taken: list[tuple[int, Tensor]] = []
+        self._taken_bytes = 0
         self._is_unscaled = False
         # The average is taken in the pass that moves a gradient, as DDP does, when that costs
         # nothing. A pass that casts cannot multiply as well, so then the reduced shard is scaled,
@@ -65,14 +74,26 @@ class Reducer:
                 self.filled[index] = self.used[index] = False
 
     def take(self, index: int, grad: Tensor) -> None:
-        """Move parameter ``index``'s new gradient into the partial buffer, cast on the way."""
-        _, views = self.partial or self._allocate_partial()
-        view = views[index]
+        """Take parameter ``index``'s new gradient, to be moved into the partial buffer."""
         if grad.requires_grad:
             # Of a backward with create_graph. To turn gradients off costs more than all the rest.
             grad = grad.detach()
         if grad.is_sparse:
             grad = grad.to_dense()
+        nbytes = grad.nbytes
+        if nbytes > _SMALL_BYTES or self.filled[index]:
+            self._move()
+            self._move_one(index, grad)
+        else:
+            self._taken.append((index, grad))
+            self._taken_bytes += nbytes
+            if self._taken_bytes > _TOGETHER_BYTES:
+                self._move()
+        self.filled[index] = self.arrived[index] = self.used[index] = True
+
+    def _move_one(self, index: int, grad: Tensor) -> None:
+        _, views = self.partial or self._allocate_partial()
+        view = views[index]
         scale = 1.0 if self._is_unscaled else self._early_scale
         if self.filled[index]:
             view.add_(grad, alpha=scale)
@@ -80,13 +101,30 @@ class Reducer:
             view.copy_(grad)
         else:
             torch.mul(grad, scale, out=view)
-        self.filled[index] = self.arrived[index] = self.used[index] = True
+
+    def _move(self) -> None:
+        """Move small gradients that have come one after the other, while they are in the cache."""
+        if not self._taken:
+            return
+        buffer, views = self.partial or self._allocate_partial()
+        taken, self._taken, self._taken_bytes = self._taken, [], 0
+        targets = [views[index] for index, _ in taken]
+        internals.copy_each(targets, [grad for _, grad in taken])
+        if self._is_unscaled or self._early_scale == 1.0:
+            return
+        first, last = (end(index for index, _ in taken) for end in (min, max))
+        slots = self._store.layout.slots
+        if last - first + 1 == len(taken):
+            # Neighbours: one pass, over the zeros between them too.
+            targets = [buffer.tensor[slots[first].offset : slots[last].stop]]
+        for target in targets:
+            target.mul_(self._early_scale)
 
     def _allocate_partial(self) -> tuple[ReduceBuffer, list[Tensor]]:
         layout = self._store.layout
         buffer = self._store.comm.transport.reduce_buffer(layout.numel, self._store.plan.grad.dtype)
-        views = [buffer.tensor.as_strided(s.shape, s.stride, s.offset) for s in layout.slots]
-        for start, stop in layout.gaps:
+        views, was_ours = buffer.views_of(layout.slots)
+        for start, stop in () if was_ours else layout.gaps:
             buffer.tensor[start:stop].zero_()
         self.partial = buffer, views
         return self.partial
@@ -95,6 +133,7 @@ class Reducer:
 
     def reduce(self, unit: str, tag: int) -> Callable[[], None]:
         """Start to average the gradients over the ranks; the returned call ends it."""
+        self._move()
         partial, views = self.partial or self._allocate_partial()
         for view, is_filled in zip(views, self.filled, strict=True):
             if not is_filled:
@@ -135,6 +174,7 @@ class Reducer:
 
     def show_local(self) -> None:
         """End a backward pass whose gradients stay on this rank: show them, as DDP does."""
+        self._move()
         _, views = self.partial or (None, [])
         for index, piece in enumerate(self._pieces):
             if self.filled[index]:
@@ -145,6 +185,7 @@ class Reducer:
     def drop(self) -> None:
         """Forget what arrived or was reduced and is not shown to the optimizer yet."""
         self.partial, self._in_flight = None, []
+        self._taken, self._taken_bytes = [], 0
         self.shard.drop()
         self._is_unscaled = False
         for piece in self._pieces:
@@ -223,7 +264,8 @@ class GradShard:
         self._installed = weakref.ref(fresh)
         for piece, has_grad in zip(self._pieces, has_grads, strict=True):
             if has_grad:
-                piece.gradient.show_sharded(fresh[piece.range.in_shard])
+                part = piece.range.in_shard
+                piece.gradient.show_sharded(fresh[part] if part.stop > part.start else None)
         return True
 
     @property
