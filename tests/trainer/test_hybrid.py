@@ -14,13 +14,14 @@ from tests.oracle.checkpoints import told
 from tests.oracle.ranks import Pools
 
 
-def _fit(folder: str, shard: Any, path: str | None = None) -> dict[str, Any]:
+def _fit(folder: str, shard: Any, path: str | None = None, **more: Any) -> dict[str, Any]:
     """Losses of 6 steps, or of the steps after a checkpoint, and what a step sent."""
     module = model()
     monitor = MemoryMonitor()
     saving = [] if path else [Stop(f"{folder}/{shard}.ckpt", 3)]
+    strategy = ZeROStrategy(**{"stage": 2, "shard": shard, **more})
     trainer = make_trainer(
-        dist.get_world_size(), ZeROStrategy(2, shard=shard), folder, max_steps=6,
+        dist.get_world_size(), strategy, folder, max_steps=6,
         callbacks=[monitor, TrafficMonitor(every_n_steps=1), *saving],
     )  # fmt: skip
     trainer.fit(module, Rows(), ckpt_path=path)
@@ -51,6 +52,12 @@ def test_copies_of_two_train_save_and_resume(ranks: Pools, tmp_path: Path) -> No
         resumed = ranks(4).run(_fit, str(tmp_path), shard, path)[0]
         assert resumed["losses"] == plain["losses"]
         assert resumed["weights"] == plain["weights"]
+    files: dict[str, Any] = {"stage": 3, "offload_optimizer": "nvme", "offload_weights": "nvme"}
+    files["offload_path"] = str(tmp_path)
+    of_files = [ranks(4).run(_fit, str(tmp_path), shard, **files) for shard in ("all", 2)]
+    for one in of_files[1]:
+        assert one["weights"] == of_files[0][0]["weights"]
+        assert one["differs"] == []
 
 
 def _refused(folder: str, shards: list[Any]) -> str:
