@@ -13,6 +13,7 @@ import errno
 import os
 import socket
 import tempfile
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,17 @@ class Scratch:
 
     def __init__(self, folder: str) -> None:
         self.folder = os.path.abspath(folder)
+
+    @property
+    def is_memory(self) -> bool:
+        """Return whether the folder's files are in memory, so that nothing is gained."""
+        device = os.stat(self.folder).st_dev
+        number = f"{os.major(device)}:{os.minor(device)}"
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            mount, _, kind = line.partition(" - ")
+            if mount.split()[2] == number:
+                return kind.split()[0] in ("tmpfs", "ramfs")
+        return False
 
     def require(self, nbytes: int, control: Control, what: str) -> None:
         """Raise on all ranks unless each disk has room for ``what`` its ranks need; a collective.

@@ -101,7 +101,8 @@ class UnitStep:
             return False
         for group in self._optimizer.param_groups:
             is_open = group.get("fused") is None and group.get("foreach") is None
-            if is_open and not group.get("differentiable"):
+            # Not every fused step takes a rate in a tensor.
+            if is_open and not group.get("differentiable") and not isinstance(group["lr"], Tensor):
                 group["fused"] = is_fused = True
         return is_fused
 
@@ -224,10 +225,13 @@ class UnitStep:
     def describe(self, _: str = "") -> str:
         """Return what is done, in a line."""
         name = type(self._optimizer).__name__
-        fused = " fused=True was switched on, which nobody had said." if self._is_fused else ""
+        fused = " fused=True was switched on, as nobody had said." if self._is_fused else ""
+        memory = ""
+        if self._scratch.is_memory:
+            memory = " That folder is memory itself: name one on a disk as offload_path."
         return (
             f"{name} steps unit by unit; its states rest in files in"
-            f" {self._scratch.folder!r}.{fused}"
+            f" {self._scratch.folder!r}.{memory}{fused}"
         )
 
 

@@ -24,7 +24,7 @@ from lightning_zero.parameters.piece import Piece, PieceRange
 from lightning_zero.parameters.reducer import Reducer
 from lightning_zero.parameters.sharded_grad import ShardedGrad
 from lightning_zero.parameters.stores import Store
-from lightning_zero.plan import Layout, Plan
+from lightning_zero.plan import Layout, Medium, Plan
 from lightning_zero.tensors import lasting_tensors
 
 
@@ -255,7 +255,8 @@ class FlatParameters:
     def retire(self) -> None:
         """Keep no more than this rank's pieces; nobody reads the weights any more."""
         with lasting_tensors():
-            master = self.master.clone()
+            is_in_files = self.plan.master.medium is Medium.DISK
+            master = self.master if is_in_files else self.master.clone()
             for piece in self.pieces:
                 piece.data = master[piece.range.in_shard]
             self.store.retire(master)

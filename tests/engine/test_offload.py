@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -263,6 +264,73 @@ def test_files_have_no_names_and_go_with_their_tensors(tmp_path: Path) -> None:
     assert is_in_file(tensor, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
     assert len(os.listdir("/proc/self/fd")) == num_files
+
+
+def test_a_disk_that_fills_up_in_a_step_tears_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = MODELS["transformer"].build()
+    engine = shard(model, **offload(3, str(tmp_path)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine.adopt(optimizer)
+    reserve, calls = os.posix_fallocate, iter(range(100))
+
+    def full(*args: Any) -> None:
+        if next(calls) == 3:
+            raise OSError(28, "No space left on device")
+        reserve(*args)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="more bytes in offload_path"):
+        step(engine, optimizer)
+    with pytest.raises(RuntimeError, match="ended half-way"):
+        optimizer.step()
+    engine.close()
+
+
+def test_files_in_memory_are_noticed(tmp_path: Path) -> None:
+    kinds = {Path("/dev/shm"): True, Path("/sys"): False}
+    for folder in filter(Path.is_dir, kinds):
+        assert Scratch(str(folder)).is_memory == kinds[folder]
+
+
+WIDTH, DEPTH = 1024, 16
+
+
+def limited(folder: str | None) -> str:
+    """Train 16 million elements with 300 MB of memory to take; returns the error, if any."""
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)])
+    settings = {} if folder is None else offload(3, folder)
+    data = next(
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmData")
+    )
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (data + 300 * 10**6, before[1]))
+    try:
+        engine = Engine(model, Settings(units=(nn.Linear,), **settings))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        engine.adopt(optimizer)
+        for _ in range(2):
+            model(torch.ones(2, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.close(restore=False)
+    except (MemoryError, RuntimeError) as error:
+        return str(error) or "no memory"
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+    return ""
+
+
+def test_states_that_exceed_a_limit_of_memory_train_from_files(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    """They take 420 MB without offload, of which 200 MB are weights and states, and else 200."""
+    assert ranks(1).run(limited, str(tmp_path)) == [""]
+    assert "memory" in ranks(1).run(limited, None)[0]
 
 
 @pytest.mark.parametrize(
