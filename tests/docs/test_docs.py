@@ -170,6 +170,15 @@ def test_gan(example: Example) -> None:
     assert distances[-1] < 0.5 * distances[0]
 
 
+@pytest.mark.slow
+def test_finetune_offload(tmp_path: Path) -> None:
+    """Its limit of memory is a process's; tests/engine/test_offload.py shows that it is one."""
+    words = ("examples/finetune_offload.py", "--steps", 2)
+    output = run_script(*words, cwd=tmp_path, timeout=170).stdout
+    assert "67 million parameters, 1.07 GB of weights" in output
+    assert "trained, with 0." in output
+
+
 def test_finetune_lora(example: Example) -> None:
     output = example("examples/finetune_lora.py", "--epochs", 1)
     losses = [float(value) for value in re.findall(r"loss ([\d.]+)", output)]
