@@ -57,8 +57,8 @@ class PartSummer:
         if self._rest:
             view = self._fill(view)
         stop = len(view) // BLOCK_BYTES * BLOCK_BYTES
-        for at in range(0, stop, _AT_ONCE):
-            self._add_blocks(view[at : min(stop, at + _AT_ONCE)])
+        if stop:
+            self._add_blocks(view[:stop])
         self._rest += view[stop:]
 
     def _fill(self, view: memoryview) -> memoryview:
@@ -122,9 +122,10 @@ class Blocks(NamedTuple):
                 return
             first, last = max(0, start - base) // size, -(-(min(stop, end) - base) // size)
             num_whole = 0 if self.are_old else (end - base) // size
-            for at in range(first, min(last, num_whole), _AT_ONCE // size):
-                to = min(last, num_whole, at + _AT_ONCE // size)
-                yield Stretch(base + at * size, base + to * size, size, self.sums[index][at:to])
+            to = min(last, num_whole)
+            if first < to:
+                whole = base + first * size, base + to * size
+                yield Stretch(*whole, size, self.sums[index][first:to])
             for at in range(max(first, num_whole), last):
                 block = base + at * size, min(base + (at + 1) * size, end)
                 yield Stretch(*block, 0, self.sums[index][at : at + 1])
@@ -144,19 +145,23 @@ class Stretch(NamedTuple):
     def damage_in(self, pieces: Iterable[Tensor]) -> tuple[int, int] | None:
         """Return the first range that is not as it was written, of content in ``pieces``.
 
-        Whole blocks are one piece. It is shorter where the file ends.
+        A piece has whole blocks, if there are such; the last one is shorter where the file ends.
         """
         if not self.block_bytes:
             checksum = 0
             for piece in pieces:
                 checksum = zlib.crc32(piece.numpy().data, checksum)
             return None if checksum == int(self.expected[0]) else (self.start, self.stop)
-        (content,) = pieces
-        if len(content) < self.stop - self.start:
-            return self.start, self.stop
-        found = word_sums(content.numpy().data)
+        sums = []
+        for piece in pieces:
+            if not len(piece) or len(piece) % self.block_bytes:
+                return self.start, self.stop
+            sums.append(word_sums(piece.numpy().data))
+        found = torch.cat(sums)
         if torch.equal(found, self.expected):
             return None
+        if len(found) != len(self.expected):
+            return self.start, self.stop
         first = self.start + int((found != self.expected).nonzero()[0]) * self.block_bytes
         return first, first + self.block_bytes
 

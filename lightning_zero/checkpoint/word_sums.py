@@ -24,6 +24,7 @@ BLOCK_BYTES = 2**16
 """Bytes that share a sum."""
 
 _WORDS = BLOCK_BYTES // 8
+_AT_ONCE = 32  # blocks: their sums stay in the cache
 _ROWS, _STEP = 9, 909
 _COLUMNS = _WORDS - (_ROWS - 1) * _STEP
 
@@ -31,10 +32,17 @@ _COLUMNS = _WORDS - (_ROWS - 1) * _STEP
 def word_sums(content: memoryview) -> Tensor:
     """Return the sums of blocks in a row: of bytes ``[n * BLOCK_BYTES]``, writable, ``[n]``."""
     with torch.no_grad():
-        words = torch.frombuffer(content, dtype=torch.int64)
-        rows = words.as_strided((len(words) // _WORDS, _ROWS, _COLUMNS), (_WORDS, _STEP, 1))
-        columns = rows.sum(1)
-        return columns.bitwise_xor_(columns >> 31).mv(_weights())
+        words = torch.frombuffer(content, dtype=torch.int64).view(-1, _WORDS)
+        # Memory that is new each time would cost as much as the sums.
+        columns, upper = torch.empty(2, min(len(words), _AT_ONCE), _COLUMNS, dtype=torch.int64)
+        sums = []
+        for some in torch.split(words, _AT_ONCE):
+            count = len(some)
+            rows = some.as_strided((count, _ROWS, _COLUMNS), (_WORDS, _STEP, 1))
+            torch.sum(rows, 1, out=columns[:count])
+            torch.bitwise_right_shift(columns[:count], 31, out=upper[:count])
+            sums.append(columns[:count].bitwise_xor_(upper[:count]).mv(_weights()))
+        return torch.cat(sums)
 
 
 @functools.cache
