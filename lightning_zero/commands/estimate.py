@@ -53,7 +53,7 @@ saved: how much lower the peak is than that of {first}."""
 
 _CHECKPOINTING = "activation_checkpointing"
 
-_READ_OPTIONS = ("prefetch", "reshard_after_forward", "reduce_dtype", "accumulate")
+_READ_OPTIONS = ("prefetch", "reshard_after_forward", "reduce_dtype", "accumulate", "shard")
 """The arguments of the strategy that the engine's memory depends on."""
 
 _WITHOUT_MEMORY = {"stage", "checkpoint", "broadcast_buffers", "restore_weights", "launcher"}
@@ -78,6 +78,7 @@ def add_estimate_command(commands: Any) -> None:
     parser.add_argument("--model", help="the class, if the configuration does not name it")
     parser.add_argument("--stages", nargs="+", type=int, help="by default 0 (DDP) 1 2 3")
     parser.add_argument("--ranks", nargs="+", type=int, help="by default as in the YAML, else 8")
+    parser.add_argument("--shard", type=int, help="the ranks of one copy; by default all")
     parser.add_argument("--precision", choices=list(RECIPES), help="as in the Trainer")
     parser.add_argument("--cast-weights", choices=CAST_WEIGHTS, help="as in the strategy")
     parser.add_argument("--optimizer", help="a name of torch.optim")
@@ -132,6 +133,8 @@ def run(options: argparse.Namespace) -> int:
     }
     if "reduce_dtype" in settings:
         settings["reduce_dtype"] = as_dtype(settings["reduce_dtype"])
+    if options.shard is not None:
+        settings["shard"] = options.shard
     offloads = named_offloads(*dict.fromkeys(options.offload), ratio=options.offload_ratio)
     device, host = (
         parse_bytes(text) if text else None for text in (options.device_memory, options.host_memory)

@@ -188,6 +188,9 @@ class ModelPlan:
         chosen = Settings(
             stage, self.recipe, broadcast_buffers=False, device=_META, **self._cut, **settings
         )
+        # A rank holds what it would if the ranks of its copy were all.
+        world_size = chosen.num_shards(world_size)
+        rank %= world_size
         specs = specify_units(self.module, chosen)
         terms = terms_of_specs(
             specs,

@@ -135,6 +135,7 @@ def estimate(
     prefetch: int = 1,
     reshard_after_forward: bool = True,
     reduce_dtype: torch.dtype | None = None,
+    shard: int | str = "all",
     shares_memory: bool = False,
     rank: int = 0,
     device: torch.device | str = "cpu",
@@ -168,6 +169,8 @@ def estimate(
         prefetch: As in ``ZeROStrategy``.
         reshard_after_forward: As in ``ZeROStrategy``.
         reduce_dtype: As in ``ZeROStrategy``.
+        shard: As in ``ZeROStrategy``, ``"all"`` or a number. What a reduction between copies holds
+            for a moment is not counted: up to three shards of the unit that is reduced.
         shares_memory: The ranks are on one host's CPUs and read each other's reduce buffers, which
             then stay from step to step; ``unreduced`` is the most that they can be.
         rank: The rank that is asked about; they differ by what is padding.
@@ -182,6 +185,7 @@ def estimate(
         model, stage, world_size, rank=rank, num_microbatches=accumulate_grad_batches,
         prefetch=prefetch, accumulate=accumulate, reduce_dtype=reduce_dtype,
         reshard_after_forward=reshard_after_forward, offload=offload, shares_memory=shares_memory,
+        shard=shard,
     )  # fmt: skip
 
 

@@ -174,6 +174,7 @@ class MemoryMonitor(Callback):
             "reshard_after_forward": chosen.reshard_after_forward,
             "reduce_dtype": chosen.reduce_dtype,
             "accumulate": chosen.accumulate,
+            "shard": strategy.engine.comm.mesh.shard.size,
             "shares_memory": strategy.engine.comm.transport.reads_peers,
         }
         for given, what in ((batch, "activations"), (None, "memory")):
@@ -187,13 +188,11 @@ class MemoryMonitor(Callback):
 
     def _estimate(self, strategy: ZeROStrategy) -> Estimate:
         assert self._subject is not None
-        assert strategy.engine is not None
-        copy = strategy.engine.comm.mesh.shard
         return estimate_of(
             self._subject,
             strategy.settings.stage,
-            copy.size,
-            rank=copy.rank,
+            strategy.world_size,
+            rank=strategy.global_rank,
             offload=strategy.settings.offload,
             **self._settings,
         )
@@ -249,7 +248,7 @@ class MemoryMonitor(Callback):
                 stages = compare(
                     self._subject,
                     (0, 1, 2, 3),
-                    [strategy.engine.comm.mesh.shard.size],
+                    [trainer.world_size],
                     **self._settings,
                 )
             write_report(

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_zero import MemoryMonitor, TrafficMonitor, ZeROStrategy
+from lightning_zero import MemoryMonitor, TrafficMonitor, ZeROStrategy, estimate
 from tests.oracle.by_trainer import Rows, Stop, make_trainer, model
 from tests.oracle.checkpoints import told
+from tests.oracle.models import MODELS
 from tests.oracle.ranks import Pools
 
 
@@ -82,3 +83,11 @@ def test_deepspeeds_mics_is_the_same() -> None:
     config["zero_optimization"]["mics_shard_size"] = 8
     with pytest.raises(ValueError, match=r"shard=2 contradicts"):
         ZeROStrategy(config=config, shard=2)
+
+
+def test_a_rank_is_predicted_to_hold_its_part_of_a_copy() -> None:
+    build = MODELS["nested"].build
+    copies = estimate(build, stage=3, world_size=8, shard=2, rank=5)
+    assert copies.resting == estimate(build, stage=3, world_size=2, rank=1).resting
+    with pytest.raises(ValueError, match="shard=3 makes groups of 3 ranks"):
+        estimate(build, stage=3, world_size=8, shard=3)
