@@ -41,6 +41,7 @@ class Scratch:
 
     def __init__(self, folder: str) -> None:
         self.folder = os.path.abspath(folder)
+        self._promised = 0
 
     @property
     def is_memory(self) -> bool:
@@ -56,18 +57,22 @@ class Scratch:
     def require(self, nbytes: int, control: Control, what: str) -> None:
         """Raise on all ranks unless each disk has room for ``what`` its ranks need; a collective.
 
+        Room that was found earlier, and is not taken yet, counts as taken.
+
         Raises:
             OSError: There is not enough, or a folder cannot be written to.
         """
         outcome = Outcome()
         need = None
+        self._promised += nbytes
         with outcome.attempt():
             if not hasattr(os, "posix_fallocate"):
                 raise OSError("This system cannot reserve room for files. Offload needs Linux.")
             os.makedirs(self.folder, exist_ok=True)
             os.close(_unnamed(self.folder))
             free, disk = os.statvfs(self.folder), os.stat(self.folder).st_dev
-            need = _Need((socket.gethostname(), disk), nbytes, free.f_bavail * free.f_frsize)
+            room = free.f_bavail * free.f_frsize
+            need = _Need((socket.gethostname(), disk), self._promised, room)
         doing = f"Making files in offload_path={self.folder!r}"
         outcome.agree(control, doing)
         needs = [one for one in control.gather_objects(need) if one is not None]
@@ -79,7 +84,8 @@ class Scratch:
                 each = ", ".join(f"{needs[rank].nbytes:,} on rank {rank}" for rank in ranks)
                 raise OSError(
                     errno.ENOSPC,
-                    f"{doing} failed: {what} need {wanted:,} bytes ({each}), and {free:,} are free."
+                    f"{doing} failed: {what}, and what else has no room yet, need {wanted:,} bytes"
+                    f" ({each}), and {free:,} are free."
                     " Make room, or name a folder on a larger disk as offload_path.",
                 )
 
@@ -95,6 +101,7 @@ class Scratch:
                 f"{error.strerror}: {nbytes:,} more bytes in offload_path={self.folder!r}. Make"
                 " room, or name a folder on a larger disk.",
             ) from error
+        self._promised = max(0, self._promised - nbytes)
         return file
 
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:

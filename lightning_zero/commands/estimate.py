@@ -23,6 +23,7 @@ from lightning_zero.memory import (
     Estimate,
     Limits,
     ModelPlan,
+    Offload,
     advise,
     are_equal_stages,
     compare,
@@ -56,7 +57,14 @@ _CHECKPOINTING = "activation_checkpointing"
 _READ_OPTIONS = ("prefetch", "reshard_after_forward", "reduce_dtype", "accumulate", "shard")
 """The arguments of the strategy that the engine's memory depends on."""
 
-_WITHOUT_MEMORY = {"stage", "checkpoint", "broadcast_buffers", "restore_weights", "launcher"}
+_WITHOUT_MEMORY = {
+    "stage",
+    "checkpoint",
+    "broadcast_buffers",
+    "offload_path",
+    "restore_weights",
+    "launcher",
+}
 """The arguments that a step's memory does not depend on; all stages are shown."""
 
 
@@ -136,6 +144,10 @@ def run(options: argparse.Namespace) -> int:
     if options.shard is not None:
         settings["shard"] = options.shard
     offloads = named_offloads(*dict.fromkeys(options.offload), ratio=options.offload_ratio)
+    media = [chosen.pop(name, None) for name in ("offload_optimizer", "offload_weights")]
+    if any(media):
+        own = (chosen.get("stage", 3), Offload(*media))
+        offloads += [own] if own not in offloads else []
     device, host = (
         parse_bytes(text) if text else None for text in (options.device_memory, options.host_memory)
     )

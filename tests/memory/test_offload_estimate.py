@@ -254,6 +254,22 @@ def test_command_knows_the_nodes_of_a_configuration(capsys: Any, tmp_path: Any) 
         assert f" ranks: {on_node} on a node, with" in out
 
 
+def test_command_reads_the_offload_of_a_configuration(capsys: Any, tmp_path: Any) -> None:
+    config = tmp_path / "config.yaml"
+    files = "offload_optimizer: nvme, offload_weights: nvme, offload_path: /a"
+    config.write_text(
+        "trainer: {devices: 2, strategy: {class_path: lightning_zero.ZeROStrategy, init_args:"
+        f" {{stage: 3, {files}}}}}}}\n"
+    )
+    words = [str(config), "--model", "torch.nn:Linear", "--args", "in_features=8"]
+    code, out, _ = run(capsys, *words, "out_features=8")
+    assert code == 0
+    assert "zero3_nvme, 2 ranks: 2 on a node, with" in out
+    assert "disk states" in out
+    assert NO_OFFLOAD_YET not in out
+    assert "Not read" not in out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

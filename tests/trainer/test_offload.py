@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor
 
 from lightning_zero import MemoryMonitor, ZeROStrategy
@@ -29,10 +30,8 @@ class Fused(Model):
 def fit(name: Any, folder: str, *callbacks: Any, path: str | None = None, **more: Any) -> Fused:
     torch.manual_seed(0)
     module = Fused()
-    trainer = make_trainer(
-        world(), name, folder, callbacks=list(callbacks), enable_checkpointing=False,
-        gradient_clip_val=0.5, **more,
-    )  # fmt: skip
+    options = {"enable_checkpointing": False, "gradient_clip_val": 0.5, **more}
+    trainer = make_trainer(world(), name, folder, callbacks=list(callbacks), **options)
     trainer.fit(module, Rows(), ckpt_path=path)
     return module
 
@@ -91,6 +90,41 @@ def passes(folder: str) -> None:
 
 def test_passes_without_an_optimizer(ranks: Pools, tmp_path: Path) -> None:
     ranks(2).run(passes, str(tmp_path))
+
+
+class Torn(Exception):
+    pass
+
+
+def torn(folder: str, files: dict[str, Any]) -> list[str]:
+    """The names of the checkpoints that are left by a step that fails."""
+    kernel = torch._fused_adamw_
+    calls = iter(range(100))
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        if next(calls) == 3:
+            raise Torn
+        kernel(*args, **kwargs)
+
+    torch._fused_adamw_ = fail
+    try:
+        with pytest.raises((Torn, RuntimeError)):
+            fit(
+                ZeROStrategy(units={torch.nn.Linear, torch.nn.Embedding}, **files),
+                folder,
+                OnExceptionCheckpoint(folder),
+                enable_checkpointing=True,
+            )
+    finally:
+        torch._fused_adamw_ = kernel
+    assert next(calls) == 4
+    return [path.name for path in Path(folder).glob("**/*.ckpt")]
+
+
+def test_a_torn_step_is_not_saved_for_its_exception(ranks: Pools, tmp_path: Path) -> None:
+    files = {"offload_optimizer": "nvme", "offload_weights": "nvme"}
+    assert ranks(1).run(torn, str(tmp_path), files) == [[]]
+    assert ranks(1).run(torn, str(tmp_path), {}) == [["on_exception.ckpt"]]
 
 
 @pytest.mark.parametrize(
