@@ -67,7 +67,11 @@ class Backward:
         """
         pinned = [unit.index for unit in self._sharded.units if unit.weights.is_pinned]
         held = [len(self._sharded.units) - 1, *pinned]
-        register_multi_grad_hook(outputs, functools.partial(self._on_step_grad, held), mode="any")
+        hook = functools.partial(self._on_step_grad, held)
+        if len(outputs) == 1:
+            outputs[0].register_hook(hook)  # type: ignore[no-untyped-call]
+        else:
+            register_multi_grad_hook(outputs, hook, mode="any")
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _unshard_again(self, indices: Iterable[int], _: Tensor) -> None:

@@ -108,6 +108,11 @@ class Forward:
         """Come out of a forward; behind the outermost, await a backward from its ``outputs``."""
         if self._step.leave():
             self._end(outputs)
+        elif self._sharded.root.weights.gives_back and not internals.in_backward():
+            # The user may keep it until the step has ended, or the run.
+            tracked = with_grad(outputs) if torch.is_grad_enabled() else []
+            if tracked:
+                self._backward.unshard_before(tracked)
 
     def _end(self, outputs: Any) -> None:
         tracked = with_grad(outputs) if torch.is_grad_enabled() else []

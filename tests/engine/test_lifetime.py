@@ -281,6 +281,27 @@ def test_a_backward_after_the_training_is_refused(ranks: Pools) -> None:
             assert "Run the forward again" in words, name
 
 
+def _keep_graphs_of_an_evaluation() -> list[str]:
+    """What a child made whose weights are the root's: nothing else notices its backward."""
+    said = []
+    for _ in range(2):
+        module = Regression()
+        engine = Engine(module, Settings(stage=3, units={Block}))
+        with engine.step(awaits_backward=False):
+            kept, late = (module.head(torch.ones(2, WIDTH)).sum() for _ in range(2))
+        kept.backward()
+        said.append(str(engine.sharded.full_grad(module.head.bias)))
+        engine.close()
+        said.append(_said(late.backward))
+    return said
+
+
+def test_a_graph_that_was_kept_finds_its_weights_or_says_why_not(ranks: Pools) -> None:
+    for said in ranks(2).run(_keep_graphs_of_an_evaluation):
+        assert said[0] == said[2] == str(torch.full((WIDTH,), 2.0))
+        assert "ran before the module's training ended" in said[1]
+
+
 # -- what lasts ------------------------------------------------------------------------------------
 
 
