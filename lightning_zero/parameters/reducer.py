@@ -85,6 +85,8 @@ class Reducer:
             self._move()
             self._move_one(index, grad)
         else:
+            if self.partial is None:
+                self._allocate_partial()
             self._taken.append((index, grad))
             self._taken_bytes += nbytes
             if self._taken_bytes > _TOGETHER_BYTES:
