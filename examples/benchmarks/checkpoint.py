@@ -39,7 +39,8 @@ import torch.multiprocessing as mp
 from lightning_zero.checkpoint import check_ranges
 from lightning_zero.checkpoint.dcp.save import DirectorySave
 from lightning_zero.checkpoint.file.format import Provenance
-from lightning_zero.checkpoint.load import load, ranges_of, read_ahead
+from lightning_zero.checkpoint.load import load, ranges_of
+from lightning_zero.checkpoint.read_ahead import read_ahead
 from lightning_zero.checkpoint.saver import Saver, collected
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
 from lightning_zero.comm import Control

@@ -49,14 +49,16 @@ class ShardedModel:
         self.on_touch: Callable[[Sequence[Unit]], bool] = lambda _: False
         self._places: dict[int, tuple[Unit, FlatParameters, int]] = {}
         self._is_writing = False
-        self._build_units()
+        blank = self._build_units()
         self.flats = [flat for unit in self.units for flat in unit.flat_parameters]
         # Replicated weights without other masters are what peers read.
         self._peers_read_weights = any(
             not (flat.plan.has_master or flat.plan.gives_weights_back) for flat in self.flats
         )
+        blank.finish(functools.partial(self.gathered, modify=True))
 
-    def _build_units(self) -> None:
+    def _build_units(self) -> materialize.MetaInitializer:
+        """Shard unit by unit; returns what gives values to modules that came without."""
         # The first module that holds each parameter.
         owners = {
             id(parameter): module
@@ -84,7 +86,7 @@ class ShardedModel:
                     self._places[id(parameter)] = (unit, flat, index)
             if spec.name:
                 unit.weights.reshard()
-        blank.finish(functools.partial(self.gathered, modify=True))
+        return blank
 
     @property
     def root(self) -> Unit:
