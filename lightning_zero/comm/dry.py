@@ -29,17 +29,20 @@ class DryCommunicator(Communicator):
     Args:
         rank: The number of the rank.
         world_size: Number of ranks.
-        transport: Allocates what weights and gradients travel through.
+        transport: Allocates what weights and gradients travel through within a copy.
+        num_shards: As for every communicator.
     """
 
     transport: DryTransport
 
-    def __init__(self, rank: int, world_size: int, transport: DryTransport) -> None:
+    def __init__(
+        self, rank: int, world_size: int, transport: DryTransport, num_shards: int | None = None
+    ) -> None:
         self.device = transport.device
         self.control = transport.control
-        self.mesh = Mesh.of(rank, world_size)
+        self.mesh = Mesh.of(rank, world_size, num_shards)
         transport.axis = self.mesh.shard
-        transport.rank, transport.size = rank, world_size
+        transport.rank, transport.size = transport.axis.rank, transport.axis.size
         self.transport = transport
         self.transports = {"shard": transport}
 

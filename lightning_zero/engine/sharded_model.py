@@ -68,20 +68,19 @@ class ShardedModel:
         blank = materialize.MetaInitializer(self.module, self.settings.device)
         specs = specify_units(self.module, self.settings)
         if self.scratch is not None:
-            size = self.comm.mesh.shard.size
-            nbytes = sum(
-                flat.bytes_in(Medium.DISK, size) for spec in specs for flat in spec.flat_parameters
-            )
+            sizes = self.comm.mesh.shard.size, self.comm.mesh.replicate.size
+            flats = [flat for spec in specs for flat in spec.flat_parameters]
+            nbytes = sum(flat.bytes_in(Medium.DISK, *sizes) for flat in flats)
             self.scratch.require(nbytes, self.comm.control, "masters")
         for spec in specs:
             blank.fill(owners[id(p)] for flat in spec.flat_parameters for _, p in flat.named)
-            flats = [
+            groups = [
                 FlatParameters(flat.named, flat.plan, self.comm, self, self.scratch)
                 for flat in spec.flat_parameters
             ]
-            unit = Unit(spec.name, spec.module, flats, len(self.units))
+            unit = Unit(spec.name, spec.module, groups, len(self.units))
             self.units.append(unit)
-            for flat in flats:
+            for flat in groups:
                 for index, parameter in enumerate(flat.parameters):
                     self._places[id(parameter)] = (unit, flat, index)
             if spec.name:

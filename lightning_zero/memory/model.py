@@ -188,15 +188,15 @@ class ModelPlan:
         chosen = Settings(
             stage, self.recipe, broadcast_buffers=False, device=_META, **self._cut, **settings
         )
-        # A rank holds what it would if the ranks of its copy were all.
-        world_size = chosen.num_shards(world_size)
-        rank %= world_size
+        num_shards = chosen.num_shards(world_size)
+        place = rank % num_shards
         specs = specify_units(self.module, chosen)
         terms = terms_of_specs(
             specs,
-            lambda parameter, numel: self.state_bytes(parameter, numel, rank, world_size),
-            world_size=world_size,
-            rank=rank,
+            lambda parameter, numel: self.state_bytes(parameter, numel, place, num_shards),
+            num_shards=num_shards,
+            num_copies=world_size // num_shards,
+            rank=place,
             offload=offload,
             on_host=offload is not None and offload.runs_on(self.device),
         )
@@ -206,16 +206,16 @@ class ModelPlan:
             return without_units(terms, is_kept=is_local and num_microbatches > 1)
         transport: DryTransport = DryTransport()
         if self.device.type == "cpu":
-            shares_memory = shares_memory and world_size > 1
+            shares_memory = shares_memory and num_shards > 1
             transport = DrySharedMemory() if shares_memory else DryMessages()
         return sharded_step(
             self.events(is_cast=True),
             meta_copy(self.module),
             chosen,
-            DryCommunicator(rank, world_size, transport),
+            DryCommunicator(rank, world_size, transport, num_shards),
             terms,
             buffers=self._buffers,
-            stepped=self._states.stepped(rank, world_size),
+            stepped=self._states.stepped(place, num_shards),
             num_microbatches=num_microbatches,
             adds_gradients=num_microbatches > 1 and not is_local,
             offload=offload,

@@ -108,22 +108,22 @@ def terms_of_specs(
     specs: Iterable[UnitSpec],
     state_of: StateOf,
     *,
-    world_size: int,
+    num_shards: int,
+    num_copies: int,
     rank: int,
     offload: Offload | None = None,
     on_host: bool = False,
 ) -> list[UnitTerms]:
-    """Return the terms that units, which have no memory yet, will have on a rank.
+    """Return the terms that units, which have no memory yet, will have on a rank of a copy.
 
     ``on_host`` if what is offloaded is so from a device that is the host itself.
     """
     found = []
     for spec in specs:
         terms = UnitTerms(spec.name)
-        for named, plan in spec.flat_parameters:
-            layout = Layout.build(
-                [(name, tuple(p.shape), tuple(p.stride())) for name, p in named], world_size
-            )
+        for flat in spec.flat_parameters:
+            named, plan = flat
+            layout = flat.layout(num_shards, num_copies)
             trainable = named[0][1].requires_grad
             states = 0
             for index, (_, parameter) in enumerate(named) if trainable else ():

@@ -20,11 +20,15 @@ class FlatSpec(NamedTuple):
     named: list[tuple[str, Parameter]]
     plan: Plan
 
-    def bytes_in(self, medium: Medium, world_size: int) -> int:
-        """Return the bytes of weights and masters that a rank will have in a medium."""
+    def layout(self, num_shards: int, num_copies: int) -> Layout:
+        """Return where the parameters will lie."""
         slots = [(name, tuple(p.shape), tuple(p.stride())) for name, p in self.named]
-        numel = Layout.build(slots, world_size).numel
-        kinds = self.plan.resting_bytes(numel, world_size, trainable=False)
+        return Layout.build(slots, num_shards, num_copies)
+
+    def bytes_in(self, medium: Medium, num_shards: int, num_copies: int) -> int:
+        """Return the bytes of weights and masters that a rank will have in a medium."""
+        numel = self.layout(num_shards, num_copies).numel
+        kinds = self.plan.resting_bytes(numel, num_shards, trainable=False)
         return sum(count for kind, count in kinds.items() if self.plan.media[kind] is medium)
 
 

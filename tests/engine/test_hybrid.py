@@ -3,12 +3,14 @@
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.plan.plan import RECIPES
 from tests.oracle.models import MODELS
 from tests.oracle.parity import Result, assert_parity
 from tests.oracle.ranks import Pools
-from tests.oracle.sharded import CPU, sgd, shard, train
+from tests.oracle.sharded import CPU, sgd, shard, surroundings, train, whole
 
 WAYS: dict[str, dict[str, Any]] = {
     "windows": {},
@@ -93,3 +95,43 @@ def test_each_axis_sends_the_formula(ranks: Pools) -> None:
     for sent in ranks(4).run(_sent, 2):
         assert sent["gather"] == sent["reduce"] == sent["numel"] // 2
         assert sent["replicate gather"] == sent["replicate reduce"] == sent["numel"] // 4
+
+
+def _edited(num_shards: int | None, stage: int, precision: str) -> dict[str, list[float]]:
+    """Masters after edits between steps and within `gathered`, and a step on them."""
+    comm = Communicator(CPU, num_shards=num_shards)
+    engine = shard(
+        MODELS["nested"].build(), stage=stage, comm=comm, recipe=RECIPES[precision], units="leaves"
+    )
+    parameters, rank = dict(engine.module.named_parameters()), comm.control.rank
+    optimizer = sgd(engine.module)
+    engine.adopt(optimizer)
+    for number in range(3):
+        with engine.step() as watch, surroundings(precision):
+            # Every rank reads the same rows, so that no sum has a rounding.
+            loss = MODELS["nested"].loss(engine.module, MODELS["nested"].batch(4, number))
+            watch(loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 0:
+            with torch.no_grad():
+                for parameter in parameters.values():
+                    parameter.mul_(1.5)
+        elif number == 1:
+            with engine.sharded.gathered(modify=True), torch.no_grad():
+                for parameter in parameters.values():
+                    # Rank 0's edit counts.
+                    parameter.add_(0.25 + rank)
+    found = {name: value.flatten().tolist() for name, value in whole(engine).items()}
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(1, "bf16-mixed"), (2, "32-true"), (3, "32-true"), (3, "bf16-mixed")]
+)
+def test_edits_reach_all_copies(ranks: Pools, stage: int, precision: str) -> None:
+    plain = ranks(4).run(_edited, None, stage, precision)[0]
+    for of_rank in ranks(4).run(_edited, 2, stage, precision):
+        assert of_rank == plain

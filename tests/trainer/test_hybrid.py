@@ -61,6 +61,14 @@ def test_copies_of_two_train_save_and_resume(ranks: Pools, tmp_path: Path) -> No
         assert one["differs"] == []
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_number_of_copies_that_pads_shards_is_predicted(
+    ranks: Pools, tmp_path: Path, stage: int
+) -> None:
+    for one in ranks(3).run(_fit, str(tmp_path), 1, stage=stage):
+        assert one["differs"] == []
+
+
 def _refused(folder: str, shards: list[Any]) -> str:
     return told(_fit, folder, shards[dist.get_rank()])
 
