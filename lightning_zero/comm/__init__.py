@@ -32,6 +32,7 @@ from lightning_zero.comm.dry import (
     DrySharedMemory,
     DryTransport,
 )
+from lightning_zero.comm.mesh import Placements
 from lightning_zero.comm.process_groups import default_world_size
 from lightning_zero.comm.rendezvous import join_group
 from lightning_zero.comm.scratch import Scratch
@@ -50,6 +51,7 @@ __all__ = [
     "Exclusive",
     "Outcome",
     "PendingSync",
+    "Placements",
     "ReduceBuffer",
     "Scratch",
     "Shared",

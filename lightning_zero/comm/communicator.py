@@ -89,7 +89,9 @@ class Communicator:
         # send each rank its part, (N - 1) / N of it in all, and are added in the ranks' order.
         return PointToPoint(self.control, axis, self.device)
 
-    def redistribution(self, source: Placement, target: Placement) -> Redistribute:
+    def redistribution(
+        self, source: Placement | Placements, target: Placement | Placements
+    ) -> Redistribute:
         """Return the verb that brings a buffer from one placement to another.
 
         Raises:

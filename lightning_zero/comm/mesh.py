@@ -99,8 +99,10 @@ class Placements(NamedTuple):
     replicate: Placement
 
     @classmethod
-    def of(cls, placement: Placement) -> Placements:
+    def of(cls, placement: Placement | Placements) -> Placements:
         """Return the placements of a home; all but summands is alike in all replicas."""
+        if isinstance(placement, Placements):
+            return placement
         is_partial = placement is Placement.PARTIAL
         return cls(placement, placement if is_partial else Placement.REPLICATED)
 

@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from lightning_zero.comm.mesh import Verb
-from lightning_zero.comm.transport import ReduceBuffer, Shared, Transport, Work
+from lightning_zero.comm.transport import Arrived, ReduceBuffer, Shared, Transport, Work
 
 Redistribute = Callable[..., Work]
 """A verb ``(out, source, *, unit, tag)`` which starts to fill ``out``. The source is a
@@ -17,10 +17,18 @@ Redistribute = Callable[..., Work]
 
 def along(steps: Sequence[tuple[Transport, Verb]]) -> Redistribute:
     """Return the verb that takes all steps; for a single one the transport's own."""
+    if not steps:
+        return _stay
     if len(steps) > 1:
         return partial(_Walk, steps)
     transport, verb = steps[0]
     return transport.reduce if verb is Verb.REDUCE else transport.gather
+
+
+def _stay(out: Tensor, source: Shared, *, unit: str, tag: int) -> Work:
+    """Leave a buffer where it is."""
+    assert out is source.own
+    return Arrived()
 
 
 class _Walk:

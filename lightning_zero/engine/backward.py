@@ -19,6 +19,7 @@ from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.step import Phase, Step
 from lightning_zero.engine.unit import Unit
+from lightning_zero.parameters import Reach
 from lightning_zero.tensors import internals
 
 
@@ -98,9 +99,10 @@ class Backward:
         self._step.begin_backward()
         self._prefetcher.last_backward = None
         self._reduces = self.syncs or self._always_reduces
+        reach = Reach.ALL if self.syncs else Reach.COPY if self._reduces else Reach.RANK
         with internals.as_plain_tensors():
             for unit in self._sharded.units:
-                unit.gradients.expect(is_local=not self._reduces)
+                unit.gradients.expect(reach)
         if self._reduces:
             self._order.begin(self._prefetcher.units_in_forward())
         internals.queue_callback(self._finish)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from lightning_zero.parameters import FlatParameters
+from lightning_zero.parameters import FlatParameters, Reach
 from lightning_zero.tensors import span
 
 
@@ -37,10 +37,10 @@ class Gradients:
         self._num_missing = 0
         self._finishes: list[Callable[[], None]] = []
 
-    def expect(self, *, is_local: bool) -> None:
-        """Begin a backward pass, whose gradients stay on this rank if ``is_local``."""
+    def expect(self, reach: Reach) -> None:
+        """Begin a backward pass, whose gradients go so far."""
         for flat in self._flats:
-            flat.reducer.expect(is_local=is_local)
+            flat.reducer.expect(reach)
         self.wants = [parameter.requires_grad for parameter in self.parameters]
         self._num_missing = sum(self.wants)
         self.are_complete = not self._num_missing
@@ -73,15 +73,18 @@ class Gradients:
 
     @property
     def are_pending(self) -> bool:
-        """Return whether a gradient arrived that is not reduced yet."""
-        return True in [True in flat.reducer.filled for flat in self._flats]
+        """Return whether a gradient arrived that is not reduced yet, or in its copy only."""
+        return True in [
+            flat.reducer.awaits_copies or True in flat.reducer.filled for flat in self._flats
+        ]
 
     @span("reduce")
     def reduce(self) -> None:
         """Start to average the gradients that arrived over the ranks."""
         self.finish()
         for tag, flat in enumerate(self._flats, self._first_tag):
-            if True in [parameter.requires_grad for parameter in flat.parameters]:
+            wants = True in [parameter.requires_grad for parameter in flat.parameters]
+            if wants or flat.reducer.awaits_copies:
                 self._finishes.append(flat.reducer.reduce(self.label, tag))
 
     def finish(self) -> None:

@@ -155,9 +155,12 @@ class OptimizerHooks:
         """Let the optimizer change masters."""
         for piece in self._pieces:
             view = piece.gradient
-            if view.state.is_unsynced and piece.grad is view.shown:
+            is_own = view.state.is_unsynced and piece.grad is view.shown
+            # Whoever has dropped it, or put another there, is heard when the piece's is read.
+            if is_own or (view.is_of_copy and piece.reduced is not None and view.is_of_copy):
+                whose = "this rank's own" if is_own else "that of one copy of the model's states"
                 raise RuntimeError(
-                    f"The gradient of parameter {piece.range.slot.name!r} is this rank's own: its"
+                    f"The gradient of parameter {piece.range.slot.name!r} is {whose}: its"
                     " last backward pass was told not to send gradients. Let the last one before"
                     f" {type(optimizer).__name__}.step() send them (`sync_grad=True`)."
                 )

@@ -18,6 +18,15 @@ from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.parameters.flat_parameters import FlatParameters
 from lightning_zero.parameters.grad_view import drop_gradients, settle, unsettle
 from lightning_zero.parameters.piece import Piece
-from lightning_zero.parameters.reducer import Reducer
+from lightning_zero.parameters.reducer import Reach, Reducer
 
-__all__ = ["Buffer", "FlatParameters", "Piece", "Reducer", "drop_gradients", "settle", "unsettle"]
+__all__ = [
+    "Buffer",
+    "FlatParameters",
+    "Piece",
+    "Reach",
+    "Reducer",
+    "drop_gradients",
+    "settle",
+    "unsettle",
+]

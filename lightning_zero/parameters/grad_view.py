@@ -81,6 +81,7 @@ class GradientView:
         state: What the engine left as the parameter's gradient.
         shown: The tensor for that state, to notice that the user has left another.
         arrival: A gradient that autograd added to :attr:`shown` before it was hidden.
+        is_of_copy: Whether the average is one over the ranks of one copy of what is sharded.
         is_settled: Whether nobody but an optimizer, which steps now, changes gradients.
     """
 
@@ -90,15 +91,17 @@ class GradientView:
         self.state = GradState.NONE
         self.shown: Tensor | None = None
         self.arrival: Tensor | None = None
-        self.is_settled = False
+        self.is_of_copy = self.is_settled = False
 
     def __getstate__(self) -> dict[str, Any]:
         # As a pickled parameter has no gradient; to read one takes all ranks, in one order.
         none = dict.fromkeys(("sharded", "shown", "arrival"))
-        return {"piece": self.piece, "state": GradState.NONE, "is_settled": False, **none}
+        flags = dict.fromkeys(("is_of_copy", "is_settled"), False)
+        return {"piece": self.piece, "state": GradState.NONE, **flags, **none}
 
-    def show_sharded(self, reduced: Tensor | None = None) -> None:
+    def show_sharded(self, reduced: Tensor | None = None, *, is_of_copy: bool = False) -> None:
         """Show the stand-in for what the piece holds of the averaged gradient, or ``reduced``."""
+        self.is_of_copy = is_of_copy
         with internals.as_plain_tensors():
             _GRAD.__set__(self.piece.parameter, self.sharded)
         self.state, self.shown = GradState.SHARDED, self.sharded

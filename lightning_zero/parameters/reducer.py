@@ -5,6 +5,10 @@ gradients of the group. Its reduction leaves the average of all ranks in the **s
 every piece holds its part::
 
     autograd -> take -> partial -> reduce -> shard -> install -> grad of pieces and parameters
+
+With several copies of what is sharded, the gradients of all microbatches but the last do not leave
+their copy. Pieces hold its average until the last one **joins** the copies. To average once more
+what is the same in all of them leaves it what it is.
 """
 
 from __future__ import annotations
@@ -12,11 +16,12 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from enum import Enum
 
 import torch
 from torch import Tensor
 
-from lightning_zero.comm import ReduceBuffer, Work
+from lightning_zero.comm import ReduceBuffer, Shared, Work
 from lightning_zero.parameters.grad_view import GradState
 from lightning_zero.parameters.piece import Piece
 from lightning_zero.parameters.stores import Store
@@ -26,6 +31,17 @@ _SMALL_BYTES = 2**14
 """What is no larger is moved with others: a call for each would cost more than the copy."""
 _TOGETHER_BYTES = 2**16
 """How much of it waits at most; it is still in a core's cache when it is copied."""
+
+
+class Reach(Enum):
+    """The ranks over which the gradients of a backward pass are averaged."""
+
+    RANK = "rank"
+    """None: they stay on their rank."""
+    COPY = "copy"
+    """Those that share one copy of what is sharded."""
+    ALL = "all"
+    """All ranks."""
 
 
 class Reducer:
@@ -52,6 +68,7 @@ class Reducer:
         self._taken: list[tuple[int, Tensor]] = []
         self._taken_bytes = 0
         self._is_unscaled = False
+        self._reach = Reach.ALL
         # The average is taken in the pass that moves a gradient, as DDP does, when that costs
         # nothing. A pass that casts cannot multiply as well, so then the reduced shard is scaled,
         # which is N times smaller; as it is where a rank's own gradient is shown before that.
@@ -60,10 +77,12 @@ class Reducer:
 
     # -- from autograd to the partial buffer -----------------------------------------------------
 
-    def expect(self, *, is_local: bool) -> None:
-        """Begin a backward pass; with ``is_local`` one whose gradients stay on this rank."""
+    def expect(self, reach: Reach) -> None:
+        """Begin a backward pass, whose gradients go so far."""
         self.hide()
-        self._is_unscaled |= is_local
+        stays = reach is Reach.RANK or (reach is Reach.COPY and self._store.has_copies)
+        self._is_unscaled |= stays or self.shard.is_of_copy
+        self._reach = reach
         self.arrived = [False] * len(self._pieces)
 
     def hide(self) -> None:
@@ -145,18 +164,20 @@ class Reducer:
         target = self._store.gradients()
         self._in_flight = [partial.tensor, target]
         work = self._store.reduce(target, partial, unit=unit, tag=tag)
+        mesh = self._store.comm.mesh
+        num_ranks = mesh.shard.size if self._reach is Reach.COPY else mesh.size
         is_scaled = self._early_scale != 1.0 and not self._is_unscaled
-        late_scale = 1.0 if is_scaled else 1 / self._store.comm.mesh.size
+        late_scale = (mesh.size if is_scaled else 1) / num_ranks
         self._is_unscaled = False
-        return functools.partial(self._finish, work, target, late_scale)
+        self.shard.is_of_copy = self._store.has_copies and self._reach is Reach.COPY
+        add = functools.partial(self.shard.add, self._reach, late_scale, unit=unit, tag=tag)
+        return functools.partial(self._finish, work, target, add)
 
-    def _finish(self, work: Work, target: Tensor, late_scale: float) -> None:
+    def _finish(self, work: Work, target: Tensor, add: Callable[[Tensor], None]) -> None:
         """Wait for a reduction; what it reads and writes had to live until then."""
         work.wait()
         self._in_flight = []
-        if late_scale != 1.0:
-            target.mul_(late_scale)
-        self.shard.add(target)
+        add(target)
 
     # -- from the shard to optimizer and user ----------------------------------------------------
 
@@ -167,6 +188,11 @@ class Reducer:
             is_used or piece.reduced is not None
             for is_used, piece in zip(self.used, self._pieces, strict=True)
         ]
+
+    @property
+    def awaits_copies(self) -> bool:
+        """Return whether this pass has to join gradients over the copies, if none comes either."""
+        return self._reach is Reach.ALL and self.shard.is_of_copy
 
     def install(self, has_grads: Sequence[bool]) -> None:
         """End a backward pass: show the gradients that any rank has to optimizer and user."""
@@ -209,21 +235,39 @@ class GradShard:
     """This rank's shard of the averaged gradients.
 
     It lives as long as a piece holds a part of it: what ``zero_grad`` drops is free at once.
+
+    Attributes:
+        is_of_copy: Whether the average may be one over this copy, and not over all.
     """
 
     def __init__(self, pieces: Sequence[Piece], store: Store) -> None:
         self._pieces = pieces
         self._store = store
+        self.is_of_copy = False
         # The shard while it holds gradients that are not installed yet, and their way into it.
         self._fresh: tuple[Tensor, Work] | None = None
         self._installed: weakref.ref[Tensor] | None = None
 
-    def add(self, reduced: Tensor) -> None:
-        """Start to let ``reduced`` rest, added to what was not dropped since it was installed."""
+    def add(self, reach: Reach, scale: float, reduced: Tensor, *, unit: str, tag: int) -> None:
+        """Start to let an average rest, added to what was not dropped since it was installed.
+
+        It is ``scale`` times ``reduced``, or times the sum of it over the copies.
+        """
         if self._fresh is not None:
             # Of this pass already: gradients that came after their unit's reduction.
             self._fresh[1].wait()
-        self._fresh = self._store.flush(reduced, self._earlier())
+        earlier, joins = self._earlier(), reach is Reach.ALL and self._store.has_copies
+        if not joins and scale != 1.0:
+            reduced.mul_(scale)
+        elif joins and earlier is not None:
+            earlier.mul_(1 / (scale * self._store.comm.mesh.replicate.size))
+        shard, flush = self._store.flush(reduced, earlier)
+        if joins:
+            flush.wait()
+            self._store.join(shard, Shared(shard), unit=unit, tag=tag).wait()
+            if scale != 1.0:
+                shard.mul_(scale)
+        self._fresh = shard, flush
 
     def drop(self) -> None:
         """Forget what is not installed yet."""
@@ -259,7 +303,7 @@ class GradShard:
         if self._fresh is None:
             for piece, has_grad in zip(self._pieces, has_grads, strict=True):
                 if has_grad:
-                    piece.gradient.show_sharded()
+                    piece.gradient.show_sharded(is_of_copy=self.is_of_copy)
             return False
         (fresh, flush), self._fresh = self._fresh, None
         flush.wait()
@@ -267,7 +311,8 @@ class GradShard:
         for piece, has_grad in zip(self._pieces, has_grads, strict=True):
             if has_grad:
                 part = piece.range.in_shard
-                piece.gradient.show_sharded(fresh[part] if part.stop > part.start else None)
+                reduced = fresh[part] if part.stop > part.start else None
+                piece.gradient.show_sharded(reduced, is_of_copy=self.is_of_copy)
         return True
 
     @property

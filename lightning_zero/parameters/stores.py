@@ -13,7 +13,7 @@ import functools
 import torch
 from torch import Tensor
 
-from lightning_zero.comm import Arrived, Communicator, Scratch, Shared, Work
+from lightning_zero.comm import Arrived, Communicator, Placements, Scratch, Shared, Work
 from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.plan import Layout, Medium, Placement, Plan
 from lightning_zero.tensors import lasting_tensors
@@ -25,7 +25,8 @@ class Store:
     1. :meth:`weights` and :attr:`shared` at the beginning.
     2. :attr:`fetch` whenever weights become whole: ``fetch(out, unit=, tag=)`` starts to fill
        ``out`` (``[num_shards * n]``) from every rank's shard.
-    3. :meth:`gradients` for the result of a reduction, then :meth:`flush` with it.
+    3. :meth:`gradients` for the result of a reduction, then :meth:`flush` with it, and
+       :attr:`join` with what rests, where it is not to stay the sum of one copy.
     4. :meth:`retire` at the end.
 
     Attributes:
@@ -33,14 +34,17 @@ class Store:
         plan: Their homes.
         comm: The ranks.
         shared: The masters.
+        has_copies: Whether other ranks hold the same shard.
         gather: The verb that makes shards whole.
-        reduce: The verb that leaves this rank the sum of its shard.
+        reduce: The verb that leaves this rank the sum of its shard, within its copy.
+        join: The verb that sums the shard over the copies, in place.
     """
 
     def __init__(
         self, layout: Layout, plan: Plan, comm: Communicator, scratch: Scratch | None = None
     ) -> None:
         self.layout, self.plan, self.comm = layout, plan, comm
+        self.has_copies = comm.mesh.replicate.size > 1
         self._shard_numel = layout.shard_numel
         # Whole weights and masters share one storage if they rest in the same form.
         self._whole: Tensor | None = None
@@ -51,7 +55,9 @@ class Store:
             whole = comm.transport.share(layout.numel, plan.weight.dtype)
             self._whole, shared = whole.own, whole.sharded(comm.mesh.shard)
         self.gather = comm.redistribution(plan.master.placement, Placement.REPLICATED)
-        self.reduce = comm.redistribution(Placement.PARTIAL, plan.master.placement)
+        of_copy = Placements(plan.master.placement, Placement.PARTIAL)
+        self.reduce = comm.redistribution(Placement.PARTIAL, of_copy)
+        self.join = comm.redistribution(of_copy, plan.master.placement)
         self._rest(shared)
 
     def _rest(self, shared: Shared) -> None:

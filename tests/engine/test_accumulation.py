@@ -11,7 +11,11 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from tests.oracle.projects import Regression, Run, assert_like_ddp, fit, make_strategy, rows
 from tests.oracle.ranks import Pools
 
-POLICIES = [(1, {}), (2, {}), (3, {}), (2, {"accumulate": "local"}), (3, {"accumulate": "local"})]
+POLICIES = [
+    (1, {}),
+    *((stage, policy) for stage in (2, 3) for policy in ({}, {"accumulate": "local"})),
+    *((stage, {"shard": 1}) for stage in (2, 3)),
+]
 
 
 class _CountsHooks(Regression):

@@ -1,12 +1,15 @@
 """Hybrid sharding: shards over the ranks of a copy, and copies that stay equal."""
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.plan.plan import RECIPES
+from tests.oracle.checkpoints import told
 from tests.oracle.models import MODELS
 from tests.oracle.parity import Result, assert_parity
 from tests.oracle.ranks import Pools
@@ -63,25 +66,30 @@ def test_two_copies_train_as_one(ranks: Pools, way: str) -> None:
 
 def test_one_copy_and_copies_of_one_are_plain_sharding(ranks: Pools) -> None:
     keys, way = KEYS[:4], "point to point"
-    plain = _results(ranks, 3, None, way, keys, None)
+    local = [(*key[:-1], "local") for key in keys]
+    plain = _results(ranks, 3, None, way, [*keys, *local], None)
     for num_shards in (3, 1):
         found = _results(ranks, 3, num_shards, way, keys, None)
-        for key in keys:
+        # Copies of one rank add up microbatches before they add up ranks, as DDP does.
+        for key, same in zip(keys, local if num_shards == 1 else keys, strict=True):
             # Norms are sums over other pieces.
-            expected = Result(plain[key].losses, plain[key].params, plain[key].buffers)
+            expected = Result(plain[same].losses, plain[same].params, plain[same].buffers)
             assert_parity(found[key], expected, ulps=0)
 
 
-def _sent(num_shards: int) -> dict[str, int]:
+def _sent(num_shards: int, policy: str, accumulate: int) -> dict[str, int]:
     """Elements that a rank sends in a step at stage 2, by verb."""
-    engine = shard(MODELS["nested"].build(), stage=2, comm=Communicator(CPU, num_shards=num_shards))
+    comm = Communicator(CPU, num_shards=num_shards)
+    engine = shard(MODELS["nested"].build(), stage=2, accumulate=policy, comm=comm)
     optimizer = sgd(engine.module)
     engine.adopt(optimizer)
     for seed in range(2):
-        with engine.step() as watch:
-            loss = MODELS["nested"].loss(engine.module, MODELS["nested"].batch(4, seed))
-            watch(loss)
-        loss.backward()
+        for micro in range(accumulate):
+            with engine.no_sync() if micro < accumulate - 1 else contextlib.nullcontext():
+                with engine.step() as watch:
+                    loss = MODELS["nested"].loss(engine.module, MODELS["nested"].batch(4, seed))
+                    watch(loss)
+                loss.backward()
         optimizer.step()
     sent: dict[str, int] = {}
     for (_, verb), of_unit in engine.comm.traffic.items():
@@ -91,10 +99,67 @@ def _sent(num_shards: int) -> dict[str, int]:
     return sent
 
 
-def test_each_axis_sends_the_formula(ranks: Pools) -> None:
-    for sent in ranks(4).run(_sent, 2):
-        assert sent["gather"] == sent["reduce"] == sent["numel"] // 2
+@pytest.mark.parametrize(("policy", "accumulate"), [("reduce", 1), ("reduce", 3), ("local", 3)])
+def test_each_axis_sends_the_formula(ranks: Pools, policy: str, accumulate: int) -> None:
+    times = accumulate if policy == "reduce" else 1
+    for sent in ranks(4).run(_sent, 2, policy, accumulate):
+        assert sent["gather"] == sent["numel"] // 2
+        assert sent["reduce"] == times * sent["numel"] // 2
+        # Copies come together once in a step.
         assert sent["replicate gather"] == sent["replicate reduce"] == sent["numel"] // 4
+
+
+class _Branches(nn.Module):
+    """Two units, of which each microbatch uses one or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    def forward(self, x: Tensor, which: str) -> Tensor:
+        return sum((self.blocks[int(one)](x).sum() for one in which), torch.zeros(()))
+
+
+ORDERS = ["-0 01", "-01 1", "-0 -1 1", "01 01", "01 -0 1", "-01 zero 1", "-0 -0"]
+"""Microbatches by the blocks that they use; a minus sends nothing to the other copies."""
+
+
+def _grads_after(num_shards: int | None, stage: int) -> dict[str, Any]:
+    """Whole gradients after each order, or the error of a step on them."""
+    found: dict[str, Any] = {}
+    # Nobody waits for readers of what is given up before a step.
+    comm = Communicator(CPU, num_shards=num_shards, windows=False)
+    for order in ORDERS:
+        engine = shard(_Branches(), stage=stage, accumulate="reduce", comm=comm)
+        optimizer = sgd(engine.module)
+        engine.adopt(optimizer)
+        for number, word in enumerate(order.split()):
+            if word == "zero":
+                optimizer.zero_grad()
+                continue
+            with engine.no_sync() if word[0] == "-" else contextlib.nullcontext():
+                with engine.step() as watch:
+                    # Whole numbers, whose sums and averages have no rounding.
+                    rows = torch.full((2, 8), float(number + comm.control.rank))
+                    watch(loss := engine.module(rows, word.strip("-")))
+                loss.backward()
+        if word[0] == "-":
+            found[order] = told(optimizer.step)
+            engine.reset()
+        else:
+            grads = [engine.sharded.full_grad(p) for p in engine.module.parameters()]
+            found[order] = [None if grad is None else grad.tolist() for grad in grads]
+        engine.close(restore=False)
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_copies_come_together_whatever_each_microbatch_uses(ranks: Pools, stage: int) -> None:
+    plain = ranks(4).run(_grads_after, None, stage)[0]
+    for of_rank in ranks(4).run(_grads_after, 2, stage):
+        for order in ORDERS[:-1]:
+            assert of_rank[order] == plain[order], order
+        assert "is that of one copy of the model's states" in of_rank[ORDERS[-1]]
 
 
 def _edited(num_shards: int | None, stage: int, precision: str) -> dict[str, list[float]]:
