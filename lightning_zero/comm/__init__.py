@@ -10,6 +10,7 @@ shared_memory     memory of the peers on one host
 reduce_windows    the windows of reduce buffers, reused when peers have read them
 window            memory that peers have mapped
 scratch           files without a name, in which tensors rest
+host_copies       copies between a device and its host, for what is offloaded
 collectives       the backend's own collectives (NCCL)
 dry               one rank without the others, which allocates what it would and sends nothing
 mesh              axes of ranks (shards, replicas) and paths between placements on them

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_zero.comm.collectives import Collectives
 from lightning_zero.comm.control import Control
+from lightning_zero.comm.host_copies import HostCopies
 from lightning_zero.comm.mesh import Axis, Mesh, Placements, path
 from lightning_zero.comm.point_to_point import PointToPoint
 from lightning_zero.comm.process_groups import is_initialized
@@ -125,6 +126,11 @@ class Communicator:
         if not self.is_in_first_copy:
             tensor.zero_()
         self.control.sum(tensor, place)
+
+    @functools.cached_property
+    def host_copies(self) -> HostCopies:
+        """The copies between the device and its host."""
+        return HostCopies(self.device)
 
     @functools.cached_property
     def reads_peers(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_zero.deepspeed.keys import HOST_OFFLOAD, KEYS, OFFLOADS, Fate, Kind, suggestion
+from lightning_zero.deepspeed.keys import KEYS, OFFLOADS, Fate, Kind, suggestion
 from lightning_zero.deepspeed.optimizer_block import OptimizerBlock, SchedulerBlock
 
 _ALIASES = {"bfloat16": "bf16"}
@@ -61,7 +61,7 @@ class Config:
 
         Raises:
             ValueError: A key is unknown, has a wrong value, or asks for what does not exist here.
-            NotImplementedError: A key asks for offload.
+            NotImplementedError: A key asks for a way of offload that is not there.
         """
         config = cls()
         if source is None:
@@ -127,17 +127,12 @@ class Config:
         self.arguments["reduce_dtype"] = _DTYPES[value]
 
     def _take_medium(self, block: str, argument: str, value: Any) -> None:
-        if value == "cpu":
-            raise NotImplementedError(
-                f"zero_optimization.{block}.device in the DeepSpeed configuration is 'cpu', but"
-                f" {HOST_OFFLOAD}."
-            )
-        if value not in ("none", "nvme"):
+        if value not in ("none", "cpu", "nvme"):
             raise ValueError(
                 f"Expected zero_optimization.{block}.device in the DeepSpeed configuration among"
-                f" none, nvme, got {value!r}."
+                f" none, cpu, nvme, got {value!r}."
             )
-        if value == "nvme":
+        if value != "none":
             self.arguments[argument] = value
 
     def _take_ratio(self, value: Any) -> None:

@@ -55,19 +55,17 @@ _UNITS = "`units` chooses what is gathered and reduced together; one unit is one
 _LOGGERS = "Lightning's loggers and callbacks log"
 _DATA = "the DataLoader's `batch_size` decides"
 _PARALLEL = "only data parallelism exists here; take the key out"
-_AT_REST = "nothing is offloaded to host memory"
-HOST_OFFLOAD = f"{_AT_REST} yet; set the device to `none`, or to `nvme` with `accelerator='cpu'`"
-"""What is said of offload to host memory."""
-_OFFLOAD_SWITCH = f"{_AT_REST}; set it to `false`"
-_ZENFLOW = f"{_AT_REST}; take the key out"
+_OFFLOAD_SWITCH = "blocks say what is offloaded: write `offload_optimizer` and `offload_param`"
+_ZENFLOW = "every step is whole: nothing is stepped later than the rest; take the key out"
 OFFLOADS = (_OFFLOAD_SWITCH, _ZENFLOW)
-"""What is said of other keys that ask for offload."""
+"""What is said of keys that ask for other ways of offload."""
+_MEDIUM = "`none`, `cpu` (the host of an accelerator) or `nvme`"
 _MAPPED = "files are mapped, and the system decides what it keeps in memory"
 _PATH = "`offload_path`; without offload to `nvme` it is refused"
 
 _OFFLOAD_BLOCK = {
     "nvme_path": _acts(Kind.TEXT, _PATH),
-    "pin_memory": _replaced(Kind.SWITCH, _MAPPED),
+    "pin_memory": _replaced(Kind.SWITCH, "what a GPU reads of its host's memory is always pinned"),
     "buffer_count": _replaced(Kind.NUMBER, _MAPPED),
 }
 _WHOLE = "a checkpoint holds whole tensors at every stage, in the master's precision"
@@ -127,18 +125,14 @@ _ZERO_OPTIMIZATION = {
         Kind.SWITCH, "a Muon's momentum stays with the rank that owns a parameter; take the key out"
     ),
     "legacy_stage1": _replaced(Kind.SWITCH, "there is one stage 1"),
-    "offload_optimizer.device": _acts(
-        Kind.TEXT, "`offload_optimizer`: `none` or `nvme`, the latter on CPUs; `cpu` is refused"
-    ),
+    "offload_optimizer.device": _acts(Kind.TEXT, f"`offload_optimizer`: {_MEDIUM}"),
     **{f"offload_optimizer.{name}": key for name, key in _OFFLOAD_BLOCK.items()},
     "offload_optimizer.pipeline": _replaced(Kind.SWITCH, _MAPPED),
     "offload_optimizer.pipeline_read": _replaced(Kind.SWITCH, _MAPPED),
     "offload_optimizer.pipeline_write": _replaced(Kind.SWITCH, _MAPPED),
     "offload_optimizer.fast_init": _replaced(Kind.SWITCH, "files are made without being written"),
     "offload_optimizer.ratio": _acts(Kind.NUMBER, "all states are offloaded: 1, or refused"),
-    "offload_param.device": _acts(
-        Kind.TEXT, "`offload_weights`: `none` or `nvme`, the latter on CPUs; `cpu` is refused"
-    ),
+    "offload_param.device": _acts(Kind.TEXT, f"`offload_weights`: {_MEDIUM}"),
     **{f"offload_param.{name}": key for name, key in _OFFLOAD_BLOCK.items()},
     "offload_param.buffer_size": _replaced(Kind.NUMBER, _MAPPED),
     "offload_param.max_in_cpu": _replaced(Kind.NUMBER, _MAPPED),

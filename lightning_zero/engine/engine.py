@@ -158,14 +158,13 @@ class Engine:
             changed=self._compare_optimizers,
             before=self._before_step,
             after=self._after_step,
-            by_unit=None if self.sharded.scratch is None else self._by_unit,
+            by_unit=self._by_unit if self.sharded.settings.offload else None,
         )
         self.sharded.optimizers.append(optimizer)
         self._hooks.handles += hooks.handles
         return hooks.notice
 
     def _by_unit(self, optimizer: Optimizer) -> UnitStep:
-        assert self.sharded.scratch is not None
         return UnitStep(optimizer, self.sharded.pieces_of_units, self.sharded.scratch, self.comm)
 
     def _compare_optimizers(self, *new: Optimizer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -44,7 +45,10 @@ class ShardedModel:
         self.comm = comm
         self.units: list[Unit] = []
         self.optimizers: list[Optimizer] = []
-        self.scratch = Scratch(settings.offload_path) if settings.offload else None
+        settings.check_device()
+        offload = settings.offload
+        is_in_files = offload is not None and "nvme" in (offload.optimizer, offload.weights)
+        self.scratch = Scratch(settings.offload_path) if is_in_files else None
         self.opened = OpenUnits(comm)
         self.on_touch: Callable[[Sequence[Unit]], bool] = lambda _: False
         self._places: dict[int, tuple[Unit, FlatParameters, int]] = {}
@@ -326,27 +330,25 @@ class ShardedModel:
 
         ``gathered`` is whole weights of units that rest sharded; ``unreduced`` is gradients before
         and during their reduction; ``states`` is the tensors of the adopted optimizers. What rests
-        in files is counted as ``disk weights``, ``disk master`` and ``disk states`` instead.
+        elsewhere is counted by names of its own: ``disk states``, ``host gradients`` and so on.
         """
-        kinds = dict.fromkeys(
-            ("weights", "gathered", "gradients", "unreduced", "master", "states", "buffers"), 0
+        kinds = Counter(
+            dict.fromkeys(
+                ("weights", "gathered", "gradients", "unreduced", "master", "states", "buffers"), 0
+            )
         )
-        states = "states"
-        if self.scratch is not None:
-            states = "disk states"
-            kinds.update(dict.fromkeys(("disk weights", "disk master", states), 0))
         for flat in self.flats:
-            for kind, count in flat.memory().items():
-                kinds[kind] += count
+            kinds.update(flat.memory())
         kinds["unreduced"] += sum(one.scratch_bytes for one in self.comm.transports.values())
-        kinds[states] = sum(
+        states = self.flats[0].plan.row("states") if self.flats else "states"
+        kinds[states] += sum(
             value.nbytes
             for optimizer in self.optimizers
             for value in tree_leaves(list(optimizer.state.values()))
             if isinstance(value, Tensor)
         )
         kinds["buffers"] = sum(buffer.nbytes for buffer in self.module.buffers())
-        return kinds
+        return dict(kinds)
 
 
 def _buffers(module: nn.Module) -> list[Tensor]:

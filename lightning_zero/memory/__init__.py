@@ -36,11 +36,11 @@ from lightning_zero.memory.report import (
     write_report,
 )
 from lightning_zero.memory.size import format_bytes, format_ranks, parse_bytes, parse_numel
-from lightning_zero.memory.terms import DISK_ROWS, KINDS, RESTING
+from lightning_zero.memory.terms import AWAY_ROWS, KINDS, RESTING
 from lightning_zero.plan import Offload
 
 __all__ = [
-    "DISK_ROWS",
+    "AWAY_ROWS",
     "EQUAL_STAGES",
     "KINDS",
     "NO_OFFLOAD_YET",

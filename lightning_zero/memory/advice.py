@@ -123,15 +123,14 @@ class _Case:
         """Return the least offload that would fit, if any does."""
         named = named_offloads("cpu", "nvme")
         tried = compare(self.model, (), [self.world_size], offloads=named, **self.settings)
-        found = next((one for one in tried if self.limits.admits(one)), None)
+        found = next((one for one in tried if one.can_run and self.limits.admits(one)), None)
         if found is None:
             return []
         disk = sum(found.disk.values())
         files = f" and {format_bytes(disk)} in files" if disk else ""
         return [
-            f"{'' if found.can_run else 'Once the strategy offloads, '}{found.name} would fit:"
-            f" {format_bytes(found.peak.total)} at most, with {format_bytes(found.host_peak)} of"
-            f" host memory{files} per rank."
+            f"{found.name} would fit: {format_bytes(found.peak.total)} at most, with"
+            f" {format_bytes(found.host_peak)} of host memory{files} per rank."
         ]
 
     def _enough_ranks(self) -> int | None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from lightning_zero.engine import Engine
 from lightning_zero.memory.model import ModelPlan
 from lightning_zero.memory.size import format_bytes
-from lightning_zero.memory.terms import DISK_ROWS, RESTING
+from lightning_zero.memory.terms import AWAY_ROWS, RESTING
 
 
 class Cause(NamedTuple):
@@ -32,7 +32,7 @@ def explain(
     """
     found = [cause for cause in _causes(model, engine) if cause.predicted != cause.held]
     lines = []
-    for kind in (*RESTING, *DISK_ROWS):
+    for kind in (*RESTING, *AWAY_ROWS):
         if difference := measured.get(kind, 0) - predicted.get(kind, 0):
             reason = _reason([cause for cause in found if cause.kind == kind], difference)
             lines.append(f"{kind} differ by {format_bytes(abs(difference))}: {reason}")

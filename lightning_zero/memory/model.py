@@ -198,7 +198,7 @@ class ModelPlan:
             num_copies=world_size // num_shards,
             rank=place,
             offload=offload,
-            on_host=offload is not None and offload.runs_on(self.device),
+            on_host=offload is not None and offload.is_mapped(self.device),
         )
         plans = (plan for spec in specs for _, plan in spec.flat_parameters)
         is_local = not next(plans).reduces_every_microbatch

@@ -13,12 +13,12 @@ from lightning_zero.memory.dry_run import Step
 from lightning_zero.memory.model import ModelPlan
 from lightning_zero.memory.snapshots import Snapshot
 from lightning_zero.memory.states import Optimizers
-from lightning_zero.memory.terms import HOST_KINDS, KINDS, RESTING, Kinds
+from lightning_zero.memory.terms import AWAY_ROWS, HOST_KINDS, KINDS, RESTING, Kinds
 from lightning_zero.plan import MIN_NUMEL, Offload, UnitPolicy
 
 NO_OFFLOAD_YET = (
-    "Offload to host memory, and any on GPUs, is predicted by the plan's formula only: the strategy"
-    " does not run it yet."
+    "Offload of a share, of both kinds to other media, or to host memory where the device is the"
+    " host, is predicted by the plan's formula only: the strategy does not run it."
 )
 
 
@@ -37,9 +37,9 @@ class Estimate:
         whole: Bytes of the whole module, which each rank has in host memory before setup, unless it
             is built on ``meta``, and after ``fit``, unless ``restore_weights=False``.
         is_on_host: Whether the device is the host itself.
-        offload: What rests outside the device. To files, on CPUs, ``zero3_nvme`` and others do it;
-            for the rest **no strategy does that yet**, and this is the plan's formula, which no run
-            has confirmed.
+        offload: What rests outside the device.
+        can_run: Whether a strategy does it; else this is the plan's formula, which no run has
+            confirmed.
     """
 
     stage: int
@@ -52,16 +52,17 @@ class Estimate:
     whole: int = 0
     is_on_host: bool = False
     offload: Offload | None = None
-
-    @property
-    def can_run(self) -> bool:
-        """Return whether there is such a strategy."""
-        return self.offload is None or self.is_on_host
+    can_run: bool = True
 
     @property
     def rests(self) -> Kinds:
-        """Bytes between steps by kind, on the device and, as ``disk <kind>``, in files."""
-        return {**self.resting, **{f"disk {kind}": count for kind, count in self.disk.items()}}
+        """Bytes between steps by kind: on the device, and as ``AWAY_ROWS`` name them elsewhere."""
+        last = self.snapshots[-1]
+        away = {"host": last.host, "disk": last.disk}
+        named = {
+            f"{where} {k}": count for where, kinds in away.items() for k, count in kinds.items()
+        }
+        return {**self.resting, **{row: named.get(row, 0) for row in AWAY_ROWS}}
 
     @property
     def name(self) -> str:
@@ -142,9 +143,7 @@ def estimate(
 ) -> Estimate:
     """Estimate the bytes that one rank will hold, by kind, through a step.
 
-    With ``offload`` to files on a CPU it predicts what is done; with any other it evaluates the
-    plan's formula for a strategy that does not exist yet (``lightning_zero.memory.steps`` has the
-    assumptions).
+    An ``offload`` that no strategy does (``Estimate.can_run``) is the plan's formula.
 
     Args:
         model_or_numel: A module on any device, a function that builds one (it is called on
@@ -210,8 +209,9 @@ def estimate_of(
         snapshots=tuple(model.snapshots(stage, world_size, offload=offload, **settings)),
         whole=model.nbytes,
         is_on_host=model.device.type == "cpu"
-        and (offload is None or offload.runs_on(model.device)),
+        and (offload is None or offload.is_mapped(model.device)),
         offload=offload,
+        can_run=offload is None or offload.runs_on(model.device),
     )
 
 

@@ -3,19 +3,15 @@
 With offload from a CPU to files, masters, states and sharded weights are mapped: they count as
 files, whatever the system keeps of them in its page cache, and nothing else changes.
 
-With offload from another device some bytes are in host memory on their way between the device, host
-memory and files. The engine does not do that yet, so it is arithmetic. Its assumptions are the
-leanest with which all parts of the pipeline overlap:
+With offload from another device some bytes are on their way between it and its host:
 
-* **weights** that rest outside the device come unit by unit, for the unit in use and those that are
-  prefetched. What rests in pinned memory in the dtype of forward is sent as it is; what is cast
-  passes through a buffer of a shard, and what rests in files through another;
+* **weights** that rest outside the device come unit by unit, into their place in the whole. Those
+  that have another dtype than the masters are cast there, out of a shard of the masters, one after
+  the other;
 * **gradients** leave the device as a unit's reduction ends: two shards of them, one that is reduced
-  and one that is sent. From the second microbatch on both pass through buffers, and are added;
-* **the step** goes unit by unit on the host, where masters and states in pinned memory stay in
-  place. Those in files are in memory for three units: one is read, one stepped, one written;
-* **stepped weights** that rest on the device, and have another dtype than the masters, go up
-  through buffers of two units: one is cast, one is sent.
+  and one that is sent. From the second microbatch on two buffers on the host take them, which
+  are added there;
+* **the step** goes unit by unit on the host, in place: files are mapped.
 """
 
 from __future__ import annotations
@@ -26,12 +22,11 @@ from torch import nn
 
 from lightning_zero.comm import DryCommunicator
 from lightning_zero.memory.replay import replay
-from lightning_zero.memory.snapshots import Segment, Segments, Snapshot
+from lightning_zero.memory.snapshots import Segments, Snapshot
 from lightning_zero.memory.terms import KINDS, RESTING, Kinds, UnitTerms
 from lightning_zero.memory.trace import Event, Kind
 from lightning_zero.plan import Medium, Offload, Settings
 
-_IN_STEP = 3
 _IN_FLIGHT = 2
 
 
@@ -58,27 +53,26 @@ def sharded_step(
     host, disk = (_resting(units, medium) for medium in (Medium.HOST, Medium.DISK))
     transport = comm.transport
     stays = 1 - offload.ratio if offload and host["gradients"] else 1.0
+    cast = max(unit.cast for unit in units)
 
     def held() -> Kinds:
         # What is offloaded is reduced into a shard that is free anyway, and is sent from there.
         return {
             **still,
-            "gathered": transport.gathered if settings.stage == 3 else 0,
+            "gathered": transport.gathered + cast if settings.stage == 3 else 0,
             "gradients": round(stays * transport.reduced + (1 - stays) * transport.last_reduced),
             "unreduced": round(transport.partials + stays * transport.targets),
         }
 
     segments = replay(events, module, settings, comm, num_microbatches=num_microbatches, held=held)
-    staged = _staged_in_pass(units, segments, settings.prefetch, adds_gradients=adds_gradients)
+    added = sum(sorted(unit.flushed for unit in units)[-_IN_FLIGHT:]) if adds_gradients else 0
     found = [
-        segment.snapshot({**host, "staging": staging}, disk)
-        for segment, staging in zip(segments, staged, strict=True)
+        segment.snapshot({**host, "staging": segment.is_backward * added}, disk)
+        for segment in segments
     ]
+    cast = 0
     rest = held()
-    if offload is not None:
-        staging = _staged_in_step(units)
-        found.append(Snapshot("", "step", rest, {**host, "staging": staging}, disk))
-    elif stepped:
+    if stepped:
         found.append(Snapshot("", "step", {**rest, "gathered": rest["gathered"] + stepped}))
     return [*found, Snapshot("", "rest", rest, {**host, "staging": 0}, disk)]
 
@@ -120,32 +114,3 @@ def without_units(units: Sequence[UnitTerms], *, is_kept: bool) -> list[Snapshot
 def _resting(units: Sequence[UnitTerms], medium: Medium) -> Kinds:
     """Return what all units hold between steps in one medium."""
     return {kind: sum(unit.resting[medium][kind] for unit in units) for kind in RESTING}
-
-
-# -- offload ---------------------------------------------------------------------------------------
-
-
-def _staged_in_pass(
-    units: Sequence[UnitTerms], segments: Sequence[Segment], prefetch: int, *, adds_gradients: bool
-) -> list[int]:
-    """Return the bytes in each segment of forward and backward."""
-    by_name = {unit.name: unit for unit in units}
-    needs = [segment.unit for segment in segments if segment.unit is not None]
-    sent = sum(sorted(unit.flushed for unit in units)[-_IN_FLIGHT:]) if adds_gradients else 0
-    staged, place = [], -1
-    for segment in segments:
-        place += segment.unit is not None
-        coming = {"", *needs[: 1 + prefetch]} if place <= 0 else set(needs[place:][: 1 + prefetch])
-        fetched = sum(by_name[name].fetched for name in coming)
-        staged.append(fetched + segment.is_backward * sent)
-    return staged
-
-
-def _staged_in_step(units: Sequence[UnitTerms]) -> int:
-    """Return the bytes in the optimizer's step, which goes through the units in order."""
-    stepped = _most_of_neighbours([unit.stepped for unit in units], _IN_STEP)
-    return stepped + _most_of_neighbours([unit.sent_up for unit in units], _IN_FLIGHT)
-
-
-def _most_of_neighbours(counts: Sequence[int], width: int) -> int:
-    return max(sum(counts[start : start + width]) for start in range(len(counts)))

@@ -6,7 +6,7 @@ come from the specs that an engine builds its buffers from, and every number fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from torch.nn import Parameter
@@ -25,11 +25,14 @@ their reduction; the other words are the vocabulary's.
 HOST_KINDS = (*RESTING, "staging")
 """Kinds of bytes in host memory beside the device's.
 
-``staging`` is what lies there on its way between the device, host memory and files.
+``staging`` is what lies there on its way from the device.
 """
 
-DISK_ROWS = tuple(f"disk {kind}" for kind in ("weights", "master", "states"))
-"""Kinds of bytes in files, as ``ShardedModel.memory`` and tables name them."""
+AWAY_ROWS = (
+    *(f"host {kind}" for kind in ("weights", "gradients", "master", "states")),
+    *(f"disk {kind}" for kind in ("weights", "master", "states")),
+)
+"""Kinds of bytes in host memory and in files, as ``ShardedModel.memory`` and tables name them."""
 
 Kinds = dict[str, int]
 StateOf = Callable[[Parameter, int], int]
@@ -44,9 +47,7 @@ class UnitTerms:
         name: The unit's name; the root's is ``""``.
         resting: Bytes between steps, by what holds them and by kind.
         partial: Bytes of its whole gradients before they are reduced.
-        fetched: Bytes in host memory through which offloaded weights come to the device.
-        stepped: Bytes in host memory into which files are read for a step, and written from.
-        sent_up: Bytes in host memory through which stepped weights come to the device.
+        cast: Bytes on the device of the master's shard, from which offloaded weights are cast.
         flushed: Bytes on the device of reduced gradients on their way to host memory.
     """
 
@@ -55,9 +56,7 @@ class UnitTerms:
         default_factory=lambda: {medium: dict.fromkeys(RESTING, 0) for medium in Medium}
     )
     partial: int = 0
-    fetched: int = 0
-    stepped: int = 0
-    sent_up: int = 0
+    cast: int = 0
     flushed: int = 0
 
     def add(
@@ -79,29 +78,11 @@ class UnitTerms:
             kinds["states"] = states
             for kind, count in kinds.items():
                 self.resting[plan.media[kind]][kind] += round(share * count)
-            if not on_host:
-                self._add_staging(layout, share, plan, kinds, trainable=trainable)
-
-    def _add_staging(
-        self, layout: Layout, share: float, plan: Plan, kinds: Mapping[str, int], *, trainable: bool
-    ) -> None:
-        """Count what an offloaded share needs on its way; nothing on the device."""
-        weight, source = plan.weight, plan.weight if plan.copies_weights else plan.master
-        as_weights = layout.shard_numel * weight.dtype.itemsize
-        is_cast = source.dtype is not weight.dtype
-        if weight.medium is not Medium.DEVICE:
-            as_read = layout.shard_numel * source.dtype.itemsize
-            from_disk = as_read if source.medium is Medium.DISK else 0
-            self.fetched += round(share * (from_disk + is_cast * as_weights))
-        if not trainable or plan.master.medium is Medium.DEVICE:
-            return
-        if plan.master.medium is Medium.DISK:
-            own = "master" if plan.has_master else "weights"
-            self.stepped += round(share * (kinds[own] + kinds["states"]))
-        leaves_by_cast = plan.copies_weights and plan.master.dtype is not weight.dtype
-        if leaves_by_cast and weight.medium is not Medium.HOST:
-            self.sent_up += round(share * as_weights)
-        self.flushed += round(share * kinds["gradients"])
+            if plan.master.medium is Medium.DEVICE or on_host:
+                continue
+            if plan.master.dtype is not plan.weight.dtype:
+                self.cast += round(share * layout.shard_numel * plan.master.dtype.itemsize)
+            self.flushed += round(share * kinds["gradients"])
 
 
 def terms_of_specs(

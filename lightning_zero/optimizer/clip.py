@@ -40,7 +40,7 @@ def total_norm(pieces: Sequence[Piece], comm: Communicator, norm_type: float = 2
     grads = grads_of(pieces)
     norms = torch.zeros(1, dtype=dtype, device=comm.device)
     if grads:
-        norms = torch.stack(torch._foreach_norm(grads, norm_type, dtype=dtype))
+        norms = torch.stack(torch._foreach_norm(grads, norm_type, dtype=dtype)).to(comm.device)
     if norm_type == inf:
         largest = norms.max()
         comm.control.max(largest)
@@ -56,7 +56,8 @@ def clip_by_norm(pieces: Sequence[Piece], comm: Communicator, max_norm: float) -
     norm = total_norm(pieces, comm)
     grads = grads_of(pieces)
     if grads:
-        torch._foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        torch._foreach_mul_(grads, factor.to(grads[0].device))
     return norm
 
 

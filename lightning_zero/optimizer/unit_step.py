@@ -1,15 +1,16 @@
-"""Steps of an optimizer unit by unit, with its states in files.
+"""Steps of an optimizer unit by unit, on the host, where what is offloaded rests.
 
-So no more than one unit's states are in memory of the process' own. Before the user's own call of
-``step`` goes through the param groups, they are narrowed to one unit after the other and stepped;
-the call itself steps the last unit. Hooks, schedulers, counters and the closure see one step::
+With states in files no more than one unit's are in memory of the process' own. Before the user's
+own call of ``step`` goes through the param groups, they are narrowed to one unit after the other
+and stepped; the call itself steps the last unit. Hooks, schedulers, counters and the closure see
+one step::
 
     pre-hook    unit 0 | unit 1 | ...           groups hold one unit's members
     step        last unit                       the same
     post-hook                                   groups hold all members again
 
-States that the optimizer makes or replaces, one number for each element, are moved to mapped files
-behind each unit's step. From then on the optimizer finds and changes them there.
+There states that the optimizer makes or replaces, one number for each element, are moved to mapped
+files behind each unit's step. From then on the optimizer finds and changes them there.
 
 An error amid the units leaves some stepped and others not. Such a step is **torn**: nothing may be
 stepped or saved any more.
@@ -52,12 +53,12 @@ def require_whole_steps(optimizers: Iterable[Optimizer]) -> None:
 
 
 class UnitStep:
-    """Steps an optimizer unit by unit, and keeps its states in files.
+    """Steps an optimizer unit by unit, with its states in host memory or in files.
 
     Args:
         optimizer: The user's; one of torch's own that step by element.
         units: The pieces of each unit, in the order in which they are stepped.
-        scratch: Where the files are.
+        scratch: Where the files are; ``None`` keeps states where the optimizer makes them.
         comm: The ranks.
     """
 
@@ -65,7 +66,7 @@ class UnitStep:
         self,
         optimizer: Optimizer,
         units: Sequence[Sequence[Piece]],
-        scratch: Scratch,
+        scratch: Scratch | None,
         comm: Communicator,
     ) -> None:
         name = type(optimizer).__name__
@@ -110,6 +111,8 @@ class UnitStep:
 
     def require_room(self, find_piece: FindPiece) -> None:
         """Raise on all ranks unless there is room for the states of new members of the groups."""
+        if self._scratch is None:
+            return
         nbytes = 0
         for group in self._optimizer.param_groups:
             found = [find_piece(p) for p in group["params"] if not isinstance(p, Piece)]
@@ -132,7 +135,7 @@ class UnitStep:
         """Return a piece's state with a number for each element in files, and the rest copied."""
         return {
             key: self._in_file(key, value, piece)
-            if _is_in_files(key, value, piece)
+            if self._scratch is not None and _is_in_files(key, value, piece)
             else value.clone()
             if isinstance(value, Tensor)
             else value
@@ -141,6 +144,8 @@ class UnitStep:
 
     def _keep(self, groups: Groups) -> None:
         """Move the states of what was just stepped to files, unless they are there."""
+        if self._scratch is None:
+            return
         state = self._optimizer.state
         for piece in (member for group in groups for member in group):
             if not isinstance(piece, Piece) or piece not in state:
@@ -168,6 +173,7 @@ class UnitStep:
         ]
         new = [one for one in peers if one is piece or (one.requires_grad and one.numel())]
         sizes = [one.numel() for one in new]
+        assert self._scratch is not None
         with lasting_tensors():
             parts = torch.split(self._scratch.tensor(sum(sizes), dtype), sizes)
         homes.update((id(one), part) for one, part in zip(new, parts, strict=True))
@@ -226,13 +232,12 @@ class UnitStep:
         """Return what is done, in a line."""
         name = type(self._optimizer).__name__
         fused = " fused=True was switched on, as nobody had said." if self._is_fused else ""
-        memory = ""
-        if self._scratch.is_memory:
-            memory = " That folder is memory itself: name one on a disk as offload_path."
-        return (
-            f"{name} steps unit by unit; its states rest in files in"
-            f" {self._scratch.folder!r}.{memory}{fused}"
-        )
+        place, memory = "host memory", ""
+        if self._scratch is not None:
+            place = f"files in {self._scratch.folder!r}"
+            if self._scratch.is_memory:
+                memory = " That folder is memory itself: name one on a disk as offload_path."
+        return f"{name} steps unit by unit; its states rest in {place}.{memory}{fused}"
 
 
 def _is_in_files(key: str, value: Any, piece: Piece) -> bool:

@@ -23,7 +23,7 @@ from lightning_zero.parameters.ownership import Owner
 from lightning_zero.parameters.piece import Piece, PieceRange
 from lightning_zero.parameters.reducer import Reducer
 from lightning_zero.parameters.sharded_grad import ShardedGrad
-from lightning_zero.parameters.stores import Store
+from lightning_zero.parameters.stores import store_for
 from lightning_zero.plan import Layout, Medium, Plan
 from lightning_zero.tensors import lasting_tensors
 
@@ -67,7 +67,7 @@ class FlatParameters:
             comm.mesh.replicate.size,
         )
         self.plan = plan
-        self.store = Store(self.layout, plan, comm, scratch)
+        self.store = store_for(self.layout, plan, comm, scratch)
         self.weight = self.store.weights()
         self._load()
         self.pieces = [self._cut_piece(index) for index in range(len(named))]
@@ -90,7 +90,7 @@ class FlatParameters:
         with lasting_tensors():
             source = self.weight
             if plan.has_master:
-                source = Buffer(self.layout, plan.master.dtype, plan.master.device)
+                source = self.store.whole_masters()
             for start, stop in self.layout.gaps:
                 source.tensor[start:stop].zero_()
             for parameter, view in zip(self.parameters, source.views, strict=True):
@@ -131,7 +131,7 @@ class FlatParameters:
     def full(self) -> Buffer:
         """Return a new buffer with the whole masters, gathered now; in the parameters' dtype."""
         with lasting_tensors():
-            whole = Buffer(self.layout, self.plan.master.dtype, self.plan.master.device)
+            whole = self.store.whole_masters()
             self.store.fetch(whole.tensor, unit="full", tag=0).wait()
             return whole
 
@@ -143,8 +143,9 @@ class FlatParameters:
         """Return a new buffer of which each rank's ``parts``, by index, are its pieces."""
         dtype = next(iter(parts.values())).dtype
         with lasting_tensors():
-            whole = Buffer(self.layout, dtype, self.master.device)
-            shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=self.master.device)
+            device = self.plan.weight.device
+            whole = Buffer(self.layout, dtype, device)
+            shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
             for index, part in parts.items():
                 shard[self.pieces[index].range.in_shard] = part
             self.store.gather(whole.tensor, Shared(shard), unit="full", tag=0).wait()
@@ -155,7 +156,7 @@ class FlatParameters:
         """The buffer of whole masters for code between steps, for as long as views of it live."""
         if not self.plan.has_master:
             return self.weight
-        buffer = Buffer(self.layout, self.plan.master.dtype, self.plan.master.device)
+        buffer = self.store.whole_masters()
         buffer.release()
         return buffer
 
@@ -239,7 +240,7 @@ class FlatParameters:
         self.edits.bring_back()
         for index in edited:
             piece = self.pieces[index]
-            part = piece.range.part_of(whole.views[index])
+            part = piece.range.part_of(whole.views[index]).to(piece.device)
             # What did not change keeps the digits that only the master has.
             same = piece.to(part.dtype) == part
             piece.data.copy_(torch.where(same, piece.detach(), part.to(piece.dtype)))
@@ -255,8 +256,8 @@ class FlatParameters:
     def retire(self) -> None:
         """Keep no more than this rank's pieces; nobody reads the weights any more."""
         with lasting_tensors():
-            is_in_files = self.plan.master.medium is Medium.DISK
-            master = self.master if is_in_files else self.master.clone()
+            is_away = self.plan.master.medium is not Medium.DEVICE
+            master = self.master if is_away else self.master.clone()
             for piece in self.pieces:
                 piece.data = master[piece.range.in_shard]
             self.store.retire(master)

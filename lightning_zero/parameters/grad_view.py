@@ -170,7 +170,7 @@ class GradientView:
             if piece.numel():
                 with lasting_tensors():
                     part = piece.range.part_of(theirs.detach())
-                    piece.reduced = part.to(piece.dtype, copy=True)
+                    piece.reduced = part.to(piece.device, piece.dtype, copy=True)
 
     def add_sharded(self, held: Tensor) -> None:
         """Add the averaged gradient of before, if there is one, to the unsynced one ``held``."""

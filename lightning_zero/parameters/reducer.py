@@ -161,7 +161,7 @@ class Reducer:
                 view.zero_()
         self.partial = None
         self.filled = [False] * len(self._pieces)
-        target = self._store.gradients()
+        target = self._store.reduced()
         self._in_flight = [partial.tensor, target]
         work = self._store.reduce(target, partial, unit=unit, tag=tag)
         mesh = self._store.comm.mesh

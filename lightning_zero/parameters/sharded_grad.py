@@ -18,6 +18,7 @@ Between microbatches whose gradients are not sent, every rank has a whole gradie
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -50,9 +51,9 @@ class _StandIn(Tensor):
 
     __torch_function__ = internals.without_torch_function  # type: ignore[assignment]
 
+    @abstractmethod
     def whole(self) -> Tensor:
         """Return the whole gradient, an ordinary tensor."""
-        raise NotImplementedError
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the whole gradient as an array."""
@@ -246,12 +247,12 @@ def _norms(grads: Sequence[ShardedGrad], order: float) -> Tensor:
     parts, comm = [grad.part for grad in grads], grads[0].comm
     dtype = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
     dtype = torch.promote_types(torch.float32, dtype)
-    zero = torch.zeros((), dtype=dtype, device=comm.device)
+    zero = torch.zeros((), dtype=dtype, device=parts[0].device)
     norms = [
         torch.linalg.vector_norm(part, order, dtype=dtype) if part.numel() else zero
         for part in parts
     ]
-    local = torch.stack(norms)
+    local = torch.stack(norms).to(comm.device)
     if order == inf:
         comm.control.max(local, _NORM)
         return local
@@ -313,7 +314,7 @@ def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         matched = [
             [_matching(one, target) for one, target in zip(other, targets, strict=True)]
             if isinstance(other, (list, tuple))
-            else other
+            else _beside(other, parts[0])
             for other in others
         ]
         func(parts, *matched, **kwargs)
@@ -330,11 +331,18 @@ def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _matching(value: Any, target: Any) -> Any:
     """Return the part of an operand that meets this rank's part of ``target``."""
     if not isinstance(value, Tensor) or (value.dim() == 0 and not isinstance(value, ShardedGrad)):
-        return value
+        return _beside(value, target.piece) if isinstance(target, ShardedGrad) else value
     if not isinstance(target, ShardedGrad):
         return value.whole() if isinstance(value, ShardedGrad) else value
     if isinstance(value, ShardedGrad):
         if value.piece is target.piece:
             return value.part
         value = value.whole()
-    return target.piece.range.part_of(value.expand(target.shape))
+    return target.piece.range.part_of(value.expand(target.shape)).to(target.piece.device)
+
+
+def _beside(value: Any, part: Tensor) -> Any:
+    """Return an operand from a device where ``part`` rests on the host, else as it is."""
+    if isinstance(value, Tensor) and part.device.type == "cpu":
+        return value.to(part.device)
+    return value

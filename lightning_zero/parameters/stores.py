@@ -1,9 +1,9 @@
 """Where weights and gradients rest, and how they come to the device and leave it.
 
 A store allocates all resting memory, and is asked where weights become whole and where gradients
-end. Masters in files are mapped memory, from which gathers read as from any other. A store for a
-medium that the device cannot read overrides what it allocates, brings its bytes up before the ranks
-gather, and takes reduced gradients down; nothing above it changes.
+end. On CPUs masters in files are mapped memory, from which gathers read as from any other. A device
+reads no memory of its host's: there a :class:`HostStore` brings shards up before the ranks gather,
+and takes reduced gradients down; nothing above it changes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Store:
     1. :meth:`weights` and :attr:`shared` at the beginning.
     2. :attr:`fetch` whenever weights become whole: ``fetch(out, unit=, tag=)`` starts to fill
        ``out`` (``[num_shards * n]``) from every rank's shard.
-    3. :meth:`gradients` for the result of a reduction, then :meth:`flush` with it, and
+    3. :meth:`reduced` for the result of a reduction, then :meth:`flush` with it, and
        :attr:`join` with what rests, where it is not to stay the sum of one copy.
     4. :meth:`retire` at the end.
 
@@ -45,12 +45,11 @@ class Store:
     ) -> None:
         self.layout, self.plan, self.comm = layout, plan, comm
         self.has_copies = comm.mesh.replicate.size > 1
-        self._shard_numel = layout.shard_numel
         # Whole weights and masters share one storage if they rest in the same form.
         self._whole: Tensor | None = None
+        self._files = scratch if plan.master.medium is Medium.DISK else None
         if plan.gives_weights_back or plan.has_master:
-            files = scratch if plan.master.medium is Medium.DISK else None
-            shared = comm.transport.share(layout.shard_numel, plan.master.dtype, files)
+            shared = self._masters()
         else:
             whole = comm.transport.share(layout.numel, plan.weight.dtype)
             self._whole, shared = whole.own, whole.sharded(comm.mesh.shard)
@@ -59,6 +58,10 @@ class Store:
         self.reduce = comm.redistribution(Placement.PARTIAL, of_copy)
         self.join = comm.redistribution(of_copy, plan.master.placement)
         self._rest(shared)
+
+    def _masters(self) -> Shared:
+        dtype = self.plan.master.dtype
+        return self.comm.transport.share(self.layout.shard_numel, dtype, self._files)
 
     def _rest(self, shared: Shared) -> None:
         self.shared = shared
@@ -70,11 +73,21 @@ class Store:
         home = self.plan.weight
         return Buffer(self.layout, home.dtype, home.device, self._whole)
 
+    def whole_masters(self) -> Buffer:
+        """Return a new buffer of whole masters, where weights are whole."""
+        return Buffer(self.layout, self.plan.master.dtype, self.plan.weight.device)
+
+    def reduced(self) -> Tensor:
+        """Return memory for this rank's shard of a reduction's result; its content is undefined."""
+        return self._shard(self.plan.weight.device)
+
     def gradients(self) -> Tensor:
-        """Return memory for this rank's shard of reduced gradients; its content is undefined."""
-        home = self.plan.master
+        """Return memory for this rank's shard of resting gradients; its content is undefined."""
+        return self._shard(self.plan.master.device)
+
+    def _shard(self, device: torch.device) -> Tensor:
         with lasting_tensors():
-            return torch.empty(self._shard_numel, dtype=home.dtype, device=home.device)
+            return torch.empty(self.layout.shard_numel, dtype=self.plan.master.dtype, device=device)
 
     def flush(self, source: Tensor, resting: Tensor | None) -> tuple[Tensor, Work]:
         """Start to bring a reduced shard to where gradients rest, added to those that do.
@@ -87,3 +100,60 @@ class Store:
         """Let ``master`` be all that rests."""
         self._whole = None
         self._rest(Shared(master))
+
+
+class HostStore(Store):
+    """The store of a device for what rests in its host's memory, or in files that the host maps.
+
+    Every rank brings its own shard up, into its place in the whole, and the devices gather.
+    """
+
+    def __init__(
+        self, layout: Layout, plan: Plan, comm: Communicator, scratch: Scratch | None = None
+    ) -> None:
+        super().__init__(layout, plan, comm, scratch)
+        self._join_devices, self.join = self.join, self._join
+
+    def _masters(self) -> Shared:
+        # Peers read nothing of it: they get it from this rank's device.
+        files, copies = self._files, self.comm.host_copies
+        allocate = copies.lasting_memory if files is None else files.tensor
+        return Shared(allocate(self.layout.shard_numel, self.plan.master.dtype))
+
+    def _rest(self, shared: Shared) -> None:
+        self.shared = shared
+        self.fetch = self._fetch  # type: ignore[assignment]
+
+    def _fetch(self, out: Tensor, *, unit: str, tag: int) -> Work:
+        axis = self.comm.mesh.shard
+        own = out.view(axis.size, -1)[axis.rank]
+        gather = functools.partial(self.gather, out, Shared(own), unit=unit, tag=tag)
+        return self.comm.host_copies.up(own, self.shared.own, gather)
+
+    def _join(self, out: Tensor, source: Shared, *, unit: str, tag: int) -> Work:
+        """Sum the shard over the copies, which only devices can, and bring it down again."""
+        on_device = self.reduced()
+        on_device.copy_(source.own)
+        self._join_devices(on_device, Shared(on_device), unit=unit, tag=tag).wait()
+        out.copy_(on_device)
+        return Arrived()
+
+    def gradients(self) -> Tensor:
+        """Return memory for this rank's shard of resting gradients; its content is undefined."""
+        dtype = self.plan.master.dtype
+        return self.comm.host_copies.passing_memory(self.layout.shard_numel, dtype)
+
+    def flush(self, source: Tensor, resting: Tensor | None) -> tuple[Tensor, Work]:
+        """Start to bring a reduced shard down, added to what rests, as every store does."""
+        landing = self.gradients()
+        if resting is None:
+            return landing, self.comm.host_copies.down(landing, source)
+        add = functools.partial(resting.add_, landing)
+        return resting, self.comm.host_copies.down(landing, source, add)
+
+
+def store_for(
+    layout: Layout, plan: Plan, comm: Communicator, scratch: Scratch | None = None
+) -> Store:
+    """Return the store for what rests where a plan says."""
+    return (HostStore if plan.grad.medium is Medium.HOST else Store)(layout, plan, comm, scratch)

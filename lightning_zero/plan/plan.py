@@ -16,8 +16,8 @@ Two moments follow from them, and they are all that differs between the stages: 
 released after use if the weight's home is sharded, and gradients are reduced in every microbatch if
 the grad's home is sharded (otherwise in the last one).
 
-A home's **medium** is what holds its bytes. **Offload** gives homes another one than the device.
-The engine has files on CPUs; for the others there are predictions only.
+A home's **medium** is what holds its bytes. **Offload** gives homes another one than the device:
+its host's memory, or files that the host maps.
 """
 
 from __future__ import annotations
@@ -57,9 +57,15 @@ class Medium(Enum):
     """Files."""
 
 
+_PREFIXES = {Medium.DEVICE: "", Medium.HOST: "host ", Medium.DISK: "disk "}
+
+
 @dataclass(frozen=True)
 class Home:
-    """The place where one kind of state rests between uses."""
+    """The place where one kind of state rests between uses.
+
+    ``device`` is that of its tensors. Weights that rest elsewhere become whole there.
+    """
 
     placement: Placement
     dtype: torch.dtype
@@ -132,8 +138,8 @@ class Plan:
         }
 
     def row(self, kind: str) -> str:
-        """Return the name by which resting bytes are counted: those in files have their own."""
-        return f"disk {kind}" if self.media.get(kind) is Medium.DISK else kind
+        """Return the name by which resting bytes are counted; those away have their own."""
+        return _PREFIXES[self.media.get(kind, Medium.DEVICE)] + kind
 
     def offloaded(self, *, optimizer: Medium, weights: Medium, on_host: bool = False) -> Plan:
         """Return the same plan with other media; ``on_host`` if the device is the host itself.
@@ -141,11 +147,13 @@ class Plan:
         States are where the masters are. Reduced gradients are never in files: they are added to
         in every microbatch, so they rest where the host reads them for a step.
         """
-        grad = Medium.DEVICE if optimizer is Medium.DEVICE or on_host else Medium.HOST
+        is_away = optimizer is not Medium.DEVICE
+        grad = Medium.HOST if is_away and not on_host else Medium.DEVICE
+        device = torch.device("cpu") if is_away else self.master.device
         return Plan(
             replace(self.weight, medium=weights),
             replace(self.grad, medium=grad),
-            replace(self.master, medium=optimizer),
+            replace(self.master, medium=optimizer, device=device),
         )
 
     def resting_bytes(
@@ -196,9 +204,13 @@ class Offload:
         return cls(medium, medium if stage == 3 else None, ratio)
 
     def runs_on(self, device: torch.device) -> bool:
-        """Return whether the engine does it on ``device``: it has files, where that is the host."""
+        """Return whether the engine does it on ``device``; if that is the host, only to files."""
         media = {self.optimizer, self.weights} - {None}
-        return device.type == "cpu" and media == {"nvme"} and self.ratio == 1
+        return len(media) == self.ratio == 1 and (device.type != "cpu" or media == {"nvme"})
+
+    def is_mapped(self, device: torch.device) -> bool:
+        """Return whether ``device`` is the host itself, and so maps the files as its own memory."""
+        return device.type == "cpu" and self.runs_on(device)
 
     def parts(
         self, plan: Plan, *, trainable: bool, on_host: bool = False

@@ -97,13 +97,6 @@ class Settings:
 
     def _check_offload(self, offload: Offload) -> None:
         kinds = {"offload_optimizer": offload.optimizer, "offload_weights": offload.weights}
-        for name, medium in kinds.items():
-            if medium == "cpu":
-                raise ValueError(
-                    f"{name}='cpu' is not there: with accelerator='cpu' the device is the host, so"
-                    " there is nothing to move, and GPUs offload nothing yet. With"
-                    f" accelerator='cpu', {name}='nvme' moves it to files; else leave it out."
-                )
         if offload.ratio != 1:
             raise ValueError(f"Expected all to be offloaded, got the ratio {offload.ratio!r}.")
         if self.stage < 3 and offload.weights:
@@ -111,16 +104,23 @@ class Settings:
                 f"stage={self.stage} keeps whole weights on every rank, so offload_weights has no"
                 " meaning. Leave it out, or use stage=3."
             )
-        if self.stage == 3 and None in kinds.values():
-            given, missing = sorted(kinds, key=lambda name: kinds[name] is None)
+        if self.stage == 3 and len(set(kinds.values())) > 1:
+            given, other = sorted(kinds, key=lambda name: kinds[name] is None)
             raise ValueError(
-                f"stage=3 with {given}={kinds[given]!r} alone is not there: weights rest beside"
-                f" their masters. Give {missing}={kinds[given]!r} too."
+                f"stage=3 with {given}={kinds[given]!r} and {other}={kinds[other]!r} is not there:"
+                f" weights rest beside their masters. Give {other}={kinds[given]!r}."
             )
-        if not offload.runs_on(self.device):
+
+    def check_device(self) -> None:
+        """Raise a ``ValueError`` unless the device, which is known at last, has a host beside it.
+
+        Only offload to host memory needs one.
+        """
+        if self.offload is not None and not self.offload.runs_on(self.device):
             raise ValueError(
-                f"Offload to files needs accelerator='cpu', but the device is {self.device}. Leave"
-                " offload_optimizer and offload_weights out."
+                "Offload to 'cpu' needs a device beside the host, but accelerator='cpu' has none:"
+                " there is nothing to move. offload_optimizer='nvme', at stage 3 with"
+                " offload_weights='nvme', moves it to files; else leave them out."
             )
 
     def plan(self, dtype: torch.dtype, *, is_cast: bool = True, trainable: bool = True) -> Plan:
@@ -137,7 +137,8 @@ class Settings:
         )
         if self.offload is None:
             return plan
-        [(_, _), (_, away)] = self.offload.parts(plan, trainable=trainable, on_host=True)
+        is_mapped = self.offload.is_mapped(self.device)
+        [(_, _), (_, away)] = self.offload.parts(plan, trainable=trainable, on_host=is_mapped)
         return away
 
 

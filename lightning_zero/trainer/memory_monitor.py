@@ -16,7 +16,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_zero.memory import (
-    DISK_ROWS,
+    AWAY_ROWS,
     KINDS,
     RESTING,
     Estimate,
@@ -41,7 +41,7 @@ ALLOCATOR = ("allocated", "reserved", "peak", "fragmentation", "resident")
 """What the allocator and the operating system say, beside the kinds that the engine counts."""
 
 _COUNTED = tuple(kind for kind in KINDS if kind != "activations")
-_ROWS = (*_COUNTED, *DISK_ROWS, *ALLOCATOR)
+_ROWS = (*_COUNTED, *AWAY_ROWS, *ALLOCATOR)
 
 
 class MostBytes(Metric):
@@ -270,14 +270,14 @@ class MemoryMonitor(Callback):
             before = total
         lines = [
             f"Memory of a rank, the most over {world_size} ranks, after each part of a step:",
-            table(totals, [*_COUNTED, "total", "change", *DISK_ROWS, *ALLOCATOR]),
+            table(totals, [*_COUNTED, "total", "change", *AWAY_ROWS, *ALLOCATOR]),
         ]
         return "\n".join([*lines, *self._explained()])
 
     def _explained(self) -> list[str]:
         if self.predicted is None or not self._own:
             return []
-        rows = (*RESTING, *DISK_ROWS)
+        rows = (*RESTING, *AWAY_ROWS)
         predicted: dict[str, int | None] = {**self.predicted.rests}
         measured: dict[str, int | None] = {k: self._own.get(k, 0) for k in rows}
         lines = [

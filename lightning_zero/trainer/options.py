@@ -14,12 +14,21 @@ from lightning_zero.plan import Offload
 START_METHODS = {"subprocess": "popen", "spawn": "spawn", "fork": "fork", "notebook": "fork"}
 """Lightning's names of the ways to start the ranks, by launcher."""
 
-_FILES = {"offload_optimizer": "nvme", "offload_weights": "nvme"}
+
+def _to(medium: str) -> dict[str, str]:
+    return {"offload_optimizer": medium, "offload_weights": medium}
+
+
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "zero1": ("ZeRO stage 1", {"stage": 1}),
     "zero2": ("ZeRO stage 2", {"stage": 2}),
     "zero3": ("ZeRO stage 3", {"stage": 3}),
-    "zero3_nvme": ("ZeRO stage 3 in files", {"stage": 3, **_FILES}),
+    "zero2_offload": (
+        "ZeRO stage 2, stepped on the host",
+        {"stage": 2, "offload_optimizer": "cpu"},
+    ),
+    "zero3_offload": ("ZeRO stage 3 on the host", {"stage": 3, **_to("cpu")}),
+    "zero3_nvme": ("ZeRO stage 3 in files", {"stage": 3, **_to("nvme")}),
 }
 """The strategies that have names: what each is, and its arguments."""
 
@@ -54,13 +63,13 @@ class Options:
         """Return what the arguments ``offload_optimizer``, ``_weights`` and ``_path`` ask for."""
         for name, medium in (("offload_optimizer", optimizer), ("offload_weights", weights)):
             if medium not in (None, "cpu", "nvme"):
-                raise ValueError(f"Expected {name}='nvme' or None, got {medium!r}.")
+                raise ValueError(f"Expected {name}='cpu', 'nvme' or None, got {medium!r}.")
+        if path is not None and "nvme" not in (optimizer, weights):
+            raise ValueError(
+                f"offload_path={str(path)!r} has no meaning without offload to files. Leave it out,"
+                " or give offload_optimizer='nvme'."
+            )
         if optimizer is None and weights is None:
-            if path is not None:
-                raise ValueError(
-                    f"offload_path={str(path)!r} has no meaning without offload. Leave it out, or"
-                    " give offload_optimizer='nvme'."
-                )
             return None
         if self.async_checkpoint:
             raise ValueError(

@@ -69,9 +69,10 @@ class ZeROStrategy(SavingStrategy):
             ``"node"`` for those of each node, or a number, each so many that follow each other.
             Copies are kept equal, as in hybrid sharding (Zhang et al., *MiCS*, 2022): gathers stay
             within a copy, and what is reduced there is then reduced between the copies.
-        offload_optimizer: ``"nvme"`` keeps masters and optimizer states in files, with
-            ``accelerator="cpu"``; ``None`` in memory. At stage 3 together with ``offload_weights``.
-        offload_weights: ``"nvme"`` keeps sharded weights in files. Stage 3 only.
+        offload_optimizer: ``"cpu"`` keeps masters and optimizer states in the memory of an
+            accelerator's host and steps there, ``"nvme"`` in files, also where there is none;
+            ``None`` on the device. At stage 3 together with ``offload_weights``.
+        offload_weights: The same for sharded weights. Stage 3 only.
         offload_path: The folder of those files, which have no names and vanish with the process; by
             default the Trainer's ``default_root_dir``.
         restore_weights: Make the module whole and ordinary again after ``fit``. ``False`` for
@@ -113,8 +114,8 @@ class ZeROStrategy(SavingStrategy):
         activation_checkpointing: bool | Iterable[type[nn.Module]] = False,
         broadcast_buffers: bool = True,
         shard: int | Literal["all", "node"] = "all",
-        offload_optimizer: Literal["nvme"] | None = None,
-        offload_weights: Literal["nvme"] | None = None,
+        offload_optimizer: Literal["cpu", "nvme"] | None = None,
+        offload_weights: Literal["cpu", "nvme"] | None = None,
         offload_path: str | Path | None = None,
         restore_weights: bool = True,
         checkpoint: Literal["file", "dcp"] = "file",

@@ -133,10 +133,10 @@ def test_offload_blocks_act_refuse_or_ask_for_nothing() -> None:
     blocks = {"offload_optimizer": on, "offload_param": on}
     settings = ZeROStrategy(config={"zero_optimization": blocks}).settings
     assert (settings.offload, settings.offload_path) == (Offload("nvme", "nvme"), "/a")
-    with pytest.raises(
-        NotImplementedError, match=r"offload_param\.device .* is 'cpu', but nothing"
-    ):
-        read(on, {"device": "cpu"})
+    host = read({"device": "cpu"}, {"device": "cpu"}).arguments
+    assert host == {"stage": 3, "offload_optimizer": "cpu", "offload_weights": "cpu"}
+    with pytest.raises(ValueError, match=r"offload_param\.device .* none, cpu, nvme, got 'disk'"):
+        read(on, {"device": "disk"})
     with pytest.raises(ValueError, match=r"ratio .* is 0\.5, but all states"):
         read({**on, "ratio": 0.5}, on)
     with pytest.raises(ValueError, match="but files have one folder"):

@@ -81,7 +81,9 @@ def test_files_of_a_cpu_are_mapped(stage: int, precision: str, memory: float, di
     assert found.can_run
     assert found.host_peak == found.peak.total
     assert not estimate(P, offload="cpu").can_run
-    assert not estimate(P, offload="nvme", device="cuda").can_run
+    assert estimate(P, offload="nvme", device="cuda").can_run
+    assert estimate(P, offload="cpu", device="cuda").can_run
+    assert not estimate(P, offload=Offload("cpu", "nvme"), device="cuda").can_run
 
 
 def test_what_does_not_move_is_as_before() -> None:
@@ -114,27 +116,18 @@ def test_what_is_on_its_way() -> None:
     for moment in mixed.snapshots:
         staging = moment.host["staging"]
         by_phase[moment.phase] = max(by_phase.get(moment.phase, 0), staging)
-    # The unit in use and the next, cast to two bytes an element; nothing in a step on the host.
-    passing = 2 * (2 + 1) * shard
-    assert by_phase == {"forward": passing, "backward": passing, "step": 0, "rest": 0}
+    # The largest unit's shard of masters on the device, from which it is cast.
+    assert by_phase == {"forward": 0, "backward": 0, "rest": 0}
+    plain = of_chain(precision="bf16-mixed")
+    assert mixed.most["gathered"] == plain.most["gathered"] + 4 * 2 * shard
     # The reduced gradients of two units, on the device while they are sent.
     assert mixed.most["gradients"] == 4 * (2 + 1) * shard
     assert mixed.resting["gradients"] == 0
     assert mixed.host["gradients"] == 4 * 5 * shard
 
-    # Stage 2: weights stay, and come up by a cast through buffers of two units.
-    low = of_chain(stage=2, precision="bf16-mixed", offload="cpu")
-    staged = {moment.phase: moment.host["staging"] for moment in low.snapshots}
-    assert staged == {"forward": 0, "backward": 0, "step": passing, "rest": 0}
-    exact = of_chain(stage=2, offload="cpu")
-    assert exact.host["staging"] == 0
-
-    # Files: masters (or fp32 weights) and two states of three units in the step.
-    files = of_chain(offload="nvme", device="cuda")
-    three = 12 * (1 + 2 + 1) * shard + 3 * 4  # and three counts of steps
-    staged = {moment.phase: moment.host["staging"] for moment in files.snapshots}
-    assert staged["step"] == three
-    assert max(m.host["staging"] for m in files.snapshots if m.phase == "forward") == 4 * 3 * shard
+    # Stage 2: weights stay; files are mapped.
+    for other in (of_chain(stage=2, offload="cpu"), of_chain(offload="nvme", device="cuda")):
+        assert other.host["staging"] == 0
 
     # From the second microbatch on gradients are added on the host.
     twice = of_chain(offload="cpu", accumulate_grad_batches=2)
@@ -198,14 +191,14 @@ def test_advice_comes_to_offload_last() -> None:
     tight = Limits(10 * 10**9, host_memory=200 * 10**9)
     text = advise(subject, stages, tight)
     assert "On 8 ranks, nothing fits: zero3 holds 20.0 GB of 10.0 GB." in text
-    assert "Once the strategy offloads, zero3_offload would fit" in text
+    assert " zero3_offload would fit" in text
     assert "with 20.0 GB of host memory per rank." in text
     small_host = Limits(10 * 10**9, host_memory=100 * 10**9)
     text = advise(subject, stages, small_host)
     assert "zero3_nvme would fit" in text
     assert "5.00 GB of host memory and 15.0 GB in files per rank." in text
     none = advise(subject, stages, Limits(10 * 10**9, host_memory=10**9))
-    assert "offloads" not in none
+    assert "would fit" not in none
 
 
 def test_advice_knows_the_host() -> None:
@@ -232,13 +225,12 @@ def test_command_predicts_offload(capsys: Any, tmp_path: Any) -> None:
     )  # fmt: skip
     assert code == 0
     assert "zero2_offload, 8 ranks  zero3_offload, 8 ranks  zero3_nvme, 8 ranks" in out
-    assert NO_OFFLOAD_YET in out
+    assert NO_OFFLOAD_YET not in out
     assert (
         "zero3_nvme, 8 ranks: 8 on a node, with 40.0 GB of host memory in a step and 120 GB" in out
     )
-    assert "Once the strategy offloads, zero3_offload would fit" in out
+    assert " zero3_offload would fit" in out
     page = (tmp_path / "memory.html").read_text()
-    assert NO_OFFLOAD_YET in page.replace("&#x27;", "'")
     assert "in host memory" in page
     assert "in files" in page
 

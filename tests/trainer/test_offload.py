@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_zero import MemoryMonitor, ZeROStrategy
 from tests.oracle.by_trainer import Model, Rows, Stop, make_trainer, world
+from tests.oracle.painted import beside_the_host
 from tests.oracle.ranks import Pools
 
 
@@ -130,11 +131,14 @@ def test_a_torn_step_is_not_saved_for_its_exception(ranks: Pools, tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"offload_optimizer": "cpu", "offload_weights": "cpu"}, "the device is the host"),
-        ({"offload_optimizer": "disk"}, "Expected offload_optimizer='nvme' or None, got 'disk'"),
-        ({"offload_path": "/a"}, "offload_path='/a' has no meaning without offload"),
+        ({"offload_optimizer": "disk"}, "Expected offload_optimizer='cpu', 'nvme' or None, got 'd"),
+        ({"offload_path": "/a"}, "offload_path='/a' has no meaning without offload to files"),
+        (
+            {"offload_optimizer": "cpu", "offload_weights": "nvme"},
+            "offload_optimizer='cpu' and offload_weights='nvme' is not there",
+        ),
         ({"stage": 1, "offload_weights": "nvme"}, "stage=1 keeps whole weights"),
-        ({"offload_optimizer": "nvme"}, "Give offload_weights='nvme' too"),
+        ({"offload_optimizer": "nvme"}, "Give offload_weights='nvme'"),
         (
             {"stage": 2, "offload_optimizer": "nvme", "async_checkpoint": True},
             "async_checkpoint=True copies",
@@ -144,3 +148,37 @@ def test_a_torn_step_is_not_saved_for_its_exception(ranks: Pools, tmp_path: Path
 def test_what_contradicts_is_refused(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ZeROStrategy(**arguments)
+
+
+# ---------------------------------------------------------------------------- host memory
+
+
+def on_host(folder: str, name: str, precision: str) -> tuple[list[str], dict[str, int]]:
+    """Resumes beside a host from a run without, and the other way round."""
+    stage = "zero2" if "2" in name else "zero3"
+    whole = fit(stage, folder, precision=precision).state_dict()
+    monitor = MemoryMonitor()
+    with beside_the_host(painted=False):
+        fit(name, folder, Stop(f"{folder}/host.ckpt", 5), precision=precision)
+    found = fit(stage, folder, Stop(f"{folder}/device.ckpt", 5), precision=precision)
+    found = fit(stage, folder, path=f"{folder}/host.ckpt", precision=precision).state_dict()
+    assert all(torch.equal(value, whole[key]) for key, value in found.items())
+    with beside_the_host(painted=False):
+        path = f"{folder}/device.ckpt"
+        found = fit(name, folder, monitor, path=path, precision=precision).state_dict()
+    assert all(torch.equal(value, whole[key]) for key, value in found.items())
+    return monitor.differences, monitor.measured["step"]
+
+
+@pytest.mark.parametrize("name", ["zero2_offload", "zero3_offload"])
+def test_states_on_the_host(ranks: Pools, tmp_path: Path, name: str) -> None:
+    for differences, held in ranks(2).run(on_host, str(tmp_path), name, "bf16-mixed"):
+        assert differences == []
+        assert held["states"] == held["master"] == 0
+        assert held["host states"] > 0
+        assert held["host master"] > 0
+
+
+def test_a_host_needs_a_device(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"accelerator='cpu' has none: there is nothing to move"):
+        fit("zero3_offload", str(tmp_path))

@@ -1,0 +1,116 @@
+"""Copies between a device and its host, for what is offloaded to the host's memory."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from lightning_zero.comm.transport import Work
+from lightning_zero.tensors import lasting_tensors
+
+_MOST_LANDINGS = 2
+"""Gradients that are added on the host may wait for it in as many buffers: one comes, one goes."""
+
+
+class HostCopies:
+    """Copies between a device and its host, on a stream beside what the device computes.
+
+    Args:
+        device: The device; where it is the host itself, copies are made at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
+        self._landings: deque[Landing] = deque()
+
+    def lasting_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return zeros in host memory that the device reads by itself.
+
+        The memory is of just this size: torch's own allocator would take the next power of two.
+        """
+        nbytes = numel * dtype.itemsize
+        if self._device.type != "cuda" or not nbytes:
+            with lasting_tensors():
+                return torch.zeros(numel, dtype=dtype, device="cpu")
+        block = mmap.mmap(-1, nbytes)
+        with lasting_tensors():
+            memory = torch.frombuffer(block, dtype=torch.uint8)
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(cudart.cudaHostRegister(memory.data_ptr(), nbytes, 0))
+        # The mapping ends after its finalizers.
+        weakref.finalize(block, cudart.cudaHostUnregister, memory.data_ptr())
+        return memory.view(dtype)
+
+    def passing_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return host memory for a while, which torch keeps for reuse; its content is undefined."""
+        with lasting_tensors():
+            is_pinned = self._device.type == "cuda"
+            return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=is_pinned)
+
+    def up(self, out: Tensor, source: Tensor, then: Callable[[], Work]) -> Work:
+        """Start to copy ``source`` to the device, and what follows there; returns both as one."""
+        if self._stream is None:
+            out.copy_(source)
+            return then()
+        with self._beside_computation(self._stream):
+            out.copy_(source, non_blocking=True)
+            return _Arrival(then(), self._stream.record_event(), self._device)
+
+    def down(
+        self, out: Tensor, source: Tensor, then: Callable[[], object] | None = None
+    ) -> Landing:
+        """Start to copy ``source`` to the host, where ``then`` is called when it has landed."""
+        if self._stream is None:
+            out.copy_(source)
+            landing = Landing(None, then)
+        else:
+            with self._beside_computation(self._stream):
+                out.copy_(source, non_blocking=True)
+                landing = Landing(self._stream.record_event(), then)
+            source.record_stream(self._stream)
+        if then is not None:
+            self._landings.append(landing)
+            if len(self._landings) > _MOST_LANDINGS:
+                self._landings.popleft().wait()
+        return landing
+
+    @contextlib.contextmanager
+    def _beside_computation(self, stream: torch.Stream) -> Iterator[None]:
+        """Work on the stream, behind what was given to the device before."""
+        stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with stream:
+            yield
+
+
+class _Arrival:
+    """Data on their way to the device."""
+
+    def __init__(self, work: Work, event: torch.Event, device: torch.device) -> None:
+        self._work, self._event, self._device = work, event, device
+
+    def wait(self) -> None:
+        """Let what the device is given next wait for them."""
+        self._work.wait()
+        torch.accelerator.current_stream(self._device).wait_event(self._event)
+
+
+class Landing:
+    """Data on their way to the host."""
+
+    def __init__(self, event: torch.Event | None, then: Callable[[], object] | None) -> None:
+        self._event, self._then = event, then
+
+    def wait(self) -> None:
+        """Return when they are there, and what follows is done."""
+        if self._event is not None:
+            self._event.synchronize()
+        then, self._then = self._then, None
+        if then is not None:
+            then()

@@ -1,0 +1,182 @@
+"""Offload to a host beside the device: the same numbers, and no operation across the two.
+
+Devices are played by painted memories (`tests/oracle/painted.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import lightning_zero
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.host_copies import HostCopies, Landing
+from lightning_zero.comm.traffic import sum_of
+from lightning_zero.engine.engine import Engine
+from lightning_zero.plan import Offload
+from lightning_zero.plan.settings import Settings
+from tests.oracle.models import MODELS
+from tests.oracle.painted import beside_the_host
+from tests.oracle.parity import assert_parity
+from tests.oracle.ranks import Pools
+from tests.oracle.sharded import CPU, shard, train
+
+STEPS, MICRO = 3, 2
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1, fused=True)
+
+
+def momentum(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, fused=True)
+
+
+def compare(stage: int, make: Callable[[nn.Module], Optimizer], **how: Any) -> None:
+    run = partial(train, "transformer", make, stage=stage, **how)
+    with beside_the_host():
+        actual = run(offload=Offload.of_stage(stage, "cpu"))
+    assert_parity(actual, run(), ulps=0)
+
+
+def compare_all() -> None:
+    for stage, precision in itertools.product((1, 2, 3), ("32-true", "bf16-mixed")):
+        compare(stage, adamw, precision=precision, accumulate=2, clip_norm=0.1)
+    for precision in ("16-mixed", "bf16-true"):
+        compare(3, momentum, precision=precision, steps=4)
+    compare(2, adamw, accumulate=2, policy="local")
+    for wires in ({"direct": True, "windows": False}, {"direct": False}):
+        compare(3, momentum, comm=Communicator(CPU, **wires))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_bits_are_those_of_the_device(ranks: Pools, world: int) -> None:
+    ranks(world).run(compare_all)
+
+
+def crossed(stage: int, folder: str | None = None) -> tuple[dict[str, int], dict[str, int]]:
+    """What copies moved in a step, and what they must: a shard for each gather and reduction."""
+    case = MODELS["transformer"]
+    model = case.build()
+    offload = Offload.of_stage(stage, "cpu" if folder is None else "nvme")
+    with beside_the_host() as memories:
+        engine = shard(model, stage=stage, offload=offload, offload_path=folder or ".")
+        optimizer = momentum(model)
+        engine.adopt(optimizer)
+        for step in range(STEPS):
+            memories.crossed.clear()
+            for _ in range(MICRO):
+                case.loss(model, case.batch(4, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        moved, sent = dict(memories.crossed), engine.comm.traffic
+        held = engine.sharded.memory()
+        assert held["master"] == held["states"] == held["gradients"] == 0
+        assert held["host states" if folder is None else "disk states"] > 0
+        assert (held["weights"] > 0) == (stage < 3)
+        engine.close()
+    # With two ranks each sends its shard once.
+    up, down = (sum_of(sent, verb).bytes for verb in ("gather", "reduce"))
+    return moved, {"up": up, "down": down}
+
+
+def in_copies() -> None:
+    for stage, policy in ((2, "reduce"), (3, "local")):
+        compare(stage, momentum, shard=2, accumulate=2, policy=policy)
+
+
+def test_copies_are_joined_on_the_devices(ranks: Pools) -> None:
+    ranks(4).run(in_copies)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_crosses_is_the_formulas(ranks: Pools, stage: int) -> None:
+    for actual, expected in ranks(2).run(crossed, stage):
+        assert actual == expected
+
+
+def test_files_are_of_the_host_too(ranks: Pools, tmp_path: Any) -> None:
+    for actual, expected in ranks(2).run(crossed, 3, str(tmp_path)):
+        assert actual == expected
+
+
+def test_the_double_knows_two_memories() -> None:
+    with beside_the_host() as memories:
+        here = torch.ones(2)
+        there = memories.paint(torch.ones(2), "host")
+        assert memories.colour(there * 2 + torch.ones(())) == "host"
+        with pytest.raises(AssertionError, match="two memories"):
+            here + there
+        here.copy_(there)
+        assert (memories.crossed, memories.colour(here)) == ({"up": 8}, "device")
+
+
+# ---------------------------------------------------------------------------- late copies
+
+
+def late(own: Callable[..., Landing], copies: Any, out: Tensor, source: Tensor, then: Any) -> Any:
+    """A copy that is made when it is waited for, and not before."""
+    out.fill_(float("nan"))
+
+    def arrive() -> None:
+        out.copy_(source)
+        if then is not None:
+            then()
+
+    return own(copies, torch.empty(0), torch.empty(0), arrive)
+
+
+def trained(**settings: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)])
+    engine = Engine(module, Settings(units=(nn.Linear,), **settings))
+    optimizer = momentum(module)
+    engine.adopt(optimizer)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(MICRO):
+            module(torch.full((2, 8), 0.1 * (step + part + 1))).sum().backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        for parameter in module.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(torch.tensor(0.5))
+        with torch.no_grad():
+            module[0].weight.mul_(0.9)
+        optimizer.step()
+        with lightning_zero.gathered(module, modify=True):
+            nn.init.constant_(module[1].bias, 0.1 * step)
+    engine.close()
+    return dict(module.state_dict())
+
+
+def compare_edited() -> None:
+    expected = trained()
+    down = HostCopies.down
+
+    def slow(copies: Any, out: Tensor, source: Tensor, then: Any = None) -> Any:
+        return late(down, copies, out, source, then)
+
+    # Nothing is painted: on a CPU an edit's copy to the host is none.
+    with beside_the_host(painted=False), mock.patch.object(HostCopies, "down", slow):
+        actual = trained(offload=Offload("cpu", "cpu"))
+    assert all(torch.equal(value, expected[name]) for name, value in actual.items())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_are_waited_for_and_edits_go_up_and_down(ranks: Pools, world: int) -> None:
+    ranks(world).run(compare_edited)
+
+
+def test_a_host_without_a_device_is_refused() -> None:
+    for offload in (Offload("cpu", "cpu"), Offload("cpu")):
+        settings = Settings(stage=3 if offload.weights else 2, offload=offload)
+        with pytest.raises(ValueError, match=r"Offload to 'cpu' needs a device beside the host"):
+            Engine(nn.Linear(2, 2), settings)

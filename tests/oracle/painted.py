@@ -1,0 +1,99 @@
+"""A device whose memory is not the host's, on a machine that has none.
+
+Every storage has a colour: the host's, or the device's, which is that of all that nobody painted
+otherwise. An operation on tensors of both colours fails, unless it copies from one to the other; so
+it would between a host and a real device. What copies move is counted.
+
+    with beside_the_host() as memories:
+        ...                                # under offload to "cpu"
+    assert memories.crossed == {"up": ..., "down": ...}
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_zero.comm.host_copies import HostCopies
+from lightning_zero.comm.scratch import Scratch
+from lightning_zero.plan import Offload
+
+_COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
+
+
+class Memories(TorchDispatchMode):
+    """The colours of all storages.
+
+    Attributes:
+        crossed: The bytes that were copied, "up" to the device and "down" to the host.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.crossed: Counter[str] = Counter()
+        # They live on, or others would be made where they were, and be taken for them.
+        self._hosts: dict[int, torch.UntypedStorage] = {}
+
+    def paint(self, tensor: Tensor, colour: str) -> Tensor:
+        """Let a tensor's storage be in a memory."""
+        if colour == "host":
+            storage = tensor.untyped_storage()
+            self._hosts[storage._cdata] = storage
+        return tensor
+
+    def colour(self, tensor: Tensor) -> str:
+        return "host" if tensor.untyped_storage()._cdata in self._hosts else "device"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [one for one in tree_leaves((args, kwargs)) if is_memory(one)]
+        colours = {self.colour(one) for one in given}
+        if func in _COPIES and len(colours) == 2:
+            direction = "down" if self.colour(args[0]) == "host" else "up"
+            self.crossed[direction] += args[1].nbytes
+        elif len(colours) == 2:
+            sizes = [(self.colour(one), tuple(one.shape)) for one in given]
+            raise AssertionError(f"{func} works on tensors of two memories: {sizes}")
+        known = {one.untyped_storage()._cdata for one in given}
+        result = func(*args, **(kwargs or {}))
+        colour = next(iter(colours)) if len(colours) == 1 else "device"
+        for one in tree_leaves(result):
+            if is_memory(one) and one.untyped_storage()._cdata not in known:
+                self.paint(one, colour)
+        return result
+
+
+def is_memory(value: Any) -> bool:
+    """Whether a value lies in one memory only; single numbers travel with an operation."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 0
+
+
+@contextlib.contextmanager
+def beside_the_host(*, painted: bool = True) -> Iterator[Memories]:
+    """A CPU that counts as a device beside its host: offload to "cpu" acts there."""
+    memories = Memories()
+    patches = [
+        mock.patch.object(Offload, "runs_on", return_value=True),
+        mock.patch.object(Offload, "is_mapped", return_value=False),
+    ]
+    places = (HostCopies, "lasting_memory"), (HostCopies, "passing_memory"), (Scratch, "tensor")
+    for cls, name in places:
+        own = getattr(cls, name)
+
+        def on_host(owner: Any, numel: int, dtype: torch.dtype, own: Any = own) -> Tensor:
+            return memories.paint(own(owner, numel, dtype), "host")
+
+        patches.append(mock.patch.object(cls, name, on_host))
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        if painted:
+            stack.enter_context(memories)
+        yield memories
