@@ -21,7 +21,7 @@ NAMES = [
 
 STRATEGIES = {
     f"zero{name}{suffix}": (int(name[0]), launcher)
-    for name in ("1", "2", "3", "3_nvme")
+    for name in ("1", "2", "3", "2_offload", "3_offload", "3_nvme")
     for suffix, launcher in (
         ("", "subprocess"),
         ("_spawn", "spawn"),

@@ -181,4 +181,4 @@ def test_states_on_the_host(ranks: Pools, tmp_path: Path, name: str) -> None:
 
 def test_a_host_needs_a_device(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"accelerator='cpu' has none: there is nothing to move"):
-        fit("zero3_offload", str(tmp_path))
+        make_trainer(1, "zero3_offload", tmp_path).fit(Fused(), Rows())
