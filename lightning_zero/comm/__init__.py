@@ -33,6 +33,7 @@ from lightning_zero.comm.dry import (
     DrySharedMemory,
     DryTransport,
 )
+from lightning_zero.comm.host_copies import HostCopies
 from lightning_zero.comm.mesh import Placements
 from lightning_zero.comm.process_groups import default_world_size
 from lightning_zero.comm.rendezvous import join_group
@@ -50,6 +51,7 @@ __all__ = [
     "DrySharedMemory",
     "DryTransport",
     "Exclusive",
+    "HostCopies",
     "Outcome",
     "PendingSync",
     "Placements",

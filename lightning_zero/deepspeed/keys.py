@@ -210,7 +210,9 @@ KEYS: dict[str, Key] = {
     ),
     "scheduler": _acts(Kind.BLOCK, "a scheduler of the one optimizer, stepped at every step"),
     "activation_checkpointing": _replaced(
-        Kind.BLOCK, "`activation_checkpointing` takes `True` or module classes"
+        Kind.BLOCK,
+        "`activation_checkpointing` takes `True` or module classes; `activation_offload`, on GPUs,"
+        " is its `cpu_checkpointing`",
     ),
     "checkpoint": _replaced(
         Kind.BLOCK, "a checkpoint is one plain file or, with `checkpoint='dcp'`, a directory"

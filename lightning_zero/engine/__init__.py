@@ -17,17 +17,20 @@ order_check, join         ranks that gather different weights: detected, or allo
 oom_trials                steps that fail on all ranks if on any
 materialize               models built on the meta device
 activation_checkpointing  recomputation of modules
+activation_offload        activations that wait in host memory
 access                    the public functions
 """
 
 from lightning_zero.engine.access import full_grad, gathered, grad_norm, join
 from lightning_zero.engine.activation_checkpointing import ActivationCheckpointing
+from lightning_zero.engine.activation_offload import ActivationOffload
 from lightning_zero.engine.engine import Engine, engine_of
 from lightning_zero.engine.oom_trials import OomTrials
 from lightning_zero.engine.rank_check import Description, differences, optimizer_description
 
 __all__ = [
     "ActivationCheckpointing",
+    "ActivationOffload",
     "Description",
     "Engine",
     "OomTrials",

@@ -38,6 +38,7 @@ class Options:
     """The user's options of a run; ``ZeROStrategy`` says what each means."""
 
     activation_checkpointing: bool | Iterable[type[nn.Module]] = False
+    activation_offload: bool = False
     restore_weights: bool = True
     checkpoint: str = "file"
     async_checkpoint: bool = False

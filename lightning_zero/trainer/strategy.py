@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_zero.checkpoint import Saver
 from lightning_zero.comm import Communicator
 from lightning_zero.deepspeed import Config
-from lightning_zero.engine import ActivationCheckpointing, Engine
+from lightning_zero.engine import ActivationCheckpointing, ActivationOffload, Engine
 from lightning_zero.optimizer import own_form_of
 from lightning_zero.plan import MIN_NUMEL, Settings, UnitPolicy, as_dtype
 from lightning_zero.trainer import internals
@@ -64,6 +64,8 @@ class ZeROStrategy(SavingStrategy):
             gradients. By default ``"local"`` at stage 1 and ``"reduce"`` at stages 2 and 3.
         activation_checkpointing: ``True`` to recompute every unit's activations in backward, or the
             module classes to do so for.
+        activation_offload: Keep what backward needs of every unit's forward in the memory of an
+            accelerator's host until then; with checkpointing, its inputs.
         broadcast_buffers: Overwrite buffers with rank 0's before each forward, as DDP does.
         shard: The ranks that share one copy of states, gradients and weights: ``"all"``,
             ``"node"`` for those of each node, or a number, each so many that follow each other.
@@ -112,6 +114,7 @@ class ZeROStrategy(SavingStrategy):
         cast_weights: Literal["autocast", "all", "none"] = "autocast",
         accumulate: Literal["reduce", "local"] | None = None,
         activation_checkpointing: bool | Iterable[type[nn.Module]] = False,
+        activation_offload: bool = False,
         broadcast_buffers: bool = True,
         shard: int | Literal["all", "node"] = "all",
         offload_optimizer: Literal["cpu", "nvme"] | None = None,
@@ -133,6 +136,7 @@ class ZeROStrategy(SavingStrategy):
     ) -> None:
         options = Options(
             activation_checkpointing=activation_checkpointing,
+            activation_offload=activation_offload,
             restore_weights=restore_weights,
             checkpoint=checkpoint,
             async_checkpoint=async_checkpoint,
@@ -255,9 +259,13 @@ class ZeROStrategy(SavingStrategy):
         self.engine.sharded.broadcast_buffers()
         self.precision_plugin.comm = self.engine.comm
         self.model = module
-        units = [unit.module for unit in self.engine.sharded.units[:-1]]
-        choice = self.options.activation_checkpointing
-        run.stand_ins.append(ActivationCheckpointing.chosen(choice, module, units))
+        units = self.engine.sharded.units
+        choice, modules = self.options.activation_checkpointing, [u.module for u in units[:-1]]
+        checkpointing = ActivationCheckpointing.chosen(choice, module, modules)
+        if self.options.activation_offload:
+            # Around what is checkpointed, so it goes first.
+            run.stand_ins.append(ActivationOffload.beside(self.engine.comm, units))
+        run.stand_ins.append(checkpointing)
         self._announce(self.engine.sharded.describe())
 
     def _announce(self, units: str) -> None:

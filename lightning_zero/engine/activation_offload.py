@@ -1,0 +1,167 @@
+"""Activation offload: what backward needs of a unit's forward waits in host memory.
+
+Whatever autograd saves in the forward of a unit is copied to the host, but weights, which the
+engine brings and releases by itself, and what is small. Backward finds it on the device again: with
+the first that it asks for of one call come the others, and those of the call before it, which is
+next. Rajbhandari et al., *ZeRO-Infinity*, 2021, section 5.1.2, does so with checkpointed inputs;
+under activation checkpointing they are all that is saved.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.comm import Arrived, Communicator, HostCopies, Work
+from lightning_zero.engine.unit import Unit
+from lightning_zero.tensors import internals
+
+LEAST_BYTES = 2**16
+"""What is smaller stays: a copy would cost more than its room is worth."""
+
+
+class ActivationOffload:
+    """Units whose activations wait in host memory for their backward.
+
+    Args:
+        units: All units; the root's own activations stay.
+        copies: The copies between the device and its host.
+        least_bytes: What is smaller stays.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], copies: HostCopies, least_bytes: int = LEAST_BYTES
+    ) -> None:
+        self._copies, self._least_bytes = copies, least_bytes
+        self._weights = {
+            flat.weight.tensor.untyped_storage()._cdata
+            for unit in units
+            for flat in unit.flat_parameters
+        }
+        # What autograd saves of one storage is copied once.
+        self._by_storage: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
+        self._last_call: weakref.ref[_Call] | None = None
+        self._replaced: list[tuple[nn.Module, Any]] = []
+        for module in (unit.module for unit in units if unit.name):
+            self._replaced.append((module, vars(module).get("forward")))
+            module.forward = functools.partial(self._run, module.forward)
+
+    @classmethod
+    def beside(cls, comm: Communicator, units: Sequence[Unit]) -> ActivationOffload:
+        """Offload the activations of ``units`` to the host of their device.
+
+        Raises:
+            ValueError: The device is the host itself.
+        """
+        if comm.device.type == "cpu":
+            raise ValueError(
+                "activation_offload=True needs a device beside the host, but accelerator='cpu' has"
+                " none. Leave it out; activation_checkpointing=True saves memory there."
+            )
+        return cls(units, comm.host_copies)
+
+    def remove(self) -> None:
+        """Give the modules their own ``forward`` back."""
+        for module, own in reversed(self._replaced):
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+        self._replaced = []
+
+    def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        call = _Call(self._last_call)
+        self._last_call = weakref.ref(call)
+        pack = functools.partial(self._pack, call)
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            return forward(*args, **kwargs)
+
+    def _pack(self, call: _Call, tensor: Tensor) -> Tensor | _View:
+        if not internals.has_storage(tensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < self._least_bytes or storage._cdata in self._weights:
+            return tensor
+        saved = self._by_storage.get(storage._cdata)
+        # Another storage may have come to the same address, or this one have been written to.
+        if saved is None or saved.source() is not storage or saved.version != tensor._version:
+            saved = _Saved(call, tensor, self._copies)
+            self._by_storage[storage._cdata] = saved
+        place = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        return _View(saved, tensor.dtype, *place)
+
+
+class _Call:
+    """One call of a unit: what was saved in it, and the call before."""
+
+    def __init__(self, before: weakref.ref[_Call] | None) -> None:
+        self.before = before
+        self.saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
+
+    def fetch(self) -> None:
+        """Start to bring all of it to the device."""
+        for saved in tuple(self.saved):
+            saved.fetch()
+
+
+class _Saved:
+    """A storage whose content waits on the host.
+
+    Attributes:
+        source: The storage while it lives.
+        version: How often it had been written to.
+        call: The call in which it was first saved.
+    """
+
+    def __init__(self, call: _Call, tensor: Tensor, copies: HostCopies) -> None:
+        storage = tensor.untyped_storage()
+        self.source, self.version = weakref.ref(storage), tensor._version
+        self.call = call
+        self._copies, self._device = copies, tensor.device
+        content = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        self._on_host = copies.passing_memory(content.numel(), torch.uint8)
+        copies.down(self._on_host, content)
+        self._fetched: tuple[Tensor, Work] | None = None
+        call.saved.add(self)
+
+    def fetch(self) -> None:
+        """Start to bring it to the device, unless it is there."""
+        if self._fetched is None:
+            # The copy waits for the one that came down: both are on one stream.
+            content = torch.empty(len(self._on_host), dtype=torch.uint8, device=self._device)
+            self._fetched = content, self._copies.up(content, self._on_host, Arrived)
+
+    def content(self) -> Tensor:
+        """Return the bytes on the device; what comes next in backward is on its way then."""
+        self.call.fetch()
+        before = self.call.before() if self.call.before is not None else None
+        if before is not None:
+            before.fetch()
+        assert self._fetched is not None
+        content, work = self._fetched
+        work.wait()
+        return content
+
+
+class _View(NamedTuple):
+    """A tensor that autograd saved, as a view of its storage."""
+
+    saved: _Saved
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        content = self.saved.content()
+        view = torch.empty(0, dtype=self.dtype, device=content.device)
+        return view.set_(content.untyped_storage(), self.offset, self.shape, self.stride)
+
+
+def _unpack(saved: Tensor | _View) -> Tensor:
+    return saved.tensor() if isinstance(saved, _View) else saved

@@ -1,0 +1,196 @@
+"""Activations on the host: the same bits, each byte down and up once, and weights never."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zero import ZeROStrategy
+from lightning_zero.comm import Communicator
+from lightning_zero.engine.activation_checkpointing import ActivationCheckpointing
+from lightning_zero.engine.activation_offload import ActivationOffload
+from lightning_zero.engine.engine import Engine
+from lightning_zero.plan.settings import Settings
+from tests.oracle.models import Block
+from tests.oracle.painted import beside_the_host
+from tests.oracle.projects import Regression, fit
+from tests.oracle.ranks import Pools
+
+WIDTH, ROWS = 16, 64
+
+
+class Residual(nn.Module):
+    """Saves views, one tensor twice, its own input, and what dropout drew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.both(x).chunk(2, dim=-1)
+        mixed = nn.functional.dropout(torch.sigmoid(gate) * value, 0.5)
+        return x + self.down(mixed) * mixed.tanh()
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Residual() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def train(
+    stage: int, *, is_away: bool, checkpointed: bool, precision: torch.dtype | None = None
+) -> tuple[list[Tensor], list[dict[str, int]]]:
+    torch.manual_seed(0)
+    model, crossed = Stack(), []
+    with beside_the_host() as memories:
+        engine = Engine(model, Settings(stage=stage, units=[Residual]))
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        engine.adopt(optimizer)
+        recompute = ActivationCheckpointing(model.blocks if checkpointed else [])
+        stand_ins = [recompute]
+        if is_away:
+            offload = ActivationOffload(engine.sharded.units, engine.comm.host_copies, 1)
+            stand_ins.insert(0, offload)
+        torch.manual_seed(1 + engine.comm.control.rank)
+        for _ in range(3):
+            optimizer.zero_grad()
+            memories.crossed.clear()
+            with torch.autocast("cpu", precision or torch.bfloat16, enabled=precision is not None):
+                loss = model(torch.randn(ROWS, WIDTH)).square().mean()
+            loss.backward()
+            crossed.append(dict(memories.crossed))
+            optimizer.step()
+        for stand_in in stand_ins:
+            stand_in.remove()
+        assert all("forward" not in vars(block) for block in model.blocks)
+        engine.close()
+    return [parameter.detach() for parameter in model.parameters()], crossed
+
+
+def compare() -> None:
+    for stage in (1, 3):
+        for how in (
+            {"checkpointed": False},
+            {"checkpointed": True},
+            {"checkpointed": False, "precision": torch.bfloat16},
+        ):
+            plain, nothing = train(stage, is_away=False, **how)  # type: ignore[arg-type]
+            away, crossed = train(stage, is_away=True, **how)  # type: ignore[arg-type]
+            assert all(map(torch.equal, plain, away))
+            assert nothing == [{}] * 3
+            for moved in crossed:
+                assert moved["down"] == moved["up"]
+    # Under checkpointing only the inputs of the four units.
+    assert (
+        train(3, is_away=True, checkpointed=True)[1]
+        == [{"down": 4 * ROWS * WIDTH * 4, "up": 4 * ROWS * WIDTH * 4}] * 3
+    )
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_numbers_are_the_same(ranks: Pools, world: int) -> None:
+    ranks(world).run(compare)
+
+
+def saved_bytes(forward: Any, weights: set[int]) -> int:
+    """Bytes of the storages that autograd saves in a plain run, but weights."""
+    found: dict[int, Tensor] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        found[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        forward()
+    return sum(t.untyped_storage().nbytes() for key, t in found.items() if key not in weights)
+
+
+def test_what_moves_is_what_autograd_saves_but_weights() -> None:
+    block = Residual()
+    x = torch.randn(ROWS, WIDTH)
+    torch.manual_seed(0)
+    expected = saved_bytes(
+        lambda: block(x), {p.untyped_storage()._cdata for p in block.parameters()}
+    )
+    with beside_the_host() as memories:
+        engine = Engine(nn.Sequential(block), Settings(stage=3, units=[Residual]))
+        offload = ActivationOffload(engine.sharded.units, engine.comm.host_copies, 1)
+        output = engine.module(x)
+        assert memories.crossed == {"down": expected}
+        output.sum().backward(retain_graph=True)
+        assert memories.crossed == {"down": expected, "up": expected}
+        offload.remove()
+        engine.close()
+
+
+def test_activations_leave_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[Any]] = []
+
+    class Noting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.inner(x).exp()
+            alive.append(weakref.ref(hidden.untyped_storage()))
+            return hidden * hidden
+
+    for is_away in (False, True):
+        alive.clear()
+        with beside_the_host(painted=False):
+            engine = Engine(nn.Sequential(Noting(), Noting()), Settings(units=[Noting]))
+            offload = ActivationOffload(
+                engine.sharded.units if is_away else [], engine.comm.host_copies, 1
+            )
+            output = engine.module(torch.randn(ROWS, WIDTH))
+            gc.collect()
+            assert [ref() is None for ref in alive] == [is_away] * 2
+            output.sum().backward()
+            offload.remove()
+            engine.close()
+
+
+def test_small_tensors_stay() -> None:
+    with beside_the_host() as memories:
+        engine = Engine(Stack(), Settings(units=[Residual]))
+        ActivationOffload(engine.sharded.units, engine.comm.host_copies)
+        engine.module(torch.randn(ROWS, WIDTH)).sum().backward()
+        assert memories.crossed == {}
+        engine.close()
+
+
+def test_the_strategys_argument_goes_with_checkpointing() -> None:
+    def beside(comm: Communicator, units: Any) -> ActivationOffload:
+        return ActivationOffload(units, comm.host_copies, 1)
+
+    losses = []
+    for choices in ({}, {"activation_offload": True, "activation_checkpointing": True}):
+        with (
+            beside_the_host() as memories,
+            mock.patch.object(ActivationOffload, "beside", beside),
+        ):
+            losses.append(fit(Regression(), ZeROStrategy(3, units=[Block], **choices)).losses)
+        assert (memories.crossed["up"] > 0) == bool(choices)
+    assert losses[0] == losses[1]
+
+
+def test_a_host_without_a_device_is_refused(tmp_path: Path) -> None:
+    strategy = ZeROStrategy(3, units=[Block], activation_offload=True)
+    with pytest.raises(ValueError, match="activation_offload=True needs a device beside the host"):
+        fit(Regression(), strategy)
