@@ -48,6 +48,7 @@ def test_arguments_are_frozen() -> None:
         "cast_weights",
         "accumulate",
         "activation_checkpointing",
+        "activation_offload",
         "broadcast_buffers",
         "shard",
         "offload_optimizer",
