@@ -36,9 +36,10 @@ from lightning_zero.engine import materialize
 from lightning_zero.engine.engine import Engine
 from lightning_zero.optimizer import Way, clip, way_of
 from lightning_zero.optimizer.pieces import state_bytes
-from lightning_zero.plan.plan import RECIPES
+from lightning_zero.plan.plan import RECIPES, Offload
 from lightning_zero.plan.settings import Settings
 from tests.oracle.models import MODELS, Block
+from tests.oracle.painted import beside_the_host
 from tests.oracle.parity import assert_parity, reference
 from tests.oracle.projects import Regression, rows
 from tests.oracle.ranks import Pools
@@ -67,6 +68,24 @@ def over_collectives(device: torch.device) -> Communicator:
 
 
 # ---------------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_offload_to_the_host_is_without(device: torch.device, stage: int) -> None:
+    """States, masters, gradients and activations beside the device; bits, as it sums alike."""
+    case, comm = MODELS["transformer"], over_collectives(device)
+    how = {"stage": stage, "precision": "bf16-mixed", "accumulate": 2, "clip_norm": 0.1}
+    expected = train(case, momentum_on_host, comm=comm, **how)
+    is_played = device.type == "cpu"
+    with beside_the_host() if is_played else contextlib.nullcontext():
+        offload = Offload.of_stage(stage, "cpu")
+        actual = train(case, momentum_on_host, comm=comm, offload=offload, **how)
+    # A GPU's fused step and norm round otherwise than its host's.
+    assert_parity(actual, expected, ulps=0 if is_played else 8)
+
+
+def momentum_on_host(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, fused=True)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
