@@ -6,6 +6,8 @@ optimizer_state  those of optimizers
 save           one save: agree, write, seal, rename
 saver          the saves of a run, in this thread or behind the training
 load           reading a checkpoint, of which each rank reads its own ranges
+unread         archives of which nothing is mapped, and large tensors are not read
+source         where a parameter's values lie that is read whenever it is used
 checksums      checksums of records and of their blocks, and checking what is read
 read_ahead     reading a mapped file before its pages are asked for
 word_sums      a checksum of blocks as fast as memory
@@ -38,10 +40,20 @@ from lightning_zero.checkpoint.optimizer_state import (
 )
 from lightning_zero.checkpoint.safetensors import read_safetensors, write_safetensors
 from lightning_zero.checkpoint.saver import Saver, collected
-from lightning_zero.checkpoint.state import check_ranges, load_module_state, module_state
+from lightning_zero.checkpoint.state import (
+    ModuleLoad,
+    check_ranges,
+    load_module_state,
+    module_state,
+)
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor, in_memory
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
-from lightning_zero.checkpoint.weights import load_weights, read_weights
+from lightning_zero.checkpoint.weights import (
+    are_bare_weights,
+    load_bare_weights,
+    load_weights,
+    read_weights,
+)
 
 __all__ = [
     "REST",
@@ -49,9 +61,11 @@ __all__ = [
     "DirectorySave",
     "FileSave",
     "LazyTensor",
+    "ModuleLoad",
     "Provenance",
     "Saver",
     "ShardedValue",
+    "are_bare_weights",
     "check_optimizer_states",
     "check_ranges",
     "check_values",
@@ -60,6 +74,7 @@ __all__ = [
     "in_memory",
     "is_directory",
     "load",
+    "load_bare_weights",
     "load_module_state",
     "load_optimizer_state",
     "load_weights",

@@ -18,7 +18,7 @@ import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -229,12 +229,23 @@ def old_decoded_blocks(content: bytes, sizes: Iterable[int]) -> list[Blocks]:
     return found
 
 
+class OpenFile:
+    """A file that stays open for as long as somebody has this, whatever becomes of its name."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+
 @dataclass(frozen=True)
 class CheckedBytes:
     """Bytes of a file, and their checksums.
 
     ``whole`` is the CRC-32 of all, if the writer did not leave it out; ``blocks`` are those of each
-    block, which other programs' files do not have.
+    block, which other programs' files do not have. A ``kept`` file is not opened for each use.
     """
 
     file: Path
@@ -242,6 +253,7 @@ class CheckedBytes:
     nbytes: int
     whole: int | None
     blocks: Blocks | None = None
+    kept: OpenFile | None = field(default=None, compare=False, repr=False)
 
     def can_check(self, start: int, stop: int) -> bool:
         """Return whether there are checksums for bytes ``[start, stop)`` alone."""
@@ -278,6 +290,9 @@ class CheckedBytes:
     @contextlib.contextmanager
     def opened(self) -> Iterator[int]:
         """Open the file, in a context."""
+        if self.kept is not None:
+            yield self.kept.descriptor
+            return
         descriptor = os.open(self.file, os.O_RDONLY | os.O_CLOEXEC)
         try:
             yield descriptor

@@ -9,6 +9,7 @@ they have, is kept beside them, by storage, for as long as the storage lives.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -30,6 +31,7 @@ from lightning_zero.checkpoint.dcp.content import checkpoint_of
 from lightning_zero.checkpoint.dcp.directory import Directory, is_directory
 from lightning_zero.checkpoint.file.format import PROVENANCE, REST, TABLE, check_version
 from lightning_zero.checkpoint.file.records import check_small_records, stored_records
+from lightning_zero.checkpoint.unread import are_supported, unread
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
 from lightning_zero.comm import Control, Outcome
 from lightning_zero.tensors import named_tensors, tensors_in
@@ -42,8 +44,17 @@ _INDEX_BYTES = 2**16  # of a file without an index, or one at its beginning
 _records: WeakKeyDictionary[torch.UntypedStorage, CheckedBytes] = WeakKeyDictionary()
 
 
-def load(path: str, control: Control, *, weights_only: bool = True, verify: bool = False) -> Any:
+def load(
+    path: str,
+    control: Control,
+    *,
+    weights_only: bool = True,
+    verify: bool = False,
+    maps: bool = True,
+) -> Any:
     """Return what a checkpoint holds, its tensors mapped from it; all ranks call it together.
+
+    Without ``maps`` tensors are read when they are used, also of a file that is larger than memory.
 
     Weights and optimizer states are checked when each rank knows its parts, before it reads them;
     everything else here, and with ``verify`` they too, each tensor on one rank.
@@ -57,7 +68,7 @@ def load(path: str, control: Control, *, weights_only: bool = True, verify: bool
     with outcome.attempt():
         folder = local_directory(path)
         if folder is None:
-            value, identity = _mapped_with_identity(path, weights_only=weights_only)
+            value, identity = _with_identity(path, weights_only=weights_only, maps=maps)
         else:
             directory = Directory.open(folder)
             # There may be very many, so the ranks share the work.
@@ -123,15 +134,16 @@ def content(directory: Directory, *, weights_only: bool = True) -> dict[str, Any
 
 def mapped(path: str, *, weights_only: bool = True) -> Any:
     """Return the content of a file by :func:`torch.save` or this package, for one process."""
-    return _mapped_with_identity(path, weights_only=weights_only)[0]
+    return _with_identity(path, weights_only=weights_only)[0]
 
 
-def _mapped_with_identity(path: str, *, weights_only: bool) -> tuple[Any, str]:
+def _with_identity(path: str, *, weights_only: bool, maps: bool = True) -> tuple[Any, str]:
     file_system, local = fsspec.core.url_to_fs(path)
     if isinstance(file_system, LocalFileSystem):
         if not os.path.exists(local):
             raise FileNotFoundError(f"Checkpoint file not found: {local}")
-        return _mapped(Path(local), weights_only=weights_only), identity_of(Path(local))
+        value = _mapped(Path(local), weights_only=weights_only, maps=maps)
+        return value, identity_of(Path(local))
     if not file_system.exists(local):
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
     # A copy that has no name any more once it is mapped: memory is for what is read.
@@ -179,7 +191,7 @@ def provenance(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _mapped(path: Path, *, weights_only: bool) -> Any:
+def _mapped(path: Path, *, weights_only: bool, maps: bool = True) -> Any:
     if not path.is_dir() and not path.is_file():
         raise ValueError(f"{str(path)!r} is a device or a pipe; expected a file")
     if path.is_dir():
@@ -197,7 +209,7 @@ def _mapped(path: Path, *, weights_only: bool) -> Any:
         )
     try:
         if is_archive:
-            return _mapped_archive(path, weights_only=weights_only)
+            return _mapped_archive(path, weights_only=weights_only, maps=maps)
         if begin.startswith(_ARCHIVE):
             raise ValueError("its end is missing")
         return torch.load(path, map_location="cpu", weights_only=weights_only)
@@ -210,19 +222,32 @@ def _mapped(path: Path, *, weights_only: bool) -> Any:
         raise unreadable(path, error) from error
 
 
-def _mapped_archive(path: Path, *, weights_only: bool) -> Any:
+def _mapped_archive(path: Path, *, weights_only: bool, maps: bool) -> Any:
     check_version(provenance(path))
     with zipfile.ZipFile(path) as archive:
         # First of all: a damaged pickle may ask for any class.
         check_small_records(archive)
-        storages: list[torch.UntypedStorage] = []
+        if not maps and are_supported():
+            with contextlib.suppress(NotImplementedError):
+                return unread(path, archive, weights_only=weights_only)
+        try:
+            return _mapped_storages(path, archive, weights_only=weights_only)
+        except RuntimeError as error:
+            if "unable to mmap" not in str(error) or not are_supported():
+                raise
+            # It is larger than the system's memory, or than what is left of a limit.
+            return unread(path, archive, weights_only=weights_only)
 
-        def on_host(storage: Any, device: str) -> Any:
-            storages.append(storage)
-            return storage
 
-        value = torch.load(path, map_location=on_host, mmap=True, weights_only=weights_only)
-        _note_records(path, archive, storages)
+def _mapped_storages(path: Path, archive: zipfile.ZipFile, *, weights_only: bool) -> Any:
+    storages: list[torch.UntypedStorage] = []
+
+    def on_host(storage: Any, device: str) -> Any:
+        storages.append(storage)
+        return storage
+
+    value = torch.load(path, map_location=on_host, mmap=True, weights_only=weights_only)
+    _note_records(path, archive, storages)
     return value
 
 

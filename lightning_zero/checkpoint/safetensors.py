@@ -7,10 +7,11 @@ tensors stay in the mapped file.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_zero.checkpoint.checksums import CheckedBytes, OpenFile
 from lightning_zero.checkpoint.file.skeleton import bytes_of
+from lightning_zero.checkpoint.values.boxes import Box
+from lightning_zero.checkpoint.values.chunk import InOneRow
+from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
 
 INDEX = "model.safetensors.index.json"
 """The file that says which tensor lies in which file of a folder, as Hugging Face has it."""
@@ -48,10 +53,13 @@ Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape of every tensor, by name."""
 
 
-def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file, or of a folder with an index or one file, mapped."""
+def read_safetensors(path: Path, *, maps: bool = True) -> dict[str, Tensor]:
+    """Return the tensors of a file, or of a folder with an index or one file, mapped.
+
+    Without ``maps`` they are read when they are used, also of files that are larger than memory.
+    """
     if path.is_file():
-        return _read_file(path)
+        return _read_file(path, maps)
     index = path / INDEX
     if not index.exists():
         files = sorted(path.glob("*.safetensors"))
@@ -60,13 +68,13 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
                 f"{str(path)!r} has no {INDEX} and {len(files)} safetensors files; expected an"
                 " index, or exactly one file"
             )
-        return _read_file(files[0])
+        return _read_file(files[0], maps)
     places: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
     tensors: dict[str, Tensor] = {}
     for file in dict.fromkeys(places.values()):
         if Path(file).name != file or not (path / file).is_file():
             raise FileNotFoundError(f"the index {str(index)!r} names {file!r}, which is not there")
-        found = _read_file(path / file)
+        found = _read_file(path / file, maps)
         for name in (name for name, place in places.items() if place == file):
             if name not in found:
                 raise ValueError(f"the index {str(index)!r} places {name!r} in {file!r} wrongly")
@@ -74,10 +82,17 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _read_file(path: Path) -> dict[str, Tensor]:
+def _read_file(path: Path, maps: bool) -> dict[str, Tensor]:
     try:
         header, start = _header(path)
         size = path.stat().st_size
+        if not maps:
+            file = OpenFile(path)
+            return {
+                name: _unread(name, entry, CheckedBytes(path, start, size - start, None, kept=file))
+                for name, entry in header.items()
+                if name != "__metadata__"
+            }
         if size == start:
             whole = torch.empty(0, dtype=torch.uint8)
         else:
@@ -102,21 +117,36 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
     return header, 8 + length
 
 
-def _tensor(name: str, entry: Mapping[str, Any], data: Tensor) -> Tensor:
+def _place(
+    name: str, entry: Mapping[str, Any], nbytes: int
+) -> tuple[torch.dtype, Sequence[int], int, int]:
+    """Return a tensor's dtype and shape, and where its bytes begin and end among ``nbytes``."""
     if entry["dtype"] not in _DTYPES:
         raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r}")
     dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
     start, stop = entry["data_offsets"]
-    nbytes = prod(shape) * dtype.itemsize
-    if not 0 <= start <= stop <= len(data) or stop - start != nbytes:
+    needed = prod(shape) * dtype.itemsize
+    if not 0 <= start <= stop <= nbytes or stop - start != needed:
         raise ValueError(
-            f"{name!r} of shape {tuple(shape)} needs {nbytes} bytes, its place is"
-            f" [{start}, {stop}) of {len(data)}"
+            f"{name!r} of shape {tuple(shape)} needs {needed} bytes, its place is"
+            f" [{start}, {stop}) of {nbytes}"
         )
+    return dtype, shape, start, stop
+
+
+def _tensor(name: str, entry: Mapping[str, Any], data: Tensor) -> Tensor:
+    dtype, shape, start, stop = _place(name, entry, len(data))
     part = data[start:stop]
     if part.storage_offset() % dtype.itemsize:
         part = part.clone()  # the format does not promise aligned tensors
     return part.view(dtype).view(shape)
+
+
+def _unread(name: str, entry: Mapping[str, Any], data: CheckedBytes) -> Tensor:
+    dtype, shape, start, stop = _place(name, entry, data.nbytes)
+    content = dataclasses.replace(data, offset=data.offset + start, nbytes=stop - start)
+    row = InOneRow(Box.whole(shape), dtype, content, tuple(range(len(shape))))
+    return LazyTensor.of([row], shape, dtype)
 
 
 def write_safetensors(

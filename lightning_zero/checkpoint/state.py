@@ -11,6 +11,7 @@ when all names and shapes are known to fit.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_zero.checkpoint.checksums import CheckedRange, check
 from lightning_zero.checkpoint.load import ranges_of
 from lightning_zero.checkpoint.read_ahead import read_ahead
+from lightning_zero.checkpoint.source import Source
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
 from lightning_zero.comm import Control, Outcome
@@ -39,6 +41,7 @@ def module_state(module: nn.Module, engine: Engine) -> dict[str, Any]:
     """
     require_whole_steps(engine.sharded.optimizers)
     engine.sharded.keep_edits()
+    engine.sharded.settle()
     state = module.state_dict(keep_vars=True)
     values: dict[int, ShardedValue] = {}
     for key, value in state.items():
@@ -83,34 +86,74 @@ def load_module_state(
         strict: As for ``load_state_dict``.
         before: Called when names and shapes fit, before anything is copied.
     """
-    copies = _Copies(module, engine, before)
-    with copies:
-        result = module.load_state_dict(state, strict=strict)
-    copies.make()
+    load = ModuleLoad(module, lambda: engine, before)
+    result = load.call(state, strict=strict)
+    load.make()
     return result
 
 
-class _Copies(TorchFunctionMode):
-    """A mode that notes what is copied to the tensors of a module, until :meth:`make`.
+class ModuleLoad(TorchFunctionMode):
+    """A call of ``module.load_state_dict``, whose copies are noted until :meth:`make`.
 
-    Whoever reads one of them within the mode, in a ``load_state_dict`` of the user's, finds what
-    was copied to it so far.
+    Whoever reads one of the module's tensors within the call, in a ``load_state_dict`` of the
+    user's, finds what was copied to it so far.
+
+    1. :meth:`call`.
+    2. :meth:`take_sources`, for an engine that is made only now and reads weights where they are.
+    3. :meth:`make`.
+
+    Args:
+        module: The module, or a part of one.
+        engine: Returns what shards it, if anything does; asked when something is to be copied.
+        before: Called when names and shapes fit, before anything is copied.
     """
 
     def __init__(
-        self, module: nn.Module, engine: Engine | None, before: Callable[[], None]
+        self,
+        module: nn.Module,
+        engine: Callable[[], Engine | None],
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
-        named = [*module.named_parameters(), *module.named_buffers()]
-        self._names = {id(tensor): name for name, tensor in named}
+        self._module = module
+        self._names = {id(tensor): name for name, tensor in self._tensors.items()}
         self._engine = engine
         self._before: Callable[[], None] | None = before
-        self._noted: list[tuple[Tensor, Any, int]] = []
+        self._noted: list[tuple[str, Any, int]] = []
+
+    @property
+    def _tensors(self) -> dict[str, Tensor]:
+        """The module's own tensors now: an engine gives those on meta memory."""
+        return {**dict(self._module.named_buffers()), **dict(self._module.named_parameters())}
+
+    def call(self, state: Mapping[str, Any], *, strict: bool) -> Any:
+        """Call ``load_state_dict`` and return what it returns."""
+        with self, warnings.catch_warnings():
+            # Torch's copies to a module without memory would do nothing; ours are only noted.
+            warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")
+            return self._module.load_state_dict(state, strict=strict)
+
+    def take_sources(self) -> dict[int, Source]:
+        """Return where each parameter's values lie, by its id, and copy none; ``{}`` copies all.
+
+        They are read from there if all of them lie in files, or are small.
+        """
+        found = {name: Source.of(name, value) for name, value, _ in self._noted}
+        wanted = dict(self._module.named_parameters())
+        sources = {
+            id(parameter): source
+            for name, parameter in wanted.items()
+            if (source := found.get(name)) is not None and source.shape == parameter.shape
+        }
+        if len(sources) < len(wanted):
+            return {}
+        self._noted = [one for one in self._noted if one[0] not in wanted]
+        return sources
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.copy_ and id(args[0]) in self._names and not self._has_own(args[1:]):
-            self._noted.append((args[0], args[1], _version_of(args[1])))
+            self._noted.append((self._names[id(args[0])], args[1], _version_of(args[1])))
             return args[0]
         if self._noted and func not in _HARMLESS and self._has_own([args, kwargs]):
             self.make()
@@ -125,13 +168,14 @@ class _Copies(TorchFunctionMode):
         before, self._before = self._before, None
         if before is not None:
             before()
-        copies = [self._copy(*one) for one in noted]
+        engine = self._engine()
+        names, tensors = [name for name, _, _ in noted], self._tensors
+        copies = [self._copy(engine, name, tensors[name], *rest) for name, *rest in noted]
         read = (
             one
-            for target, piece, value in copies
-            for one in ranges(self._names[id(target)], value, piece)
+            for name, (_, piece, value) in zip(names, copies, strict=True)
+            for one in ranges(name, value, piece)
         )
-        engine = self._engine
         control = Control(alone=True) if engine is None else engine.comm.control
         check_ranges(read, control, "Loading weights")
         writing = contextlib.nullcontext() if engine is None else engine.sharded.writing()
@@ -139,16 +183,17 @@ class _Copies(TorchFunctionMode):
             for target, _, value in copies:
                 target.copy_(value)
 
-    def _copy(self, target: Tensor, value: Any, version: int) -> tuple[Tensor, Piece | None, Any]:
+    def _copy(
+        self, engine: Engine | None, name: str, target: Tensor, value: Any, version: int
+    ) -> tuple[Tensor, Piece | None, Any]:
         """Return where and what to copy, with this rank's piece of it if it is sharded."""
         if version != _version_of(value):
             raise RuntimeError(
-                f"What load_state_dict copied to {self._names[id(target)]!r} was changed behind it."
-                " Copy a clone."
+                f"What load_state_dict copied to {name!r} was changed behind it. Copy a clone."
             )
         piece = None
-        if self._engine is not None and isinstance(target, nn.Parameter):
-            piece = self._engine.sharded.piece(target)
+        if engine is not None and isinstance(target, nn.Parameter):
+            piece = engine.sharded.piece(target)
         return target, piece, value if piece is None else like(value, piece)
 
 

@@ -62,6 +62,25 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
         raise RuntimeError(f"{os.fspath(path)!r} does not fit. {error}") from error
 
 
+def are_bare_weights(path: str) -> bool:
+    """Return whether ``path`` is a safetensors file, or a folder of such."""
+    place = Path(path)
+    return place.suffix == ".safetensors" or (place.is_dir() and any(place.glob("*.safetensors")))
+
+
+def load_bare_weights(path: str, control: Control, *, maps: bool) -> dict[str, Tensor]:
+    """Return the tensors of safetensors files; all ranks call it together.
+
+    They are mapped, or without ``maps`` read when they are used.
+    """
+    outcome, weights, identity = Outcome(), {}, ""
+    with outcome.attempt():
+        weights, identity = read_safetensors(Path(path), maps=maps), identity_of(Path(path))
+    outcome.agree(control, f"Loading {path!r}")
+    compare(path, identity, control)
+    return weights
+
+
 def read_weights(
     path: str | os.PathLike[str], *, weights_only: bool = True
 ) -> Mapping[str, Tensor]:

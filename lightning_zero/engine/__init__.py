@@ -25,6 +25,7 @@ from lightning_zero.engine.access import full_grad, gathered, grad_norm, join
 from lightning_zero.engine.activation_checkpointing import ActivationCheckpointing
 from lightning_zero.engine.activation_offload import ActivationOffload
 from lightning_zero.engine.engine import Engine, engine_of
+from lightning_zero.engine.materialize import forget_values
 from lightning_zero.engine.oom_trials import OomTrials
 from lightning_zero.engine.rank_check import Description, differences, optimizer_description
 
@@ -36,6 +37,7 @@ __all__ = [
     "OomTrials",
     "differences",
     "engine_of",
+    "forget_values",
     "full_grad",
     "gathered",
     "grad_norm",

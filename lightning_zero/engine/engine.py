@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -34,10 +34,11 @@ from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.step import Lifetime, Step
 from lightning_zero.engine.weights import State
 from lightning_zero.optimizer import OptimizerHooks, UnitStep
-from lightning_zero.parameters import Piece
+from lightning_zero.parameters import Piece, Source
 from lightning_zero.plan import Settings
 
 _NO_FACTS: rank_check.Facts = {}
+_NO_SOURCES: Mapping[int, Source] = {}
 
 
 class Engine:
@@ -49,6 +50,8 @@ class Engine:
         settings: The user's.
         comm: The default process group if omitted.
         facts: What else must be equal on all ranks, which are compared first.
+        sources: Where the values of all parameters lie, by id, if they are only to be read, and
+            whenever they are needed; else they are the module's.
 
     Attributes:
         module: The model itself.
@@ -67,6 +70,7 @@ class Engine:
         comm: Communicator | None = None,
         *,
         facts: rank_check.Facts = _NO_FACTS,
+        sources: Mapping[int, Source] = _NO_SOURCES,
     ) -> None:
         self.module = module
         self.comm = comm = comm or Communicator(
@@ -75,7 +79,7 @@ class Engine:
         rank_check.require_equal(
             comm.control, lambda: rank_check.model_facts(module, settings, facts)
         )
-        self.sharded = sharded = ShardedModel(module, settings, comm)
+        self.sharded = sharded = ShardedModel(module, settings, comm, sources)
         units = sharded.units
         self._step = Step(units, self.reset)
         self._join = Join(units, comm)
@@ -239,6 +243,7 @@ class Engine:
         finally:
             for transport in self.comm.transports.values():
                 transport.release()
+            self.sharded.reader.close()
             self.comm.control.watchdog.leave()
 
 

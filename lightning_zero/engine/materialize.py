@@ -12,17 +12,23 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
+
+from lightning_zero.parameters import guards
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class MetaInitializer:
-    """The modules of a model whose tensors are on the meta device and will be on ``device``."""
+    """The modules of a model whose tensors are on the meta device and will be on ``device``.
 
-    def __init__(self, root: nn.Module, device: torch.device) -> None:
+    With ``needs_values=False`` parameters get memory alone: their values come from elsewhere.
+    """
+
+    def __init__(self, root: nn.Module, device: torch.device, *, needs_values: bool = True) -> None:
         self._device = device
+        self._needs_values = needs_values
         self._initializers = dict(_initializers(root))
         # Where the model shall stay on the meta device nothing is to be filled.
         modules = _upwards(root) if device.type != "meta" else ()
@@ -45,8 +51,13 @@ class MetaInitializer:
         """
         wanted = {id(module) for module in owners}
         fresh = [m for m in self._modules if id(m) in wanted and _owns_meta(m)]
+        with_buffers = [module for module in fresh if any(map(_is_meta, module._buffers.values()))]
         for module in fresh:
             self._allocate(module)
+        if not self._needs_values:
+            for module in with_buffers:
+                self._initialize(module)
+            return
         have = {id(p) for module in fresh for p in module._parameters.values()}
         complete = {key for key, parts in self._parents.items() if parts <= have}
         for module in self._modules:
@@ -62,7 +73,7 @@ class MetaInitializer:
         for module in self._modules:
             if _owns_meta(module):
                 self._allocate(module)
-            elif id(module) not in self._parents:
+            elif id(module) not in self._parents or not self._needs_values:
                 continue
             children = [p for child in module.children() for p in child._parameters.values()]
             with gathered([p for p in children if p is not None]):
@@ -95,6 +106,19 @@ class MetaInitializer:
             initializer._init_weights(module)  # type: ignore[operator]
 
 
+def forget_values(module: nn.Module) -> bool:
+    """Bring parameters that an engine left at rest to the meta device; whether any is there."""
+    fresh: dict[int, nn.Parameter] = {}
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if isinstance(parameter, guards.Resting):
+                if id(parameter) not in fresh:
+                    blank = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                    fresh[id(parameter)] = nn.Parameter(blank, parameter.requires_grad)
+                child._parameters[name] = fresh[id(parameter)]
+    return any(parameter.is_meta for parameter in module.parameters())
+
+
 def _reset_of(module: nn.Module) -> Callable[[], None] | None:
     # `MultiheadAttention` has only the private name.
     for name in ("reset_parameters", "_reset_parameters"):
@@ -106,7 +130,11 @@ def _reset_of(module: nn.Module) -> Callable[[], None] | None:
 
 def _owns_meta(module: nn.Module) -> bool:
     tensors = [*module._parameters.values(), *module._buffers.values()]
-    return any(tensor is not None and tensor.is_meta for tensor in tensors)
+    return any(map(_is_meta, tensors))
+
+
+def _is_meta(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.is_meta
 
 
 def _upwards(root: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:

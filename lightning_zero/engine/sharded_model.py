@@ -6,7 +6,8 @@ import contextlib
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,16 @@ from lightning_zero.engine import materialize
 from lightning_zero.engine.open_units import OpenUnits
 from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.weights import State
-from lightning_zero.parameters import FlatParameters, Piece, guards
-from lightning_zero.plan import Medium, Settings, specify_units
+from lightning_zero.parameters import (
+    FlatParameters,
+    Piece,
+    Reader,
+    Source,
+    Store,
+    Stream,
+    guards,
+)
+from lightning_zero.plan import FlatSpec, Medium, Settings, specify_units
 
 
 class ShardedModel:
@@ -35,11 +44,18 @@ class ShardedModel:
         optimizers: Those that step the pieces.
         scratch: For what rests in files, if anything does.
         opened: The units that code between steps has touched.
+        reader: Reads weights that rest in a checkpoint.
         on_touch: Makes units readable that a step uses outside their forward; returns ``False``
             between steps.
     """
 
-    def __init__(self, module: nn.Module, settings: Settings, comm: Communicator) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: Settings,
+        comm: Communicator,
+        sources: Mapping[int, Source] = MappingProxyType({}),
+    ) -> None:
         self.module = module
         self.settings = settings
         self.comm = comm
@@ -53,7 +69,8 @@ class ShardedModel:
         self.on_touch: Callable[[Sequence[Unit]], bool] = lambda _: False
         self._places: dict[int, tuple[Unit, FlatParameters, int]] = {}
         self._is_writing = False
-        blank = self._build_units()
+        self.reader = Reader()
+        blank = self._build_units(sources)
         self.flats = [flat for unit in self.units for flat in unit.flat_parameters]
         # Replicated weights without other masters are what peers read.
         self._peers_read_weights = any(
@@ -61,7 +78,7 @@ class ShardedModel:
         )
         blank.finish(functools.partial(self.gathered, modify=True))
 
-    def _build_units(self) -> materialize.MetaInitializer:
+    def _build_units(self, sources: Mapping[int, Source]) -> materialize.MetaInitializer:
         """Shard unit by unit; returns what gives values to modules that came without."""
         # The first module that holds each parameter.
         owners = {
@@ -69,17 +86,23 @@ class ShardedModel:
             for module in reversed(list(self.module.modules()))
             for parameter in module.parameters(recurse=False)
         }
-        blank = materialize.MetaInitializer(self.module, self.settings.device)
+        device, streams = self.settings.device, bool(sources)
+        blank = materialize.MetaInitializer(self.module, device, needs_values=not streams)
         specs = specify_units(self.module, self.settings)
-        if self.scratch is not None:
+        if self.scratch is not None and not streams:
             sizes = self.comm.mesh.shard.size, self.comm.mesh.replicate.size
             flats = [flat for spec in specs for flat in spec.flat_parameters]
             nbytes = sum(flat.bytes_in(Medium.DISK, *sizes) for flat in flats)
             self.scratch.require(nbytes, self.comm.control, "masters")
+
+        def store_of(flat: FlatSpec) -> Callable[..., Store] | None:
+            read = [sources[id(p)] for _, p in flat.named if streams]
+            return functools.partial(Stream, sources=read, reader=self.reader) if read else None
+
         for spec in specs:
             blank.fill(owners[id(p)] for flat in spec.flat_parameters for _, p in flat.named)
             groups = [
-                FlatParameters(flat.named, flat.plan, self.comm, self, self.scratch)
+                FlatParameters(flat.named, flat.plan, self.comm, self, self.scratch, store_of(flat))
                 for flat in spec.flat_parameters
             ]
             unit = Unit(spec.name, spec.module, groups, len(self.units))
@@ -87,7 +110,7 @@ class ShardedModel:
             for flat in groups:
                 for index, parameter in enumerate(flat.parameters):
                     self._places[id(parameter)] = (unit, flat, index)
-            if spec.name:
+            if spec.name or streams:
                 unit.weights.reshard()
         return blank
 
@@ -128,6 +151,7 @@ class ShardedModel:
         In a step every call waits for all ranks.
         """
         unit, flat, index = self._places[id(parameter)]
+        flat.settle()
         piece = flat.pieces[index]
         if value.shape != parameter.shape:
             value = value.expand(parameter.shape)
@@ -166,6 +190,11 @@ class ShardedModel:
         finally:
             self._is_writing = False
             self.refresh(self.units)
+
+    def settle(self) -> None:
+        """Let all masters rest here, also those of weights that rest in a checkpoint."""
+        for flat in self.flats:
+            flat.settle()
 
     def refresh(self, units: Iterable[Unit], *, only_stepped: bool = False) -> None:
         """Bring whole weights up to date with masters that have changed, on all ranks."""

@@ -3,6 +3,7 @@
 ================ ===============================================================================
 buffer           a flat tensor with a view for each parameter, whose memory can be given back
 stores           where weights, gradients and masters rest
+streams          weights that are read where a checkpoint has them
 ownership        which engine a parameter belongs to
 guards           the classes that parameters have at rest and while they are whole
 edits            changes that users make in whole weights
@@ -19,13 +20,19 @@ from lightning_zero.parameters.flat_parameters import FlatParameters
 from lightning_zero.parameters.grad_view import drop_gradients, settle, unsettle
 from lightning_zero.parameters.piece import Piece
 from lightning_zero.parameters.reducer import Reach, Reducer
+from lightning_zero.parameters.stores import Store
+from lightning_zero.parameters.streams import Reader, Source, Stream
 
 __all__ = [
     "Buffer",
     "FlatParameters",
     "Piece",
     "Reach",
+    "Reader",
     "Reducer",
+    "Source",
+    "Store",
+    "Stream",
     "drop_gradients",
     "settle",
     "unsettle",

@@ -8,7 +8,7 @@ of whole masters that were gathered for reading or editing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from lightning_zero.parameters.ownership import Owner
 from lightning_zero.parameters.piece import Piece, PieceRange
 from lightning_zero.parameters.reducer import Reducer
 from lightning_zero.parameters.sharded_grad import ShardedGrad
-from lightning_zero.parameters.stores import store_for
+from lightning_zero.parameters.stores import Store, store_for
 from lightning_zero.plan import Layout, Medium, Plan
 from lightning_zero.tensors import lasting_tensors
 
@@ -37,6 +37,7 @@ class FlatParameters:
         comm: The ranks.
         owner: Called at uses of the parameters that need it.
         scratch: For what rests in files.
+        make_store: Makes another store than the usual one, of layout, plan, ranks and scratch.
 
     Attributes:
         parameters: The parameters on the module.
@@ -58,6 +59,7 @@ class FlatParameters:
         comm: Communicator,
         owner: Owner,
         scratch: Scratch | None = None,
+        make_store: Callable[..., Store] | None = None,
     ) -> None:
         self.parameters = [parameter for _, parameter in named]
         self.trainable = self.parameters[0].requires_grad
@@ -67,9 +69,10 @@ class FlatParameters:
             comm.mesh.replicate.size,
         )
         self.plan = plan
-        self.store = store_for(self.layout, plan, comm, scratch)
+        self.store = (make_store or store_for)(self.layout, plan, comm, scratch)
         self.weight = self.store.weights()
-        self._load()
+        if not self.store.is_stream:
+            self._load()
         self.pieces = [self._cut_piece(index) for index in range(len(named))]
         has_copies = plan.has_master or plan.gives_weights_back
         self.edits = Edits(self.parameters, self.weight, has_copies=has_copies)
@@ -100,6 +103,13 @@ class FlatParameters:
                 self.weight.tensor.copy_(source.tensor)
             self.take_over(source)
             comm.fence(SyncPoint.SETUP)
+
+    def settle(self) -> None:
+        """Let masters rest here that were elsewhere, before they are changed; a collective."""
+        if self.store.settle():
+            for piece in self.pieces:
+                with lasting_tensors():
+                    piece.data = self.master[piece.range.in_shard]
 
     def _cut_piece(self, index: int) -> Piece:
         layout, comm = self.layout, self.store.comm
@@ -192,6 +202,7 @@ class FlatParameters:
     @torch.no_grad()
     def take_over(self, whole: Buffer) -> None:
         """Take this rank's part of ``whole`` as the new master; within `exclusive`."""
+        self.settle()
         axis = self.store.comm.mesh.shard
         shard = whole.shard(axis.rank, axis.size)
         if shard.data_ptr() != self.master.data_ptr():
@@ -237,6 +248,8 @@ class FlatParameters:
     def keep_edits(self) -> None:
         """Take this rank's part of what was changed over to the masters."""
         edited, whole = self.edits.unsaved, self.edits.buffer
+        if edited:
+            self.settle()
         self.edits.bring_back()
         for index in edited:
             piece = self.pieces[index]
@@ -272,7 +285,8 @@ class FlatParameters:
         kinds["gathered"] = 0 if shown is self.weight else shown.nbytes
         if self.plan.gives_weights_back:
             kinds["gathered"] += self.weight.nbytes
-            kinds["master" if self.plan.has_master else "weights"] = self.master.nbytes
+            nbytes = 0 if self.store.is_stream else self.master.nbytes
+            kinds["master" if self.plan.has_master else "weights"] = nbytes
         else:
             kinds["weights"] = self.weight.nbytes
             kinds["master"] = self.master.nbytes if self.plan.has_master else 0

@@ -9,6 +9,7 @@ and takes reduced gradients down; nothing above it changes.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -38,7 +39,10 @@ class Store:
         gather: The verb that makes shards whole.
         reduce: The verb that leaves this rank the sum of its shard, within its copy.
         join: The verb that sums the shard over the copies, in place.
+        is_stream: Whether there are no masters: weights are read from elsewhere.
     """
+
+    is_stream = False
 
     def __init__(
         self, layout: Layout, plan: Plan, comm: Communicator, scratch: Scratch | None = None
@@ -59,6 +63,10 @@ class Store:
         self.join = comm.redistribution(of_copy, plan.master.placement)
         self._rest(shared)
 
+    def settle(self) -> bool:
+        """Let masters rest here, to be changed; whether they were elsewhere; a collective."""
+        return False
+
     def _masters(self) -> Shared:
         dtype = self.plan.master.dtype
         return self.comm.transport.share(self.layout.shard_numel, dtype, self._files)
@@ -66,7 +74,7 @@ class Store:
     def _rest(self, shared: Shared) -> None:
         self.shared = shared
         # Not a method, which would be one more call for each gather.
-        self.fetch = functools.partial(self.gather, source=shared)
+        self.fetch: Callable[..., Work] = functools.partial(self.gather, source=shared)
 
     def weights(self) -> Buffer:
         """Return a buffer of whole weights, in the masters' storage where they may share it."""
@@ -122,7 +130,7 @@ class HostStore(Store):
 
     def _rest(self, shared: Shared) -> None:
         self.shared = shared
-        self.fetch = self._fetch  # type: ignore[assignment]
+        self.fetch = self._fetch
 
     def _fetch(self, out: Tensor, *, unit: str, tag: int) -> Work:
         axis = self.comm.mesh.shard

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -17,27 +18,29 @@ from typing_extensions import override
 from lightning_zero.checkpoint import (
     DirectorySave,
     FileSave,
+    ModuleLoad,
     Provenance,
     Saver,
+    are_bare_weights,
     check_optimizer_states,
     check_ranges,
     collected,
     load,
+    load_bare_weights,
     load_module_state,
     load_optimizer_state,
     module_state,
     optimizer_state,
     ranges_of_optimizers,
 )
+from lightning_zero.engine import Engine
 from lightning_zero.optimizer import members, parameter_of
+from lightning_zero.parameters import Source
 from lightning_zero.plan import Settings
 from lightning_zero.trainer.internals import StoredPath, unwrapped
 from lightning_zero.trainer.options import Options
 from lightning_zero.trainer.run import callbacks_of
 from lightning_zero.trainer.steps import SteppingStrategy
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
 
 
 def _do_nothing() -> None:
@@ -161,8 +164,12 @@ class SavingStrategy(SteppingStrategy):
             given = {} if weights_only is None else {"weights_only": weights_only}
             return super().load_checkpoint(checkpoint_path, **given)
         path = self._current.path = self._saver.path_of(str(checkpoint_path))
+        control, maps = self._saver.control, self.settings.offload is None
+        if are_bare_weights(path) and not self._is_fitting:
+            weights = load_bare_weights(path, control, maps=maps)
+            return {"state_dict": weights, "pytorch-lightning_version": pl.__version__}
         safe, verify = weights_only in (None, True), self.options.verify_checkpoint
-        checkpoint = load(path, self._saver.control, weights_only=safe, verify=verify)
+        checkpoint = load(path, control, weights_only=safe, verify=verify, maps=maps)
         held = checkpoint if isinstance(checkpoint, dict) else {}
         for key in ("state_dict", "pytorch-lightning_version"):
             if key not in held:
@@ -203,16 +210,51 @@ class SavingStrategy(SteppingStrategy):
                 " the same ckpt_path, on a disk that all share."
             )
 
+    @property
+    def _is_fitting(self) -> bool:
+        return self._module.trainer.state.fn == TrainerFn.FITTING
+
+    @property
+    def _may_stream(self) -> bool:
+        """Return whether weights rest in files, and are only read."""
+        offload = self.settings.offload
+        # A device has no threads of its own that would read files.
+        is_mapped = offload is not None and offload.is_mapped(self.root_device)
+        has_files = is_mapped and offload is not None and offload.weights is not None
+        return has_files and not self._is_fitting and self._current.pending is not None
+
+    def _note_load(self, engine: Callable[[], Engine]) -> Mapping[int, Source]:
+        """Return where weights lie that are read from the checkpoint whenever they are needed.
+
+        ``engine`` returns what shards the module, and makes it if it must.
+        """
+        run = self._current
+        if not self._may_stream or run.pending is None:
+            return {}
+        run.load = ModuleLoad(self._module, engine)
+        with self._naming_the_file():
+            run.load.call(run.pending[0]["state_dict"], strict=run.pending[1])
+        run.pending = None
+        return {} if self._has_engine else run.load.take_sources()
+
+    @property
+    def _has_engine(self) -> bool:
+        return self.engine is not None and not self.engine.is_closed
+
     def _load_pending(self, trainer: pl.Trainer) -> None:
         """Load what was read before setup, unless the Trainer will refuse it in a moment."""
         run = self._current
-        pending, run.pending = run.pending, None
+        (pending, run.pending), (load, run.load) = (run.pending, None), (run.load, None)
         run.is_set_up = True
+        if load is not None:
+            load.make()
+            if run.callbacks is not None:
+                run.callbacks.load()
         if pending is None:
             return
         checkpoint, strict = pending
         before = _do_nothing
-        if trainer.state.fn == TrainerFn.FITTING:
+        if self._is_fitting:
             if "optimizer_states" not in checkpoint:
                 return
             # Finetuning callbacks bring the param groups of the checkpoint later, in on_fit_start.
@@ -228,11 +270,10 @@ class SavingStrategy(SteppingStrategy):
         strict: bool,
         before: Callable[[], None] = _do_nothing,
     ) -> None:
-        is_open = self.engine is not None and not self.engine.is_closed
         with self._naming_the_file():
             load_module_state(
                 self._module,
-                self.engine if is_open else None,
+                self.engine if self._has_engine else None,
                 checkpoint["state_dict"],
                 strict=strict,
                 before=before,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from lightning_zero.checkpoint import Saver
+from lightning_zero.checkpoint import ModuleLoad, Saver
 from lightning_zero.comm import Communicator
 from lightning_zero.trainer.callbacks import AdaptedCallbacks
 from lightning_zero.trainer.options import Options
@@ -46,9 +46,11 @@ class Run:
         stand_ins: Removed at teardown, the first one first.
         is_set_up: Whether weights can be loaded at once.
         pending: A checkpoint that was read before, and whether its names must be exact.
+        load: A load of it whose values are not copied yet.
         path: The checkpoint that was read last.
         has_agreed_to_load: Whether the ranks know that all load a checkpoint, or none does.
         has_failed: Whether an exception ends the run.
+        restores: Whether the module is made whole at the end.
     """
 
     comm: Communicator
@@ -58,9 +60,11 @@ class Run:
     stand_ins: list[Removable] = field(default_factory=list)
     is_set_up: bool = False
     pending: tuple[Mapping[str, Any], bool] | None = None
+    load: ModuleLoad | None = None
     path: str = ""
     has_agreed_to_load: bool = False
     has_failed: bool = False
+    restores: bool = True
 
     def take_stand_ins(self) -> list[Callable[[], None]]:
         """Return how each stand-in is removed; there are none afterwards."""

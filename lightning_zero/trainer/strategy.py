@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,8 +23,14 @@ from typing_extensions import override
 from lightning_zero.checkpoint import Saver
 from lightning_zero.comm import Communicator
 from lightning_zero.deepspeed import Config
-from lightning_zero.engine import ActivationCheckpointing, ActivationOffload, Engine
+from lightning_zero.engine import (
+    ActivationCheckpointing,
+    ActivationOffload,
+    Engine,
+    forget_values,
+)
 from lightning_zero.optimizer import own_form_of
+from lightning_zero.parameters import Source
 from lightning_zero.plan import MIN_NUMEL, Settings, UnitPolicy, as_dtype
 from lightning_zero.trainer import internals
 from lightning_zero.trainer.callbacks import AdaptedCallbacks
@@ -231,10 +239,16 @@ class ZeROStrategy(SavingStrategy):
                 f"{type(module).__name__} has no parameters, so there is nothing to shard."
                 " Build its layers in `__init__` or `configure_model`, or use another strategy."
             )
+        # Another run may have left it at rest, and its values come again.
+        is_blank = self._may_stream and forget_values(module)
         self.precision_plugin.convert_module(module)
         self.model_to_device()
-        self._shard(module, is_fitting=is_fitting)
+        shard = functools.partial(self._shard, module, is_fitting=is_fitting)
+        sources = self._note_load(shard)
+        shard(sources=sources)
         assert self.engine is not None
+        # What never was in memory need not fit there.
+        run.restores = self.options.restore_weights and not (is_blank and sources)
         if run.callbacks is not None:
             run.callbacks.attach(self.engine)
         run.stand_ins.append(LoggedGraphs(trainer.loggers, self.engine))
@@ -245,7 +259,17 @@ class ZeROStrategy(SavingStrategy):
         self.setup_precision_plugin()
         self._load_pending(trainer)
 
-    def _shard(self, module: pl.LightningModule, *, is_fitting: bool) -> None:
+    def _shard(
+        self,
+        module: pl.LightningModule,
+        *,
+        is_fitting: bool,
+        sources: Mapping[int, Source] = MappingProxyType({}),
+    ) -> Engine:
+        """Return the run's engine, which is made when it is first asked for."""
+        if self._has_engine:
+            assert self.engine is not None
+            return self.engine
         settings = dataclasses.replace(
             self.settings,
             recipe=self.precision_plugin.recipe,
@@ -255,7 +279,7 @@ class ZeROStrategy(SavingStrategy):
         )
         run = self._current
         facts = facts_of(module.trainer, self.precision_plugin, self.options)
-        self.engine = Engine(module, settings, run.comm, facts=facts)
+        self.engine = Engine(module, settings, run.comm, facts=facts, sources=sources)
         self.engine.sharded.broadcast_buffers()
         self.precision_plugin.comm = self.engine.comm
         self.model = module
@@ -267,6 +291,7 @@ class ZeROStrategy(SavingStrategy):
             run.stand_ins.append(ActivationOffload.beside(self.engine.comm, units))
         run.stand_ins.append(checkpointing)
         self._announce(self.engine.sharded.describe())
+        return self.engine
 
     def _announce(self, units: str) -> None:
         """Log the units, once for as long as they stay the same."""
@@ -334,7 +359,7 @@ class ZeROStrategy(SavingStrategy):
     def _end_engine(self) -> None:
         if self.engine is None or self.engine.is_closed:
             return
-        restores = self.options.restore_weights and self._current.may_gather()
+        restores = self._current.restores and self._current.may_gather()
         try:
             if restores and self._current.callbacks is not None:
                 self._current.callbacks.gather()

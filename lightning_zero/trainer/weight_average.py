@@ -64,6 +64,7 @@ class Average:
             engine: Whose pieces are averaged.
             device: Where the average is kept; by default where the pieces are.
         """
+        engine.sharded.settle()
         self._engine = engine
         self.source = Pieces(self._module, engine)
         for own, parameter in zip(self.copy.parameters(), self._module.parameters(), strict=True):
@@ -170,6 +171,7 @@ class Pieces:
 
     def parameters(self) -> Iterator[Tensor]:
         """Yield this rank's part ``[n]`` of every master, in the order of the parameters."""
+        self._engine.sharded.settle()
         for parameter in self._module.parameters():
             piece = self._engine.sharded.piece(parameter)
             assert piece is not None, "an engine has a piece of each of its module's parameters"

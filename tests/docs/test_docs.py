@@ -179,6 +179,15 @@ def test_finetune_offload(tmp_path: Path) -> None:
     assert "trained, with 0." in output
 
 
+def test_predict_from_disk(tmp_path: Path) -> None:
+    """The limit has no room for the weights; they are the same as those that were written."""
+    words = ("examples/predict_from_disk.py", "--depth", 8)
+    output = run_script(*words, cwd=tmp_path, timeout=170).stdout
+    assert "0.60 GB of weights; memory is limited to 0.38 GB" in output
+    assert "predicted 2 batches" in output
+    assert list(tmp_path.glob("tmp*")) == []
+
+
 def test_finetune_lora(example: Example) -> None:
     output = example("examples/finetune_lora.py", "--epochs", 1)
     losses = [float(value) for value in re.findall(r"loss ([\d.]+)", output)]

@@ -39,9 +39,7 @@ def check_small_records(archive: zipfile.ZipFile) -> None:
 
 
 def stored_records(path: Path, archive: zipfile.ZipFile) -> Iterator[CheckedBytes]:
-    """Yield the storages in a file; none if the file has no checksums."""
-    if not has_checksums(archive):
-        return
+    """Yield the storages in a file, with the checksums that the file has."""
     decoders = {CHECKSUMS: decoded_blocks, OLD_CHECKSUMS: old_decoded_blocks}
     infos = [info for info in archive.infolist() if _name(info) not in decoders]
     blocks: Sequence[Blocks | None] = [None] * len(infos)
@@ -65,7 +63,8 @@ def checked_record(
     if blocks is not None and not blocks.fit(info.file_size):
         raise ValueError(f"its checksums do not fit {info.filename!r}")
     place = offset + content_offset(archive, info)
-    whole = info.CRC if has_checksums(archive) else None
+    # A content may have the checksum 0; of a file without checksums all have.
+    whole = info.CRC if info.CRC or has_checksums(archive) else None
     return CheckedBytes(path, place, info.file_size, whole, blocks)
 
 

@@ -7,13 +7,14 @@ region of them is read by its place. Nothing is unpickled but the tensor's own d
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 import pickle
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -47,56 +48,25 @@ class Chunk:
 
     def ranges(self, name: str, region: Box) -> Iterator[CheckedRange]:
         """Yield the bytes that have ``region``, counted from the first element of the box."""
-        stride = dense_stride(self.box.sizes, self.place.order)
-        start = sum(o * step for o, step in zip(region.offsets, stride, strict=True))
-        span = sum((n - 1) * step for n, step in zip(region.sizes, stride, strict=True))
-        size = self.dtype.itemsize
-        yield CheckedRange(name, self.place.content, start * size, (start + span + 1) * size)
+        return self.place.ranges(name, region)
 
     def read(self, region: Box, out: Tensor) -> None:
         """Copy ``region``, counted from the first element of the box, to ``out`` of its shape."""
-        if not region.numel:
-            return
-        content, order = self.place.content, self.place.order
-        with content.opened() as descriptor:
-            sizes, part = self.box.permuted(order).sizes, region.permuted(order)
-            self._fill(descriptor, content.offset, sizes, part, out.permute(order))
+        self.place.read(region, out)
 
     def check(self) -> None:
         """Raise a ``ValueError`` unless there is a tensor of this box and dtype."""
         assert self.place
 
-    def _fill(
-        self, descriptor: int, offset: int, sizes: tuple[int, ...], region: Box, out: Tensor
-    ) -> None:
-        """Read a region of a tensor whose dimensions are in memory order, a buffer at a time."""
-        if not sizes:
-            sizes, region, out = (1,), Box((0,), (1,)), out.view(1)
-        row = prod(sizes[1:]) * self.dtype.itemsize
-        start, count = region.offsets[0], region.sizes[0]
-        inner = Box(region.offsets[1:], region.sizes[1:])
-        if row > BUFFER_BYTES and len(sizes) > 1:
-            for index in range(count):
-                place = offset + (start + index) * row
-                self._fill(descriptor, place, sizes[1:], inner, out[index])
-            return
-        whole_rows = (slice(None),)
-        at_once = max(1, BUFFER_BYTES // row)
-        for first in range(0, count, at_once):
-            number = min(at_once, count - first)
-            content = _read_at(descriptor, offset + (start + first) * row, number * row)
-            rows = content.view(self.dtype).view(number, *sizes[1:])
-            out[first : first + number].copy_(rows[whole_rows + inner.slices])
-
     @cached_property
-    def place(self) -> _Place:
+    def place(self) -> InOneRow:
         """Where the values lie, by the archive's own words."""
         try:
             with (
                 opened(self.file, self.offset, self.nbytes) as part,
                 zipfile.ZipFile(part) as archive,
             ):
-                return _Place.of(archive, self)
+                return _place_of(archive, self)
         except FileNotFoundError:
             raise
         except Exception as error:
@@ -128,34 +98,93 @@ class Pieces:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """The bytes of a tensor's values in the file, and its dimensions in memory order."""
+class InOneRow:
+    """A box of a tensor whose values lie one after another in a file.
 
+    Attributes:
+        box: Which of the tensor's elements.
+        dtype: Their dtype.
+        content: Their bytes, which may go on behind them.
+        order: The dimensions from the slowest to the fastest in the file.
+        start: How many elements of ``content`` lie before them.
+    """
+
+    box: Box
+    dtype: torch.dtype
     content: CheckedBytes
     order: tuple[int, ...]
+    start: int = 0
 
-    @classmethod
-    def of(cls, archive: zipfile.ZipFile, chunk: Chunk) -> _Place:
-        records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-        if "byteorder" in records:
-            order = read_record(archive, records["byteorder"]).decode()
-            if order != sys.byteorder:
-                raise ValueError(f"it was written on a {order}-endian machine")
-        described = _Description(io.BytesIO(read_record(archive, records["data.pkl"]))).load()
-        if not isinstance(described, _Described):
-            raise ValueError(f"it holds a {type(described).__name__}")
-        if described.dtype != chunk.dtype or described.shape != chunk.box.sizes:
-            raise ValueError(f"it has one of shape {described.shape}, {described.dtype}")
-        record = records[f"data/{described.key}"]
-        dimensions = memory_order(described.shape, described.stride)
-        dense = dense_stride(described.shape, dimensions)
-        steps = zip(described.shape, described.stride, dense, strict=True)
-        is_dense = all(size <= 1 or stride == needed for size, stride, needed in steps)
-        nbytes = chunk.box.numel * chunk.dtype.itemsize
-        if record.compress_type or described.offset or not is_dense or record.file_size < nbytes:
-            raise ValueError("its values do not lie in one row")
-        content = checked_record(chunk.file, archive, record, chunk.offset, chunk.blocks)
-        return cls(content, dimensions)
+    def ranges(self, name: str, region: Box) -> Iterator[CheckedRange]:
+        """Yield the bytes that have ``region``, counted from the first element of the box."""
+        stride = dense_stride(self.box.sizes, self.order)
+        start = sum(o * step for o, step in zip(region.offsets, stride, strict=True))
+        span = sum((n - 1) * step for n, step in zip(region.sizes, stride, strict=True))
+        first, size = self.start + start, self.dtype.itemsize
+        yield CheckedRange(name, self.content, first * size, (first + span + 1) * size)
+
+    def read(self, region: Box, out: Tensor) -> None:
+        """Copy ``region``, counted from the first element of the box, to ``out`` of its shape."""
+        if not region.numel:
+            return
+        with self.content.opened() as descriptor:
+            sizes, part = self.box.permuted(self.order).sizes, region.permuted(self.order)
+            offset = self.content.offset + self.start * self.dtype.itemsize
+            self._fill(descriptor, offset, sizes, part, out.permute(self.order))
+
+    def _fill(
+        self, descriptor: int, offset: int, sizes: tuple[int, ...], region: Box, out: Tensor
+    ) -> None:
+        """Read a region of a tensor whose dimensions are in memory order, a buffer at a time."""
+        if not sizes:
+            sizes, region, out = (1,), Box((0,), (1,)), out.view(1)
+        row = prod(sizes[1:]) * self.dtype.itemsize
+        start, count = region.offsets[0], region.sizes[0]
+        inner = Box(region.offsets[1:], region.sizes[1:])
+        if inner.sizes == sizes[1:] and out.dtype == self.dtype and out.is_contiguous():
+            _read_to(out.view(-1).view(torch.uint8), descriptor, offset + start * row)
+            return
+        if row > BUFFER_BYTES and len(sizes) > 1:
+            for index in range(count):
+                place = offset + (start + index) * row
+                self._fill(descriptor, place, sizes[1:], inner, out[index])
+            return
+        whole_rows = (slice(None),)
+        at_once = max(1, BUFFER_BYTES // row)
+        for first in range(0, count, at_once):
+            number = min(at_once, count - first)
+            content = torch.empty(number * row, dtype=torch.uint8)
+            _read_to(content, descriptor, offset + (start + first) * row)
+            rows = content.view(self.dtype).view(number, *sizes[1:])
+            out[first : first + number].copy_(rows[whole_rows + inner.slices])
+
+
+def is_in_one_row(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Return whether a tensor's elements lie one after another, in whatever order."""
+    dense = dense_stride(shape, memory_order(shape, stride))
+    steps = zip(shape, stride, dense, strict=True)
+    return all(size <= 1 or step == needed for size, step, needed in steps)
+
+
+def _place_of(archive: zipfile.ZipFile, chunk: Chunk) -> InOneRow:
+    records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+    if "byteorder" in records:
+        order = read_record(archive, records["byteorder"]).decode()
+        if order != sys.byteorder:
+            raise ValueError(f"it was written on a {order}-endian machine")
+    described = _Description(io.BytesIO(read_record(archive, records["data.pkl"]))).load()
+    if not isinstance(described, _Described):
+        raise ValueError(f"it holds a {type(described).__name__}")
+    if described.dtype != chunk.dtype or described.shape != chunk.box.sizes:
+        raise ValueError(f"it has one of shape {described.shape}, {described.dtype}")
+    record = records[f"data/{described.key}"]
+    is_dense = is_in_one_row(described.shape, described.stride)
+    nbytes = chunk.box.numel * chunk.dtype.itemsize
+    if record.compress_type or described.offset or not is_dense or record.file_size < nbytes:
+        raise ValueError("its values do not lie in one row")
+    content = checked_record(chunk.file, archive, record, chunk.offset, chunk.blocks)
+    dimensions = memory_order(described.shape, described.stride)
+    return InOneRow(chunk.box, chunk.dtype, content, dimensions)
 
 
 @dataclass(frozen=True)
@@ -255,12 +284,20 @@ def damage_of(file: Path, offset: int, nbytes: int) -> str | None:
     return bad and f"Bad CRC-32 for file {bad!r}"
 
 
-def _read_at(descriptor: int, offset: int, nbytes: int) -> Tensor:
-    content = torch.empty(nbytes, dtype=torch.uint8)
-    view = memoryview(content.numpy().data)
+def read_bytes(content: CheckedBytes) -> Tensor:
+    """Return bytes of a file in memory, unchecked."""
+    found = torch.empty(content.nbytes, dtype=torch.uint8)
+    with content.opened() as descriptor:
+        _read_to(found, descriptor, content.offset)
+    return found
+
+
+def _read_to(content: Tensor, descriptor: int, offset: int) -> None:
+    """Fill the bytes ``content`` from ``offset`` of a file on."""
+    # Not as an array of numpy's: the memory of a storage that had one is not given back.
+    view = memoryview((ctypes.c_ubyte * len(content)).from_address(content.data_ptr())).cast("B")
     while view:
         count = os.preadv(descriptor, [view], offset)
         if not count:
             raise OSError(f"it ends before byte {offset + len(view)}")
         view, offset = view[count:], offset + count
-    return content

@@ -10,10 +10,13 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.checksums import CheckedRange
 from lightning_zero.checkpoint.values.boxes import Box, boxes_in_memory, dense_stride, memory_order
-from lightning_zero.checkpoint.values.chunk import Chunk, Pieces
+from lightning_zero.checkpoint.values.chunk import Chunk, InOneRow, Pieces
 from lightning_zero.tensors import internals, lasting_tensors, properties
 
 _CPU = torch.device("cpu")
+
+Part = Chunk | InOneRow | Pieces
+"""What knows where the values of a box lie, and reads them."""
 
 
 class LazyTensor(Tensor):
@@ -27,12 +30,12 @@ class LazyTensor(Tensor):
         value: The whole, when it may have been changed; ``None`` before.
     """
 
-    chunks: tuple[Chunk | Pieces, ...]
+    chunks: tuple[Part, ...]
     value: Tensor | None
 
     @staticmethod
     def of(
-        chunks: Iterable[Chunk | Pieces],
+        chunks: Iterable[Part],
         shape: Iterable[int],
         dtype: torch.dtype,
         stride: Iterable[int] | None = None,
@@ -104,16 +107,28 @@ class LazyTensor(Tensor):
     def part(self, start: int, stop: int) -> Tensor:
         """Read elements ``[start, stop)`` in the tensor's memory order, ``[n]``, and no others."""
         if self.value is not None:
-            return self.value.as_strided((stop - start,), (1,), start)
-        order = memory_order(self.shape, self.stride())
+            return self._changed(start, stop)
         with internals.without_interception(), lasting_tensors():
             flat = torch.empty(stop - start, dtype=self.dtype, device=_CPU)
-            position = 0
+        self.read_to(flat, start)
+        return flat
+
+    def read_to(self, out: Tensor, start: int) -> None:
+        """Read elements from ``start`` on to ``out``, ``[n]``, which may have another dtype."""
+        stop, position = start + out.numel(), int(out.storage_offset())
+        if self.value is not None:
+            out.copy_(self._changed(start, stop))
+            return
+        order = memory_order(self.shape, self.stride())
+        with internals.without_interception(), torch.no_grad():
             for box in boxes_in_memory(self.shape, self.stride(), start, stop):
                 stride = dense_stride(box.sizes, order)
-                self._fill(box, flat.as_strided(box.sizes, stride, position))
+                self._fill(box, out.as_strided(box.sizes, stride, position))
                 position += box.numel
-        return flat
+
+    def _changed(self, start: int, stop: int) -> Tensor:
+        assert self.value is not None
+        return self.value.as_strided((stop - start,), (1,), start)
 
     def ranges(self, name: str, start: int, stop: int) -> Iterator[CheckedRange]:
         """Yield the bytes from which :meth:`part` reads."""
@@ -126,7 +141,7 @@ class LazyTensor(Tensor):
         for chunk, shared in self._overlaps(box):
             chunk.read(shared.seen_from(chunk.box), out[shared.seen_from(box).slices])
 
-    def _overlaps(self, box: Box) -> Iterator[tuple[Chunk | Pieces, Box]]:
+    def _overlaps(self, box: Box) -> Iterator[tuple[Part, Box]]:
         for chunk in self.chunks:
             shared = chunk.box.overlap(box)
             if shared is not None:

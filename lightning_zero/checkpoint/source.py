@@ -1,0 +1,76 @@
+"""Where a parameter's values lie in a checkpoint, for weights that are read as they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint.checksums import check
+from lightning_zero.checkpoint.unread import SMALL_BYTES
+from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
+from lightning_zero.tensors import lasting_tensors
+
+
+class Source:
+    """A whole parameter in a file, of which any range is read; it is checked when it first is.
+
+    Args:
+        name: For errors.
+        value: The stored tensor, which nobody changes.
+
+    Attributes:
+        is_checked: Whether its values are known to be right.
+    """
+
+    def __init__(self, name: str, value: Tensor) -> None:
+        self._name = name
+        self._value = value
+        self.is_checked = False
+
+    @property
+    def shape(self) -> torch.Size:
+        """The parameter's shape."""
+        return self._value.shape
+
+    @classmethod
+    def of(cls, name: str, value: Any) -> Source | None:
+        """Return the source that a loaded value is; ``None`` if it takes memory, or was changed."""
+        if isinstance(value, LazyTensor):
+            return cls(name, value) if value.value is None else None
+        if type(value) is not Tensor or value.layout is not torch.strided or value.is_meta:
+            return None
+        if value.numel() * value.element_size() > SMALL_BYTES:
+            return None
+        with lasting_tensors():
+            return cls(name, value.to("cpu", copy=True))
+
+    def lay_out(self, stride: Sequence[int]) -> None:
+        """Count elements from now on in the memory order of a tensor of this ``stride``."""
+        if isinstance(self._value, LazyTensor):
+            self._value = self._value.laid_out(stride)
+        else:
+            with lasting_tensors():
+                ordered = torch.empty_strided(
+                    self._value.shape, tuple(stride), dtype=self._value.dtype
+                )
+                self._value = ordered.copy_(self._value)
+
+    def check(self) -> None:
+        """Raise a ``ValueError`` if the values are damaged, unless they were checked."""
+        if not self.is_checked and isinstance(self._value, LazyTensor):
+            check(self._value.ranges(self._name, 0, self._value.numel()))
+        self.is_checked = True
+
+    def read(self, start: int, out: Tensor, dtype: torch.dtype) -> None:
+        """Read elements from ``start`` on to ``out``, ``[n]``, cast to ``dtype`` on the way."""
+        if not isinstance(self._value, LazyTensor):
+            part = self._value.as_strided((out.numel(),), (1,), start)
+        elif dtype in (self._value.dtype, out.dtype):
+            self._value.read_to(out, start)
+            return
+        else:
+            part = self._value.part(start, start + out.numel())
+        out.copy_(part.to(dtype))

@@ -1,0 +1,129 @@
+"""Archives of ``torch.save`` whose large tensors are not read, and not mapped either.
+
+A private mapping of a file counts as memory that may be needed: the system refuses one of a file
+that is larger than its memory. Here ``torch.load`` rebuilds an archive without its storages, and
+what it would make of a storage is a :class:`LazyTensor` that finds its bytes in the file, which
+stays open. Small tensors are read at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_zero.checkpoint.checksums import CheckedRange, OpenFile, check
+from lightning_zero.checkpoint.file.records import stored_records
+from lightning_zero.checkpoint.values.boxes import Box, memory_order
+from lightning_zero.checkpoint.values.chunk import InOneRow, is_in_one_row, read_bytes
+from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
+from lightning_zero.tensors import lasting_tensors
+
+SMALL_BYTES = 2**20
+"""What is no larger is read at once."""
+
+
+def are_supported() -> bool:
+    """Return whether torch says where a storage lies that it does not read (from 2.10 on)."""
+    return hasattr(torch.serialization, "_is_meta_location")
+
+
+def unread(path: Path, archive: zipfile.ZipFile, *, weights_only: bool) -> Any:
+    """Return the content of a file, large tensors unread.
+
+    Raises:
+        NotImplementedError: It holds something that has no place of its own in the file.
+    """
+    order = {info.filename.partition("/")[2]: info for info in archive.infolist()}.get("byteorder")
+    if order is not None and archive.read(order).decode() != sys.byteorder:
+        raise NotImplementedError("a file of a machine with another order of bytes")
+    with _Unread(path, archive):
+        return torch.load(path, map_location="meta", weights_only=weights_only)
+
+
+class _Unread(TorchFunctionMode):
+    """Gives tensors that are rebuilt without their storages what tells where those lie."""
+
+    def __init__(self, path: Path, archive: zipfile.ZipFile) -> None:
+        super().__init__()
+        file = OpenFile(path)
+        self._records = {
+            record.offset: dataclasses.replace(record, kept=file)
+            for record in stored_records(path, archive)
+        }
+        self._read: dict[int, torch.UntypedStorage] = {}
+        self._found: dict[Any, LazyTensor] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and args == ((0,),):
+            if kwargs.keys() != {"dtype", "device"}:
+                raise NotImplementedError("a tensor of a dtype that has no storages of its own")
+            # What makes a tensor of a storage is a method that no mode is asked about.
+            return _Empty(kwargs["dtype"], self.rebuilt)
+        if args and isinstance(args[0], LazyTensor) and func in _PASSED_OVER:
+            return args[0]
+        return func(*args, **kwargs)
+
+    def rebuilt(
+        self,
+        dtype: torch.dtype,
+        storage: torch.UntypedStorage,
+        offset: int,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+    ) -> Tensor:
+        """Return the tensor that is made of a storage which was not read."""
+        place = int(getattr(storage, "_checkpoint_offset", -1))
+        if place not in self._records and storage.nbytes():
+            raise NotImplementedError("a storage without a place of its own in the file")
+        # Of complex ones it is said later whether they are conjugates.
+        is_small = storage.nbytes() <= SMALL_BYTES or dtype.is_complex
+        if is_small or not is_in_one_row(shape, stride):
+            with lasting_tensors():
+                tensor = torch.empty(0, dtype=dtype)
+                return tensor.set_(self._in_memory(place), offset, shape, stride)
+        content = self._records[place]
+        key = place, dtype, offset, tuple(shape), tuple(stride)
+        if key not in self._found:
+            order = memory_order(shape, stride)
+            row = InOneRow(Box.whole(shape), dtype, content, order, offset)
+            self._found[key] = LazyTensor.of([row], shape, dtype, stride)
+        return self._found[key]
+
+    def _in_memory(self, place: int) -> torch.UntypedStorage:
+        if place not in self._records:
+            return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+        if place not in self._read:
+            content = self._records[place]
+            check([CheckedRange("a small tensor", content, 0, content.nbytes)])
+            self._read[place] = read_bytes(content).untyped_storage()
+        return self._read[place]
+
+
+class _Empty(NamedTuple):
+    """A tensor without elements, of which one of a storage is made."""
+
+    dtype: torch.dtype
+    rebuilt: Callable[..., Tensor]
+
+    def set_(self, *place: Any) -> Tensor:
+        """Return the tensor of a storage, from an offset on, of a shape and a stride."""
+        return self.rebuilt(self.dtype, *place)
+
+
+_PASSED_OVER = {
+    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    Tensor.requires_grad_,
+    vars(torch._C.TensorBase)["_backward_hooks"].__set__,
+}
+"""What is done to a tensor that was rebuilt, and would read it."""

@@ -1,0 +1,153 @@
+"""Weights that are read where a checkpoint has them, by threads, while others are computed with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_zero.comm import Communicator, Outcome, Scratch, Shared, SyncPoint, Work
+from lightning_zero.parameters.stores import Store
+from lightning_zero.plan import Layout, Plan
+from lightning_zero.tensors import lasting_tensors
+
+NUM_THREADS = 2
+_AT_ONCE_BYTES = 4 * 2**20
+
+
+class Source(Protocol):
+    """A whole parameter in a file.
+
+    Attributes:
+        is_checked: Whether its values are known to be right.
+    """
+
+    is_checked: bool
+
+    def lay_out(self, stride: Sequence[int]) -> None:
+        """Count elements from now on in the memory order of a tensor of this ``stride``."""
+
+    def check(self) -> None:
+        """Raise a ``ValueError`` if the values are damaged, unless they were checked."""
+
+    def read(self, start: int, out: Tensor, dtype: torch.dtype) -> None:
+        """Read elements from ``start`` on to ``out``, ``[n]``, cast to ``dtype`` on the way."""
+
+
+class Reader:
+    """Threads that read. They are started when there is something to read."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "lightning_zero.read")
+
+    def start(self, unit: str, parts: Iterable[Callable[[], None]]) -> Work:
+        """Start to read ``parts`` of a unit's weights."""
+        return _Reading(unit, [self._threads.submit(part) for part in parts])
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown()
+
+
+class _Reading:
+    """Parts of a unit's weights that are being read."""
+
+    def __init__(self, unit: str, parts: Sequence[Future[None]]) -> None:
+        self._unit = unit
+        self._parts = parts
+
+    def wait(self) -> None:
+        """Return when all is read.
+
+        Raises:
+            RuntimeError: Something could not be, or is damaged.
+        """
+        wait(self._parts)  # for each: a failed unit's memory is given back
+        for part in self._parts:
+            error = part.exception()
+            if error is not None:
+                doing = f"Reading the weights of {self._unit}"
+                raise RuntimeError(f"{doing} failed: {error}") from error
+
+
+class Stream(Store):
+    """A store of weights that rest in a checkpoint, and have no masters, until :meth:`settle`.
+
+    Every rank reads whole units: what one has read the system has in memory for its neighbours, and
+    nothing is sent.
+
+    Args:
+        sources: Where the parameters lie, in the order of the layout.
+        reader: What reads them.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        plan: Plan,
+        comm: Communicator,
+        scratch: Scratch,
+        sources: Sequence[Source],
+        reader: Reader,
+    ) -> None:
+        self._sources = sources
+        self._reader = reader
+        self._scratch = scratch
+        for source, slot in zip(sources, layout.slots, strict=True):
+            source.lay_out(slot.stride)
+        super().__init__(layout, plan, comm, scratch)
+        self.is_stream = True
+        self.fetch = self._read
+
+    @override
+    def _masters(self) -> Shared:
+        """Return masters that have no memory: who reads them finds no number."""
+        with lasting_tensors():
+            nothing = torch.zeros(1, dtype=self.plan.master.dtype)
+            if nothing.is_floating_point():
+                nothing.fill_(torch.nan)
+            return Shared(nothing.expand(self.layout.shard_numel))
+
+    def _read(self, out: Tensor, *, unit: str, tag: int) -> Work:
+        return self._reader.start(unit, self._parts(out))
+
+    def _parts(self, out: Tensor) -> Iterator[Callable[[], None]]:
+        """Yield what reads the parts of a buffer of whole weights."""
+        at_once = _AT_ONCE_BYTES // out.element_size()
+        for source, slot in zip(self._sources, self.layout.slots, strict=True):
+            whole = out[slot.offset : slot.stop]
+            # A checksum may be that of the whole.
+            size = at_once if source.is_checked else max(slot.numel, 1)
+            for start in range(0, slot.numel, size):
+                part = whole[start : start + size]
+                yield functools.partial(self._read_part, source, start, part)
+
+    def _read_part(self, source: Source, start: int, out: Tensor) -> None:
+        source.check()
+        source.read(start, out, self.plan.master.dtype)
+
+    @override
+    def settle(self) -> bool:
+        if not self.is_stream:
+            return False
+        control, rank = self.comm.control, self.comm.mesh.shard.rank
+        nbytes = self.plan.master.dtype.itemsize * self.layout.shard_numel
+        self._scratch.require(nbytes, control, "masters")
+        shared = super()._masters()
+        outcome = Outcome()
+        with outcome.attempt():
+            for index, source in enumerate(self._sources):
+                start, stop = self.layout.piece(index, rank)
+                if start < stop:
+                    in_shard = slice(*self.layout.piece_in_shard(index, rank))
+                    self._read_part(source, start, shared.own[in_shard])
+        outcome.agree(control, "Reading weights that are to be changed")
+        self.comm.fence(SyncPoint.SETUP)
+        self.is_stream, self._sources = False, ()
+        self._rest(shared)
+        return True
