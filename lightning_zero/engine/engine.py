@@ -169,7 +169,10 @@ class Engine:
         return hooks.notice
 
     def _by_unit(self, optimizer: Optimizer) -> UnitStep:
-        return UnitStep(optimizer, self.sharded.pieces_of_units, self.sharded.scratch, self.comm)
+        offload = self.sharded.settings.offload
+        has_files = offload is not None and offload.optimizer == "nvme"
+        scratch = self.sharded.scratch if has_files else None
+        return UnitStep(optimizer, self.sharded.pieces_of_units, scratch, self.comm)
 
     def _compare_optimizers(self, *new: Optimizer) -> None:
         """Raise on all ranks if the optimizers differ; all call it, where groups have changed."""

@@ -69,6 +69,8 @@ def _causes(model: ModelPlan, engine: Engine) -> Iterator[Cause]:
             )
             if not any(piece.numel() for piece in flat.pieces):
                 kinds["gradients"] = 0
+            if flat.store.is_stream:
+                kinds["weights"] = kinds["master"] = 0  # they rest in a checkpoint
             for row, count in ((flat.plan.row(kind), count) for kind, count in kinds.items()):
                 yield Cause(row, where, count, held.get(row, 0))
             states = flat.plan.row("states")

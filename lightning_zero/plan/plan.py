@@ -99,12 +99,14 @@ class Plan:
     """The three homes of the parameters that share a dtype.
 
     ``grad`` is the home of gradients between microbatches; its dtype is the one in which they are
-    reduced. A reduced gradient has the master's dtype, because the optimizer reads it.
+    reduced. A reduced gradient has the master's dtype, because the optimizer reads it. ``states``
+    is the medium of optimizer states, by default that of the masters.
     """
 
     weight: Home
     grad: Home
     master: Home
+    states: Medium | None = None
 
     @property
     def gives_weights_back(self) -> bool:
@@ -134,7 +136,7 @@ class Plan:
             "weights": self.weight.medium,
             "gradients": self.grad.medium,
             "master": self.master.medium,
-            "states": self.master.medium,
+            "states": self.states or self.master.medium,
         }
 
     def row(self, kind: str) -> str:
@@ -144,16 +146,20 @@ class Plan:
     def offloaded(self, *, optimizer: Medium, weights: Medium, on_host: bool = False) -> Plan:
         """Return the same plan with other media; ``on_host`` if the device is the host itself.
 
-        States are where the masters are. Reduced gradients are never in files: they are added to
-        in every microbatch, so they rest where the host reads them for a step.
+        States are where the masters are; but on the host itself sharded weights are gathered from
+        the masters, which are then where the weights shall be. Reduced gradients are never in
+        files: they are added to in every microbatch, so they rest where the host reads them for a
+        step.
         """
         is_away = optimizer is not Medium.DEVICE
         grad = Medium.HOST if is_away and not on_host else Medium.DEVICE
         device = torch.device("cpu") if is_away else self.master.device
+        master = weights if on_host and self.gives_weights_back else optimizer
         return Plan(
             replace(self.weight, medium=weights),
             replace(self.grad, medium=grad),
-            replace(self.master, medium=optimizer, device=device),
+            replace(self.master, medium=master, device=device),
+            optimizer,
         )
 
     def resting_bytes(
@@ -222,4 +228,7 @@ class Offload:
         weights = Medium(self.weights or "device")
         optimizer = Medium(self.optimizer or "device") if trainable else weights
         away = plan.offloaded(optimizer=optimizer, weights=weights, on_host=on_host)
+        if on_host:
+            # Frozen parameters have none, until they are trained.
+            away = replace(away, states=Medium(self.optimizer or "device"))
         return [(1 - self.ratio, plan), (self.ratio, away)]

@@ -104,6 +104,12 @@ class Settings:
                 f"stage={self.stage} keeps whole weights on every rank, so offload_weights has no"
                 " meaning. Leave it out, or use stage=3."
             )
+        if "cpu" in kinds.values():
+            self._check_both(offload)
+
+    def _check_both(self, offload: Offload) -> None:
+        """Raise unless weights and states go to one place, as beside an accelerator they must."""
+        kinds = {"offload_optimizer": offload.optimizer, "offload_weights": offload.weights}
         if self.stage == 3 and len(set(kinds.values())) > 1:
             given, other = sorted(kinds, key=lambda name: kinds[name] is None)
             raise ValueError(
@@ -116,6 +122,8 @@ class Settings:
 
         Only offload to host memory needs one.
         """
+        if self.offload is not None and self.device.type != "cpu":
+            self._check_both(self.offload)
         if self.offload is not None and not self.offload.runs_on(self.device):
             raise ValueError(
                 "Offload to 'cpu' needs a device beside the host, but accelerator='cpu' has none:"

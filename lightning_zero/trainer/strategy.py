@@ -81,7 +81,8 @@ class ZeROStrategy(SavingStrategy):
             within a copy, and what is reduced there is then reduced between the copies.
         offload_optimizer: ``"cpu"`` keeps masters and optimizer states in the memory of an
             accelerator's host and steps there, ``"nvme"`` in files, also where there is none;
-            ``None`` on the device. At stage 3 together with ``offload_weights``.
+            ``None`` on the device. At stage 3 beside an accelerator together with
+            ``offload_weights``; on CPUs each may be alone, and masters are with the weights.
         offload_weights: The same for sharded weights. Stage 3 only.
         offload_path: The folder of those files, which have no names and vanish with the process; by
             default the Trainer's ``default_root_dir``.

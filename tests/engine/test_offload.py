@@ -64,6 +64,34 @@ def compare_all(folder: str) -> None:
     compare(folder, 3, "adamw", units="root")
 
 
+def one_of_the_two(folder: str) -> None:
+    for chosen in (Offload("nvme"), Offload(weights="nvme")):
+        files = {"offload": chosen, "offload_path": folder}
+        for precision in ("32-true", "bf16-mixed"):
+            run = partial(train, "transformer", partial(make, "adamw"), precision=precision)
+            assert_parity(run(**files), run(), ulps=0)
+        model = MODELS["transformer"].build()
+        engine = shard(model, **files)
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine.adopt(optimizer)
+        step(engine, optimizer)
+        for tensor in states(optimizer):
+            assert not tensor.numel() or is_in_file(tensor, folder) == bool(chosen.optimizer)
+        for flat in engine.sharded.flats:
+            assert is_in_file(flat.master, folder) == bool(chosen.weights)
+        memory = engine.sharded.memory()
+        rows = ("disk states", "weights") if chosen.optimizer else ("states", "disk weights")
+        held = {
+            row for row, count in memory.items() if count and row.endswith(("states", "weights"))
+        }
+        assert held == set(rows)
+        engine.close()
+
+
+def test_states_alone_and_weights_alone(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2).run(one_of_the_two, str(tmp_path))
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_bits_are_those_of_memory(ranks: Pools, tmp_path: Path, world: int) -> None:
     ranks(world).run(compare_all, str(tmp_path))
@@ -368,13 +396,19 @@ def test_states_that_exceed_a_limit_of_memory_train_from_files(
         ({"offload": Offload("cpu", "nvme")}, "weights rest beside their masters"),
         ({"offload": Offload("nvme", "nvme", 0.5)}, "Expected all to be offloaded"),
         ({"offload": Offload("nvme", "nvme"), "stage": 2}, "so offload_weights has no meaning"),
-        ({"offload": Offload("nvme")}, "Give offload_weights='nvme'"),
-        ({"offload": Offload(weights="nvme")}, "Give offload_optimizer='nvme'"),
+        (
+            {"offload": Offload("nvme"), "device": torch.device("cuda")},
+            "Give offload_weights='nvme'",
+        ),
+        (
+            {"offload": Offload(weights="nvme"), "device": torch.device("cuda")},
+            "Give offload_optimizer='nvme'",
+        ),
     ],
 )
 def test_what_is_not_there_is_refused_with_the_cure(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Settings(**change)
+        Settings(**change).check_device()
 
 
 def test_an_optimizer_that_is_not_known_is_refused(tmp_path: Path) -> None:

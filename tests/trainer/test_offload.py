@@ -138,7 +138,6 @@ def test_a_torn_step_is_not_saved_for_its_exception(ranks: Pools, tmp_path: Path
             "offload_optimizer='cpu' and offload_weights='nvme' is not there",
         ),
         ({"stage": 1, "offload_weights": "nvme"}, "stage=1 keeps whole weights"),
-        ({"offload_optimizer": "nvme"}, "Give offload_weights='nvme'"),
         (
             {"stage": 2, "offload_optimizer": "nvme", "async_checkpoint": True},
             "async_checkpoint=True copies",
