@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint bench wires faults gpu
+.PHONY: train test lint bench bench-offload wires faults gpu
 .DEFAULT_GOAL := test
 
 # Train a small GPT under stage 3 on two processes; ARGS adds to the command line.
@@ -21,6 +21,10 @@ lint: .venv/stamp
 # Step time, memory and traffic beside DDP, FSDP and others; ARGS adds to the command line.
 bench: .venv/stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore examples/benchmarks/compare.py $(ARGS)
+
+# Steps and predictions from files beside the disk and memory; ARGS adds to the command line.
+bench-offload: .venv/stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore examples/benchmarks/offload.py $(ARGS)
 
 # Every transport beside torch's own collectives: what `Communicator` chooses by; ARGS adds to the command line.
 wires: .venv/stamp

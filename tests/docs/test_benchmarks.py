@@ -287,6 +287,18 @@ def test_one_rank_of_many_on_the_fake_backend(tmp_path: Path, world: int) -> Non
         assert row["sent"] == (2 * whole + again) // world * (world - 1)
 
 
+def test_files_against_disk_and_memory(tmp_path: Path) -> None:
+    words = ["--megabytes", 10, "--width", 512, "--rounds", 2, "--folder", tmp_path]
+    output = run_forked("examples/benchmarks/offload.py", *words, timeout=170).stdout
+    assert "9 layers, 0.01 GB of weights" in output
+    rows = re.findall(r"^\| ([a-z].*) \| ([\d.]+) \| [\d.]+ to [\d.]+ \|$", output, re.MULTILINE)
+    assert len(rows) == 8
+    ratios = re.findall(r"^streaming, (\d+) tokens: ([\d.]+) of the limit", output, re.MULTILINE)
+    assert [tokens for tokens, _ in ratios] == ["1", "512"]
+    assert all(float(ratio) > 0 for _, ratio in ratios)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_checkpoints(tmp_path: Path) -> None:
     """Every way saves and loads the same values again, and has its line."""
     ways = ["file", "directory", "dcp"]

@@ -1,0 +1,195 @@
+"""Weights and states in files, against the disk and against memory, on one rank.
+
+    python examples/benchmarks/offload.py                     # a model of 2 GB
+    python examples/benchmarks/offload.py --megabytes 100 --rounds 2
+
+In each round, one after the other:
+
+* ``disk reads``, ``disk writes``: the model's bytes by large unbuffered requests of two threads. A
+  step from files moves 12 bytes for each element both ways, if nothing of them stays in memory.
+* ``compute``: a forward with weights in memory, of 1 and of 512 tokens.
+* ``stream``: the same with weights that are read from their checkpoint, which the system has
+  forgotten before. The limit is the larger of the disk's time and of the computation's.
+* ``step in memory``, ``step in files``: an AdamW step over all elements. With memory to spare the
+  system keeps files in it.
+
+Medians count; ranges are of all rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import mmap
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from machine import description
+from torch import Tensor, nn
+
+from lightning_zero.checkpoint import ModuleLoad, read_safetensors, write_safetensors
+from lightning_zero.engine import Engine
+from lightning_zero.plan import Offload, Settings
+
+TOKENS = (1, 512)
+_REQUEST = 4 * 2**20
+
+
+def model(width: int, depth: int) -> nn.Sequential:
+    """Layers on ``meta``, each a unit."""
+    with torch.device("meta"):
+        return nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(depth)])
+
+
+def timed(function: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+class Disk:
+    """Unbuffered requests on a file of its own."""
+
+    def __init__(self, folder: str, nbytes: int) -> None:
+        path = os.path.join(folder, "disk")
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.posix_fallocate(self._file, 0, nbytes)
+        self._places = range(0, nbytes - _REQUEST + 1, _REQUEST)
+        self._buffers = [mmap.mmap(-1, _REQUEST) for _ in range(2)]
+
+    def read(self) -> None:
+        self._all(os.preadv)
+
+    def write(self) -> None:
+        self._all(os.pwritev)
+
+    def _all(self, request: Callable[..., int]) -> None:
+        def some(number: int) -> None:
+            for place in self._places[number :: len(self._buffers)]:
+                request(self._file, [self._buffers[number]], place)
+
+        with ThreadPoolExecutor(len(self._buffers)) as threads:
+            list(threads.map(some, range(len(self._buffers))))
+
+
+def forget(path: Path) -> None:
+    """Let the system drop what it keeps of a file in memory."""
+    file = os.open(path, os.O_RDONLY)
+    os.fsync(file)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(file)
+
+
+def streaming(path: Path, settings: Settings, width: int, depth: int) -> Engine:
+    """An engine whose weights stay in the file."""
+    module = model(width, depth)
+    load = ModuleLoad(module, lambda: None)
+    load.call(read_safetensors(path, maps=False), strict=True)
+    return Engine(module, settings, sources=load.take_sources())
+
+
+class Stepping:
+    """A model with gradients, and AdamW over it."""
+
+    def __init__(self, settings: Settings, width: int, depth: int) -> None:
+        self.engine = Engine(model(width, depth), settings)
+        self.optimizer = torch.optim.AdamW(self.engine.module.parameters(), 1e-4, fused=True)
+        self.engine.adopt(self.optimizer)
+        self.engine.module(torch.ones(1, width)).sum().backward()
+        self.optimizer.step()
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+@torch.no_grad()
+def forward(module: nn.Module, tokens: Tensor) -> None:
+    module(tokens)
+
+
+def measured(folder: str, width: int, depth: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each contender, by round."""
+    path = Path(folder) / "weights.safetensors"
+    shapes = {f"{n}.weight": (torch.float32, (width, width)) for n in range(depth)}
+    write_safetensors(path, shapes, lambda _: torch.randn(width, width) / width**0.5)
+    files = Settings(units=(nn.Linear,), offload=Offload("nvme", "nvme"), offload_path=folder)
+    memory = Settings(units=(nn.Linear,))
+    disk = Disk(folder, path.stat().st_size)
+    whole = model(width, depth)
+    whole.load_state_dict(read_safetensors(path), assign=True)
+    for parameter in whole.parameters():
+        parameter.data = parameter.data.clone()
+    stream = streaming(path, files, width, depth)
+    steps = {"memory": Stepping(memory, width, depth), "files": Stepping(files, width, depth)}
+    found: dict[str, list[float]] = {}
+
+    def note(name: str, function: Callable[[], object]) -> None:
+        found.setdefault(name, []).append(timed(function))
+
+    # The first round is left out: checksums are compared in it, and the order of units is learned.
+    for _ in range(rounds + 1):
+        note("disk reads", disk.read)
+        note("disk writes", disk.write)
+        for count in TOKENS:
+            tokens = torch.randn(count, width)
+            note(f"compute, {count} tokens", functools.partial(forward, whole, tokens))
+            forget(path)
+            note(f"stream, {count} tokens", functools.partial(forward, stream.module, tokens))
+        for medium, stepping in steps.items():
+            note(f"step in {medium}", stepping.step)
+    for engine in (stream, *(stepping.engine for stepping in steps.values())):
+        engine.close(restore=False)
+    return {name: seconds[1:] for name, seconds in found.items()}
+
+
+def report(found: dict[str, list[float]]) -> None:
+    middle = {name: statistics.median(seconds) for name, seconds in found.items()}
+    print("| | seconds, median | least to most |\n|---|---|---|")
+    for name, seconds in found.items():
+        print(f"| {name} | {middle[name]:.3f} | {min(seconds):.3f} to {max(seconds):.3f} |")
+    print()
+    for count in TOKENS:
+        ratios = [
+            stream / max(disk, compute)
+            for stream, disk, compute in zip(
+                found[f"stream, {count} tokens"],
+                found["disk reads"],
+                found[f"compute, {count} tokens"],
+                strict=True,
+            )
+        ]
+        print(
+            f"streaming, {count} tokens: {statistics.median(ratios):.2f} of the limit"
+            f" ({min(ratios):.2f} to {max(ratios):.2f})"
+        )
+    ratio = middle["step in files"] / middle["step in memory"]
+    moved = 3 * (middle["disk reads"] + middle["disk writes"])
+    print(
+        f"a step in files: {ratio:.2f} of one in memory; the disk needs {moved:.2f} s for its bytes"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megabytes", type=int, default=2000)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", default=".", help="a folder on the disk that is measured")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    depth = max(1, options.megabytes * 10**6 // (4 * options.width**2))
+    print(
+        f"{description()}; {depth} layers, {4 * depth * options.width**2 / 1e9:.2f} GB of weights"
+    )
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        report(measured(folder, options.width, depth, options.rounds))
+
+
+if __name__ == "__main__":
+    main()
