@@ -62,5 +62,8 @@ class Collectives(Transport):
         lands = out.dtype == buffer.dtype
         landing = out if lands else buffer.new_empty(out.shape)
         collective = self.log.begin(gradients_of(unit), "reduce")
-        work = _reduce_scatter(landing, buffer, group=self._reduce_group, async_op=True)
+        real = buffer.dtype.to_real()  # NCCL knows no complex numbers, and adds up their parts
+        work = _reduce_scatter(
+            landing.view(real), buffer.view(real), group=self._reduce_group, async_op=True
+        )
         return Pending(self.log, collective, [work], None if lands else lambda: copy(out, landing))

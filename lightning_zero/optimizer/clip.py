@@ -36,8 +36,8 @@ def total_norm(pieces: Sequence[Piece], comm: Communicator, norm_type: float = 2
     """
     dtype = torch.float32
     for piece in pieces:
-        dtype = torch.promote_types(dtype, piece.dtype)
-    grads = grads_of(pieces)
+        dtype = torch.promote_types(dtype, piece.dtype.to_real())
+    grads = [grad.abs() if grad.is_complex() else grad for grad in grads_of(pieces)]
     norms = torch.zeros(1, dtype=dtype, device=comm.device)
     if grads:
         norms = torch.stack(torch._foreach_norm(grads, norm_type, dtype=dtype)).to(comm.device)

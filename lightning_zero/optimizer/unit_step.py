@@ -102,8 +102,9 @@ class UnitStep:
             return False
         for group in self._optimizer.param_groups:
             is_open = group.get("fused") is None and group.get("foreach") is None
-            # Not every fused step takes a rate in a tensor.
-            if is_open and not group.get("differentiable") and not isinstance(group["lr"], Tensor):
+            # Not every fused step takes a rate in a tensor, and none complex numbers.
+            can_be = not group.get("differentiable") and not isinstance(group["lr"], Tensor)
+            if is_open and can_be and all(map(torch.is_floating_point, group["params"])):
                 group["fused"] = is_fused = True
         return is_fused
 

@@ -352,7 +352,8 @@ class ParameterClasses:
             for mixin in (Resting, Whole)
         )
         # One element that stands for any number: NaN where the dtype has one.
-        value = float("nan") if home.dtype.is_floating_point else 0
+        has_nan = home.dtype.is_floating_point or home.dtype.is_complex
+        value = float("nan") if has_nan else 0
         with lasting_tensors():
             one = torch.full((), value, dtype=home.dtype, device=home.device)
             self._placeholders = [one.expand(p.shape) for p in self._parameters]

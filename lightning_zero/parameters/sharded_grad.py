@@ -245,6 +245,7 @@ def _cannot_change(name: str) -> NotImplementedError:
 def _norms(grads: Sequence[ShardedGrad], order: float) -> Tensor:
     """Return the norm of each gradient over all ranks, in one message."""
     parts, comm = [grad.part for grad in grads], grads[0].comm
+    parts = [part.abs() if part.is_complex() else part for part in parts]
     dtype = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
     dtype = torch.promote_types(torch.float32, dtype)
     zero = torch.zeros((), dtype=dtype, device=parts[0].device)

@@ -164,8 +164,6 @@ def check_parameter(name: str, parameter: Any) -> None:
     reason = None
     if isinstance(parameter, UninitializedParameter):
         reason = "is lazily initialized and has no shape yet; run one batch through the model first"
-    elif parameter.is_complex():
-        reason = "is complex; hold it as two real parameters (torch.view_as_complex in forward)"
     elif parameter.is_sparse or parameter.is_quantized or parameter.is_nested:
         reason = "is not a dense tensor; hold it as a buffer, or densify it"
     elif type(parameter.data).__name__ == "DTensor":

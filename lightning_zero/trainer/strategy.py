@@ -63,7 +63,7 @@ class ZeROStrategy(SavingStrategy):
         reshard_after_forward: Give weights back after a unit's forward and gather them again for
             its backward. ``False`` keeps them in between: less traffic, more memory. Stage 3 only.
         reduce_dtype: The dtype in which gradients are summed over the ranks; by default fp32 under
-            mixed precision, else the parameters' own.
+            mixed precision, else the parameters' own, in which those of complex ones always are.
         cast_weights: The weights that arrive in half precision under mixed precision: by default
             those that ``"autocast"`` would cast, and no others (embeddings, norms, what is not
             known), for DDP's numbers; ``"all"`` but norms, for less traffic and memory; ``"none"``.

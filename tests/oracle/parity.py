@@ -210,6 +210,9 @@ def distance_in_ulps(value: Tensor, target: Tensor, dtype: torch.dtype | None = 
     dtype = dtype or target.dtype
     if torch.equal(value, target):
         return 0.0
+    if target.is_complex() and value.is_complex():
+        value, target = torch.view_as_real(value), torch.view_as_real(target)
+        dtype = dtype.to_real()
     finite = target.isfinite()
     is_same = torch.equal(value.isfinite(), finite)
     is_same = is_same and value[~finite].tolist() == target[~finite].tolist()

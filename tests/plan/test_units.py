@@ -185,10 +185,6 @@ def with_parameter(make: Callable[[], torch.Tensor]) -> nn.Module:
     [
         (lazy, "'1.weight' is lazily initialized .* run one batch"),
         (
-            functools.partial(with_parameter, lambda: torch.ones(2, dtype=torch.complex64)),
-            "'odd' is complex",
-        ),
-        (
             functools.partial(with_parameter, lambda: torch.eye(2).to_sparse()),
             "'odd' is not a dense tensor",
         ),

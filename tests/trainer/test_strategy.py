@@ -368,12 +368,6 @@ class _Lazy(Regression):
         self.head = nn.LazyLinear(6)
 
 
-class _Complex(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.phase = Parameter(torch.zeros(3, dtype=torch.complex64))
-
-
 class _Twice(Regression):
     def configure_optimizers(self) -> Any:
         groups = [{"params": list(self.parameters())}, {"params": list(self.head.parameters())}]
@@ -394,7 +388,6 @@ def _refused(stage: int) -> None:
     for module, message in (
         (_Empty(), "_Empty has no parameters, so there is nothing to shard"),
         (_Lazy(), "'head.weight' is lazily initialized and has no shape yet"),
-        (_Complex(), "'phase' is complex; hold it as two real"),
         (
             Regression(optimizer=_Hoarder),
             "_Hoarder refers to parameters outside of",
