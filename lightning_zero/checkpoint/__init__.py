@@ -10,6 +10,7 @@ unread         archives of which nothing is mapped, and large tensors are not re
 source         where a parameter's values lie that is read whenever it is used
 checksums      checksums of records and of their blocks, and checking what is read
 read_ahead     reading a mapped file before its pages are asked for
+kept_parts     parts that are copied as soon as they are checked
 word_sums      a checksum of blocks as fast as memory
 weights        ``load_weights``: pretrained weights into a module, sharded or not
 safetensors    files of that format

@@ -17,7 +17,7 @@ import os
 import zlib
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -310,7 +310,8 @@ class CheckedBytes:
 class CheckedRange(NamedTuple):
     """Bytes ``[start, stop)`` of ``content``, which are a part of the tensor ``name``.
 
-    ``mapped`` is memory that shows all of the content, if there is such.
+    ``mapped`` is memory that shows all of the content, if there is such; ``then`` is called when
+    they are found to be right.
     """
 
     name: str
@@ -318,6 +319,7 @@ class CheckedRange(NamedTuple):
     start: int
     stop: int
     mapped: Tensor | None = None
+    then: Callable[[], None] | None = None
 
     @property
     def is_checked(self) -> bool:
@@ -343,6 +345,8 @@ def check(ranges: Iterable[CheckedRange]) -> None:
         if following is not None:
             following.read_ahead()
         one.content.check(one.name, one.start, one.stop, one.mapped)
+        if one.then is not None:
+            one.then()
 
 
 def _read(descriptor: int, offset: int, nbytes: int) -> Iterator[Tensor]:

@@ -12,6 +12,7 @@ alone knows what lies where. It is asked for it, and given it, while its states 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from lightning_zero.checkpoint.checksums import CheckedRange
+from lightning_zero.checkpoint.kept_parts import can_be_kept, keep_part, take_part
 from lightning_zero.checkpoint.state import like, ranges, sharded
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
 from lightning_zero.engine import Description, Engine, differences, optimizer_description
@@ -286,13 +288,17 @@ def _faults_in_own_form(
 def ranges_of_optimizers(
     optimizers: Iterable[Optimizer], states: Iterable[Mapping[str, Any]]
 ) -> Iterator[CheckedRange]:
-    """Yield what this rank reads of the states of optimizers, which fit them."""
+    """Yield what this rank reads of the states of optimizers, which fit them.
+
+    What can be kept is copied to new memory as it is checked, for :func:`load_optimizer_state`.
+    """
     for optimizer, state in zip(optimizers, states, strict=True):
         step = whole_step_of(optimizer)
         if own_form_of(optimizer) is not None:
             for name, tensor in named_tensors(state):  # it reads all of them
                 yield from ranges(name, tensor, None)
             continue
+        has_memory = unit_step_of(optimizer) is None  # and not files, to which states go later
         ids = [key for group in state.get("param_groups", ()) for key in group["params"]]
         for key, piece in zip(ids, members(optimizer) if state else (), strict=True):
             if step is not None and isinstance(piece, Piece) and not step.keeps_state_of(piece):
@@ -300,7 +306,10 @@ def ranges_of_optimizers(
             for name, value in state["state"].get(key, {}).items():
                 for tensor in tree_leaves(value):
                     own = piece if step is None else None  # an owner reads all of it
-                    yield from ranges(f"{name} of parameter {key}", tensor, own)
+                    is_kept = name != "step" and has_memory and can_be_kept(tensor, own)
+                    then = functools.partial(keep_part, tensor, own) if is_kept else None
+                    for one in ranges(f"{name} of parameter {key}", tensor, own):
+                        yield one._replace(then=then)
 
 
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -348,6 +357,9 @@ def _own_part(entries: Any, piece: Any, optimizer: Optimizer) -> Any:
     """Return what belongs to ``piece``; one at a time, so that no rank holds parts twice."""
     if not isinstance(piece, Piece):
         return owned(entries)
-    entries = cut_state(tree_map_only(Tensor, lambda t: like(t, piece), {**entries}), piece)
+    parts = {key: take_part(value, piece) for key, value in entries.items()}
+    rest = {key: value for key, value in entries.items() if parts[key] is None}
+    rest = cut_state(tree_map_only(Tensor, lambda t: like(t, piece), rest), piece)
     step = unit_step_of(optimizer)
-    return owned(entries) if step is None else step.kept(entries, piece)
+    rest = owned(rest) if step is None else step.kept(rest, piece)
+    return {key: rest[key] if part is None else part for key, part in parts.items()}

@@ -21,6 +21,7 @@ from lightning_zero.checkpoint import (
     check_optimizer_states,
     check_ranges,
     load_module_state,
+    load_optimizer_state,
     module_state,
     optimizer_state,
     ranges_of_optimizers,
@@ -36,6 +37,7 @@ from lightning_zero.checkpoint.word_sums import BLOCK_BYTES, word_sums
 from lightning_zero.comm import Control
 from lightning_zero.commands.convert import convert
 from lightning_zero.commands.inspect import damage
+from lightning_zero.optimizer import members
 from tests.oracle import resharding
 from tests.oracle.by_trainer import Rows, make_trainer, model, world
 from tests.oracle.checkpoints import PROVENANCE, told
@@ -261,6 +263,38 @@ def test_what_a_hook_has_edited_is_not_called_damaged(ranks: Pools, tmp_path: Pa
     path = str(tmp_path / "name")
     ranks(2).run(save_trained, path, FileSave)
     assert ranks(2).run(edit_and_load, path) == ["no error"] * 2
+
+
+def load_after_check(path: str) -> None:
+    """Load states from a file of which nothing is left when they have been checked."""
+    _, optimizers, engine = resharding.shard(3, "32-true")
+    control, before = engine.comm.control, torch.load(path)["optimizer_states"]
+    states = load(path, control)["optimizer_states"]
+    check_ranges(ranges_of_optimizers(optimizers, states), control, "Loading")
+    edited = states[0]["state"][0]["exp_avg"].add_(1)
+    control.gather_objects(None)
+    if control.rank == 0:
+        with Path(path).open("r+b") as content:
+            for _, offset, nbytes in places(Path(path)):
+                content.seek(offset)
+                content.write(bytes(nbytes))
+    control.gather_objects(None)
+    before[0]["state"][0]["exp_avg"] = edited
+    num_values = 0
+    for optimizer, state, whole in zip(optimizers, states, before, strict=True):
+        load_optimizer_state(optimizer, state)
+        for number, piece in enumerate(members(optimizer)):
+            for key in {*optimizer.state.get(piece, {})} - {"step"}:
+                loaded = optimizer.state[piece][key]
+                assert torch.equal(loaded, piece.range.part_of(whole["state"][number][key])), key
+                num_values += loaded.count_nonzero().item()
+    assert num_values > 100
+
+
+def test_states_are_copied_when_they_are_checked(ranks: Pools, tmp_path: Path) -> None:
+    path = str(tmp_path / "name")
+    ranks(2).run(save_trained, path, FileSave)
+    ranks(2).run(load_after_check, path)
 
 
 NUMEL = 300_000
