@@ -12,6 +12,8 @@ window            memory that peers have mapped
 scratch           files without a name, in which tensors rest
 host_copies       copies between a device and its host, for what is offloaded
 collectives       the backend's own collectives (NCCL)
+codec             numbers in few bits
+coded             transports of weights and gradients in few bits
 dry               one rank without the others, which allocates what it would and sends nothing
 mesh              axes of ranks (shards, replicas) and paths between placements on them
 redistribution    buffers on such a path: gathers and reductions, one after another
@@ -25,6 +27,8 @@ rendezvous        the default group after a restart by torchrun
 """
 
 from lightning_zero.comm.agreement import Outcome
+from lightning_zero.comm.codec import Codec
+from lightning_zero.comm.coded import Cargo
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.control import Control
 from lightning_zero.comm.dry import (
@@ -44,6 +48,8 @@ from lightning_zero.comm.transport import Arrived, ReduceBuffer, Shared, Work
 
 __all__ = [
     "Arrived",
+    "Cargo",
+    "Codec",
     "Communicator",
     "Control",
     "DryCommunicator",

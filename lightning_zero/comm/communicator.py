@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_zero.comm.coded import Cargo, Coded
 from lightning_zero.comm.collectives import Collectives
 from lightning_zero.comm.control import Control
 from lightning_zero.comm.host_copies import HostCopies
@@ -91,17 +92,30 @@ class Communicator:
         return PointToPoint(self.control, axis, self.device)
 
     def redistribution(
-        self, source: Placement | Placements, target: Placement | Placements
+        self,
+        source: Placement | Placements,
+        target: Placement | Placements,
+        *,
+        bits: int | None = None,
+        cargo: Cargo = Cargo.WEIGHTS,
     ) -> Redistribute:
         """Return the verb that brings a buffer from one placement to another.
+
+        With ``bits``, ``cargo`` is sent in code, which only messages carry.
 
         Raises:
             ValueError: There is none.
         """
         steps = path(Placements.of(source), Placements.of(target))
-        return along(
-            [(self.transports[axis], verb) for axis, verb in steps if axis in self.transports]
-        )
+        taken = [(self.transports[axis], verb) for axis, verb in steps if axis in self.transports]
+        if bits is None:
+            return along(taken)
+        if any(transport.reads_peers for transport, _ in taken):
+            raise ValueError(
+                "Weights and gradients in few bits are sent, but ranks on this host read each"
+                " other's memory. Take Communicator(windows=False), as the strategy does."
+            )
+        return along([(Coded(transport, bits, cargo), verb) for transport, verb in taken])
 
     @property
     def traffic(self) -> Traffic:

@@ -6,7 +6,6 @@ step is known before there are ranks.
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import ClassVar
@@ -19,6 +18,7 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.control import Control
 from lightning_zero.comm.mesh import Mesh
 from lightning_zero.comm.transport import ReduceBuffer, Shared, Transport, Work
+from lightning_zero.tensors import Storages
 
 _META = torch.device("meta")
 
@@ -57,10 +57,10 @@ class DryTransport(Transport):
     def __init__(self) -> None:
         super().__init__(Control(alone=True), Mesh.of(0, 1).shard, _META)
         self.on_change: Callable[..., None] = lambda: None
-        self._wholes = _Storages()
-        self._partials = _Storages()
-        self._in_flight = _Storages()
-        self._shards = _Storages()
+        self._wholes = Storages()
+        self._partials = Storages()
+        self._in_flight = Storages()
+        self._shards = Storages()
         self._last: dict[str, int] = {}
 
     @property
@@ -95,6 +95,25 @@ class DryTransport(Transport):
         return _Done()
 
     @override
+    def gather_codes(self, codes: Tensor, own: Tensor, out: Tensor, *, unit: str, tag: int) -> Work:
+        return self._gather(out, Shared(own), unit, tag)
+
+    @override
+    def code_buffer(self, nbytes: int, kind: str) -> Tensor:
+        buffer = super().code_buffer(nbytes, kind)
+        self.on_change()
+        return buffer
+
+    @override
+    def trade(self, received: Tensor, sent: Tensor, out: Tensor, *, unit: str, tag: int) -> Work:
+        self._begin(out, unit)
+        return _Done(lambda: self._end(out))
+
+    @override
+    def _trade(self, received: Tensor, sent: Tensor, unit: str, tag: int) -> Work:
+        raise NotImplementedError("Nothing is sent.")
+
+    @override
     def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
         buffer = super().reduce_buffer(numel, dtype)
         self._partials.add(buffer.tensor)
@@ -103,14 +122,20 @@ class DryTransport(Transport):
 
     @override
     def _reduce(self, partial: ReduceBuffer, out: Tensor, unit: str, tag: int) -> Work:
+        self._begin(out, unit)
+        return _Done(lambda: self._finish(partial, out, unit))
+
+    def _begin(self, out: Tensor, unit: str) -> None:
         self._in_flight.add(out)
         self._last[unit] = self._last.get(unit, 0) + out.nbytes
         self.on_change()
-        return _Done(lambda: self._finish(partial, out, unit))
 
-    def _finish(self, partial: ReduceBuffer, out: Tensor, unit: str) -> None:
+    def _end(self, out: Tensor) -> None:
         self._in_flight.remove(out)
         self._shards.add(out)
+
+    def _finish(self, partial: ReduceBuffer, out: Tensor, unit: str) -> None:
+        self._end(out)
 
     @override
     def release_scratch(self) -> None:
@@ -196,28 +221,3 @@ class _Done:
 
     def wait(self) -> None:
         self._finish()
-
-
-class _Storages:
-    """Storages that are counted until nobody holds them."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    @property
-    def nbytes(self) -> int:
-        """Their bytes now."""
-        held = (ref() for ref in tuple(self._held.values()))
-        return sum(storage.nbytes() for storage in held if storage is not None)
-
-    def add(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self._held:
-            self._held[key] = weakref.ref(storage, lambda _: self._held.pop(key, None))
-
-    def remove(self, tensor: Tensor) -> None:
-        self._held.pop(tensor.untyped_storage()._cdata, None)

@@ -104,6 +104,17 @@ class PointToPoint(Transport):
 
         return Pending(self.log, collective, works, add_up)
 
+    @override
+    def _trade(self, received: Tensor, sent: Tensor, unit: str, tag: int) -> Work:
+        theirs, ours = received.chunk(self.size), sent.chunk(self.size)
+        copy(theirs[self.rank], ours[self.rank])
+        collective = self.log.begin(gradients_of(unit))
+        if not sent.numel():
+            return Arrived()
+        receives = {peer: theirs[peer] for peer in self.sources}
+        works = self.start(receives, {peer: ours[peer] for peer in self.targets}, 4 * tag + 3)
+        return Pending(self.log, collective, works)
+
     def start(
         self, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor], tag: int
     ) -> list[Work]:

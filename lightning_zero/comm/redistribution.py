@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
+from lightning_zero.comm.coded import Coded
 from lightning_zero.comm.mesh import Verb
 from lightning_zero.comm.transport import Arrived, ReduceBuffer, Shared, Transport, Work
 
@@ -15,7 +16,7 @@ Redistribute = Callable[..., Work]
 ``ReduceBuffer``, which is given up, if the first step is a reduction, else a ``Shared``."""
 
 
-def along(steps: Sequence[tuple[Transport, Verb]]) -> Redistribute:
+def along(steps: Sequence[tuple[Transport | Coded, Verb]]) -> Redistribute:
     """Return the verb that takes all steps; for a single one the transport's own."""
     if not steps:
         return _stay
@@ -36,7 +37,7 @@ class _Walk:
 
     def __init__(
         self,
-        steps: Sequence[tuple[Transport, Verb]],
+        steps: Sequence[tuple[Transport | Coded, Verb]],
         out: Tensor,
         source: Shared | ReduceBuffer,
         *,
@@ -54,7 +55,7 @@ class _Walk:
 
 
 def _start(
-    steps: Sequence[tuple[Transport, Verb]],
+    steps: Sequence[tuple[Transport | Coded, Verb]],
     out: Tensor,
     source: Shared | ReduceBuffer,
     unit: str,

@@ -18,7 +18,7 @@ from lightning_zero.comm.scratch import Scratch
 from lightning_zero.comm.traffic import Ledger
 from lightning_zero.comm.window import Window
 from lightning_zero.plan import Slot
-from lightning_zero.tensors import lasting_tensors
+from lightning_zero.tensors import Storages, lasting_tensors
 
 
 class Work(Protocol):
@@ -94,6 +94,8 @@ class Transport(ABC):
     2. :meth:`gather` for a unit's weights.
     3. :meth:`reduce_buffer` to write a unit's gradients to, then :meth:`reduce`, which takes the
        buffer back.
+       What a codec makes of either travels by :meth:`gather_codes` and :meth:`trade`, in memory
+       from :meth:`code_buffer`.
     4. :meth:`exchange` between, for whole parameters in an optimizer's step.
     5. :meth:`release_scratch` when a backward pass is over, :meth:`drop_outgrown` between steps,
        :meth:`release` at the end.
@@ -108,6 +110,7 @@ class Transport(ABC):
 
     Attributes:
         ledger: What this rank has sent.
+        codes: The codes that are held now, by the kind of memory that they count as.
     """
 
     reads_peers: ClassVar[bool] = False
@@ -120,6 +123,7 @@ class Transport(ABC):
         self.rank, self.size = axis.rank, axis.size
         self.control = control
         self.ledger = Ledger()
+        self.codes = {"gathered": Storages(), "unreduced": Storages()}
         self.log = control.log
         self.device = device
 
@@ -151,6 +155,19 @@ class Transport(ABC):
         self.ledger.note(unit, "reduce", sent, source.tensor.element_size())
         return self._reduce(source, out, unit, tag)
 
+    def gather_codes(self, codes: Tensor, own: Tensor, out: Tensor, *, unit: str, tag: int) -> Work:
+        """Start to fill ``codes`` from what each rank has in ``own``, to be decoded to ``out``."""
+        return self.gather(codes, Shared(own), unit=unit, tag=tag)
+
+    def trade(self, received: Tensor, sent: Tensor, out: Tensor, *, unit: str, tag: int) -> Work:
+        """Start to send each rank its equal part of a unit's coded gradients, and to take theirs.
+
+        What is ``received``, in the order of the ranks, will be added up in ``out``.
+        """
+        nbytes = sent.numel() // self.size * (self.size - 1)
+        self.ledger.note(unit, "reduce", nbytes, 1)
+        return self._trade(received, sent, unit, tag)
+
     def exchange(self, sent: Tensor, given: Sequence[int], taken: Sequence[int]) -> Tensor:
         """Send each rank its part of ``sent``, and return what came from each, one after the other.
 
@@ -178,6 +195,10 @@ class Transport(ABC):
     def _reduce(self, partial: ReduceBuffer, out: Tensor, unit: str, tag: int) -> Work:
         """Do what :meth:`reduce` says."""
 
+    @abstractmethod
+    def _trade(self, received: Tensor, sent: Tensor, unit: str, tag: int) -> Work:
+        """Do what :meth:`trade` says."""
+
     def share(self, numel: int, dtype: torch.dtype, scratch: Scratch | None = None) -> Shared:
         """Return memory for a master; where peers can be read, a view of every rank's too.
 
@@ -188,6 +209,12 @@ class Transport(ABC):
     def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
         """Return memory for a unit's gradients before their reduction; its content is undefined."""
         return ReduceBuffer(self._lasting(numel, dtype))
+
+    def code_buffer(self, nbytes: int, kind: str) -> Tensor:
+        """Return memory for codes, which counts as of that kind; its content is undefined."""
+        buffer = self._lasting(nbytes, torch.uint8)
+        self.codes[kind].add(buffer)
+        return buffer
 
     @property
     def scratch_bytes(self) -> int:

@@ -54,7 +54,15 @@ saved: how much lower the peak is than that of {first}."""
 
 _CHECKPOINTING = "activation_checkpointing"
 
-_READ_OPTIONS = ("prefetch", "reshard_after_forward", "reduce_dtype", "accumulate", "shard")
+_READ_OPTIONS = (
+    "prefetch",
+    "reshard_after_forward",
+    "reduce_dtype",
+    "accumulate",
+    "shard",
+    "gather_bits",
+    "reduce_bits",
+)
 """The arguments of the strategy that the engine's memory depends on."""
 
 _WITHOUT_MEMORY = {
@@ -87,6 +95,8 @@ def add_estimate_command(commands: Any) -> None:
     parser.add_argument("--stages", nargs="+", type=int, help="by default 0 (DDP) 1 2 3")
     parser.add_argument("--ranks", nargs="+", type=int, help="by default as in the YAML, else 8")
     parser.add_argument("--shard", type=int, help="the ranks of one copy; by default all")
+    parser.add_argument("--gather-bits", type=int, choices=[8], help="as in the strategy")
+    parser.add_argument("--reduce-bits", type=int, choices=[4, 8], help="as in the strategy")
     parser.add_argument("--precision", choices=list(RECIPES), help="as in the Trainer")
     parser.add_argument("--cast-weights", choices=CAST_WEIGHTS, help="as in the strategy")
     parser.add_argument("--optimizer", help="a name of torch.optim")
@@ -141,8 +151,9 @@ def run(options: argparse.Namespace) -> int:
     }
     if "reduce_dtype" in settings:
         settings["reduce_dtype"] = as_dtype(settings["reduce_dtype"])
-    if options.shard is not None:
-        settings["shard"] = options.shard
+    for name in ("shard", "gather_bits", "reduce_bits"):
+        if (value := getattr(options, name)) is not None:
+            settings[name] = value
     offloads = named_offloads(*dict.fromkeys(options.offload), ratio=options.offload_ratio)
     media = [chosen.pop(name, None) for name in ("offload_optimizer", "offload_weights")]
     if any(media):

@@ -24,6 +24,8 @@ _DEFAULTS = {
     "prefetch": 1,
     "reduce_dtype": None,
     "shard": "all",
+    "gather_bits": None,
+    "reduce_bits": None,
     "offload_optimizer": None,
     "offload_weights": None,
     "offload_path": None,
@@ -118,6 +120,10 @@ class Config:
         if value > 0:
             self.arguments["shard"] = int(value)
 
+    def _take_bits(self, argument: str, value: Any) -> None:
+        if value:
+            self.arguments[argument] = 8
+
     def _take_dtype(self, value: Any) -> None:
         if value not in _DTYPES:
             raise ValueError(
@@ -203,6 +209,12 @@ _ACTIONS: dict[str, Callable[[Config, Any], Any]] = {
     "zero_optimization.stage": Config._take_stage,
     "zero_optimization.stage3_prefetch_bucket_size": Config._take_prefetch,
     "zero_optimization.mics_shard_size": Config._take_shard,
+    "zero_optimization.zero_quantized_weights": lambda config, value: config._take_bits(
+        "gather_bits", value
+    ),
+    "zero_optimization.zero_quantized_gradients": lambda config, value: config._take_bits(
+        "reduce_bits", value
+    ),
     "zero_optimization.offload_optimizer.device": lambda config, value: config._take_medium(
         "offload_optimizer", "offload_optimizer", value
     ),

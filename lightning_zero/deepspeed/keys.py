@@ -72,7 +72,8 @@ _WHOLE = "a checkpoint holds whole tensors at every stage, in the master's preci
 _SMALL = "modules too small for a message of their own stay with the unit around them"
 _AVERAGED = "gradients are averaged in the pass that copies or in fp32"
 _BACKS_OFF = "the loss scale backs off at every overflow"
-_NO_QUANTIZED = "nothing is quantized on its way; take the key out"
+_NO_QUANTIZED = "`zero_quantized_weights` is for all weights; take the key out"
+_NO_FEEDBACK = "gradients are rounded by chance, without feedback of errors; take the key out"
 
 _ZERO_OPTIMIZATION = {
     "stage": _acts(Kind.NUMBER, "`stage`; 0 is `strategy='ddp'`"),
@@ -143,10 +144,10 @@ _ZERO_OPTIMIZATION = {
     "zero_hpz_partition_size": _replaced(
         Kind.NUMBER, "`reshard_after_forward=False` saves the gather of the backward pass"
     ),
-    "zero_quantized_weights": _refused(Kind.SWITCH, _NO_QUANTIZED),
+    "zero_quantized_weights": _acts(Kind.SWITCH, "`gather_bits=8`"),
     "zero_quantized_nontrainable_weights": _refused(Kind.SWITCH, _NO_QUANTIZED),
-    "zero_quantized_gradients": _refused(Kind.SWITCH, _NO_QUANTIZED),
-    "zeropp_loco_param": _refused(Kind.BLOCK, _NO_QUANTIZED),
+    "zero_quantized_gradients": _acts(Kind.SWITCH, "`reduce_bits=8`"),
+    "zeropp_loco_param": _refused(Kind.BLOCK, _NO_FEEDBACK),
     "mics_shard_size": _acts(Kind.NUMBER, "`shard`, the ranks of one copy; -1 is all"),
     "mics_hierarchical_params_gather": _replaced(
         Kind.SWITCH, "`shard` says over which ranks weights are gathered, in one step"

@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -88,7 +89,9 @@ class ShardedModel:
         }
         device, streams = self.settings.device, bool(sources)
         blank = materialize.MetaInitializer(self.module, device, needs_values=not streams)
-        specs = specify_units(self.module, self.settings)
+        # What is read from a checkpoint is not sent.
+        settings = replace(self.settings, gather_bits=None) if streams else self.settings
+        specs = specify_units(self.module, settings)
         if self.scratch is not None and not streams:
             sizes = self.comm.mesh.shard.size, self.comm.mesh.replicate.size
             flats = [flat for spec in specs for flat in spec.flat_parameters]
@@ -361,14 +364,13 @@ class ShardedModel:
         and during their reduction; ``states`` is the tensors of the adopted optimizers. What rests
         elsewhere is counted by names of its own: ``disk states``, ``host gradients`` and so on.
         """
-        kinds = Counter(
-            dict.fromkeys(
-                ("weights", "gathered", "gradients", "unreduced", "master", "states", "buffers"), 0
-            )
-        )
+        names = ("weights", "gathered", "gradients", "unreduced", "master", "states", "buffers")
+        kinds = Counter(dict.fromkeys(names, 0))
         for flat in self.flats:
             kinds.update(flat.memory())
-        kinds["unreduced"] += sum(one.scratch_bytes for one in self.comm.transports.values())
+        for transport in self.comm.transports.values():
+            kinds["unreduced"] += transport.scratch_bytes
+            kinds.update({kind: codes.nbytes for kind, codes in transport.codes.items()})
         states = self.flats[0].plan.row("states") if self.flats else "states"
         kinds[states] += sum(
             value.nbytes

@@ -64,7 +64,7 @@ class Weights:
         self.state = State.WHOLE
         self.is_pinned = False
         self.gives_back = any(flat.plan.gives_weights_back for flat in flats)
-        self.are_copies = any(flat.plan.has_master for flat in flats)
+        self.are_copies = any(flat.plan.are_copies for flat in flats)
         self.must_open = self.gives_back or self.are_copies
         self._flats = flats
         self._first_tag = first_tag

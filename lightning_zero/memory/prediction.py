@@ -137,6 +137,8 @@ def estimate(
     reshard_after_forward: bool = True,
     reduce_dtype: torch.dtype | None = None,
     shard: int | str = "all",
+    gather_bits: int | None = None,
+    reduce_bits: int | None = None,
     shares_memory: bool = False,
     rank: int = 0,
     device: torch.device | str = "cpu",
@@ -170,6 +172,8 @@ def estimate(
         reduce_dtype: As in ``ZeROStrategy``.
         shard: As in ``ZeROStrategy``, ``"all"`` or a number. What a reduction between copies holds
             for a moment is not counted: up to three shards of the unit that is reduced.
+        gather_bits: As in ``ZeROStrategy``.
+        reduce_bits: As in ``ZeROStrategy``.
         shares_memory: The ranks are on one host's CPUs and read each other's reduce buffers, which
             then stay from step to step; ``unreduced`` is the most that they can be.
         rank: The rank that is asked about; they differ by what is padding.
@@ -184,7 +188,7 @@ def estimate(
         model, stage, world_size, rank=rank, num_microbatches=accumulate_grad_batches,
         prefetch=prefetch, accumulate=accumulate, reduce_dtype=reduce_dtype,
         reshard_after_forward=reshard_after_forward, offload=offload, shares_memory=shares_memory,
-        shard=shard,
+        shard=shard, gather_bits=gather_bits, reduce_bits=reduce_bits,
     )  # fmt: skip
 
 

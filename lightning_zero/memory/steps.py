@@ -51,7 +51,7 @@ def sharded_step(
     """
     still = {**dict.fromkeys(KINDS, 0), **_resting(units, Medium.DEVICE), "buffers": buffers}
     host, disk = (_resting(units, medium) for medium in (Medium.HOST, Medium.DISK))
-    transport = comm.transport
+    transport, codes = comm.transport, comm.transport.codes
     stays = 1 - offload.ratio if offload and host["gradients"] else 1.0
     cast = max(unit.cast for unit in units)
 
@@ -59,9 +59,11 @@ def sharded_step(
         # What is offloaded is reduced into a shard that is free anyway, and is sent from there.
         return {
             **still,
-            "gathered": transport.gathered + cast if settings.stage == 3 else 0,
+            "gathered": codes["gathered"].nbytes
+            + (transport.gathered + cast if settings.stage == 3 else 0),
             "gradients": round(stays * transport.reduced + (1 - stays) * transport.last_reduced),
-            "unreduced": round(transport.partials + stays * transport.targets),
+            "unreduced": codes["unreduced"].nbytes
+            + round(transport.partials + stays * transport.targets),
         }
 
     segments = replay(events, module, settings, comm, num_microbatches=num_microbatches, held=held)

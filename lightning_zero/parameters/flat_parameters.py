@@ -78,6 +78,8 @@ class FlatParameters:
         self.edits = Edits(self.parameters, self.weight, has_copies=has_copies)
         self.reducer = Reducer(self.pieces, self.store)
         self.classes = ParameterClasses(named, owner, plan.weight)
+        # This rank's part of weights in code that were edited since they were gathered.
+        self._edited: Tensor | None = None
         self.show_whole()
 
     @property
@@ -99,9 +101,9 @@ class FlatParameters:
             for parameter, view in zip(self.parameters, source.views, strict=True):
                 view.copy_(parameter)
             comm.control.broadcast(source.tensor)
-            if source is not self.weight:
-                self.weight.tensor.copy_(source.tensor)
             self.take_over(source)
+            if source is not self.weight or plan.are_copies:
+                self.weight.tensor.copy_(self.store.as_weights(source.tensor))
             comm.fence(SyncPoint.SETUP)
 
     def settle(self) -> None:
@@ -125,7 +127,8 @@ class FlatParameters:
     def gather(self, unit: str, tag: int) -> Work:
         """Start to make the weights whole from every rank's master."""
         self.weight.allocate()
-        return self.store.fetch(self.weight.tensor, unit=unit, tag=tag)
+        self._edited = None
+        return self.store.fetch_weights(self.weight.tensor, unit=unit, tag=tag)
 
     def show_whole(self, *, is_new: bool = True) -> None:
         """Point the parameters at the weights; with ``is_new`` nothing in them is an edit yet."""
@@ -164,7 +167,7 @@ class FlatParameters:
     @functools.cached_property
     def _opened(self) -> Buffer:
         """The buffer of whole masters for code between steps, for as long as views of it live."""
-        if not self.plan.has_master:
+        if not self.plan.are_copies:
             return self.weight
         buffer = self.store.whole_masters()
         buffer.release()
@@ -194,7 +197,7 @@ class FlatParameters:
 
     def begin_gathered(self, *, is_whole: bool) -> Buffer:
         """Point the parameters at whole masters; returns what holds them."""
-        whole = self.weight if is_whole and not self.plan.has_master else self.full()
+        whole = self.weight if is_whole and not self.plan.are_copies else self.full()
         self.classes.show(whole.views)
         self.edits.begin(whole, are_gathered=True)
         return whole
@@ -251,15 +254,28 @@ class FlatParameters:
         if edited:
             self.settle()
         self.edits.bring_back()
+        if edited:
+            self._store_edits(edited, whole)
+        self.edits.begin(whole, are_gathered=self.edits.are_gathered)
+
+    def _store_edits(self, edited: Sequence[int], whole: Buffer) -> None:
+        # What the parameters showed of this rank's masters, before anybody changed them.
+        shown = self.master
+        if whole is self.weight:
+            shown = self.store.as_weights(shown) if self._edited is None else self._edited
         for index in edited:
             piece = self.pieces[index]
             part = piece.range.part_of(whole.views[index]).to(piece.device)
             # What did not change keeps the digits that only the master has.
-            same = piece.to(part.dtype) == part
+            same = shown[piece.range.in_shard].to(part.dtype) == part
             piece.data.copy_(torch.where(same, piece.detach(), part.to(piece.dtype)))
-            if whole is not self.weight and not self.plan.gives_weights_back:
-                self.weight.views[index].copy_(whole.views[index])
-        self.edits.begin(whole, are_gathered=self.edits.are_gathered)
+        if whole is self.weight and self.plan.gather_bits is not None:
+            axis = self.store.comm.mesh.shard
+            self._edited = self.weight.shard(axis.rank, axis.size).clone()
+        elif whole is not self.weight and not self.plan.gives_weights_back:
+            show = self.store.as_weights(whole.tensor)
+            for slot, view in ((self.layout.slots[i], self.weight.views[i]) for i in edited):
+                view.copy_(show.as_strided(slot.shape, slot.stride, slot.offset))
 
     def let_go(self) -> None:
         """End the parameters' time with their owner; gradients in pieces are not shown any more."""

@@ -164,6 +164,8 @@ class Reducer:
         target = self._store.reduced()
         self._in_flight = [partial.tensor, target]
         work = self._store.reduce(target, partial, unit=unit, tag=tag)
+        if self._store.plan.reduce_bits is not None:
+            self._in_flight = [target]  # what was sent is the code of the other
         mesh = self._store.comm.mesh
         num_ranks = mesh.shard.size if self._reach is Reach.COPY else mesh.size
         is_scaled = self._early_scale != 1.0 and not self._is_unscaled

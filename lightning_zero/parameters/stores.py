@@ -14,7 +14,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_zero.comm import Arrived, Communicator, Placements, Scratch, Shared, Work
+from lightning_zero.comm import (
+    Arrived,
+    Cargo,
+    Codec,
+    Communicator,
+    Placements,
+    Scratch,
+    Shared,
+    Work,
+)
 from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.plan import Layout, Medium, Placement, Plan
 from lightning_zero.tensors import lasting_tensors
@@ -24,8 +33,9 @@ class Store:
     """The memory in which one group of parameters rests: the device's, or files.
 
     1. :meth:`weights` and :attr:`shared` at the beginning.
-    2. :attr:`fetch` whenever weights become whole: ``fetch(out, unit=, tag=)`` starts to fill
-       ``out`` (``[num_shards * n]``) from every rank's shard.
+    2. :attr:`fetch_weights` whenever weights become whole: ``fetch_weights(out, unit=, tag=)``
+       starts to fill ``out`` (``[num_shards * n]``) from every rank's shard, in few bits if the
+       plan says so; :attr:`fetch` for whole masters, which lose nothing.
     3. :meth:`reduced` for the result of a reduction, then :meth:`flush` with it, and
        :attr:`join` with what rests, where it is not to stay the sum of one copy.
     4. :meth:`retire` at the end.
@@ -59,8 +69,14 @@ class Store:
             self._whole, shared = whole.own, whole.sharded(comm.mesh.shard)
         self.gather = comm.redistribution(plan.master.placement, Placement.REPLICATED)
         of_copy = Placements(plan.master.placement, Placement.PARTIAL)
-        self.reduce = comm.redistribution(Placement.PARTIAL, of_copy)
-        self.join = comm.redistribution(of_copy, plan.master.placement)
+        redistribution = functools.partial(
+            comm.redistribution, bits=plan.reduce_bits, cargo=Cargo.GRADIENTS
+        )
+        self.reduce = redistribution(Placement.PARTIAL, of_copy)
+        self.join = redistribution(of_copy, plan.master.placement)
+        self._gather_weights = comm.redistribution(
+            plan.master.placement, Placement.REPLICATED, bits=plan.gather_bits
+        )
         self._rest(shared)
 
     def settle(self) -> bool:
@@ -73,8 +89,25 @@ class Store:
 
     def _rest(self, shared: Shared) -> None:
         self.shared = shared
-        # Not a method, which would be one more call for each gather.
+        # Not methods, which would be one more call for each gather.
         self.fetch: Callable[..., Work] = functools.partial(self.gather, source=shared)
+        self.fetch_weights: Callable[..., Work] = functools.partial(
+            self._gather_weights, source=shared
+        )
+
+    def as_weights(self, masters: Tensor) -> Tensor:
+        """Return what whole weights show of shards of masters, to be cast; one after the other."""
+        bits = self.plan.gather_bits
+        if bits is None:
+            return masters
+        codec = Codec(bits, self.layout.shard_numel)
+        num_shards = masters.numel() // max(1, self.layout.shard_numel)
+        with lasting_tensors():
+            codes = torch.empty(num_shards * codec.nbytes, dtype=torch.uint8, device=masters.device)
+            shown = torch.empty_like(masters)
+        codec.encode(masters, codes)
+        codec.decode(codes, shown)
+        return shown
 
     def weights(self) -> Buffer:
         """Return a buffer of whole weights, in the masters' storage where they may share it."""
@@ -130,7 +163,7 @@ class HostStore(Store):
 
     def _rest(self, shared: Shared) -> None:
         self.shared = shared
-        self.fetch = self._fetch
+        self.fetch = self.fetch_weights = self._fetch
 
     def _fetch(self, out: Tensor, *, unit: str, tag: int) -> Work:
         axis = self.comm.mesh.shard

@@ -102,7 +102,7 @@ class Stream(Store):
             source.lay_out(slot.stride)
         super().__init__(layout, plan, comm, scratch)
         self.is_stream = True
-        self.fetch = self._read
+        self.fetch = self.fetch_weights = self._read
 
     @override
     def _masters(self) -> Shared:

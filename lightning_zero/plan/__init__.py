@@ -9,13 +9,14 @@ layout       the place of every parameter in its flat buffer, and every rank's p
 """
 
 from lightning_zero.plan.casts import CAST_WEIGHTS
-from lightning_zero.plan.layout import Layout, Slot
+from lightning_zero.plan.layout import ALIGNMENT, Layout, Slot
 from lightning_zero.plan.plan import RECIPES, Home, Medium, Offload, Placement, Plan, Recipe
 from lightning_zero.plan.settings import Settings, as_dtype
 from lightning_zero.plan.unit_specs import FlatSpec, UnitSpec, specify_units
 from lightning_zero.plan.units import MIN_NUMEL, UnitPolicy, find_units
 
 __all__ = [
+    "ALIGNMENT",
     "CAST_WEIGHTS",
     "MIN_NUMEL",
     "RECIPES",

@@ -100,13 +100,17 @@ class Plan:
 
     ``grad`` is the home of gradients between microbatches; its dtype is the one in which they are
     reduced. A reduced gradient has the master's dtype, because the optimizer reads it. ``states``
-    is the medium of optimizer states, by default that of the masters.
+    is the medium of optimizer states, by default that of the masters. ``gather_bits`` and
+    ``reduce_bits`` are those of an element of weights and of gradients on their way, if they travel
+    in code.
     """
 
     weight: Home
     grad: Home
     master: Home
     states: Medium | None = None
+    gather_bits: int | None = None
+    reduce_bits: int | None = None
 
     @property
     def gives_weights_back(self) -> bool:
@@ -122,6 +126,17 @@ class Plan:
     def has_master(self) -> bool:
         """Return whether the master is a second copy beside the weight."""
         return (self.master.dtype, self.master.medium) != (self.weight.dtype, self.weight.medium)
+
+    @property
+    def can_code_weights(self) -> bool:
+        """Return whether weights are not the masters themselves, and so may be less precise."""
+        is_apart = self.has_master or self.gives_weights_back
+        return is_apart and self.weight.dtype.is_floating_point
+
+    @property
+    def are_copies(self) -> bool:
+        """Return whether whole weights are copies of more precise masters."""
+        return self.has_master or self.gather_bits is not None
 
     @property
     def copies_weights(self) -> bool:
@@ -155,11 +170,12 @@ class Plan:
         grad = Medium.HOST if is_away and not on_host else Medium.DEVICE
         device = torch.device("cpu") if is_away else self.master.device
         master = weights if on_host and self.gives_weights_back else optimizer
-        return Plan(
-            replace(self.weight, medium=weights),
-            replace(self.grad, medium=grad),
-            replace(self.master, medium=master, device=device),
-            optimizer,
+        return replace(
+            self,
+            weight=replace(self.weight, medium=weights),
+            grad=replace(self.grad, medium=grad),
+            master=replace(self.master, medium=master, device=device),
+            states=optimizer,
         )
 
     def resting_bytes(

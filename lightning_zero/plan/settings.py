@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -11,6 +11,7 @@ from lightning_zero.plan.plan import (
     PLACEMENTS,
     RECIPES,
     Home,
+    Medium,
     Offload,
     Placement,
     Plan,
@@ -34,6 +35,8 @@ class Settings:
     accumulate: str | None = None
     broadcast_buffers: bool = True
     shard: int | str = "all"
+    gather_bits: int | None = None
+    reduce_bits: int | None = None
     offload: Offload | None = None
     offload_path: str = "."
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -53,6 +56,7 @@ class Settings:
                 f"Expected cast_weights among {', '.join(map(repr, CAST_WEIGHTS))},"
                 f" got {self.cast_weights!r}."
             )
+        self._check_bits()
         is_number = isinstance(self.shard, int) and not isinstance(self.shard, bool)
         if self.shard not in ("all", "node") and not (is_number and int(self.shard) > 0):
             raise ValueError(
@@ -74,6 +78,23 @@ class Settings:
             )
         if self.offload is not None:
             self._check_offload(self.offload)
+
+    def _check_bits(self) -> None:
+        for name, known in (("gather_bits", (8,)), ("reduce_bits", (4, 8))):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or value not in known):
+                numbers = " or ".join(map(str, known))
+                raise ValueError(f"Expected {name}={numbers}, or None for all bits, got {value!r}.")
+        if self.reduce_bits is not None and self.reduce_dtype is not None:
+            raise ValueError(
+                f"reduce_bits={self.reduce_bits} sends gradients in code and adds them up in fp32,"
+                f" which reduce_dtype={self.reduce_dtype} contradicts. Leave one of them out."
+            )
+
+    @property
+    def windows(self) -> bool | None:
+        """Return whether ranks may read each other's memory; code travels in messages only."""
+        return None if self.gather_bits is None and self.reduce_bits is None else False
 
     def num_shards(self, world_size: int, ranks_on_node: int | None = None) -> int:
         """Return over how many ranks states, gradients and weights are sharded.
@@ -143,11 +164,19 @@ class Settings:
             Home(grad, reduce_dtype or recipe.reduce or dtype, self.device),
             Home(master, dtype, self.device),
         )
-        if self.offload is None:
-            return plan
-        is_mapped = self.offload.is_mapped(self.device)
-        [(_, _), (_, away)] = self.offload.parts(plan, trainable=trainable, on_host=is_mapped)
-        return away
+        if self.offload is not None:
+            is_mapped = self.offload.is_mapped(self.device)
+            [(_, _), (_, plan)] = self.offload.parts(plan, trainable=trainable, on_host=is_mapped)
+        if self.gather_bits is not None and plan.grad.medium is Medium.HOST:
+            raise ValueError(
+                f"gather_bits={self.gather_bits} codes shards where weights are whole, but offload"
+                " keeps them with an accelerator's host. Leave one of them out."
+            )
+        return replace(
+            plan,
+            gather_bits=self.gather_bits if plan.can_code_weights else None,
+            reduce_bits=self.reduce_bits if dtype.is_floating_point else None,
+        )
 
 
 def as_dtype(value: torch.dtype | str | None) -> torch.dtype | None:

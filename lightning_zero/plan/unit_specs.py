@@ -58,10 +58,15 @@ def specify_units(module: nn.Module, settings: Settings) -> list[UnitSpec]:
         for name, named in assigned.items()
         if named
     ]
-    return [
-        *specs,
-        UnitSpec("", module, _specify_flat_parameters(root_parameters, settings, uncast)),
-    ]
+    root = UnitSpec("", module, _specify_flat_parameters(root_parameters, settings, uncast))
+    plans = [flat.plan for spec in (*specs, root) for flat in spec.flat_parameters]
+    if settings.gather_bits is not None and not any(plan.gather_bits for plan in plans):
+        raise ValueError(
+            f"gather_bits={settings.gather_bits} has nothing to act on: at stage={settings.stage}"
+            " without mixed precision the whole weights are the masters, which lose no digit. Use"
+            " stage=3 or precision='bf16-mixed', or leave it out."
+        )
+    return [*specs, root]
 
 
 def _specify_flat_parameters(

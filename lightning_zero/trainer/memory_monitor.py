@@ -174,6 +174,8 @@ class MemoryMonitor(Callback):
             "reshard_after_forward": chosen.reshard_after_forward,
             "reduce_dtype": chosen.reduce_dtype,
             "accumulate": chosen.accumulate,
+            "gather_bits": chosen.gather_bits,
+            "reduce_bits": chosen.reduce_bits,
             "shard": strategy.engine.comm.mesh.shard.size,
             "shares_memory": strategy.engine.comm.transport.reads_peers,
         }

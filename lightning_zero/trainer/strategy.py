@@ -76,9 +76,10 @@ class ZeROStrategy(SavingStrategy):
             accelerator's host until then; with checkpointing, its inputs.
         broadcast_buffers: Overwrite buffers with rank 0's before each forward, as DDP does.
         shard: The ranks that share one copy of states, gradients and weights: ``"all"``,
-            ``"node"`` for those of each node, or a number, each so many that follow each other.
-            Copies are kept equal, as in hybrid sharding (Zhang et al., *MiCS*, 2022): gathers stay
-            within a copy, and what is reduced there is then reduced between the copies.
+            ``"node"`` for those of each node, or a number, each so many that follow each other
+            (Zhang et al., *MiCS*, 2022). What is reduced in a copy is then reduced between them.
+        gather_bits: ``8`` sends weights in 8 bits (qwZ of *ZeRO++*, 2023); masters keep all theirs.
+        reduce_bits: ``8`` or ``4`` sends gradients so, rounded by chance, and sums in fp32 (qgZ).
         offload_optimizer: ``"cpu"`` keeps masters and optimizer states in the memory of an
             accelerator's host and steps there, ``"nvme"`` in files, also where there is none;
             ``None`` on the device. At stage 3 beside an accelerator together with
@@ -126,6 +127,8 @@ class ZeROStrategy(SavingStrategy):
         activation_offload: bool = False,
         broadcast_buffers: bool = True,
         shard: int | Literal["all", "node"] = "all",
+        gather_bits: Literal[8] | None = None,
+        reduce_bits: Literal[4, 8] | None = None,
         offload_optimizer: Literal["cpu", "nvme"] | None = None,
         offload_weights: Literal["cpu", "nvme"] | None = None,
         offload_path: str | Path | None = None,
@@ -179,6 +182,8 @@ class ZeROStrategy(SavingStrategy):
             accumulate=accumulate,
             broadcast_buffers=broadcast_buffers,
             shard=self.config.argument("shard", shard),
+            gather_bits=self.config.argument("gather_bits", gather_bits),
+            reduce_bits=self.config.argument("reduce_bits", reduce_bits),
             offload=offload,
             offload_path="" if path is None else str(path),
         )
@@ -213,8 +218,8 @@ class ZeROStrategy(SavingStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        num_shards = self.settings.num_shards(self.world_size, self.num_processes)
-        comm = Communicator(self.root_device, num_shards=num_shards)
+        size = self.settings.num_shards(self.world_size, self.num_processes)
+        comm = Communicator(self.root_device, windows=self.settings.windows, num_shards=size)
         self._run = Run(comm, Saver(comm.control))
         trainer = internals.trainer_of(self._module)
         if trainer is not None:

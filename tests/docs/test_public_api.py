@@ -51,6 +51,8 @@ def test_arguments_are_frozen() -> None:
         "activation_offload",
         "broadcast_buffers",
         "shard",
+        "gather_bits",
+        "reduce_bits",
         "offload_optimizer",
         "offload_weights",
         "offload_path",

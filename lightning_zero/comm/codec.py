@@ -1,0 +1,116 @@
+"""Numbers in few bits: blocks of small integers, each block with a scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd, inf
+
+import torch
+from torch import Tensor
+
+from lightning_zero.plan import ALIGNMENT
+
+_LEAST = 1e-35
+"""A block of nothing larger becomes zeros; a scale and its inverse are finite and normal."""
+_TOGETHER = {"cpu": 2**16}
+"""Elements that are coded at a time: on a CPU as many as stay in a core's cache."""
+_TOGETHER_ON_DEVICE = 2**24
+
+
+class Codec:
+    """A form of flat tensors in few bits, without memory of its own beyond a few chunks.
+
+    Elements are divided by the **scale** of their block, which makes its largest the largest
+    integer, and rounded. A block is 64 elements, to which parameters are aligned, so none has parts
+    of two of them. What is not finite makes its whole block so. The bytes of a part::
+
+        | a scale for each block, fp32 | integers, two in a byte if they have 4 bits | . |
+
+    Args:
+        bits: Of an integer: 8 or 4.
+        numel: Elements of a part.
+
+    Attributes:
+        numel: As given.
+        nbytes: Bytes that a part becomes.
+
+    Raises:
+        ValueError: Two integers in a byte would be of two blocks.
+    """
+
+    def __init__(self, bits: int, numel: int) -> None:
+        self.numel = numel
+        self._bits = bits
+        self._block = gcd(numel, ALIGNMENT)
+        if self._block * bits % 8:
+            raise ValueError(
+                f"{bits} bits need parts of an even size to be sent, got one of {numel} elements."
+                " Take 8 bits, or fewer copies."
+            )
+        self._num_blocks = numel // self._block
+        self._scale_bytes = 4 * self._num_blocks
+        self._integer_bytes = numel * bits // 8
+        self.nbytes = self._scale_bytes + -(-self._integer_bytes // 4) * 4
+        self._highest = 2 ** (bits - 1) - 1
+
+    def encode(self, source: Tensor, codes: Tensor, noise: torch.Generator | None = None) -> None:
+        """Write the code of ``source`` (``[parts * numel]``) to ``codes`` (``[parts * nbytes]``).
+
+        Rounded is to the nearest or, with ``noise``, up or down by chance so that the mean is true.
+        """
+        for block, scale, integers in self._chunks(source, codes):
+            block = block.float()
+            largest = torch.linalg.vector_norm(block, inf, dim=-1)
+            scale.copy_(largest.clamp_min_(_LEAST).div_(self._highest))
+            values = block / scale.unsqueeze(-1)
+            if noise is None:
+                values.round_()
+            else:
+                by = torch.rand(values.shape, generator=noise, device=values.device)
+                values.add_(by).floor_()
+            values.clamp_(-self._highest, self._highest)
+            if self._bits == 4:
+                low, high = values.chunk(2, dim=-1)
+                values = low.add(high, alpha=16).add_(8 + 16 * 8)
+            integers.copy_(values)
+
+    def decode(self, codes: Tensor, out: Tensor) -> None:
+        """Write what ``codes`` (``[parts * nbytes]``) are of to ``out`` (``[parts * numel]``)."""
+        for block, scale, integers in self._chunks(out, codes):
+            torch.mul(self._unpacked(integers), scale.unsqueeze(-1), out=block)
+
+    def add_up(self, codes: Tensor, out: Tensor) -> None:
+        """Write the sum of all parts to ``out`` (``[numel]``), added in fp32 in their order."""
+        if not self.numel:
+            return
+        whole = out.expand(codes.numel() // self.nbytes, -1)
+        for blocks, scale, integers in self._chunks(whole, codes):
+            total = torch.zeros(blocks.shape[1:], device=out.device)
+            for part, part_scale in zip(self._unpacked(integers), scale, strict=True):
+                total.addcmul_(part, part_scale.unsqueeze(-1))
+            blocks[0].copy_(total)
+
+    def _unpacked(self, integers: Tensor) -> Tensor:
+        if self._bits == 8:
+            return integers.float()
+        halves = [integers.bitwise_and(15), integers.bitwise_right_shift(4)]
+        return torch.cat(halves, dim=-1).float().sub_(8)
+
+    def _chunks(self, values: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield blocks of all parts with their scales and integers; none without data."""
+        if codes.is_meta or not self.numel:
+            return
+        parts = codes.numel() // self.nbytes
+        blocks = values.view(parts, self._num_blocks, self._block)
+        rows = codes.view(parts, self.nbytes)
+        scales, integers, _ = rows.tensor_split(
+            [self._scale_bytes, self._scale_bytes + self._integer_bytes], dim=1
+        )
+        scales = scales.view(torch.float32)
+        integers = integers.view(torch.int8 if self._bits == 8 else torch.uint8)
+        integers = integers.view(parts, self._num_blocks, self._block * self._bits // 8)
+        together = _TOGETHER.get(codes.device.type, _TOGETHER_ON_DEVICE)
+        step = max(1, together // (parts * self._block))
+        for start in range(0, self._num_blocks, step):
+            chunk = slice(start, start + step)
+            yield blocks[:, chunk], scales[:, chunk], integers[:, chunk]

@@ -1,0 +1,122 @@
+"""Numbers in few bits: what is lost, and what is not."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_zero.comm import Codec, Communicator
+from lightning_zero.comm.coded import Cargo, Coded
+from lightning_zero.comm.transport import Shared
+from tests.oracle.ranks import Pools
+
+CPU = torch.device("cpu")
+NUMEL = 64 * 30
+
+
+def _values(seed: int, numel: int = NUMEL) -> Tensor:
+    """Numbers whose blocks of 64 differ by many orders of magnitude."""
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.logspace(-12, 6, numel // 64).repeat_interleave(64)
+    return torch.randn(numel, generator=generator) * size
+
+
+def _back(codec: Codec, values: Tensor, noise: torch.Generator | None = None) -> Tensor:
+    codes = torch.empty(values.numel() // max(codec.numel, 1) * codec.nbytes, dtype=torch.uint8)
+    codec.encode(values, codes, noise)
+    out = torch.full_like(values, 7.0)
+    codec.decode(codes, out)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("bits", "highest"), [(8, 127), (4, 7)])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_an_element_is_off_by_half_a_step_of_its_block(
+    bits: int, highest: int, parts: int, dtype: torch.dtype
+) -> None:
+    values = _values(0).to(dtype)
+    codec = Codec(bits, NUMEL // parts)
+    # A scale of four bytes for each block, and the integers.
+    assert codec.nbytes == codec.numel * bits // 8 + codec.numel // 64 * 4
+    largest = values.float().view(-1, 64).abs().amax(-1, keepdim=True)
+    off = (_back(codec, values).float() - values.float()).view(-1, 64).abs() / largest
+    rounding = 2 * torch.finfo(dtype).eps if dtype is torch.bfloat16 else 1e-6
+    assert off.max() <= 0.5 / highest + rounding
+    assert off.max() > 0.4 / highest
+
+
+def test_zeros_and_the_largest_survive_and_what_is_not_finite_is_seen() -> None:
+    codec = Codec(8, 192)
+    values = torch.zeros(192)
+    values[3], values[70], values[130] = -2.5, torch.inf, torch.nan
+    out = _back(codec, values)
+    assert out[3] == -2.5
+    assert out[:64].count_nonzero() == 1
+    assert not out[64:].isfinite().any()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_noise_leaves_the_mean_true(bits: int) -> None:
+    values = torch.linspace(-1, 1, 64)
+    codec, noise = Codec(bits, 64), torch.Generator().manual_seed(0)
+    num = 4000
+    mean = torch.stack([_back(codec, values, noise) for _ in range(num)]).mean(0)
+    step = 1 / (2 ** (bits - 1) - 1)
+    assert (mean - values).abs().max() < 5 * 0.5 * step / num**0.5
+    # To the nearest, each time alike, some would stay off by half a step.
+    assert (_back(codec, values) - values).abs().max() > 0.4 * step
+
+
+def test_sizes_that_cannot_be_packed_are_refused() -> None:
+    assert Codec(8, 65).nbytes == 4 * 65 + 65 + 3
+    with pytest.raises(ValueError, match="4 bits need parts of an even size"):
+        Codec(4, 65)
+    assert Codec(4, 0).nbytes == 0
+    assert _back(Codec(8, 0), torch.empty(0)).numel() == 0
+
+
+def _over_ranks(way: dict[str, bool], bits: int) -> tuple[list[float], list[float], int, int]:
+    """What a coded gather and reduction leave on this rank, and the bytes that it sent."""
+    comm = Communicator(CPU, windows=False, **way)
+    before = torch.random.get_rng_state()
+    weights = Coded(comm.transport, 8, Cargo.WEIGHTS)
+    gradients = Coded(comm.transport, bits, Cargo.GRADIENTS)
+    rank, size = comm.mesh.shard.rank, comm.mesh.shard.size
+    whole = torch.empty(size * NUMEL, dtype=torch.bfloat16)
+    weights.gather(whole, Shared(_values(rank)), unit="w", tag=1).wait()
+    partial_sum = gradients.reduce_buffer(size * NUMEL, torch.float32)
+    partial_sum.tensor.copy_(_values(rank, size * NUMEL))
+    out = torch.empty(NUMEL)
+    work = gradients.reduce(out, partial_sum, unit="g", tag=2)
+    work.wait()
+    if way["direct"]:  # a thread of the backend lets go when it likes
+        assert [len(codes) for codes in comm.transport.codes.values()] == [0, 0]
+    assert torch.equal(torch.random.get_rng_state(), before)
+    sent = comm.transport.ledger.total
+    comm.control.leave()
+    return whole.tolist(), out.tolist(), sent["w", "gather"].bytes, sent["g", "reduce"].bytes
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("way", [{"direct": True}, {"direct": False}])
+def test_ranks_send_codes_and_add_up_in_fp32(ranks: Pools, way: dict[str, bool], bits: int) -> None:
+    by_rank = ranks(3).run(partial(_over_ranks, way, bits))
+    shown = torch.cat([_back(Codec(8, NUMEL), _values(rank)) for rank in range(3)]).bfloat16()
+    total = sum(_values(rank, 3 * NUMEL) for rank in range(3))
+    assert isinstance(total, Tensor)
+    largest = sum(_values(r, 3 * NUMEL).view(-1, 64).abs().amax(-1) for r in range(3))
+    assert isinstance(largest, Tensor)
+    steps = largest.repeat_interleave(64) / (2 ** (bits - 1) - 1)
+    for rank, (whole, out, gathered, reduced) in enumerate(by_rank):
+        # All ranks hold the same, their own part too.
+        assert whole == shown.tolist()
+        part = slice(rank * NUMEL, (rank + 1) * NUMEL)
+        assert ((torch.tensor(out) - total[part]).abs() <= 1.001 * steps[part]).all()
+        assert gathered == 2 * (NUMEL + NUMEL // 16)
+        assert reduced == 2 * (NUMEL * bits // 8 + NUMEL // 16)
+    # Rounding by chance is the same in every run.
+    assert ranks(3).run(partial(_over_ranks, way, bits)) == by_rank
