@@ -163,7 +163,7 @@ class GPT(LightningModule):
         return bytes(text[0].tolist())
 
 
-class SharedMemory(Dataset[Tensor]):
+class TextWindows(Dataset[Tensor]):
     """A text cut into windows of `context` bytes, each with the byte that follows it."""
 
     def __init__(self, text: bytes, context: int) -> None:
@@ -207,8 +207,8 @@ class Text(LightningDataModule):
         else:
             text = self.path.read_bytes()
         cut = int(len(text) * (1 - self.val_fraction))
-        self.train_windows = SharedMemory(text[:cut], self.context)
-        self.val_windows = SharedMemory(text[cut:], self.context)
+        self.train_windows = TextWindows(text[:cut], self.context)
+        self.val_windows = TextWindows(text[cut:], self.context)
         if not len(self.train_windows) or not len(self.val_windows):
             raise ValueError(
                 f"A text of {len(text)} bytes is too short for windows of {self.context} bytes "

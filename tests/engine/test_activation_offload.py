@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -175,7 +174,7 @@ def test_small_tensors_stay() -> None:
         engine.close()
 
 
-def test_the_strategys_argument_goes_with_checkpointing() -> None:
+def fit_both_ways() -> None:
     def beside(comm: Communicator, units: Any) -> ActivationOffload:
         return ActivationOffload(units, comm.host_copies, 1)
 
@@ -190,7 +189,15 @@ def test_the_strategys_argument_goes_with_checkpointing() -> None:
     assert losses[0] == losses[1]
 
 
-def test_a_host_without_a_device_is_refused(tmp_path: Path) -> None:
+def test_the_strategys_argument_goes_with_checkpointing(ranks: Pools) -> None:
+    ranks(1).run(fit_both_ways)
+
+
+def refused() -> None:
     strategy = ZeROStrategy(3, units=[Block], activation_offload=True)
     with pytest.raises(ValueError, match="activation_offload=True needs a device beside the host"):
         fit(Regression(), strategy)
+
+
+def test_a_host_without_a_device_is_refused(ranks: Pools) -> None:
+    ranks(1).run(refused)
