@@ -263,7 +263,7 @@ class GradShard:
             reduced.mul_(scale)
         elif joins and earlier is not None:
             earlier.mul_(1 / (scale * self._store.comm.mesh.replicate.size))
-        shard, flush = self._store.flush(reduced, earlier)
+        shard, flush = self._store.flush(reduced, earlier, unit=unit)
         if joins:
             flush.wait()
             self._store.join(shard, Shared(shard), unit=unit, tag=tag).wait()

@@ -130,8 +130,8 @@ class Store:
         with lasting_tensors():
             return torch.empty(self.layout.shard_numel, dtype=self.plan.master.dtype, device=device)
 
-    def flush(self, source: Tensor, resting: Tensor | None) -> tuple[Tensor, Work]:
-        """Start to bring a reduced shard to where gradients rest, added to those that do.
+    def flush(self, source: Tensor, resting: Tensor | None, *, unit: str) -> tuple[Tensor, Work]:
+        """Start to bring a unit's reduced shard to where gradients rest, added to those that do.
 
         Returns the tensor that rests, which may be read when the work has been waited for.
         """
@@ -168,6 +168,7 @@ class HostStore(Store):
     def _fetch(self, out: Tensor, *, unit: str, tag: int) -> Work:
         axis = self.comm.mesh.shard
         own = out.view(axis.size, -1)[axis.rank]
+        self.comm.transport.ledger.note(unit, "up", own.numel(), self.shared.own.element_size())
         gather = functools.partial(self.gather, out, Shared(own), unit=unit, tag=tag)
         return self.comm.host_copies.up(own, self.shared.own, gather)
 
@@ -184,8 +185,9 @@ class HostStore(Store):
         dtype = self.plan.master.dtype
         return self.comm.host_copies.passing_memory(self.layout.shard_numel, dtype)
 
-    def flush(self, source: Tensor, resting: Tensor | None) -> tuple[Tensor, Work]:
-        """Start to bring a reduced shard down, added to what rests, as every store does."""
+    def flush(self, source: Tensor, resting: Tensor | None, *, unit: str) -> tuple[Tensor, Work]:
+        """Start to bring a unit's reduced shard down, added to what rests, as every store does."""
+        self.comm.transport.ledger.note(unit, "down", source.numel(), source.element_size())
         landing = self.gradients()
         if resting is None:
             return landing, self.comm.host_copies.down(landing, source)

@@ -20,8 +20,9 @@ class TrafficMonitor(Callback):
     The values appear in the user's logger as ``traffic/gather_bytes`` (weights),
     ``traffic/reduce_bytes`` (gradients) and likewise for elements and collectives; rank 0's, which
     are those of every rank. With hybrid sharding these are within a copy, and the traffic between
-    the copies is ``traffic/replicate_gather_bytes`` and so on. ``trainer.strategy.traffic`` has all
-    by unit.
+    the copies is ``traffic/replicate_gather_bytes`` and so on. With offload ``traffic/up_bytes``
+    (weights) and ``traffic/down_bytes`` (gradients) pass between a device and its host.
+    ``trainer.strategy.traffic`` has all by unit.
 
     Args:
         every_n_steps: How many optimizer steps lie between two logged ones.

@@ -83,6 +83,8 @@ def crossed(stage: int, folder: str | None = None) -> tuple[dict[str, int], dict
         assert held["host states" if folder is None else "disk states"] > 0
         assert (held["weights"] > 0) == (stage < 3)
         engine.close()
+    for way, nbytes in moved.items():
+        assert sum_of(sent, way).bytes == nbytes
     # With two ranks each sends its shard once.
     up, down = (sum_of(sent, verb).bytes for verb in ("gather", "reduce"))
     return moved, {"up": up, "down": down}
