@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint bench bench-offload wires faults gpu
+.PHONY: train test lint bench bench-offload bench-hosts wires faults gpu
 .DEFAULT_GOAL := test
 
 # Train a small GPT under stage 3 on two processes; ARGS adds to the command line.
@@ -29,6 +29,10 @@ bench-offload: .venv/stamp
 # Every transport beside torch's own collectives: what `Communicator` chooses by; ARGS adds to the command line.
 wires: .venv/stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore examples/benchmarks/wires.py $(ARGS)
+
+# Step times over hosts that share a slow link, played by this machine; needs the rights of root.
+bench-hosts: .venv/stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore examples/benchmarks/hosts.py $(ARGS)
 
 # A fault at every place of a step, a save and a load; writes the tables of docs/faults.md.
 faults: .venv/stamp

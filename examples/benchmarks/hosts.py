@@ -1,0 +1,270 @@
+"""Step times of DDP, FSDP2 and ZeRO over hosts that share a slow link, and what passes through it.
+
+    sudo make bench-hosts                         # two hosts of two ranks, 1 Gb/s between them
+    sudo make bench-hosts ARGS="--gbit 10 --hosts 3"
+
+The hosts are played by this machine: each is a network of its own, with one interface whose rate is
+limited, and sees no processes but its own, so that ranks of two hosts share no memory. That takes
+Linux, its commands ``ip``, ``tc`` and ``unshare``, and the rights of root.
+
+Every process trains all contenders by turns, in rounds (A B C A B C), and ratios are to DDP of the
+same round. *Through the link* is what the kernel has counted on the first host's interface in a
+step, headers and all; *by the ledger* what ZeRO says that the ranks of that host send to others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from contenders import CONTENDERS, Contender, Job, _adamw
+from measure import Run
+from torch import nn
+
+from lightning_zero.comm.traffic import sum_of
+from lightning_zero.engine.engine import Engine
+from lightning_zero.plan.settings import Settings
+
+INTERFACE = "lan"
+PORT = 29511
+JOB = Job(dim=256, layers=4, heads=4, vocabulary=2048, length=64, batch=2, steps=4, warmup=1)
+
+
+def _zero(**settings: Any) -> Callable[[nn.Module, Job], Contender]:
+    def build(model: nn.Module, job: Job) -> Contender:
+        engine = Engine(model, Settings(3, **settings))
+        optimizer = _adamw(model)
+        engine.adopt(optimizer)
+        return Contender(model, optimizer, engine)
+
+    return build
+
+
+def _hsdp(ranks_on_host: int) -> Callable[[nn.Module, Job], Contender]:
+    def build(model: nn.Module, job: Job) -> Contender:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        shape = (dist.get_world_size() // ranks_on_host, ranks_on_host)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return Contender(model, _adamw(model))
+
+    return build
+
+
+def contenders(ranks_on_host: int) -> dict[str, Callable[[nn.Module, Job], Contender]]:
+    """The ways to train, by their names."""
+    return {
+        "ddp": CONTENDERS["ddp"],
+        "fsdp2": CONTENDERS["fsdp2"],
+        "fsdp2, hybrid": _hsdp(ranks_on_host),
+        "zero3": _zero(),
+        "zero3, hybrid": _zero(shard=ranks_on_host),
+        "zero3, 8 bits": _zero(gather_bits=8, reduce_bits=8),
+        "zero3, hybrid, gradients in 8 bits": _zero(shard=ranks_on_host, reduce_bits=8),
+    }
+
+
+# -- the hosts -------------------------------------------------------------------------------------
+
+
+def _call(*words: object) -> None:
+    subprocess.run([str(word) for word in words], check=True, capture_output=True, text=True)
+
+
+@contextlib.contextmanager
+def hosts(number: int, gbit: float) -> Iterator[list[str]]:
+    """Make networks that one bridge joins; yields their names.
+
+    Raises:
+        RuntimeError: This system, or this user, cannot make them.
+    """
+    names = [f"host{index}-{os.getpid()}" for index in range(number)]
+    bridge = f"b{os.getpid()}"
+    with contextlib.ExitStack() as stack:
+        try:
+            _call("ip", "link", "add", bridge, "type", "bridge")
+            stack.callback(_call, "ip", "link", "del", bridge)
+            _call("ip", "link", "set", bridge, "up")
+            for index, name in enumerate(names):
+                _call("ip", "netns", "add", name)
+                stack.callback(_call, "ip", "netns", "del", name)
+                end = f"v{index}-{os.getpid()}"
+                _call("ip", "link", "add", end, "type", "veth", "peer", INTERFACE, "netns", name)
+                _call("ip", "link", "set", end, "master", bridge, "up")
+                _call("ip", "-n", name, "addr", "add", f"{_address(index)}/24", "dev", INTERFACE)
+                for interface in ("lo", INTERFACE):
+                    _call("ip", "-n", name, "link", "set", interface, "up")
+                if gbit:
+                    limit = ("rate", f"{gbit}gbit", "burst", "256kb", "latency", "50ms")
+                    inside = ("ip", "netns", "exec", name)
+                    _call(*inside, "tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", *limit)
+        except (OSError, subprocess.CalledProcessError) as error:
+            said = getattr(error, "stderr", "") or error
+            raise RuntimeError(f"No hosts can be played here: {said}") from error
+        yield names
+
+
+def _address(index: int) -> str:
+    return f"10.9.{os.getpid() % 250}.{index + 1}"
+
+
+def run_on(names: list[str], ranks_on_host: int, *words: object, timeout: float = 600) -> None:
+    """Run this script's worker on all hosts at once."""
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
+    started = []
+    for index, name in enumerate(names):
+        alone = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+        place = [f"--nnodes={len(names)}", f"--node-rank={index}", f"--master-port={PORT}"]
+        place += [f"--nproc-per-node={ranks_on_host}", f"--master-addr={_address(0)}"]
+        run = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *place]
+        script = [str(Path(__file__).resolve()), "--worker", *map(str, words)]
+        command = ["ip", "netns", "exec", name, *alone, *run, *script]
+        started.append(subprocess.Popen(command, env=environment))
+    try:
+        codes = [process.wait(timeout) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    if any(codes):
+        raise RuntimeError(f"The hosts ended with codes {codes}.")
+
+
+# -- a rank ----------------------------------------------------------------------------------------
+
+
+def _through_the_link() -> int:
+    return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
+
+
+def _sent_to_others(engine: Engine, ranks_on_host: int) -> float:
+    """Bytes that this rank has sent to other hosts, by the ledger."""
+    total = 0.0
+    for axis, transport in engine.comm.transports.items():
+        sent = sum_of(transport.ledger.total).bytes
+        peers = transport.size - 1
+        # Ranks of a copy that is on one host send nothing to others; else all peers get as much.
+        near = min(transport.size, ranks_on_host) - 1 if axis == "shard" else 0
+        total += sent * (peers - near) / peers if peers else 0
+    return total
+
+
+def train(name: str, job: Job, ranks_on_host: int) -> dict[str, float]:
+    """Train one contender for some steps; returns medians of a step."""
+    CONTENDERS[name] = contenders(ranks_on_host)[name]
+    run = Run(dist.get_rank(), name, job)
+    for _ in range(job.warmup):
+        run()
+    run.rest()
+    engine = run.contender.engine
+    sent = 0.0 if engine is None else _sent_to_others(engine, ranks_on_host)
+    times, before, loss = [], _through_the_link(), torch.zeros(())
+    for _ in range(job.steps):
+        begin = time.perf_counter()
+        loss = run()
+        run.rest()
+        times.append(time.perf_counter() - begin)
+    found = {"seconds": statistics.median(times), "loss": float(loss)}
+    dist.barrier()
+    found["through"] = (_through_the_link() - before) / job.steps
+    if engine is not None:
+        sent = _sent_to_others(engine, ranks_on_host) - sent
+        found["ledger"] = ranks_on_host * sent / job.steps
+        engine.close()
+    return found
+
+
+def work(names: list[str], job: Job, rounds: int, answer: Path) -> None:
+    """Be a rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    ranks_on_host = int(os.environ["LOCAL_WORLD_SIZE"])
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    for _ in range(rounds):
+        for name in names:
+            found[name].append(train(name, job, ranks_on_host))
+    if dist.get_rank() == 0:
+        answer.write_text(json.dumps(found))
+    dist.barrier()
+    os._exit(0)  # gloo's threads of many groups end with the process
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def compare(
+    names: list[str], *, num_hosts: int, ranks: int, gbit: float, rounds: int, job: Job
+) -> dict[str, list[dict[str, float]]]:
+    """Return what each contender took, by rounds."""
+    with tempfile.TemporaryDirectory() as folder, hosts(num_hosts, gbit) as places:
+        answer = Path(folder) / "answer.json"
+        told = json.dumps([names, dataclasses.asdict(job), rounds, str(answer)])
+        run_on(places, ranks, told)
+        return json.loads(answer.read_text())  # type: ignore[no-any-return]
+
+
+def table(found: dict[str, list[dict[str, float]]]) -> str:
+    """Return a Markdown table."""
+    base = next(iter(found.values()))
+    lines = [
+        "| | s/step | ratio to DDP | range | through the link MB | by the ledger MB |",
+        "|---" * 6 + "|",
+    ]
+    for name, rounds in found.items():
+        ratios = [
+            own["seconds"] / first["seconds"] for own, first in zip(rounds, base, strict=True)
+        ]
+        seconds = statistics.median(one["seconds"] for one in rounds)
+        ledger = f"{rounds[-1]['ledger'] / 1e6:.1f}" if "ledger" in rounds[-1] else ""
+        lines.append(
+            f"| {name} | {seconds:.3f} | {statistics.median(ratios):.2f}"
+            f" | {min(ratios):.2f} to {max(ratios):.2f} | {rounds[-1]['through'] / 1e6:.1f}"
+            f" | {ledger} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--worker"]:
+        names, job, rounds, answer = json.loads(sys.argv[2])
+        work(names, Job(**job), rounds, Path(answer))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=list(contenders(2)), metavar="NAME")
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2, help="of each host")
+    parser.add_argument("--gbit", type=float, default=1.0, help="a second; 0 sets no limit")
+    parser.add_argument("--rounds", type=int, default=3)
+    for name in ("dim", "layers", "steps"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(JOB, name))
+    options = parser.parse_args()
+    job = dataclasses.replace(JOB, dim=options.dim, layers=options.layers, steps=options.steps)
+    found = compare(
+        options.only or list(contenders(options.ranks)),
+        num_hosts=options.hosts,
+        ranks=options.ranks,
+        gbit=options.gbit,
+        rounds=options.rounds,
+        job=job,
+    )
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()
