@@ -13,7 +13,6 @@ numbers of DDP are the oracle of all others.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -117,7 +116,11 @@ def make_trainer(strategy: str | int | Strategy, **options: Any) -> Trainer:
 @contextmanager
 def wired(way: str) -> Iterator[None]:
     """Strategies that are set up within take this way."""
-    strategy_room.Communicator = functools.partial(Communicator, **WAYS[way])  # type: ignore[attr-defined]
+
+    def made(*args: Any, **given: Any) -> Communicator:
+        return Communicator(*args, **{**given, **WAYS[way]})
+
+    strategy_room.Communicator = made  # type: ignore[attr-defined]
     try:
         yield
     finally:
