@@ -23,10 +23,13 @@ class HostCopies:
 
     Args:
         device: The device; where it is the host itself, copies are made at once.
+
+    Attributes:
+        device: As given.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._landings: deque[Landing] = deque()
 
@@ -36,7 +39,7 @@ class HostCopies:
         The memory is of just this size: torch's own allocator would take the next power of two.
         """
         nbytes = numel * dtype.itemsize
-        if self._device.type != "cuda" or not nbytes:
+        if self.device.type != "cuda" or not nbytes:
             with lasting_tensors():
                 return torch.zeros(numel, dtype=dtype, device="cpu")
         block = mmap.mmap(-1, nbytes)
@@ -51,7 +54,7 @@ class HostCopies:
     def passing_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return host memory for a while, which torch keeps for reuse; its content is undefined."""
         with lasting_tensors():
-            is_pinned = self._device.type == "cuda"
+            is_pinned = self.device.type == "cuda"
             return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=is_pinned)
 
     def up(self, out: Tensor, source: Tensor, then: Callable[[], Work]) -> Work:
@@ -61,7 +64,7 @@ class HostCopies:
             return then()
         with self._beside_computation(self._stream):
             out.copy_(source, non_blocking=True)
-            return _Arrival(then(), self._stream.record_event(), self._device)
+            return _Arrival(then(), self._stream.record_event(), self.device)
 
     def down(
         self, out: Tensor, source: Tensor, then: Callable[[], object] | None = None
@@ -84,7 +87,7 @@ class HostCopies:
     @contextlib.contextmanager
     def _beside_computation(self, stream: torch.Stream) -> Iterator[None]:
         """Work on the stream, behind what was given to the device before."""
-        stream.wait_stream(torch.accelerator.current_stream(self._device))
+        stream.wait_stream(torch.accelerator.current_stream(self.device))
         with stream:
             yield
 

@@ -31,7 +31,7 @@ class ActivationOffload:
     Args:
         units: All units; the root's own activations stay.
         copies: The copies between the device and its host.
-        least_bytes: What is smaller stays.
+        least_bytes: What is smaller stays, as does what is more than a view of a storage.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ActivationOffload:
             return forward(*args, **kwargs)
 
     def _pack(self, call: _Call, tensor: Tensor) -> Tensor | _View:
-        if not internals.has_storage(tensor):
+        if not self._can_move(tensor):
             return tensor
         storage = tensor.untyped_storage()
         if storage.nbytes() < self._least_bytes or storage._cdata in self._weights:
@@ -94,6 +94,12 @@ class ActivationOffload:
             self._by_storage[storage._cdata] = saved
         place = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         return _View(saved, tensor.dtype, *place)
+
+    def _can_move(self, tensor: Tensor) -> bool:
+        """Return whether a storage on the device, a shape and strides are all that a tensor is."""
+        is_plain = type(tensor) is Tensor and internals.has_storage(tensor)
+        is_plain = is_plain and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        return is_plain and tensor.device.type == self._copies.device.type
 
 
 class _Call:

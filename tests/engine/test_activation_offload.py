@@ -137,7 +137,37 @@ def test_what_moves_is_what_autograd_saves_but_weights() -> None:
         engine.close()
 
 
-def test_activations_leave_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+class Conjugating(nn.Module):
+    """Saves views that are more than a place in a storage: conjugates, and their negations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = (x * self.turn).conj()
+        return (turned * turned.exp()).imag * turned.imag
+
+
+def test_conjugates_keep_their_meaning() -> None:
+    x, found = torch.randn(ROWS, WIDTH, dtype=torch.complex64), []
+    for is_away in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(Conjugating())
+        with beside_the_host() as memories:
+            engine = Engine(model, Settings(units=[Conjugating]))
+            units = engine.sharded.units if is_away else []
+            offload = ActivationOffload(units, engine.comm.host_copies, 1)
+            engine.adopt(torch.optim.SGD(model.parameters(), 0.1))
+            model(x).sum().backward()
+            found.append(engine.sharded.pieces[0].grad.clone())
+            assert (memories.crossed["up"] > 0) == is_away
+            offload.remove()
+            engine.close()
+    assert torch.equal(*found)
+
+
+def test_activations_leave_the_device() -> None:
     alive: list[weakref.ref[Any]] = []
 
     class Noting(nn.Module):
