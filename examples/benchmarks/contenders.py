@@ -87,47 +87,49 @@ class Contender:
     step: Callable[[], Any] | None = None
 
 
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
 
 
 def _alone(model: nn.Module, job: Job) -> Contender:
-    return Contender(model, _adamw(model))
+    return Contender(model, adamw(model))
 
 
 def _ddp(model: nn.Module, job: Job) -> Contender:
     wrapped = nn.parallel.DistributedDataParallel(model)
-    return Contender(wrapped, _adamw(wrapped))
+    return Contender(wrapped, adamw(wrapped))
 
 
-def _zero(stage: int, **settings: Any) -> Callable[[nn.Module, Job], Contender]:
+def zero(stage: int, **settings: Any) -> Callable[[nn.Module, Job], Contender]:
     def build(model: nn.Module, job: Job) -> Contender:
         recipe = RECIPES[job.precision]
         device = torch.device(job.device)
-        comm = Communicator(device, windows=None if job.windows else False)
+        comm = None if job.windows else Communicator(device, windows=False)
         engine = Engine(model, Settings(stage, recipe=recipe, device=device, **settings), comm)
-        optimizer = _adamw(model)
+        optimizer = adamw(model)
         engine.adopt(optimizer)
         return Contender(model, optimizer, engine)
 
     return build
 
 
-def _fsdp2(*, reshard: bool) -> Callable[[nn.Module, Job], Contender]:
+def fsdp2(*, reshard: bool, shard: int | None = None) -> Callable[[nn.Module, Job], Contender]:
     def build(model: nn.Module, job: Job) -> Contender:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        recipe = RECIPES[job.precision]
+        recipe, world = RECIPES[job.precision], dist.get_world_size()
+        shape = (world,) if shard is None else (world // shard, shard)
+        names = ("replicate", "shard")[-len(shape) :]
         options = {
-            "mesh": init_device_mesh(job.device, (dist.get_world_size(),)),
+            "mesh": init_device_mesh(job.device, shape, mesh_dim_names=names),
             "mp_policy": MixedPrecisionPolicy(recipe.weight, recipe.reduce),
             "reshard_after_forward": reshard,
         }
         for block in model.blocks:
             fully_shard(block, **options)
         fully_shard(model, **options)
-        return Contender(model, _adamw(model))
+        return Contender(model, adamw(model))
 
     return build
 
@@ -150,7 +152,7 @@ def _fsdp1(strategy: str) -> Callable[[nn.Module, Job], Contender]:
             device_id=torch.device(job.device),
             use_orig_params=True,
         )
-        return Contender(wrapped, _adamw(wrapped))
+        return Contender(wrapped, adamw(wrapped))
 
     return build
 
@@ -179,7 +181,7 @@ def _deepspeed(stage: int) -> Callable[[nn.Module, Job], Contender]:
             "bf16": {"enabled": job.precision == "bf16-mixed"},
         }
         wrapped, optimizer, _, _ = deepspeed.initialize(
-            model=model, optimizer=_adamw(model), config=config
+            model=model, optimizer=adamw(model), config=config
         )
         return Contender(wrapped, optimizer, backward=wrapped.backward, step=wrapped.step)
 
@@ -188,12 +190,12 @@ def _deepspeed(stage: int) -> Callable[[nn.Module, Job], Contender]:
 
 CONTENDERS: dict[str, Callable[[nn.Module, Job], Contender]] = {
     "ddp": _ddp,
-    "zero1": _zero(1),
-    "zero2": _zero(2),
-    "zero3": _zero(3),
-    "zero3 keep": _zero(3, reshard_after_forward=False),
-    "fsdp2": _fsdp2(reshard=True),
-    "fsdp2 keep": _fsdp2(reshard=False),
+    "zero1": zero(1),
+    "zero2": zero(2),
+    "zero3": zero(3),
+    "zero3 keep": zero(3, reshard_after_forward=False),
+    "fsdp2": fsdp2(reshard=True),
+    "fsdp2 keep": fsdp2(reshard=False),
     "fsdp1": _fsdp1("FULL_SHARD"),
     "fsdp1 grad_op": _fsdp1("SHARD_GRAD_OP"),
     "zero redundancy": _zero_redundancy,

@@ -26,46 +26,19 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from contenders import CONTENDERS, Contender, Job, _adamw
+from contenders import CONTENDERS, Contender, Job, fsdp2, zero
 from measure import Run
 from torch import nn
 
 from lightning_zero.comm.traffic import sum_of
 from lightning_zero.engine.engine import Engine
-from lightning_zero.plan.settings import Settings
 
 INTERFACE = "lan"
 PORT = 29511
 JOB = Job(dim=256, layers=4, heads=4, vocabulary=2048, length=64, batch=2, steps=4, warmup=1)
-
-
-def _zero(**settings: Any) -> Callable[[nn.Module, Job], Contender]:
-    def build(model: nn.Module, job: Job) -> Contender:
-        engine = Engine(model, Settings(3, **settings))
-        optimizer = _adamw(model)
-        engine.adopt(optimizer)
-        return Contender(model, optimizer, engine)
-
-    return build
-
-
-def _hsdp(ranks_on_host: int) -> Callable[[nn.Module, Job], Contender]:
-    def build(model: nn.Module, job: Job) -> Contender:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        shape = (dist.get_world_size() // ranks_on_host, ranks_on_host)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        return Contender(model, _adamw(model))
-
-    return build
 
 
 def contenders(ranks_on_host: int) -> dict[str, Callable[[nn.Module, Job], Contender]]:
@@ -73,11 +46,11 @@ def contenders(ranks_on_host: int) -> dict[str, Callable[[nn.Module, Job], Conte
     return {
         "ddp": CONTENDERS["ddp"],
         "fsdp2": CONTENDERS["fsdp2"],
-        "fsdp2, hybrid": _hsdp(ranks_on_host),
-        "zero3": _zero(),
-        "zero3, hybrid": _zero(shard=ranks_on_host),
-        "zero3, 8 bits": _zero(gather_bits=8, reduce_bits=8),
-        "zero3, hybrid, gradients in 8 bits": _zero(shard=ranks_on_host, reduce_bits=8),
+        "fsdp2, hybrid": fsdp2(reshard=True, shard=ranks_on_host),
+        "zero3": zero(3),
+        "zero3, hybrid": zero(3, shard=ranks_on_host),
+        "zero3, 8 bits": zero(3, gather_bits=8, reduce_bits=8),
+        "zero3, hybrid, gradients in 8 bits": zero(3, shard=ranks_on_host, reduce_bits=8),
     }
 
 

@@ -12,6 +12,7 @@ checksums      checksums of records and of their blocks, and checking what is re
 read_ahead     reading a mapped file before its pages are asked for
 kept_parts     parts that are copied as soon as they are checked
 word_sums      a checksum of blocks as fast as memory
+crc            CRC-32 of byte strings in a row
 weights        ``load_weights``: pretrained weights into a module, sharded or not
 safetensors    files of that format
 ``values/``    what stands for tensors in a checkpoint that is written or read

@@ -11,7 +11,6 @@ Files before had the CRCs of blocks of 128 KiB, counted from the begin of the re
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import zlib
@@ -25,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_zero.checkpoint.crc import joined_checksum
 from lightning_zero.checkpoint.read_ahead import read_ahead
 from lightning_zero.checkpoint.word_sums import BLOCK_BYTES, word_sums
 
@@ -361,40 +361,3 @@ def _read(descriptor: int, offset: int, nbytes: int) -> Iterator[Tensor]:
                 break
             position += count
         yield content[:position]
-
-
-# -- arithmetic ------------------------------------------------------------------------------------
-
-
-def joined_checksum(first: int, second: int, second_nbytes: int) -> int:
-    """Return the CRC-32 of two byte strings in a row, from their CRCs and the second one's length.
-
-    Appending ``n`` zero bytes multiplies a CRC by ``x**(8 n)`` modulo the CRC polynomial (M. Adler,
-    ``crc32_combine`` of zlib).
-    """
-    if not first:
-        return second
-    return _times(_power_of_x(8 * second_nbytes), first) ^ second
-
-
-_POLYNOMIAL = 0xEDB88320  # bit-reversed: the highest bit is x**0
-
-
-def _times(one: int, other: int) -> int:
-    product = 0
-    for bit in range(31, -1, -1):
-        if one >> bit & 1:
-            product ^= other
-        other = (other >> 1) ^ (_POLYNOMIAL if other & 1 else 0)
-    return product
-
-
-@functools.lru_cache(4096)
-def _power_of_x(exponent: int) -> int:
-    result, square = 1 << 31, 1 << 30
-    while exponent:
-        if exponent & 1:
-            result = _times(square, result)
-        square = _times(square, square)
-        exponent >>= 1
-    return result

@@ -31,7 +31,7 @@ from lightning_zero.checkpoint.dcp.content import checkpoint_of
 from lightning_zero.checkpoint.dcp.directory import Directory, is_directory
 from lightning_zero.checkpoint.file.format import PROVENANCE, REST, TABLE, check_version
 from lightning_zero.checkpoint.file.records import check_small_records, stored_records
-from lightning_zero.checkpoint.unread import are_supported, unread
+from lightning_zero.checkpoint.unread import NeedsMapping, are_supported, unread
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
 from lightning_zero.comm import Control, Outcome
 from lightning_zero.tensors import named_tensors, tensors_in
@@ -228,7 +228,7 @@ def _mapped_archive(path: Path, *, weights_only: bool, maps: bool) -> Any:
         # First of all: a damaged pickle may ask for any class.
         check_small_records(archive)
         if not maps and are_supported():
-            with contextlib.suppress(NotImplementedError):
+            with contextlib.suppress(NeedsMapping):
                 return unread(path, archive, weights_only=weights_only)
         try:
             return _mapped_storages(path, archive, weights_only=weights_only)
@@ -236,7 +236,13 @@ def _mapped_archive(path: Path, *, weights_only: bool, maps: bool) -> Any:
             if "unable to mmap" not in str(error) or not are_supported():
                 raise
             # It is larger than the system's memory, or than what is left of a limit.
-            return unread(path, archive, weights_only=weights_only)
+            try:
+                return unread(path, archive, weights_only=weights_only)
+            except NeedsMapping as what:
+                raise MemoryError(
+                    f"{path} is too large to be mapped here, and holds {what}, which cannot be left"
+                    " in the file. Load it where there is more memory, and save it again."
+                ) from error
 
 
 def _mapped_storages(path: Path, archive: zipfile.ZipFile, *, weights_only: bool) -> Any:

@@ -30,8 +30,12 @@ SMALL_BYTES = 2**20
 """What is no larger is read at once."""
 
 
+class NeedsMapping(Exception):
+    """Something in a file that cannot be left unread, but can be mapped."""
+
+
 def are_supported() -> bool:
-    """Return whether torch says where a storage lies that it does not read (from 2.10 on)."""
+    """Return whether this torch says where a storage lies that it does not read; 2.13 does."""
     return hasattr(torch.serialization, "_is_meta_location")
 
 
@@ -39,11 +43,11 @@ def unread(path: Path, archive: zipfile.ZipFile, *, weights_only: bool) -> Any:
     """Return the content of a file, large tensors unread.
 
     Raises:
-        NotImplementedError: It holds something that has no place of its own in the file.
+        NeedsMapping: It holds something that has no place of its own in the file.
     """
     order = {info.filename.partition("/")[2]: info for info in archive.infolist()}.get("byteorder")
     if order is not None and archive.read(order).decode() != sys.byteorder:
-        raise NotImplementedError("a file of a machine with another order of bytes")
+        raise NeedsMapping("a file of a machine with another order of bytes")
     with _Unread(path, archive):
         return torch.load(path, map_location="meta", weights_only=weights_only)
 
@@ -67,7 +71,7 @@ class _Unread(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.empty and args == ((0,),):
             if kwargs.keys() != {"dtype", "device"}:
-                raise NotImplementedError("a tensor of a dtype that has no storages of its own")
+                raise NeedsMapping("a tensor of a dtype that has no storages of its own")
             # What makes a tensor of a storage is a method that no mode is asked about.
             return _Empty(kwargs["dtype"], self.rebuilt)
         if args and isinstance(args[0], LazyTensor) and func in _PASSED_OVER:
@@ -85,7 +89,7 @@ class _Unread(TorchFunctionMode):
         """Return the tensor that is made of a storage which was not read."""
         place = int(getattr(storage, "_checkpoint_offset", -1))
         if place not in self._records and storage.nbytes():
-            raise NotImplementedError("a storage without a place of its own in the file")
+            raise NeedsMapping("a storage without a place of its own in the file")
         # Of complex ones it is said later whether they are conjugates.
         is_small = storage.nbytes() <= SMALL_BYTES or dtype.is_complex
         if is_small or not is_in_one_row(shape, stride):

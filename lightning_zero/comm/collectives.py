@@ -69,7 +69,7 @@ class Collectives(Transport):
         return Pending(self.log, collective, [work], None if lands else lambda: copy(out, landing))
 
     @override
-    def _trade(self, received: Tensor, sent: Tensor, unit: str, tag: int) -> Work:
+    def _trade(self, received: Tensor, sent: Tensor, out: Tensor, unit: str, tag: int) -> Work:
         collective = self.log.begin(gradients_of(unit), "reduce")
         work = dist.all_to_all_single(received, sent, group=self._reduce_group, async_op=True)
         return Pending(self.log, collective, [] if work is None else [work])

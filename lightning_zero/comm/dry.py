@@ -105,13 +105,9 @@ class DryTransport(Transport):
         return buffer
 
     @override
-    def trade(self, received: Tensor, sent: Tensor, out: Tensor, *, unit: str, tag: int) -> Work:
+    def _trade(self, received: Tensor, sent: Tensor, out: Tensor, unit: str, tag: int) -> Work:
         self._begin(out, unit)
         return _Done(lambda: self._end(out))
-
-    @override
-    def _trade(self, received: Tensor, sent: Tensor, unit: str, tag: int) -> Work:
-        raise NotImplementedError("Nothing is sent.")
 
     @override
     def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:

@@ -105,7 +105,7 @@ class PointToPoint(Transport):
         return Pending(self.log, collective, works, add_up)
 
     @override
-    def _trade(self, received: Tensor, sent: Tensor, unit: str, tag: int) -> Work:
+    def _trade(self, received: Tensor, sent: Tensor, out: Tensor, unit: str, tag: int) -> Work:
         theirs, ours = received.chunk(self.size), sent.chunk(self.size)
         copy(theirs[self.rank], ours[self.rank])
         collective = self.log.begin(gradients_of(unit))

@@ -166,7 +166,7 @@ class Transport(ABC):
         """
         nbytes = sent.numel() // self.size * (self.size - 1)
         self.ledger.note(unit, "reduce", nbytes, 1)
-        return self._trade(received, sent, unit, tag)
+        return self._trade(received, sent, out, unit, tag)
 
     def exchange(self, sent: Tensor, given: Sequence[int], taken: Sequence[int]) -> Tensor:
         """Send each rank its part of ``sent``, and return what came from each, one after the other.
@@ -196,7 +196,7 @@ class Transport(ABC):
         """Do what :meth:`reduce` says."""
 
     @abstractmethod
-    def _trade(self, received: Tensor, sent: Tensor, unit: str, tag: int) -> Work:
+    def _trade(self, received: Tensor, sent: Tensor, out: Tensor, unit: str, tag: int) -> Work:
         """Do what :meth:`trade` says."""
 
     def share(self, numel: int, dtype: torch.dtype, scratch: Scratch | None = None) -> Shared:

@@ -55,12 +55,12 @@ def sharded_step(
     stays = 1 - offload.ratio if offload and host["gradients"] else 1.0
     cast = max(unit.cast for unit in units)
 
-    def held() -> Kinds:
+    def held(passing: int = cast) -> Kinds:
         # What is offloaded is reduced into a shard that is free anyway, and is sent from there.
         return {
             **still,
             "gathered": codes["gathered"].nbytes
-            + (transport.gathered + cast if settings.stage == 3 else 0),
+            + (transport.gathered + passing if settings.stage == 3 else 0),
             "gradients": round(stays * transport.reduced + (1 - stays) * transport.last_reduced),
             "unreduced": codes["unreduced"].nbytes
             + round(transport.partials + stays * transport.targets),
@@ -72,8 +72,7 @@ def sharded_step(
         segment.snapshot({**host, "staging": segment.is_backward * added}, disk)
         for segment in segments
     ]
-    cast = 0
-    rest = held()
+    rest = held(passing=0)
     if stepped:
         found.append(Snapshot("", "step", {**rest, "gathered": rest["gathered"] + stepped}))
     return [*found, Snapshot("", "rest", rest, {**host, "staging": 0}, disk)]

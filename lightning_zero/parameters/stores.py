@@ -45,7 +45,6 @@ class Store:
         plan: Their homes.
         comm: The ranks.
         shared: The masters.
-        has_copies: Whether other ranks hold the same shard.
         gather: The verb that makes shards whole.
         reduce: The verb that leaves this rank the sum of its shard, within its copy.
         join: The verb that sums the shard over the copies, in place.
@@ -58,7 +57,6 @@ class Store:
         self, layout: Layout, plan: Plan, comm: Communicator, scratch: Scratch | None = None
     ) -> None:
         self.layout, self.plan, self.comm = layout, plan, comm
-        self.has_copies = comm.mesh.replicate.size > 1
         # Whole weights and masters share one storage if they rest in the same form.
         self._whole: Tensor | None = None
         self._files = scratch if plan.master.medium is Medium.DISK else None
@@ -78,6 +76,11 @@ class Store:
             plan.master.placement, Placement.REPLICATED, bits=plan.gather_bits
         )
         self._rest(shared)
+
+    @property
+    def has_copies(self) -> bool:
+        """Return whether other ranks hold the same shard."""
+        return self.comm.mesh.replicate.size > 1
 
     def settle(self) -> bool:
         """Let masters rest here, to be changed; whether they were elsewhere; a collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zipfile
 import zlib
 from collections import OrderedDict
@@ -12,11 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.checkpoint import module_state, optimizer_state
-from lightning_zero.checkpoint.checksums import joined_checksum
+from lightning_zero.checkpoint import mapped, module_state, optimizer_state
+from lightning_zero.checkpoint.crc import joined_checksum
 from lightning_zero.checkpoint.file.archive import ALIGNMENT, Archive
 from lightning_zero.checkpoint.file.format import Provenance
 from lightning_zero.checkpoint.saver import Saver, collected
+from lightning_zero.checkpoint.unread import NeedsMapping
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
 from lightning_zero.comm import Control
 from lightning_zero.engine.engine import Engine
@@ -227,3 +229,24 @@ def test_file_holds_what_a_plain_loop_would_save(ranks: Pools, tmp_path: Path, w
             assert_same(found, expected, f"{name} {stage}")
             assert found["state_dict"]._metadata == expected["state_dict"]._metadata
             MODELS[name].build().load_state_dict(found["state_dict"])
+
+
+def test_what_is_neither_mapped_nor_left_in_its_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if this small file were larger than the system's memory."""
+    path = tmp_path / "large.ckpt"
+    torch.save({"state_dict": {"a": torch.zeros(2)}}, path)
+
+    def no_memory(*args: Any, **options: Any) -> None:
+        raise RuntimeError("unable to mmap 64 bytes")
+
+    def needs_mapping(*args: Any, **options: Any) -> None:
+        raise NeedsMapping("a storage without a place of its own in the file")
+
+    reading = sys.modules["lightning_zero.checkpoint.load"]
+    monkeypatch.setattr(reading, "_mapped_storages", no_memory)
+    assert mapped(str(path))["state_dict"]["a"].tolist() == [0, 0]
+    monkeypatch.setattr(reading, "unread", needs_mapping)
+    with pytest.raises(MemoryError, match=r"large\.ckpt is too large .* a storage without a place"):
+        mapped(str(path))
