@@ -361,5 +361,5 @@ def _own_part(entries: Any, piece: Any, optimizer: Optimizer) -> Any:
     rest = {key: value for key, value in entries.items() if parts[key] is None}
     rest = cut_state(tree_map_only(Tensor, lambda t: like(t, piece), rest), piece)
     step = unit_step_of(optimizer)
-    rest = owned(rest) if step is None else step.kept(rest, piece)
+    rest = owned(rest) if step is None else step.states.kept(rest, piece)
     return {key: rest[key] if part is None else part for key, part in parts.items()}

@@ -103,7 +103,7 @@ class OptimizerHooks:
             self._changed()
             self._check_still_holds(optimizer)
         if isinstance(self._step, UnitStep):
-            self._step.require_room(self._find_piece)
+            self._step.states.require_room(self._find_piece)
         replaced = pieces.point_at_pieces(optimizer, self._find_piece)
         self._members = pieces.members(optimizer)
         self._pieces = [member for member in self._members if isinstance(member, Piece)]
