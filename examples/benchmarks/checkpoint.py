@@ -95,12 +95,12 @@ def load_own(shards: Shards, path: str, *, is_checked: bool) -> None:
     whole = load(path, shards.control)["state_dict"]
     parts = [(whole[str(n)], part) for n, part in enumerate(shards.parts)]
     start, stop = shards.start, shards.start + len(shards.parts[0])
-    for value, _ in parts:
-        if type(value) is torch.Tensor:
-            read_ahead(value[start:stop])
     if is_checked:
         ranges = [one for value, _ in parts for one in ranges_of("", value, start, stop)]
         check_ranges(ranges, shards.control, "Loading")
+    for value, _ in parts:
+        if type(value) is torch.Tensor:
+            read_ahead(value[start:stop])
     for value, part in parts:
         part.copy_(value.as_strided(part.shape, (1,), start))
 

@@ -30,6 +30,8 @@ from lightning_zero.checkpoint.word_sums import BLOCK_BYTES, word_sums
 
 _OLD_BLOCK_BYTES = 2**17
 _AT_ONCE = 64 * BLOCK_BYTES
+_PORTION_BYTES = 4 * _AT_ONCE
+_AHEAD_BYTES = 2**28
 
 
 class PartChecksums(NamedTuple):
@@ -260,19 +262,23 @@ class CheckedBytes:
         is_all = (start, stop) == (0, self.nbytes)
         return self.blocks is not None or (self.whole is not None and is_all)
 
-    def check(self, name: str, start: int, stop: int, mapped: Tensor | None = None) -> None:
-        """Raise a ``ValueError`` unless bytes ``[start, stop)`` and their blocks are right.
+    def check(self, each: CheckedRange, passed: Callable[[int], None]) -> None:
+        """Raise a ``ValueError`` unless the bytes of a range and their blocks are right.
 
-        They are read from ``mapped`` memory that shows all the bytes, which costs no copy, and
-        whoever copies them next finds its pages. A hook may have edited it: the file decides.
+        They are read from mapped memory, if some shows them, which costs no copy, and whoever
+        copies them next finds its pages. A hook may have edited it: the file decides. ``passed`` is
+        called with the number of bytes that were read.
         """
-        for stretch in self._stretches(start, stop):
-            shown = () if mapped is None else (mapped[stretch.start : stretch.stop],)
-            if shown and stretch.damage_in(shown) is None:
-                continue
+        name, mapped = each.name, each.mapped
+        for stretch in self._stretches(each.start, each.stop):
+            if mapped is not None:
+                shown = torch.split(mapped[stretch.start : stretch.stop], _PORTION_BYTES)
+                if stretch.damage_in(_counted(shown, passed)) is None:
+                    continue
             with self.opened() as descriptor:
                 place, nbytes = self.offset + stretch.start, stretch.stop - stretch.start
-                damage = stretch.damage_in(_read(descriptor, place, nbytes))
+                content = _read(descriptor, place, nbytes)
+                damage = stretch.damage_in(_counted(content, passed))
             if damage is not None:
                 raise ValueError(
                     f"{str(self.file)!r} is damaged: bytes [{damage[0]}, {damage[1]}) of {name!r},"
@@ -326,6 +332,11 @@ class CheckedRange(NamedTuple):
         """Return whether there is something to check, and checksums to compare it with."""
         return self.start < self.stop and self.content.can_check(self.start, self.stop)
 
+    def portions(self) -> Iterator[CheckedRange]:
+        """Yield the same bytes, some at a time."""
+        for start in range(self.start, self.stop, _PORTION_BYTES):
+            yield self._replace(start=start, stop=min(self.stop, start + _PORTION_BYTES))
+
     def read_ahead(self) -> None:
         """Let the system start to read it."""
         if self.mapped is None:
@@ -334,17 +345,41 @@ class CheckedRange(NamedTuple):
             read_ahead(self.mapped[self.start : self.stop])
 
 
+class _Ahead:
+    """Bytes that the system is asked to read, ``_AHEAD_BYTES`` before they are checked.
+
+    To ask for all at once takes until most are there, and the sums would have to wait for it.
+    """
+
+    def __init__(self, ranges: Sequence[CheckedRange]) -> None:
+        self._portions = (portion for one in ranges for portion in one.portions())
+        self._missing = _AHEAD_BYTES
+        self.passed(0)
+
+    def passed(self, nbytes: int) -> None:
+        """Ask for as many bytes as were checked."""
+        self._missing += nbytes
+        while self._missing > 0 and (portion := next(self._portions, None)) is not None:
+            portion.read_ahead()
+            self._missing -= portion.stop - portion.start
+
+
+def _counted(pieces: Iterable[Tensor], passed: Callable[[int], None]) -> Iterator[Tensor]:
+    for piece in pieces:
+        yield piece
+        passed(len(piece))
+
+
 def check(ranges: Iterable[CheckedRange]) -> None:
     """Raise a ``ValueError`` for the first range that is damaged.
 
-    While one is added up, the system reads the next. Threads would do no better, and their stacks
-    are memory.
+    While bytes are added up, the system reads those behind them. Threads would do no better, and
+    their stacks are memory.
     """
     every = [one for one in ranges if one.is_checked]
-    for one, following in itertools.zip_longest(every, every[1:]):
-        if following is not None:
-            following.read_ahead()
-        one.content.check(one.name, one.start, one.stop, one.mapped)
+    ahead = _Ahead(every)
+    for one in every:
+        one.content.check(one, ahead.passed)
         if one.then is not None:
             one.then()
 

@@ -178,9 +178,11 @@ class ModuleLoad(TorchFunctionMode):
         )
         control = Control(alone=True) if engine is None else engine.comm.control
         check_ranges(read, control, "Loading weights")
+        # What is checked is read ahead by the check, while it goes on.
+        values = [value if piece is None else like(value, piece) for _, piece, value in copies]
         writing = contextlib.nullcontext() if engine is None else engine.sharded.writing()
         with writing, torch.no_grad():
-            for target, _, value in copies:
+            for (target, _, _), value in zip(copies, values, strict=True):
                 target.copy_(value)
 
     def _copy(
@@ -194,7 +196,7 @@ class ModuleLoad(TorchFunctionMode):
         piece = None
         if engine is not None and isinstance(target, nn.Parameter):
             piece = engine.sharded.piece(target)
-        return target, piece, value if piece is None else like(value, piece)
+        return target, piece, value
 
 
 def _version_of(value: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import random
 import zipfile
@@ -20,6 +21,7 @@ from lightning_zero import ZeROStrategy, load_weights
 from lightning_zero.checkpoint import (
     check_optimizer_states,
     check_ranges,
+    checksums,
     load_module_state,
     load_optimizer_state,
     module_state,
@@ -229,6 +231,34 @@ def test_sums_of_words_are_the_same_at_any_address_and_in_any_company() -> None:
         content[: 3 * BLOCK_BYTES] = content[shift : 3 * BLOCK_BYTES + shift].copy()
     ones = [word_sums(content.data[i * BLOCK_BYTES :][:BLOCK_BYTES]) for i in range(3)]
     assert torch.equal(torch.cat(ones), right)
+
+
+def test_the_system_reads_ahead_of_the_sums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither all at once, nor what is summed next only."""
+    path, size = tmp_path / "plain.ckpt", 10 * BLOCK_BYTES
+    control = Control()
+    values = {name: torch.arange(size // 4, dtype=torch.float32) for name in "ab"}
+    Saver(control).save({"state_dict": values}, str(path), PROVENANCE)
+    shown = mapped(str(path))["state_dict"]
+    events: list[int] = []
+    monkeypatch.setattr(checksums, "_PORTION_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(checksums, "_AHEAD_BYTES", 4 * BLOCK_BYTES)
+    monkeypatch.setattr(checksums, "read_ahead", lambda part: events.append(part.nbytes))
+    real_sums = checksums.word_sums
+
+    def summed(content: memoryview) -> torch.Tensor:
+        events.append(-content.nbytes)
+        return real_sums(content)
+
+    monkeypatch.setattr(checksums, "word_sums", summed)
+    check_ranges([one for w in shown for one in ranges_of(w, shown[w])], control, "Loading")
+    missing = list(itertools.accumulate(events))
+    assert missing[-1] == 0
+    assert sum(event for event in events if event > 0) == 2 * size
+    assert max(missing) == 4 * BLOCK_BYTES
+    assert missing[4:20] == [3 * BLOCK_BYTES, 4 * BLOCK_BYTES] * 8
 
 
 def test_a_file_with_checksums_of_earlier_versions_is_checked(tmp_path: Path) -> None:
