@@ -68,7 +68,7 @@ class Coded:
         return _Then(work, lambda: codec.add_up(received, out), sent)
 
     def _buffer(self, nbytes: int) -> Tensor:
-        return self._transport.code_buffer(nbytes, self._cargo.value)
+        return self._transport.passing_buffer(nbytes, torch.uint8, self._cargo.value)
 
     def _noise(self, unit: str, tag: int, device: torch.device) -> torch.Generator | None:
         """Return this rank's noise for the next code of a unit; it is the same in every run."""

@@ -36,9 +36,13 @@ class Communicator:
             collectives; ``None`` takes what suits the backend.
         windows: ``False`` reads no other rank's memory, though this host may allow it.
         num_shards: Ranks over which buffers are sharded; all by default. The same on every rank.
+        num_backward_shards: Ranks over which weights are sharded for a backward pass, if fewer. No
+            rank reads another's memory then: a gather of these needs all of them anyway.
 
     Attributes:
         device: As given.
+        num_changes: How often masters may have changed: with each begin and end of exclusive
+            access, which all ranks take together.
         control: All ranks, as they decide and exchange values.
         mesh: The ranks along their axes.
         transports: What carries weights and gradients along each axis of several ranks.
@@ -49,6 +53,8 @@ class Communicator:
             divided into copies of ``num_shards``.
     """
 
+    num_changes = 0
+
     def __init__(
         self,
         device: torch.device,
@@ -56,6 +62,7 @@ class Communicator:
         direct: bool | None = None,
         windows: bool | None = None,
         num_shards: int | None = None,
+        num_backward_shards: int | None = None,
     ) -> None:
         self.device = device
         is_direct = True
@@ -68,15 +75,19 @@ class Communicator:
                     " host's. Take the device's own: ZeROStrategy(process_group_backend='nccl')."
                 )
         self.control = Control()
-        if len(asked := set(self.control.gather_objects(num_shards))) > 1:
-            raise ValueError(f"Expected one number of shards on all ranks, got {asked}.")
-        self.mesh = Mesh.of(self.control.rank, self.control.world_size, num_shards)
-        may_share = windows is not False and device.type == "cpu"
+        sizes = num_shards, num_backward_shards
+        for asked in map(set, zip(*self.control.gather_objects(sizes), strict=True)):
+            if len(asked) > 1:
+                raise ValueError(f"Expected one number of shards on all ranks, got {asked}.")
+        self.mesh = Mesh.of(self.control.rank, self.control.world_size, *sizes)
+        may_share = windows is not False and device.type == "cpu" and self.mesh.backward is None
         choose = partial(self._choose, is_direct=is_direct, may_share=may_share)
         self.transport = choose(self.mesh.shard)
         self.transports: dict[str, Transport] = {"shard": self.transport}
         if self.mesh.replicate.size > 1:
             self.transports["replicate"] = choose(self.mesh.replicate)
+        if self.mesh.backward is not None:
+            self.transports["backward"] = choose(self.mesh.backward)
 
     def _choose(self, axis: Axis, *, is_direct: bool, may_share: bool) -> Transport:
         """Return the fastest transport for an axis, by ``examples/benchmarks/wires.py``."""
@@ -121,7 +132,7 @@ class Communicator:
     def traffic(self) -> Traffic:
         """What this rank sent in the last optimizer step, by unit and verb.
 
-        A verb along the axis of replicas is another one than that over shards.
+        A verb along another axis than that of shards has its name before its own.
         """
         of_axes = {axis: one.ledger.last_step for axis, one in self.transports.items()}
         return {
@@ -159,4 +170,7 @@ class Communicator:
     def exclusive(self, before: SyncPoint, after: SyncPoint | None = None) -> Exclusive:
         """Return the context in which this rank may change its masters; all ranks enter it."""
         control = self.control if self.reads_peers else None
-        return Exclusive(control, before, after or before)
+        return Exclusive(control, before, after or before, self._note_change)
+
+    def _note_change(self) -> None:
+        self.num_changes += 1

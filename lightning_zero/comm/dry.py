@@ -6,17 +6,19 @@ step is known before there are ranks.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.control import Control
-from lightning_zero.comm.mesh import Mesh
+from lightning_zero.comm.mesh import Axis, Mesh
+from lightning_zero.comm.traffic import Ledger
 from lightning_zero.comm.transport import ReduceBuffer, Shared, Transport, Work
 from lightning_zero.tensors import Storages
 
@@ -31,20 +33,30 @@ class DryCommunicator(Communicator):
         world_size: Number of ranks.
         transport: Allocates what weights and gradients travel through within a copy.
         num_shards: As for every communicator.
+        num_backward_shards: As for every communicator.
     """
 
     transport: DryTransport
 
     def __init__(
-        self, rank: int, world_size: int, transport: DryTransport, num_shards: int | None = None
+        self,
+        rank: int,
+        world_size: int,
+        transport: DryTransport,
+        num_shards: int | None = None,
+        num_backward_shards: int | None = None,
     ) -> None:
         self.device = transport.device
         self.control = transport.control
-        self.mesh = Mesh.of(rank, world_size, num_shards)
-        transport.axis = self.mesh.shard
-        transport.rank, transport.size = transport.axis.rank, transport.axis.size
-        self.transport = transport
-        self.transports = {"shard": transport}
+        self.mesh = Mesh.of(rank, world_size, num_shards, num_backward_shards)
+        axes = {"shard": self.mesh.shard, "backward": self.mesh.backward}
+        self._dry = {name: transport.along(axis) for name, axis in axes.items() if axis}
+        self.transport, self.transports = self._dry["shard"], {**self._dry}
+
+    def watch(self, on_change: Callable[..., None]) -> None:
+        """Call ``on_change`` from now on whenever memory was taken."""
+        for transport in self._dry.values():
+            transport.on_change = on_change
 
 
 class DryTransport(Transport):
@@ -62,6 +74,13 @@ class DryTransport(Transport):
         self._in_flight = Storages()
         self._shards = Storages()
         self._last: dict[str, int] = {}
+
+    def along(self, axis: Axis) -> Self:
+        """Return the same along an axis; what either holds is counted by both."""
+        other = copy.copy(self)
+        other.axis, other.rank, other.size = axis, axis.rank, axis.size
+        other.ledger = Ledger()
+        return other
 
     @property
     def gathered(self) -> int:
@@ -99,8 +118,8 @@ class DryTransport(Transport):
         return self._gather(out, Shared(own), unit, tag)
 
     @override
-    def code_buffer(self, nbytes: int, kind: str) -> Tensor:
-        buffer = super().code_buffer(nbytes, kind)
+    def passing_buffer(self, numel: int, dtype: torch.dtype, kind: str) -> Tensor:
+        buffer = super().passing_buffer(numel, dtype, kind)
         self.on_change()
         return buffer
 

@@ -6,6 +6,11 @@ hold the shards of one copy: those of one host, for instance. Six ranks in two c
     shard      0 1 2 | 3 4 5
     replicate  0 3 | 1 4 | 2 5
 
+What a backward pass gathers may be sharded once more, over ranks of one copy. Four ranks in one::
+
+    shard      0 1 2 3
+    backward   0 1 | 2 3
+
 A path consists of two verbs, each along one axis: **reduce** leaves each rank the sum of its own
 part, **gather** makes parts whole. Reductions begin on the shard axis, whose parts are then reduced
 along the other one, and gathers go back the same way. What is replicated after a reduction was
@@ -54,28 +59,40 @@ class Mesh:
         shard: The axis over which buffers are sharded.
         replicate: The axis along which shards are replicated.
         size: Number of all ranks, whose gradients are averaged.
+        backward: The axis over which weights are sharded for a backward pass, if it is another.
     """
 
     shard: Axis
     replicate: Axis
     size: int
+    backward: Axis | None = None
 
     @classmethod
-    def of(cls, rank: int, world_size: int, num_shards: int | None = None) -> Mesh:
+    def of(
+        cls,
+        rank: int,
+        world_size: int,
+        num_shards: int | None = None,
+        num_backward_shards: int | None = None,
+    ) -> Mesh:
         """Return the mesh of all ranks in copies of ``num_shards``; one copy by default.
 
         Raises:
             ValueError: The ranks cannot be divided so.
         """
         num_shards = num_shards or world_size
-        if world_size % num_shards:
-            raise ValueError(
-                f"Expected a number of shards that divides {world_size} ranks, got {num_shards}."
-            )
+        num_backward = num_backward_shards or num_shards
+        for number, whole in ((num_shards, world_size), (num_backward, num_shards)):
+            if whole % number:
+                raise ValueError(
+                    f"Expected a number of shards that divides {whole} ranks, got {number}."
+                )
         ranks = range(world_size)
         copies = [ranks[first : first + num_shards] for first in ranks[::num_shards]]
         same = [ranks[first::num_shards] for first in ranks[:num_shards]]
-        return cls(Axis.of(copies, rank), Axis.of(same, rank), world_size)
+        parts = [ranks[first : first + num_backward] for first in ranks[::num_backward]]
+        backward = Axis.of(parts, rank) if num_backward < num_shards else None
+        return cls(Axis.of(copies, rank), Axis.of(same, rank), world_size, backward)
 
 
 class Verb(Enum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -116,7 +117,7 @@ class Exclusive:
     """Access to masters that peers read, for a rank that changes its own; all ranks take it.
 
     When it begins, all ranks have read the old values; when it ends, all may read the new ones.
-    Where ranks cannot read each other's memory, both do nothing::
+    Where ranks cannot read each other's memory, nobody waits::
 
         with comm.exclusive(SyncPoint.EDIT):
             master.copy_(...)
@@ -127,19 +128,29 @@ class Exclusive:
         control: The ranks; ``None`` where no rank reads another's memory.
         before: The sync point at which it begins.
         after: The sync point at which it ends.
+        note: Called whenever it begins or ends.
     """
 
-    def __init__(self, control: Control | None, before: SyncPoint, after: SyncPoint) -> None:
+    def __init__(
+        self,
+        control: Control | None,
+        before: SyncPoint,
+        after: SyncPoint,
+        note: Callable[[], None],
+    ) -> None:
         self._control = control
         self._before, self._after = before, after
+        self._note = note
 
     def begin(self) -> None:
         """Wait until every rank has read what it needs of the others' masters."""
+        self._note()
         if self._control is not None:
             self._control.call(self._before).wait()
 
     def end(self) -> None:
         """Wait until every rank has changed its masters."""
+        self._note()
         if self._control is not None:
             self._control.call(self._after).wait()
 

@@ -95,7 +95,7 @@ class Transport(ABC):
     3. :meth:`reduce_buffer` to write a unit's gradients to, then :meth:`reduce`, which takes the
        buffer back.
        What a codec makes of either travels by :meth:`gather_codes` and :meth:`trade`, in memory
-       from :meth:`code_buffer`.
+       from :meth:`passing_buffer`.
     4. :meth:`exchange` between, for whole parameters in an optimizer's step.
     5. :meth:`release_scratch` when a backward pass is over, :meth:`drop_outgrown` between steps,
        :meth:`release` at the end.
@@ -110,7 +110,7 @@ class Transport(ABC):
 
     Attributes:
         ledger: What this rank has sent.
-        codes: The codes that are held now, by the kind of memory that they count as.
+        passing: What else is held now within a step, by the kind of memory that it counts as.
     """
 
     reads_peers: ClassVar[bool] = False
@@ -123,7 +123,7 @@ class Transport(ABC):
         self.rank, self.size = axis.rank, axis.size
         self.control = control
         self.ledger = Ledger()
-        self.codes = {"gathered": Storages(), "unreduced": Storages()}
+        self.passing = {"gathered": Storages(), "unreduced": Storages()}
         self.log = control.log
         self.device = device
 
@@ -210,10 +210,10 @@ class Transport(ABC):
         """Return memory for a unit's gradients before their reduction; its content is undefined."""
         return ReduceBuffer(self._lasting(numel, dtype))
 
-    def code_buffer(self, nbytes: int, kind: str) -> Tensor:
-        """Return memory for codes, which counts as of that kind; its content is undefined."""
-        buffer = self._lasting(nbytes, torch.uint8)
-        self.codes[kind].add(buffer)
+    def passing_buffer(self, numel: int, dtype: torch.dtype, kind: str) -> Tensor:
+        """Return memory that counts as of a kind until it is let go; its content is undefined."""
+        buffer = self._lasting(numel, dtype)
+        self.passing[kind].add(buffer)
         return buffer
 
     @property

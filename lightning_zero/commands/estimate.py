@@ -59,9 +59,7 @@ _READ_OPTIONS = (
     "reshard_after_forward",
     "reduce_dtype",
     "accumulate",
-    "shard",
-    "gather_bits",
-    "reduce_bits",
+    *(_BY_OPTION := ("shard", "backward_shard", "gather_bits", "reduce_bits")),
 )
 """The arguments of the strategy that the engine's memory depends on."""
 
@@ -95,6 +93,7 @@ def add_estimate_command(commands: Any) -> None:
     parser.add_argument("--stages", nargs="+", type=int, help="by default 0 (DDP) 1 2 3")
     parser.add_argument("--ranks", nargs="+", type=int, help="by default as in the YAML, else 8")
     parser.add_argument("--shard", type=int, help="the ranks of one copy; by default all")
+    parser.add_argument("--backward-shard", type=int, help="the ranks of backward's gathers")
     parser.add_argument("--gather-bits", type=int, choices=[8], help="as in the strategy")
     parser.add_argument("--reduce-bits", type=int, choices=[4, 8], help="as in the strategy")
     parser.add_argument("--precision", choices=list(RECIPES), help="as in the Trainer")
@@ -151,7 +150,7 @@ def run(options: argparse.Namespace) -> int:
     }
     if "reduce_dtype" in settings:
         settings["reduce_dtype"] = as_dtype(settings["reduce_dtype"])
-    for name in ("shard", "gather_bits", "reduce_bits"):
+    for name in _BY_OPTION:
         if (value := getattr(options, name)) is not None:
             settings[name] = value
     offloads = named_offloads(*dict.fromkeys(options.offload), ratio=options.offload_ratio)

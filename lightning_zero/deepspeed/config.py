@@ -24,6 +24,7 @@ _DEFAULTS = {
     "prefetch": 1,
     "reduce_dtype": None,
     "shard": "all",
+    "backward_shard": None,
     "gather_bits": None,
     "reduce_bits": None,
     "offload_optimizer": None,
@@ -120,6 +121,11 @@ class Config:
         if value > 0:
             self.arguments["shard"] = int(value)
 
+    def _take_backward_shard(self, value: Any) -> None:
+        # To DeepSpeed a group of one rank is none.
+        if value > 1:
+            self.arguments["backward_shard"] = int(value)
+
     def _take_bits(self, argument: str, value: Any) -> None:
         if value:
             self.arguments[argument] = 8
@@ -209,6 +215,7 @@ _ACTIONS: dict[str, Callable[[Config, Any], Any]] = {
     "zero_optimization.stage": Config._take_stage,
     "zero_optimization.stage3_prefetch_bucket_size": Config._take_prefetch,
     "zero_optimization.mics_shard_size": Config._take_shard,
+    "zero_optimization.zero_hpz_partition_size": Config._take_backward_shard,
     "zero_optimization.zero_quantized_weights": lambda config, value: config._take_bits(
         "gather_bits", value
     ),

@@ -74,9 +74,7 @@ class Engine:
     ) -> None:
         self.module = module
         self.comm = comm = comm or Communicator(
-            settings.device,
-            windows=settings.windows,
-            num_shards=settings.num_shards(default_world_size()),
+            settings.device, **settings.division(default_world_size())
         )
         rank_check.require_equal(
             comm.control, lambda: rank_check.model_facts(module, settings, facts)

@@ -192,6 +192,6 @@ class Forward:
         if stays or self._prefetcher.schedule.comes_next(unit.index):
             unit.weights.idle()
         else:
-            unit.weights.reshard()
+            unit.weights.reshard(until_backward=wants_grad)
         if self._step.leave():
             self._end(output)

@@ -347,6 +347,8 @@ class ShardedModel:
 
         mesh = self.comm.mesh
         copies = f", in {mesh.replicate.size} copies" if mesh.replicate.size > 1 else ""
+        if mesh.backward is not None:
+            copies = f", over {mesh.backward.size} for backward"
         stage = self.settings.stage
         lines = [f"ZeRO stage {stage} over {mesh.shard.size} ranks{copies}, by unit:"]
         for (_, numel), equal in itertools.groupby(self.units, size):
@@ -370,7 +372,7 @@ class ShardedModel:
             kinds.update(flat.memory())
         for transport in self.comm.transports.values():
             kinds["unreduced"] += transport.scratch_bytes
-            kinds.update({kind: codes.nbytes for kind, codes in transport.codes.items()})
+            kinds.update({kind: held.nbytes for kind, held in transport.passing.items()})
         states = self.flats[0].plan.row("states") if self.flats else "states"
         kinds[states] += sum(
             value.nbytes

@@ -170,14 +170,20 @@ class Weights:
                 self.is_pinned = True
                 return
 
-    def reshard(self) -> None:
-        """Release whole weights, if their home is sharded and nothing pins them."""
+    def reshard(self, *, until_backward: bool = False) -> None:
+        """Release whole weights, if their home is sharded and nothing pins them.
+
+        ``until_backward`` if they are needed again in this step: a part may be kept for that.
+        """
         if self.state is State.RESTING or self.is_pinned or not self.gives_back:
             return
         if self._rest_beneath:
             return
         self.wait_if_in_flight()
         self.keep_edits()
+        if until_backward:
+            for flat in self._flats:
+                flat.store.keep(flat.weight.tensor)
         self._release()
 
     @span("reshard")

@@ -188,7 +188,8 @@ class ModelPlan:
         chosen = Settings(
             stage, self.recipe, broadcast_buffers=False, device=_META, **self._cut, **settings
         )
-        num_shards = chosen.num_shards(world_size)
+        division = chosen.division(world_size)
+        num_shards, num_backward = division["num_shards"], division["num_backward_shards"]
         place = rank % num_shards
         specs = specify_units(self.module, chosen)
         terms = terms_of_specs(
@@ -206,13 +207,13 @@ class ModelPlan:
             return without_units(terms, is_kept=is_local and num_microbatches > 1)
         transport: DryTransport = DryTransport()
         if self.device.type == "cpu":
-            shares_memory = shares_memory and num_shards > 1
+            shares_memory = shares_memory and num_shards > 1 and num_backward in (None, num_shards)
             transport = DrySharedMemory() if shares_memory else DryMessages()
         return sharded_step(
             self.events(is_cast=True),
             meta_copy(self.module),
             chosen,
-            DryCommunicator(rank, world_size, transport, num_shards),
+            DryCommunicator(rank, world_size, transport, num_shards, num_backward),
             terms,
             buffers=self._buffers,
             stepped=self._states.stepped(place, num_shards),

@@ -16,6 +16,7 @@ from lightning_zero.memory.states import Optimizers
 from lightning_zero.memory.terms import AWAY_ROWS, HOST_KINDS, KINDS, RESTING, Kinds
 from lightning_zero.plan import MIN_NUMEL, Offload, UnitPolicy
 
+_OF_STAGE_3 = ("reshard_after_forward", "backward_shard")
 NO_OFFLOAD_YET = (
     "Offload of a share, of both kinds to other media, or to host memory where the device is the"
     " host, is predicted by the plan's formula only: the strategy does not run it."
@@ -137,6 +138,7 @@ def estimate(
     reshard_after_forward: bool = True,
     reduce_dtype: torch.dtype | None = None,
     shard: int | str = "all",
+    backward_shard: int | str | None = None,
     gather_bits: int | None = None,
     reduce_bits: int | None = None,
     shares_memory: bool = False,
@@ -172,6 +174,7 @@ def estimate(
         reduce_dtype: As in ``ZeROStrategy``.
         shard: As in ``ZeROStrategy``, ``"all"`` or a number. What a reduction between copies holds
             for a moment is not counted: up to three shards of the unit that is reduced.
+        backward_shard: As in ``ZeROStrategy``, a number of ranks.
         gather_bits: As in ``ZeROStrategy``.
         reduce_bits: As in ``ZeROStrategy``.
         shares_memory: The ranks are on one host's CPUs and read each other's reduce buffers, which
@@ -188,7 +191,8 @@ def estimate(
         model, stage, world_size, rank=rank, num_microbatches=accumulate_grad_batches,
         prefetch=prefetch, accumulate=accumulate, reduce_dtype=reduce_dtype,
         reshard_after_forward=reshard_after_forward, offload=offload, shares_memory=shares_memory,
-        shard=shard, gather_bits=gather_bits, reduce_bits=reduce_bits,
+        shard=shard, backward_shard=backward_shard, gather_bits=gather_bits,
+        reduce_bits=reduce_bits,
     )  # fmt: skip
 
 
@@ -227,10 +231,16 @@ def compare(
     offloads: Iterable[tuple[int, Offload]] = (),
     **settings: Any,
 ) -> list[Estimate]:
-    """Estimate every stage over every number of ranks, then every stage with an offload."""
+    """Estimate every stage over every number of ranks, then every stage with an offload.
+
+    Of the settings each stage gets those that mean something there.
+    """
     columns = [*((stage, None) for stage in stages), *offloads]
+    below = {name: value for name, value in settings.items() if name not in _OF_STAGE_3}
     return [
-        estimate_of(model, stage, world_size, offload=offload, **settings)
+        estimate_of(
+            model, stage, world_size, offload=offload, **(settings if stage == 3 else below)
+        )
         for world_size in world_sizes
         for stage, offload in columns
     ]

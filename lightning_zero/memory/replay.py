@@ -63,14 +63,14 @@ def replay(
             is_last = number == num_passes - 1
             is_watched = step == 1 and is_last
             calls = _Calls(events, units, parameters, segments.follow if is_watched else _ignore)
-            comm.transport.on_change = segments.note if is_watched else _ignore
+            comm.watch(segments.note if is_watched else _ignore)
             loss = calls.run()
             if number == 0:
                 optimizer.zero_grad()  # as the Trainer does
             with contextlib.nullcontext() if is_last else engine.no_sync():
                 loss.backward()  # type: ignore[no-untyped-call]
         segments.note()
-        comm.transport.on_change = _ignore
+        comm.watch(_ignore)
         optimizer.step()
     return segments.found
 

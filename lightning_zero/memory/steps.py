@@ -51,18 +51,18 @@ def sharded_step(
     """
     still = {**dict.fromkeys(KINDS, 0), **_resting(units, Medium.DEVICE), "buffers": buffers}
     host, disk = (_resting(units, medium) for medium in (Medium.HOST, Medium.DISK))
-    transport, codes = comm.transport, comm.transport.codes
+    transport, passing = comm.transport, comm.transport.passing
     stays = 1 - offload.ratio if offload and host["gradients"] else 1.0
     cast = max(unit.cast for unit in units)
 
-    def held(passing: int = cast) -> Kinds:
+    def held(cast: int = cast) -> Kinds:
         # What is offloaded is reduced into a shard that is free anyway, and is sent from there.
         return {
             **still,
-            "gathered": codes["gathered"].nbytes
-            + (transport.gathered + passing if settings.stage == 3 else 0),
+            "gathered": passing["gathered"].nbytes
+            + (transport.gathered + cast if settings.stage == 3 else 0),
             "gradients": round(stays * transport.reduced + (1 - stays) * transport.last_reduced),
-            "unreduced": codes["unreduced"].nbytes
+            "unreduced": passing["unreduced"].nbytes
             + round(transport.partials + stays * transport.targets),
         }
 
@@ -72,7 +72,7 @@ def sharded_step(
         segment.snapshot({**host, "staging": segment.is_backward * added}, disk)
         for segment in segments
     ]
-    rest = held(passing=0)
+    rest = held(cast=0)
     if stepped:
         found.append(Snapshot("", "step", {**rest, "gathered": rest["gathered"] + stepped}))
     return [*found, Snapshot("", "rest", rest, {**host, "staging": 0}, disk)]

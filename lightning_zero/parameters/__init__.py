@@ -3,6 +3,7 @@
 ================ ===============================================================================
 buffer           a flat tensor with a view for each parameter, whose memory can be given back
 stores           where weights, gradients and masters rest
+second_shards    a second copy of weights for the backward pass
 streams          weights that are read where a checkpoint has them
 ownership        which engine a parameter belongs to
 guards           the classes that parameters have at rest and while they are whole

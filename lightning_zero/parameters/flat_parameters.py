@@ -22,8 +22,9 @@ from lightning_zero.parameters.guards import ParameterClasses
 from lightning_zero.parameters.ownership import Owner
 from lightning_zero.parameters.piece import Piece, PieceRange
 from lightning_zero.parameters.reducer import Reducer
+from lightning_zero.parameters.second_shards import store_for
 from lightning_zero.parameters.sharded_grad import ShardedGrad
-from lightning_zero.parameters.stores import Store, store_for
+from lightning_zero.parameters.stores import Store
 from lightning_zero.plan import Layout, Medium, Plan
 from lightning_zero.tensors import lasting_tensors
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -38,7 +39,9 @@ class Store:
        plan says so; :attr:`fetch` for whole masters, which lose nothing.
     3. :meth:`reduced` for the result of a reduction, then :meth:`flush` with it, and
        :attr:`join` with what rests, where it is not to stay the sum of one copy.
-    4. :meth:`retire` at the end.
+    4. Where :attr:`keeps_weights`, :meth:`keep` when whole weights are released until a backward
+       pass, :meth:`forget` when the step ends.
+    5. :meth:`retire` at the end.
 
     Attributes:
         layout: Where the parameters lie.
@@ -52,6 +55,8 @@ class Store:
     """
 
     is_stream = False
+    keeps_weights: ClassVar[bool] = False
+    """Whether a part of whole weights is kept between forward and backward."""
 
     def __init__(
         self, layout: Layout, plan: Plan, comm: Communicator, scratch: Scratch | None = None
@@ -140,6 +145,12 @@ class Store:
         """
         return (source if resting is None else resting.add_(source)), Arrived()
 
+    def keep(self, whole: Tensor) -> None:
+        """Keep a part of ``whole`` weights for the gathers of this step, if the store does that."""
+
+    def forget(self) -> None:
+        """Keep no part of whole weights any more."""
+
     def retire(self, master: Tensor) -> None:
         """Let ``master`` be all that rests."""
         self._whole = None
@@ -196,10 +207,3 @@ class HostStore(Store):
             return landing, self.comm.host_copies.down(landing, source)
         add = functools.partial(resting.add_, landing)
         return resting, self.comm.host_copies.down(landing, source, add)
-
-
-def store_for(
-    layout: Layout, plan: Plan, comm: Communicator, scratch: Scratch | None = None
-) -> Store:
-    """Return the store for what rests where a plan says."""
-    return (HostStore if plan.grad.medium is Medium.HOST else Store)(layout, plan, comm, scratch)

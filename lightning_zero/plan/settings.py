@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -35,6 +36,7 @@ class Settings:
     accumulate: str | None = None
     broadcast_buffers: bool = True
     shard: int | str = "all"
+    backward_shard: int | str | None = None
     gather_bits: int | None = None
     reduce_bits: int | None = None
     offload: Offload | None = None
@@ -57,11 +59,13 @@ class Settings:
                 f" got {self.cast_weights!r}."
             )
         self._check_bits()
-        is_number = isinstance(self.shard, int) and not isinstance(self.shard, bool)
-        if self.shard not in ("all", "node") and not (is_number and int(self.shard) > 0):
-            raise ValueError(
-                f"Expected shard='all', 'node' or a number of ranks >= 1, got {self.shard!r}."
-            )
+        for name, word in (("shard", "all"), ("backward_shard", None)):
+            value = getattr(self, name)
+            is_number = isinstance(value, int) and not isinstance(value, bool)
+            if value not in (word, "node") and not (is_number and value > 0):
+                raise ValueError(
+                    f"Expected {name}={word!r}, 'node' or a number of ranks >= 1, got {value!r}."
+                )
         if self.accumulate not in (None, "reduce", "local"):
             raise ValueError(f"Expected accumulate='reduce' or 'local', got {self.accumulate!r}.")
         if self.reduce_dtype is not None and not self.reduce_dtype.is_floating_point:
@@ -78,6 +82,27 @@ class Settings:
             )
         if self.offload is not None:
             self._check_offload(self.offload)
+        if self.backward_shard is not None:
+            self._check_backward_shard(f"backward_shard={self.backward_shard!r}")
+
+    def _check_backward_shard(self, what: str) -> None:
+        if self.stage < 3 or not self.reshard_after_forward:
+            other = "reshard_after_forward=False" if self.stage == 3 else f"stage={self.stage}"
+            raise ValueError(
+                f"{other} keeps whole weights from forward to backward, so {what} has nothing to"
+                " gather. Leave it out."
+            )
+        if self.shard != "all":
+            raise ValueError(
+                f"shard={self.shard!r} gathers weights within a copy already, which {what} asks"
+                " for in backward alone. Leave one of them out."
+            )
+        if self.offload is not None and self.offload.weights:
+            raise ValueError(
+                f"{what} keeps a second copy of weights on the device, from which"
+                f" offload_weights={self.offload.weights!r} is to keep the first. Leave one of"
+                " them out."
+            )
 
     def _check_bits(self) -> None:
         for name, known in (("gather_bits", (8,)), ("reduce_bits", (4, 8))):
@@ -91,30 +116,43 @@ class Settings:
                 f" which reduce_dtype={self.reduce_dtype} contradicts. Leave one of them out."
             )
 
-    @property
-    def windows(self) -> bool | None:
-        """Return whether ranks may read each other's memory; code travels in messages only."""
-        return None if self.gather_bits is None and self.reduce_bits is None else False
+    def division(self, world_size: int, ranks_on_node: int | None = None) -> dict[str, Any]:
+        """Return how a communicator divides the ranks, and whether they may read their memory.
 
-    def num_shards(self, world_size: int, ranks_on_node: int | None = None) -> int:
-        """Return over how many ranks states, gradients and weights are sharded.
+        Code travels in messages only.
 
         Raises:
             ValueError: The ranks cannot be divided so, or it is not known which share a node.
         """
-        numbers = {"all": world_size, "node": ranks_on_node}
-        found = numbers[self.shard] if isinstance(self.shard, str) else self.shard
+        asked = self.backward_shard is not None
+        is_coded = self.gather_bits is not None or self.reduce_bits is not None
+        return {
+            "windows": False if is_coded else None,
+            "num_shards": self.num_shards(world_size, ranks_on_node),
+            "num_backward_shards": self._group("backward_shard", world_size, ranks_on_node)
+            if asked
+            else None,
+        }
+
+    def num_shards(self, world_size: int, ranks_on_node: int | None = None) -> int:
+        """Return over how many ranks states, gradients and weights are sharded, or raise."""
+        return self._group("shard", world_size, ranks_on_node)
+
+    def _group(self, name: str, world_size: int, ranks_on_node: int | None) -> int:
+        """Return how many ranks the groups have for which a setting asks; by default all."""
+        asked = getattr(self, name)
+        found = {"all": world_size, "node": ranks_on_node}.get(asked, asked)
         if found is None:
             raise ValueError(
-                "shard='node' needs to know how many ranks share a node, as the Trainer does. Give"
-                " their number."
+                f"{name}='node' needs to know how many ranks share a node, as the Trainer does."
+                " Give their number."
             )
         if world_size % found:
             raise ValueError(
-                f"shard={self.shard!r} makes groups of {found} ranks, into which {world_size} ranks"
+                f"{name}={asked!r} makes groups of {found} ranks, into which {world_size} ranks"
                 " cannot be divided. Take a divisor of the number of ranks."
             )
-        return found
+        return int(found)
 
     def _check_offload(self, offload: Offload) -> None:
         kinds = {"offload_optimizer": offload.optimizer, "offload_weights": offload.weights}

@@ -167,7 +167,7 @@ class MemoryMonitor(Callback):
         if not isinstance(strategy, ZeROStrategy) or strategy.engine is None:
             self.predict = False
             return
-        chosen = strategy.settings
+        chosen, mesh = strategy.settings, strategy.engine.comm.mesh
         self._settings: dict[str, Any] = {
             "num_microbatches": trainer.accumulate_grad_batches,
             "prefetch": chosen.prefetch,
@@ -176,7 +176,8 @@ class MemoryMonitor(Callback):
             "accumulate": chosen.accumulate,
             "gather_bits": chosen.gather_bits,
             "reduce_bits": chosen.reduce_bits,
-            "shard": strategy.engine.comm.mesh.shard.size,
+            "shard": mesh.shard.size if mesh.replicate.size > 1 else "all",
+            "backward_shard": None if mesh.backward is None else mesh.backward.size,
             "shares_memory": strategy.engine.comm.transport.reads_peers,
         }
         for given, what in ((batch, "activations"), (None, "memory")):

@@ -78,7 +78,10 @@ class ZeROStrategy(SavingStrategy):
         shard: The ranks that share one copy of states, gradients and weights: ``"all"``,
             ``"node"`` for those of each node, or a number, each so many that follow each other
             (Zhang et al., *MiCS*, 2022). What is reduced in a copy is then reduced between them.
-        gather_bits: ``8`` sends weights in 8 bits (qwZ of *ZeRO++*, 2023); masters keep all theirs.
+        backward_shard: Keep a second copy of weights from forward to backward, sharded over the
+            ranks of each ``"node"`` or so many that follow each other, from which the backward pass
+            gathers (hpZ of *ZeRO++*, 2023). Stage 3 only.
+        gather_bits: ``8`` sends weights in 8 bits (qwZ of *ZeRO++*); masters keep all theirs.
         reduce_bits: ``8`` or ``4`` sends gradients so, rounded by chance, and sums in fp32 (qgZ).
         offload_optimizer: ``"cpu"`` keeps masters and optimizer states in the memory of an
             accelerator's host and steps there, ``"nvme"`` in files, also where there is none;
@@ -87,8 +90,7 @@ class ZeROStrategy(SavingStrategy):
         offload_weights: The same for sharded weights. Stage 3 only.
         offload_path: The folder of those files, which have no names and vanish with the process; by
             default the Trainer's ``default_root_dir``.
-        restore_weights: Make the module whole and ordinary again after ``fit``. ``False`` for
-            models that one host cannot hold.
+        restore_weights: Make the module whole again after ``fit``; ``False`` if no host holds it.
         checkpoint: What checkpoints are: ``"file"``, one plain ``.ckpt``, or ``"dcp"``, a directory
             of torch.distributed.checkpoint. Both are read whatever is said here.
         verify_checkpoint: Read all of a checkpoint that is loaded and compare its checksums, each
@@ -127,6 +129,7 @@ class ZeROStrategy(SavingStrategy):
         activation_offload: bool = False,
         broadcast_buffers: bool = True,
         shard: int | Literal["all", "node"] = "all",
+        backward_shard: int | Literal["node"] | None = None,
         gather_bits: Literal[8] | None = None,
         reduce_bits: Literal[4, 8] | None = None,
         offload_optimizer: Literal["cpu", "nvme"] | None = None,
@@ -182,6 +185,7 @@ class ZeROStrategy(SavingStrategy):
             accumulate=accumulate,
             broadcast_buffers=broadcast_buffers,
             shard=self.config.argument("shard", shard),
+            backward_shard=self.config.argument("backward_shard", backward_shard),
             gather_bits=self.config.argument("gather_bits", gather_bits),
             reduce_bits=self.config.argument("reduce_bits", reduce_bits),
             offload=offload,
@@ -218,8 +222,8 @@ class ZeROStrategy(SavingStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        size = self.settings.num_shards(self.world_size, self.num_processes)
-        comm = Communicator(self.root_device, windows=self.settings.windows, num_shards=size)
+        division = self.settings.division(self.world_size, self.num_processes)
+        comm = Communicator(self.root_device, **division)
         self._run = Run(comm, Saver(comm.control))
         trainer = internals.trainer_of(self._module)
         if trainer is not None:
@@ -289,21 +293,17 @@ class ZeROStrategy(SavingStrategy):
         self.engine.sharded.broadcast_buffers()
         self.precision_plugin.comm = self.engine.comm
         self.model = module
-        units = self.engine.sharded.units
-        choice, modules = self.options.activation_checkpointing, [u.module for u in units[:-1]]
+        found = self.engine.sharded.units
+        choice, modules = self.options.activation_checkpointing, [u.module for u in found[:-1]]
         checkpointing = ActivationCheckpointing.chosen(choice, module, modules)
         if self.options.activation_offload:
             # Around what is checkpointed, so it goes first.
-            run.stand_ins.append(ActivationOffload.beside(self.engine.comm, units))
+            run.stand_ins.append(ActivationOffload.beside(self.engine.comm, found))
         run.stand_ins.append(checkpointing)
-        self._announce(self.engine.sharded.describe())
-        return self.engine
-
-    def _announce(self, units: str) -> None:
-        """Log the units, once for as long as they stay the same."""
-        if units != self._announced:
+        if (units := self.engine.sharded.describe()) != self._announced:
             self._announced = units
             rank_zero_info(units)
+        return self.engine
 
     @override
     def model_to_device(self) -> None:

@@ -20,7 +20,8 @@ class TrafficMonitor(Callback):
     The values appear in the user's logger as ``traffic/gather_bytes`` (weights),
     ``traffic/reduce_bytes`` (gradients) and likewise for elements and collectives; rank 0's, which
     are those of every rank. With hybrid sharding these are within a copy, and the traffic between
-    the copies is ``traffic/replicate_gather_bytes`` and so on. With offload ``traffic/up_bytes``
+    the copies is ``traffic/replicate_gather_bytes`` and so on. What a backward pass gathers from a
+    second copy is ``traffic/backward_gather_bytes``. With offload ``traffic/up_bytes``
     (weights) and ``traffic/down_bytes`` (gradients) pass between a device and its host.
     ``trainer.strategy.traffic`` has all by unit.
 

@@ -94,7 +94,7 @@ def _over_ranks(way: dict[str, bool], bits: int) -> tuple[list[float], list[floa
     work = gradients.reduce(out, partial_sum, unit="g", tag=2)
     work.wait()
     if way["direct"]:  # a thread of the backend lets go when it likes
-        assert [len(codes) for codes in comm.transport.codes.values()] == [0, 0]
+        assert [len(codes) for codes in comm.transport.passing.values()] == [0, 0]
     assert torch.equal(torch.random.get_rng_state(), before)
     sent = comm.transport.ledger.total
     comm.control.leave()

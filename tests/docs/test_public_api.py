@@ -51,6 +51,7 @@ def test_arguments_are_frozen() -> None:
         "activation_offload",
         "broadcast_buffers",
         "shard",
+        "backward_shard",
         "gather_bits",
         "reduce_bits",
         "offload_optimizer",

@@ -66,6 +66,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "kept": {"reshard_after_forward": False},
     "stage_2": {"stage": 2},
     "coded": {"gather_bits": 8, "reduce_bits": 8},
+    "second_copy": {"backward_shard": 1},
 }
 UNITS = {"outer": (Outer,), "both": (Outer, Inner)}
 
@@ -84,8 +85,9 @@ def measure_all(name: str) -> dict[str, dict[str, int]]:
 
 
 def measure(model: nn.Module, units: Any, settings: dict[str, Any]) -> dict[str, int]:
-    comm = Communicator(torch.device("cpu"), windows=False)
-    engine = Engine(model, Settings(units=units, **settings), comm)
+    chosen = Settings(units=units, **settings)
+    comm = Communicator(torch.device("cpu"), **{**chosen.division(2), "windows": False})
+    engine = Engine(model, chosen, comm)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     engine.adopt(optimizer)
     most = {"gathered": 0, "unreduced": 0, "gradients": 0}

@@ -1,0 +1,73 @@
+"""A second copy of weights for the backward pass, sharded over fewer ranks than their masters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_zero.comm import Communicator, Scratch, Shared, Work
+from lightning_zero.parameters.stores import HostStore, Store
+from lightning_zero.plan import Layout, Medium, Plan
+
+
+class SecondShards(Store):
+    """A store that keeps a part of whole weights from a forward on, for the gathers behind it.
+
+    The ranks of a group (the mesh's ``backward`` axis) keep the whole between them, in the weights'
+    own dtype, so that a gather in the group gives back every bit. What is kept is the masters' as
+    they were when the whole was gathered, and is used only while nobody can have changed them
+    since: all ranks take exclusive access for that, so all of them choose the same gather. In this
+    way edits, optimizer steps and what is loaded within a step are seen by its backward pass.
+    """
+
+    keeps_weights: ClassVar[bool] = True
+
+    @override
+    def _rest(self, shared: Shared) -> None:
+        super()._rest(shared)
+        self._second: Tensor | None = None
+        # The communicator's count when the weights were last gathered from all ranks.
+        self._as_of = -1
+        self._fetch_from_all: Callable[..., Work] = self.fetch_weights
+        self.fetch_weights = self._fetch
+
+    def _fetch(self, out: Tensor, *, unit: str, tag: int) -> Work:
+        if self._second is not None and self._is_current:
+            group = self.comm.transports["backward"]
+            return group.gather(out, Shared(self._second), unit=unit, tag=tag)
+        self._second = None
+        self._as_of = self.comm.num_changes
+        return self._fetch_from_all(out, unit=unit, tag=tag)
+
+    @property
+    def _is_current(self) -> bool:
+        return self._as_of == self.comm.num_changes
+
+    @override
+    def keep(self, whole: Tensor) -> None:
+        axis = self.comm.mesh.backward
+        assert axis is not None
+        if self._second is None and self._is_current:
+            part = whole.view(axis.size, -1)[axis.rank]
+            buffer = self.comm.transport.passing_buffer(part.numel(), part.dtype, "gathered")
+            self._second = buffer.copy_(part)
+
+    @override
+    def forget(self) -> None:
+        self._second = None
+
+
+def store_for(
+    layout: Layout, plan: Plan, comm: Communicator, scratch: Scratch | None = None
+) -> Store:
+    """Return the store for what rests where a plan says, and is gathered as the ranks are divided.
+
+    ``Settings`` sees to it that what is offloaded to a host has no second shards.
+    """
+    if plan.grad.medium is Medium.HOST:
+        return HostStore(layout, plan, comm, scratch)
+    has_second = plan.gives_weights_back and comm.mesh.backward is not None
+    return (SecondShards if has_second else Store)(layout, plan, comm, scratch)
