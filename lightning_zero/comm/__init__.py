@@ -38,7 +38,7 @@ from lightning_zero.comm.dry import (
     DryTransport,
 )
 from lightning_zero.comm.host_copies import HostCopies
-from lightning_zero.comm.mesh import Placements
+from lightning_zero.comm.mesh import Axis, Placements
 from lightning_zero.comm.process_groups import default_world_size
 from lightning_zero.comm.rendezvous import join_group
 from lightning_zero.comm.scratch import Scratch
@@ -48,6 +48,7 @@ from lightning_zero.comm.transport import Arrived, ReduceBuffer, Shared, Work
 
 __all__ = [
     "Arrived",
+    "Axis",
     "Cargo",
     "Codec",
     "Communicator",

@@ -7,6 +7,7 @@ step is known before there are ranks.
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import ClassVar
@@ -23,6 +24,7 @@ from lightning_zero.comm.transport import ReduceBuffer, Shared, Transport, Work
 from lightning_zero.tensors import Storages
 
 _META = torch.device("meta")
+OnMessage = Callable[..., Callable[[], None]]
 
 
 class DryCommunicator(Communicator):
@@ -34,6 +36,8 @@ class DryCommunicator(Communicator):
         transport: Allocates what weights and gradients travel through within a copy.
         num_shards: As for every communicator.
         num_backward_shards: As for every communicator.
+        on_message: Called with the axis, the verb (``trade`` of gradients in code) and the bytes of
+            each message that begins; what it returns is called where the message is awaited.
     """
 
     transport: DryTransport
@@ -45,12 +49,19 @@ class DryCommunicator(Communicator):
         transport: DryTransport,
         num_shards: int | None = None,
         num_backward_shards: int | None = None,
+        on_message: OnMessage | None = None,
     ) -> None:
         self.device = transport.device
         self.control = transport.control
         self.mesh = Mesh.of(rank, world_size, num_shards, num_backward_shards)
         axes = {"shard": self.mesh.shard, "backward": self.mesh.backward}
         self._dry = {name: transport.along(axis) for name, axis in axes.items() if axis}
+        if on_message is not None and self.mesh.replicate.size > 1:
+            # What it holds for a moment is not predicted.
+            self._dry["replicate"] = DryTransport().along(self.mesh.replicate)
+        if on_message is not None:
+            for name, one in self._dry.items():
+                one.on_message = functools.partial(on_message, name)
         self.transport, self.transports = self._dry["shard"], {**self._dry}
 
     def watch(self, on_change: Callable[..., None]) -> None:
@@ -64,10 +75,16 @@ class DryTransport(Transport):
 
     Attributes:
         on_change: Called whenever memory was taken.
+        on_message: Called with verb and bytes whenever a message begins.
+        ledger: What this rank would send.
     """
+
+    ledger: _DryLedger
 
     def __init__(self) -> None:
         super().__init__(Control(alone=True), Mesh.of(0, 1).shard, _META)
+        self.ledger = _DryLedger()
+        self.on_message: OnMessage = lambda *_: _nothing
         self.on_change: Callable[..., None] = lambda: None
         self._wholes = Storages()
         self._partials = Storages()
@@ -79,7 +96,7 @@ class DryTransport(Transport):
         """Return the same along an axis; what either holds is counted by both."""
         other = copy.copy(self)
         other.axis, other.rank, other.size = axis, axis.rank, axis.size
-        other.ledger = Ledger()
+        other.ledger = _DryLedger()
         return other
 
     @property
@@ -111,10 +128,15 @@ class DryTransport(Transport):
     def _gather(self, whole: Tensor, shard: Shared, unit: str, tag: int) -> Work:
         self._wholes.add(whole)
         self.on_change()
-        return _Done()
+        return _Done(self._sent())
+
+    def _sent(self) -> Callable[[], None]:
+        """Tell of the message that begins, of which the ledger was just told."""
+        return self.on_message(*self.ledger.latest)
 
     @override
     def gather_codes(self, codes: Tensor, own: Tensor, out: Tensor, *, unit: str, tag: int) -> Work:
+        self.ledger.note(unit, "gather", own.numel() * (self.size - 1), 1)
         return self._gather(out, Shared(own), unit, tag)
 
     @override
@@ -126,7 +148,8 @@ class DryTransport(Transport):
     @override
     def _trade(self, received: Tensor, sent: Tensor, out: Tensor, unit: str, tag: int) -> Work:
         self._begin(out, unit)
-        return _Done(lambda: self._end(out))
+        _, nbytes = self.ledger.latest
+        return _Done(self.on_message("trade", nbytes), lambda: self._end(out))
 
     @override
     def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
@@ -138,7 +161,7 @@ class DryTransport(Transport):
     @override
     def _reduce(self, partial: ReduceBuffer, out: Tensor, unit: str, tag: int) -> Work:
         self._begin(out, unit)
-        return _Done(lambda: self._finish(partial, out, unit))
+        return _Done(self._sent(), lambda: self._finish(partial, out, unit))
 
     def _begin(self, out: Tensor, unit: str) -> None:
         self._in_flight.add(out)
@@ -231,8 +254,24 @@ class DrySharedMemory(DryTransport):
 class _Done:
     """Work that ends when it is waited for."""
 
-    def __init__(self, finish: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, *finish: Callable[[], None]) -> None:
         self._finish = finish
 
     def wait(self) -> None:
-        self._finish()
+        for one in self._finish:
+            one()
+
+
+class _DryLedger(Ledger):
+    """A ledger that knows the verb and the bytes of its latest entry."""
+
+    latest: tuple[str, int] = ("", 0)
+
+    @override
+    def note(self, unit: str, verb: str, elements: int, itemsize: int) -> None:
+        super().note(unit, verb, elements, itemsize)
+        self.latest = verb, elements * itemsize
+
+
+def _nothing() -> None:
+    return

@@ -17,9 +17,12 @@ from lightning_zero.commands.model_source import (
     parse_batch,
     read_config,
 )
+from lightning_zero.commands.times import times, times_table
 from lightning_zero.memory import (
     EQUAL_STAGES,
     NO_OFFLOAD_YET,
+    TERMS,
+    Cluster,
     Estimate,
     Limits,
     ModelPlan,
@@ -44,6 +47,8 @@ _EXAMPLES = """examples:
   lightning-zero estimate examples/zero3.yaml --model examples/train_gpt.py:GPT --optimizer adamw
   lightning-zero estimate path/to/hugging_face_model --ranks 8 \\
       --batch "input_ids=int64[1,2048]" "labels=int64[1,2048]"
+  lightning-zero estimate examples/train_gpt.py:GPT --args width=1024 depth=24 \\
+      --optimizer adamw --batch "int64[8,129]" --cluster "64x8, 400Gb/s, 450GB/s, 400TFLOPS"
 """
 
 
@@ -80,7 +85,7 @@ def add_estimate_command(commands: Any) -> None:
         "estimate",
         help="bytes per rank of a model, by kind and stage, before it runs",
         description="Bytes per rank of a model, by kind and stage, before it runs.",
-        epilog=_EXAMPLES,
+        epilog=f"{_EXAMPLES}\nterms of --cluster:\n{textwrap.indent(TERMS, '  ')}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -112,6 +117,13 @@ def add_estimate_command(commands: Any) -> None:
         " is there, with --device cpu",
     )
     parser.add_argument("--offload-ratio", type=float, default=1.0, help="the share offloaded")
+    parser.add_argument(
+        "--cluster",
+        type=Cluster.parse,
+        metavar="TERMS",
+        help="the time of a step on so many nodes, in place of bytes:"
+        ' "64x8, 400Gb/s, 450GB/s, 400TFLOPS"; terms are below',
+    )
     parser.add_argument("--device-memory", help="such as 80GB, to learn what fits")
     parser.add_argument("--host-memory", help="a node's, such as 512GB; also a limit for what fits")
     parser.add_argument(
@@ -153,6 +165,11 @@ def run(options: argparse.Namespace) -> int:
     for name in _BY_OPTION:
         if (value := getattr(options, name)) is not None:
             settings[name] = value
+    if options.cluster is not None:
+        limit = parse_bytes(options.device_memory) if options.device_memory else None
+        found_times = times(subject, options.cluster, limit, options.stages, **settings)
+        print(f"{subject.describe()}\n\n{times_table(found_times, options.cluster)}")
+        return 0
     offloads = named_offloads(*dict.fromkeys(options.offload), ratio=options.offload_ratio)
     media = [chosen.pop(name, None) for name in ("offload_optimizer", "offload_weights")]
     if any(media):

@@ -7,6 +7,7 @@ trace          the events of a step
 live_bytes     bytes of all tensors that are alive, and what kernels keep beside them
 replay         the engine itself, which goes through the events on meta
 snapshots      what a rank holds in each part of a step
+cluster        the time of a step on a cluster, by what the replay does and waits for
 steps          a step under the engine, under DDP, of a number of parameters, and with offload
 states         optimizers on meta, and the bytes of their states
 terms          what rests, by the plan's arithmetic
@@ -17,6 +18,7 @@ report, plot   text, the page and its pictures; size: bytes as people write them
 
 from lightning_zero.memory import plot
 from lightning_zero.memory.advice import Limits, advise
+from lightning_zero.memory.cluster import TERMS, Cluster, Played, Timeline, play
 from lightning_zero.memory.difference import explain
 from lightning_zero.memory.live_bytes import LiveBytes
 from lightning_zero.memory.model import ModelPlan
@@ -45,11 +47,15 @@ __all__ = [
     "KINDS",
     "NO_OFFLOAD_YET",
     "RESTING",
+    "TERMS",
+    "Cluster",
     "Estimate",
     "Limits",
     "LiveBytes",
     "ModelPlan",
     "Offload",
+    "Played",
+    "Timeline",
     "advise",
     "are_equal_stages",
     "compare",
@@ -62,6 +68,7 @@ __all__ = [
     "named_offloads",
     "parse_bytes",
     "parse_numel",
+    "play",
     "plot",
     "table",
     "write_report",

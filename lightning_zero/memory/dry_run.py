@@ -176,8 +176,8 @@ class _Log:
 
     def note(self, kind: Kind, unit: str = "", call: int = -1, parameter: int = -1) -> None:
         """Note that something happens."""
-        before = self.live.restart()
-        self.events.append(Event(kind, unit, call, parameter, before, self.live.count()))
+        before, flops = self.live.restart(), self.live.take_flops()
+        self.events.append(Event(kind, unit, call, parameter, before, self.live.count(), flops))
 
     def listen(self, name: str, unit: nn.Module) -> Iterator[Any]:
         """Hook the unit's forward, and through it its backward."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import prod
 from typing import Any
 
@@ -23,6 +23,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import (
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 _Storages = dict[int, "weakref.ref[torch.UntypedStorage]"]
 
@@ -40,8 +45,30 @@ _WEIGHT_OF_NORM = {
 """Which argument a norm's weight is."""
 
 
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    shapes = query.shape, key.shape, value.shape
+    return int(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
+
+
+def _attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+) -> int:
+    shapes = grad.shape, query.shape, key.shape, value.shape
+    return int(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
+
+
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    # Of a CPU's attention torch knows no formula.
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
 class LiveBytes(TorchDispatchMode):
     """A context that counts the storages that operations within it make, by their first size.
+
+    It counts what operations on matrices compute too, as torch counts it.
 
     ``as_on_cpu`` adds what the kernels of a CPU would keep, were the tensors not without data.
     """
@@ -53,6 +80,7 @@ class LiveBytes(TorchDispatchMode):
         self._live: _Storages = {}
         self._ignored: _Storages = {}
         self._total = 0
+        self._flops = 0
 
     def follow(self, tensors: Iterable[Any]) -> None:
         """Count these too, which were there before."""
@@ -73,6 +101,11 @@ class LiveBytes(TorchDispatchMode):
         """Begin a new peak at what is alive now; returns the old one."""
         before, self.peak = self.peak, self.count()
         return before
+
+    def take_flops(self) -> int:
+        """Return the floating-point operations since this was last asked for."""
+        flops, self._flops = self._flops, 0
+        return flops
 
     def _count(self, storage: torch.UntypedStorage, more: int = 0) -> None:
         key, size = storage._cdata, storage.nbytes() + more
@@ -98,6 +131,8 @@ class LiveBytes(TorchDispatchMode):
             # A number read from a tensor without data (`.item()`, `if x.any()`) is taken as zero.
             dtype = args[0].dtype
             return False if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
+        if formula := _FORMULAS.get(func._overloadpacket):
+            self._flops += formula(*args, **(kwargs or {}), out_val=out)
         for tensor, more in _kept_beyond(func, args, out) if self._as_on_cpu else ():
             self._count(tensor.untyped_storage(), more)
         for storage in _storages(tree_leaves(out)):

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm import DryCommunicator, DryMessages, DrySharedMemory, DryTransport
 from lightning_zero.engine import Engine
+from lightning_zero.memory.cluster import Timeline
 from lightning_zero.memory.dry_run import Microbatch, Step, meta_copy
 from lightning_zero.memory.snapshots import Snapshot
 from lightning_zero.memory.states import Optimizers, OptimizerStates, optimizers_for
@@ -168,9 +169,13 @@ class ModelPlan:
         num_microbatches: int = 1,
         shares_memory: bool = False,
         offload: Offload | None = None,
+        timeline: Timeline | None = None,
         **settings: Any,
     ) -> list[Snapshot]:
-        """Return a step at a stage (0 is DDP) over so many ranks; ``settings`` are the engine's."""
+        """Return a step at a stage (0 is DDP) over so many ranks; ``settings`` are the engine's.
+
+        What the engine does in it is noted in ``timeline``.
+        """
         if not isinstance(world_size, int) or world_size < 1:
             raise ValueError(f"Expected world_size >= 1, got {world_size!r}.")
         if not 0 <= rank < world_size:
@@ -209,17 +214,19 @@ class ModelPlan:
         if self.device.type == "cpu":
             shares_memory = shares_memory and num_shards > 1 and num_backward in (None, num_shards)
             transport = DrySharedMemory() if shares_memory else DryMessages()
+        on_message = None if timeline is None else timeline.begin
         return sharded_step(
             self.events(is_cast=True),
             meta_copy(self.module),
             chosen,
-            DryCommunicator(rank, world_size, transport, num_shards, num_backward),
+            DryCommunicator(rank, world_size, transport, num_shards, num_backward, on_message),
             terms,
             buffers=self._buffers,
             stepped=self._states.stepped(place, num_shards),
             num_microbatches=num_microbatches,
             adds_gradients=num_microbatches > 1 and not is_local,
             offload=offload,
+            timeline=timeline,
         )
 
     def _under_ddp(self, *, adds_gradients: bool) -> list[Snapshot]:

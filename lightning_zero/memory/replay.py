@@ -26,6 +26,7 @@ from torch.nn import Parameter
 
 from lightning_zero.comm import DryCommunicator
 from lightning_zero.engine import Engine
+from lightning_zero.memory.cluster import Timeline
 from lightning_zero.memory.snapshots import Segment, Segments
 from lightning_zero.memory.terms import Kinds
 from lightning_zero.memory.trace import Event, Kind
@@ -42,11 +43,13 @@ def replay(
     *,
     num_microbatches: int,
     held: Callable[[], Kinds],
+    timeline: Timeline,
 ) -> list[Segment]:
     """Return the segments of a step's last microbatch; afterwards the rank is at rest.
 
     Events are those of one microbatch; ``module`` is a copy of the model on ``meta``, which is used
-    up; ``held`` are the bytes that are held now, by kind, beside activations.
+    up; ``held`` are the bytes that are held now, by kind, beside activations. Of several
+    microbatches ``timeline`` gets the first and the last one.
     """
     parameters = list(module.parameters())
     engine = Engine(module, settings, comm)
@@ -62,7 +65,9 @@ def replay(
         for number in range(num_passes):
             is_last = number == num_passes - 1
             is_watched = step == 1 and is_last
-            calls = _Calls(events, units, parameters, segments.follow if is_watched else _ignore)
+            timeline.next_microbatch()
+            follow = functools.partial(_follow, segments if is_watched else None, timeline)
+            calls = _Calls(events, units, parameters, follow)
             comm.watch(segments.note if is_watched else _ignore)
             loss = calls.run()
             if number == 0:
@@ -71,8 +76,18 @@ def replay(
                 loss.backward()  # type: ignore[no-untyped-call]
         segments.note()
         comm.watch(_ignore)
+        if step == 0:
+            timeline.restart()
+        else:
+            timeline.end()
         optimizer.step()
     return segments.found
+
+
+def _follow(segments: Segments | None, timeline: Timeline, event: Event) -> None:
+    timeline.compute(event.flops)
+    if segments is not None:
+        segments.follow(event)
 
 
 def _ignore(*_: Any) -> None:

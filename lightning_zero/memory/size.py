@@ -41,3 +41,11 @@ def parse_numel(text: str) -> int:
     if match is None:
         raise ValueError(f"Expected a number of parameters such as '10B' or '350M', got {text!r}.")
     return round(float(match.group(1)) * _PREFIXES[match.group(2).upper()])
+
+
+def parse_prefixed(text: str) -> float:
+    """The number that ``400G``, ``3.2 T`` or ``989T`` says."""
+    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([KMGTP]?)", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"Expected a number such as '400G' or '3.2T', got {text!r}.")
+    return float(match.group(1)) * {**_PREFIXES, "P": 10**15}[match.group(2).upper()]

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from lightning_zero.comm import DryCommunicator
+from lightning_zero.memory.cluster import Timeline
 from lightning_zero.memory.replay import replay
 from lightning_zero.memory.snapshots import Segments, Snapshot
 from lightning_zero.memory.terms import KINDS, RESTING, Kinds, UnitTerms
@@ -42,13 +43,20 @@ def sharded_step(
     num_microbatches: int,
     adds_gradients: bool,
     offload: Offload | None,
+    timeline: Timeline | None,
 ) -> list[Snapshot]:
     """Return what a rank holds in a step's last microbatch under the engine, and at rest after it.
 
     Events, module and settings are as in :func:`replay`; ``units`` are the terms of all, the root
     last; ``stepped`` is what the optimizer's step needs if it steps whole parameters.
-    ``adds_gradients`` if reduced gradients are added to those of earlier microbatches.
+    ``adds_gradients`` if reduced gradients are added to those of earlier microbatches. What the
+    rank does goes to ``timeline``, if it is that to which ``comm`` tells its messages.
     """
+    timeline = timeline or Timeline()
+    every = [kinds for unit in units for kinds in unit.resting.values()]
+    # Gradients are read, masters of the same size and states read and written.
+    timeline.optimizer_bytes = sum(3 * kinds["gradients"] + 2 * kinds["states"] for kinds in every)
+    timeline.axes = {name: one.axis for name, one in comm.transports.items()}
     still = {**dict.fromkeys(KINDS, 0), **_resting(units, Medium.DEVICE), "buffers": buffers}
     host, disk = (_resting(units, medium) for medium in (Medium.HOST, Medium.DISK))
     transport, passing = comm.transport, comm.transport.passing
@@ -66,7 +74,15 @@ def sharded_step(
             + round(transport.partials + stays * transport.targets),
         }
 
-    segments = replay(events, module, settings, comm, num_microbatches=num_microbatches, held=held)
+    segments = replay(
+        events,
+        module,
+        settings,
+        comm,
+        num_microbatches=num_microbatches,
+        held=held,
+        timeline=timeline,
+    )
     added = sum(sorted(unit.flushed for unit in units)[-_IN_FLIGHT:]) if adds_gradients else 0
     found = [
         segment.snapshot({**host, "staging": segment.is_backward * added}, disk)

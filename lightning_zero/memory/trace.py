@@ -35,6 +35,7 @@ class Event:
     Attributes:
         before: The most bytes of activations that were alive since the event before.
         now: Bytes of activations that are alive, with the gradient that came.
+        flops: Floating-point operations of matrices since the event before.
     """
 
     kind: Kind
@@ -43,6 +44,7 @@ class Event:
     parameter: int = -1
     before: int = 0
     now: int = 0
+    flops: int = 0
 
 
 def in_order(specs: Sequence[UnitSpec], numbers: dict[int, int]) -> Iterator[Event]:

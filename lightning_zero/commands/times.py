@@ -1,0 +1,136 @@
+"""``lightning-zero estimate --cluster``: the times of a step, by what a user may choose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+from lightning_zero.memory import (
+    Cluster,
+    ModelPlan,
+    Played,
+    Timeline,
+    format_bytes,
+    format_ranks,
+    play,
+)
+
+_BITS: tuple[dict[str, int], ...] = (
+    {},
+    {"reduce_bits": 8},
+    {"gather_bits": 8},
+    {"gather_bits": 8, "reduce_bits": 8},
+)
+
+_NOTES = """\
+hidden: the part of the time of all messages in which a rank computes; waits: in which it does not.
+sent: by a rank in collectives with other nodes. A star: more than --device-memory.
+Computation counts products of matrices and convolutions; casts and codes in 8 bits take no time."""
+
+
+class Choice(NamedTuple):
+    """A way to train, and how long a step of it takes.
+
+    Attributes:
+        stage: As in the strategy.
+        settings: The arguments of the strategy that were varied.
+        played: The times.
+        leaving: Bytes that a rank sends in messages that leave its node.
+        peak: The most bytes that a rank holds.
+        fits: Whether a device does.
+    """
+
+    stage: int
+    settings: dict[str, int]
+    played: Played
+    leaving: int
+    peak: int
+    fits: bool
+
+    @property
+    def name(self) -> str:
+        """The strategy with its arguments."""
+        return ", ".join([f"zero{self.stage}", *(f"{k}={v}" for k, v in self.settings.items())])
+
+    @property
+    def hidden(self) -> float:
+        """The share of the time of messages behind which something is computed."""
+        sending = sum(self.played.sending.values())
+        return 1 - min(1.0, sum(self.played.waiting.values()) / sending) if sending else 1.0
+
+
+def times(
+    model: ModelPlan,
+    cluster: Cluster,
+    device_memory: int | None = None,
+    stages: Sequence[int] | None = None,
+    **settings: Any,
+) -> list[Choice]:
+    """Return the choices that a cluster leaves, those that fit first, the fastest of them first.
+
+    What ``settings`` say is not varied, and what contradicts them is left out.
+
+    Raises:
+        ValueError: The model's computation is not known, or nothing is left.
+    """
+    if not (model.has_units and model.has_activations):
+        raise ValueError(
+            "--cluster counts what a rank computes: give a model, and one rank's batch by --batch."
+        )
+    model.events(is_cast=True)  # which raises if the model does not run
+    found, refused = [], None
+    for stage, varied in _varied(cluster, stages or (1, 2, 3)):
+        if varied.keys() & settings.keys():
+            continue
+        timeline = Timeline()
+        chosen = {**settings, **varied}
+        try:
+            snapshots = model.snapshots(stage, cluster.world_size, timeline=timeline, **chosen)
+        except ValueError as error:
+            refused = refused or error
+            continue
+        played = play(timeline, cluster, settings.get("num_microbatches", 1))
+        leaving = sum(
+            count
+            for (axis, _), count in timeline.bytes.items()
+            if cluster.leaves_node(timeline.axes[axis])
+        )
+        peak = max(snapshot.total for snapshot in snapshots)
+        fits = device_memory is None or peak <= device_memory
+        found.append(Choice(stage, varied, played, leaving, peak, fits))
+    if refused is not None and not found:
+        raise refused
+    return sorted(found, key=lambda choice: (not choice.fits, choice.played.total))
+
+
+def _varied(cluster: Cluster, stages: Sequence[int]) -> Iterator[tuple[int, dict[str, int]]]:
+    """Yield the choices: stages, groups of a node, and bits."""
+    for stage, bits in product(stages, _BITS):
+        if stage not in (1, 2, 3):
+            raise ValueError(f"--cluster tells the times of stages 1, 2 and 3, got {stage}.")
+        if "gather_bits" in bits and stage < 3:
+            continue
+        groups = ["shard", "backward_shard"] if stage == 3 else ["shard"]
+        yield stage, bits
+        for group in groups if cluster.num_nodes > 1 else ():
+            yield stage, {group: cluster.ranks_per_node, **bits}
+
+
+def times_table(found: Sequence[Choice], cluster: Cluster) -> str:
+    """Return a table of the choices."""
+    width = max(len(choice.name) for choice in found)
+    head = f"{'':{width}}  {'step':>10}  {'computes':>10}  {'waits':>10}  hidden  {'sent':>8}  peak"
+    lines = [f"On {format_ranks(cluster.world_size)}, the best choice first:", head]
+    for choice in found:
+        played = choice.played
+        cells = [
+            f"{1000 * seconds:>7.4g} ms"
+            for seconds in (played.total, played.compute, sum(played.waiting.values()))
+        ]
+        lines.append(
+            f"{choice.name:{width}}  {'  '.join(cells)}  {choice.hidden:>6.0%}"
+            f"  {format_bytes(choice.leaving):>8}"
+            f"  {format_bytes(choice.peak)}{'' if choice.fits else ' *'}"
+        )
+    return "\n".join([*lines, "", _NOTES])
