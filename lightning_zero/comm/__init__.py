@@ -10,6 +10,7 @@ shared_memory     memory of the peers on one host
 reduce_windows    the windows of reduce buffers, reused when peers have read them
 window            memory that peers have mapped
 scratch           files without a name, in which tensors rest
+staged_file       such a file that is read and written by large requests
 host_copies       copies between a device and its host, for what is offloaded
 collectives       the backend's own collectives (NCCL)
 codec             numbers in few bits
@@ -42,11 +43,13 @@ from lightning_zero.comm.mesh import Axis, Placements
 from lightning_zero.comm.process_groups import default_world_size
 from lightning_zero.comm.rendezvous import join_group
 from lightning_zero.comm.scratch import Scratch
+from lightning_zero.comm.staged_file import PAGE, StagedFile, StagingMemory, in_pages
 from lightning_zero.comm.sync_points import Exclusive, PendingSync, SyncPoint
 from lightning_zero.comm.traffic import Traffic, sum_of
 from lightning_zero.comm.transport import Arrived, ReduceBuffer, Shared, Work
 
 __all__ = [
+    "PAGE",
     "Arrived",
     "Axis",
     "Cargo",
@@ -65,10 +68,13 @@ __all__ = [
     "ReduceBuffer",
     "Scratch",
     "Shared",
+    "StagedFile",
+    "StagingMemory",
     "SyncPoint",
     "Traffic",
     "Work",
     "default_world_size",
+    "in_pages",
     "join_group",
     "sum_of",
 ]

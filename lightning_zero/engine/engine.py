@@ -33,7 +33,7 @@ from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.step import Lifetime, Step
 from lightning_zero.engine.weights import State
-from lightning_zero.optimizer import OptimizerHooks, StateFiles, States, UnitStep
+from lightning_zero.optimizer import OptimizerHooks, StateFiles, States, UnitStep, batches_of
 from lightning_zero.parameters import Piece, Source
 from lightning_zero.plan import Settings
 
@@ -170,11 +170,11 @@ class Engine:
 
     def _by_unit(self, optimizer: Optimizer) -> UnitStep:
         offload, scratch = self.sharded.settings.offload, self.sharded.scratch
-        units = self.sharded.pieces_of_units
+        batches = batches_of(self.sharded.pieces_of_units)
         states = States(optimizer)
         if offload is not None and offload.optimizer == "nvme" and scratch is not None:
-            states = StateFiles(optimizer, units, scratch, self.comm.control)
-        return UnitStep(optimizer, units, states)
+            states = StateFiles(optimizer, batches, scratch, self.comm.control)
+        return UnitStep(batches, states)
 
     def _compare_optimizers(self, *new: Optimizer) -> None:
         """Raise on all ranks if the optimizers differ; all call it, where groups have changed."""

@@ -5,6 +5,7 @@ pieces       how an optimizer's groups are pointed at pieces, and its states cut
 owners       steps of whole parameters, for optimizers that mix their elements
 unit_step    steps unit by unit
 states       where the states of such steps rest: memory, or files
+staging      memory and threads for what such a step reads from files, and writes back
 own_form     state dicts in a form of an optimizer's own, as of wrappers
 probe        proof of how an optimizer may be stepped: by element, by parameter, all at once
 trial        steps of toy parameters
@@ -32,7 +33,7 @@ from lightning_zero.optimizer.pieces import (
     whole_state_bytes,
 )
 from lightning_zero.optimizer.probe import way_of
-from lightning_zero.optimizer.states import StateFiles, States
+from lightning_zero.optimizer.states import StateFiles, States, batches_of
 from lightning_zero.optimizer.taint import Way
 from lightning_zero.optimizer.twin import bare, with_inner
 from lightning_zero.optimizer.unit_step import UnitStep, require_whole_steps, unit_step_of
@@ -48,6 +49,7 @@ __all__ = [
     "Way",
     "WholeStep",
     "bare",
+    "batches_of",
     "cut_state",
     "members",
     "missing_in_state",

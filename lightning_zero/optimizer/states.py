@@ -1,24 +1,44 @@
-"""Where the states of an optimizer rest that is stepped unit by unit: in memory, or in files.
+"""Where the states of an optimizer rest that is stepped batch by batch: in memory, or in files.
 
 An entry of a piece's state goes to files if it has a number for each element. Everything else, as
-counts of steps, stays in memory.
+counts of steps, stays in memory. Between steps such an entry is mapped; in the step of its batch it
+is a view of staging memory, where it was read to and from where it is written back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.comm import Control, Scratch
+from lightning_zero.comm import Control, Scratch, StagedFile, in_pages
 from lightning_zero.optimizer.pieces import FindPiece, state_bytes
+from lightning_zero.optimizer.staging import Block, Slot, Staging
 from lightning_zero.parameters import Piece
 from lightning_zero.tensors import lasting_tensors
+
+_BATCH_BYTES = 32 * 2**20
+"""From so many bytes of pieces on a batch is large enough for the disk to run at its speed."""
+
+
+def batches_of(units: Iterable[Sequence[Piece]]) -> list[list[Piece]]:
+    """Return the pieces of units in batches that are stepped together; large units in several."""
+    batches: list[list[Piece]] = []
+    for unit in units:
+        nbytes = _BATCH_BYTES
+        for piece in unit:
+            if nbytes >= _BATCH_BYTES:
+                batches.append([])
+                nbytes = 0
+            batches[-1].append(piece)
+            nbytes += piece.nbytes
+    return batches
 
 
 class States:
@@ -29,7 +49,15 @@ class States:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+        # Not the optimizer itself, which would live as long as what is known of it by weak keys.
+        self._optimizer = weakref.ref(optimizer)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The user's."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer
 
     @property
     def place(self) -> str:
@@ -49,18 +77,33 @@ class States:
     def _rest(self, key: str, value: Any, piece: Piece) -> Any:
         return value.clone() if isinstance(value, Tensor) else value
 
-    def keep(self, members: Iterable[Parameter]) -> None:
-        """Let the states of what was just stepped rest."""
+    def open(self, numbers: Sequence[int]) -> None:
+        """Begin a step of the batches of these numbers, in this order."""
+
+    def fetch(self, number: int) -> None:
+        """Let the optimizer find the states of a batch, the next of the step."""
+
+    def flush(self, number: int) -> None:
+        """Let the states of a batch rest, which was fetched and stepped."""
+
+    def close(self) -> None:
+        """End a step, also one that failed: all states rest."""
+
+
+class _Home(NamedTuple):
+    """The place of an entry of a piece's state in a file."""
+
+    block: Block
+    offset: int
+    mapped: Tensor
 
 
 class StateFiles(States):
-    """The states of an optimizer in mapped files, where it finds and changes them.
-
-    What it makes or replaces is moved there behind each unit's step.
+    """The states of an optimizer in files.
 
     Args:
         optimizer: The user's.
-        units: The pieces of each unit.
+        batches: The pieces that are stepped together.
         scratch: Where the files are.
         control: The ranks.
     """
@@ -68,16 +111,20 @@ class StateFiles(States):
     def __init__(
         self,
         optimizer: Optimizer,
-        units: Sequence[Sequence[Piece]],
+        batches: Sequence[Sequence[Piece]],
         scratch: Scratch,
         control: Control,
     ) -> None:
         super().__init__(optimizer)
-        self._unit_of = {id(piece): unit for unit in units for piece in unit}
+        self._batches = batches
+        self._number = {id(piece): n for n, batch in enumerate(batches) for piece in batch}
         self._scratch = scratch
         self._control = control
-        self._homes: dict[tuple[str, torch.dtype], dict[int, Tensor]] = {}
+        self._homes: dict[tuple[str, torch.dtype], dict[int, _Home]] = {}
+        self._blocks: list[list[Block]] = [[] for _ in batches]
         self._taken: set[int] = set()
+        self._staging = Staging()
+        self._fetched: tuple[int, Slot] | None = None
 
     @property
     @override
@@ -89,13 +136,18 @@ class StateFiles(States):
     @override
     def require_room(self, find_piece: FindPiece) -> None:
         nbytes = 0
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             found = [find_piece(p) for p in group["params"] if not isinstance(p, Piece)]
-            new = [piece for piece in found if piece is not None and piece.requires_grad]
-            for dtype in {piece.dtype for piece in new}:
-                per_element = state_bytes(self._optimizer, group, dtype).per_element
-                nbytes += per_element * sum(p.numel() for p in new if p.dtype is dtype)
-        name = type(self._optimizer).__name__
+            sizes: Counter[tuple[torch.dtype, int]] = Counter()
+            for piece in found:
+                if piece is not None and piece.requires_grad:
+                    sizes[piece.dtype, self._number[id(piece)]] += piece.nbytes
+            for dtype in {dtype for dtype, _ in sizes}:
+                per_element = state_bytes(self.optimizer, group, dtype).per_element
+                num_entries = -(-per_element // dtype.itemsize)
+                pages = sum(in_pages(size) for (kind, _), size in sizes.items() if kind is dtype)
+                nbytes += num_entries * pages
+        name = type(self.optimizer).__name__
         self._scratch.require(nbytes, self._control, f"the states of {name}")
 
     @override
@@ -103,42 +155,117 @@ class StateFiles(States):
         self._taken.update(map(id, pieces))
 
     @override
+    @torch.no_grad()
     def _rest(self, key: str, value: Any, piece: Piece) -> Any:
-        is_in_file = _is_in_files(key, value, piece)
-        return self._in_file(key, value, piece) if is_in_file else super()._rest(key, value, piece)
+        if not _is_in_files(key, value, piece):
+            return super()._rest(key, value, piece)
+        mapped = self._home(key, value.dtype, piece).mapped
+        return mapped if value is mapped else mapped.copy_(value)
+
+    def _home(self, key: str, dtype: torch.dtype, piece: Piece) -> _Home:
+        homes = self._homes.setdefault((key, dtype), {})
+        if id(piece) not in homes:
+            self._make_homes(homes, dtype, piece)
+        return homes[id(piece)]
+
+    def _make_homes(self, homes: dict[int, _Home], dtype: torch.dtype, piece: Piece) -> None:
+        """Make a file for an entry of the states of a piece, and of all others that may have it."""
+        new = [
+            [
+                one
+                for one in batch
+                if one is piece
+                or (
+                    id(one) in self._taken
+                    and id(one) not in homes
+                    and one.dtype is piece.dtype
+                    and one.requires_grad
+                    and one.numel()
+                )
+            ]
+            for batch in self._batches
+        ]
+        sizes = [in_pages(sum(one.numel() for one in batch) * dtype.itemsize) for batch in new]
+        file, start = StagedFile(self._scratch, sum(sizes)), 0
+        for number, (batch, size) in enumerate(zip(new, sizes, strict=True)):
+            if not batch:
+                continue
+            block, offset = Block(file, start, size), 0
+            self._blocks[number].append(block)
+            for one in batch:
+                stop = offset + one.numel() * dtype.itemsize
+                with lasting_tensors():
+                    mapped = file.mapped[start + offset : start + stop].view(dtype)
+                homes[id(one)] = _Home(block, offset, mapped)
+                offset = stop
+            start += size
+
+    # -- a step ----------------------------------------------------------------------------------
 
     @override
-    def keep(self, members: Iterable[Parameter]) -> None:
-        state = self._optimizer.state
-        for piece in members:
-            if not isinstance(piece, Piece) or piece not in state:
-                continue
-            for key, value in state[piece].items():
-                if _is_in_files(key, value, piece):
-                    state[piece][key] = self._in_file(key, value, piece)
+    def open(self, numbers: Sequence[int]) -> None:
+        self._staging.open([self._blocks_of(number) for number in numbers])
 
+    def _blocks_of(self, number: int) -> Sequence[Block]:
+        # What is in no batch is no piece.
+        return tuple(self._blocks[number]) if number < len(self._blocks) else ()
+
+    @override
     @torch.no_grad()
-    def _in_file(self, key: str, value: Tensor, piece: Piece) -> Tensor:
-        homes = self._homes.setdefault((key, value.dtype), {})
-        if id(piece) not in homes:
-            self._make_homes(homes, value.dtype, piece)
-        home = homes[id(piece)]
-        if value is not home:
-            home.copy_(value)
-        return home
+    def fetch(self, number: int) -> None:
+        slot = self._staging.fetch()
+        self._fetched = number, slot
+        for state, key, value, piece in self._entries(number):
+            staged, home = self._staged(slot, key, value, piece)
+            if staged is not None:
+                # Who has replaced it between steps has left the file behind.
+                state[key] = staged if value is home.mapped else staged.copy_(value)
 
-    def _make_homes(self, homes: dict[int, Tensor], dtype: torch.dtype, piece: Piece) -> None:
-        """Make a file for an entry of the states of a piece, and of others that step with it."""
-        peers = [
-            one
-            for one in self._unit_of[id(piece)]
-            if id(one) in self._taken and id(one) not in homes and one.dtype is piece.dtype
-        ]
-        new = [one for one in peers if one is piece or (one.requires_grad and one.numel())]
-        sizes = [one.numel() for one in new]
-        with lasting_tensors():
-            parts = torch.split(self._scratch.tensor(sum(sizes), dtype), sizes)
-        homes.update((id(one), part) for one, part in zip(new, parts, strict=True))
+    @override
+    @torch.no_grad()
+    def flush(self, number: int) -> None:
+        assert self._fetched is not None
+        _, slot = self._fetched
+        for state, key, value, piece in self._entries(number):
+            staged, home = self._staged(slot, key, value, piece)
+            if staged is None:
+                state[key] = self._rest(key, value, piece)  # it is new
+                continue
+            if value.data_ptr() != staged.data_ptr():
+                staged.copy_(value)
+            state[key] = home.mapped
+        self._fetched = None
+        self._staging.flush(slot)
+
+    def _staged(
+        self, slot: Slot, key: str, value: Tensor, piece: Piece
+    ) -> tuple[Tensor | None, _Home]:
+        """Return where an entry is in a slot, if it is there, and where it rests."""
+        home = self._home(key, value.dtype, piece)
+        if home.block not in slot.places:
+            return None, home
+        return slot.view(home.block, home.offset, value.numel(), value.dtype), home
+
+    def _entries(self, number: int) -> Iterator[tuple[dict[str, Any], str, Tensor, Piece]]:
+        """Yield the entries of a batch's states that rest in files."""
+        states = self.optimizer.state
+        for piece in self._batches[number] if number < len(self._batches) else ():
+            if piece in states:
+                state = states[piece]
+                for key, value in [*state.items()]:
+                    if _is_in_files(key, value, piece):
+                        yield state, key, value, piece
+
+    @override
+    def close(self) -> None:
+        if self._fetched is not None:
+            number, slot = self._fetched
+            self._fetched = None
+            for state, key, value, piece in self._entries(number):
+                staged, home = self._staged(slot, key, value, piece)
+                if staged is not None:
+                    state[key] = home.mapped
+        self._staging.close()
 
 
 def _is_in_files(key: str, value: Any, piece: Piece) -> bool:

@@ -1,22 +1,22 @@
 """Steps of an optimizer unit by unit, on the host, where what is offloaded rests.
 
-With states in files no more than one unit's are in memory of the process' own. Before the user's
-own call of ``step`` goes through the param groups, they are narrowed to one unit after the other
-and stepped; the call itself steps the last unit. Hooks, schedulers, counters and the closure see
-one step::
+A unit, or a part of a large one, is a batch. Before the user's own call of ``step`` goes through
+the param groups, they are narrowed to one batch after the other and stepped; the call itself steps
+the last. Hooks, schedulers, counters and the closure see one step::
 
-    pre-hook    unit 0 | unit 1 | ...           groups hold one unit's members
-    step        last unit                       the same
+    pre-hook    batch 0 | batch 1 | ...         groups hold one batch's members
+    step        last batch                      the same
     post-hook                                   groups hold all members again
 
-Behind each unit's step its states are kept where they rest (``states.py``).
+Around each batch's step its states are fetched from where they rest, and flushed (``states.py``).
 
-An error amid the units leaves some stepped and others not. Such a step is **torn**: nothing may be
-stepped or saved any more.
+An error amid the batches leaves some stepped and others not. Such a step is **torn**: nothing may
+be stepped or saved any more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -54,17 +54,15 @@ class UnitStep:
     """Steps an optimizer unit by unit.
 
     Args:
-        optimizer: The user's; one of torch's own that step by element.
-        units: The pieces of each unit, in the order in which they are stepped.
-        states: Where its states rest.
+        batches: The pieces that are stepped together, one batch after the other.
+        states: Where the states rest, of one of torch's own optimizers that step by element.
 
     Attributes:
         states: The same.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, units: Sequence[Sequence[Piece]], states: States
-    ) -> None:
+    def __init__(self, batches: Sequence[Sequence[Piece]], states: States) -> None:
+        optimizer = states.optimizer
         name = type(optimizer).__name__
         if type(optimizer) not in ELEMENT_WISE:
             known = ", ".join(sorted(cls.__name__ for cls in ELEMENT_WISE))
@@ -74,11 +72,10 @@ class UnitStep:
                 " offload_optimizer and offload_weights out."
             )
         self.states = states
-        self._optimizer = optimizer
-        self._num_units = len(units)
-        self._number = {id(piece): n for n, unit in enumerate(units) for piece in unit}
+        self._num_batches = len(batches)
+        self._number = {id(piece): n for n, batch in enumerate(batches) for piece in batch}
         self._members: Groups | None = None
-        self._last: Groups = []
+        self._last = 0
         self._is_torn = False
         # Torch patches the class once, to call the hooks; below is the step itself.
         self._step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
@@ -91,9 +88,10 @@ class UnitStep:
         Torch's default on a CPU passes over it once for each operation.
         """
         is_fused = False
-        if type(self._optimizer) not in _FUSED:
+        optimizer = self.states.optimizer
+        if type(optimizer) not in _FUSED:
             return False
-        for group in self._optimizer.param_groups:
+        for group in optimizer.param_groups:
             is_open = group.get("fused") is None and group.get("foreach") is None
             # Not every fused step takes a rate in a tensor, and none complex numbers.
             can_be = not group.get("differentiable") and not isinstance(group["lr"], Tensor)
@@ -116,7 +114,7 @@ class UnitStep:
         self.remove()
         if self._is_torn:
             raise RuntimeError(
-                f"A step of {type(self._optimizer).__name__} ended half-way: some units are"
+                f"A step of {type(self.states.optimizer).__name__} ended half-way: some units are"
                 " stepped, others not. Resume from the last checkpoint."
             )
 
@@ -126,45 +124,50 @@ class UnitStep:
             self._is_torn = True
             self._narrow(self._members)
             self._members = None
+            with contextlib.suppress(OSError):  # the step has raised it
+                self.states.close()
 
     def begin(self) -> None:
-        """Step all units but the last, and leave that one to the call that is under way."""
+        """Step all batches but the last, and leave that one to the call that is under way."""
         self._fuse()
-        *units, last = self._cut()
-        self._members = [[*group["params"]] for group in self._optimizer.param_groups]
-        for unit in units:
-            self._narrow(unit)
-            self._step(self._optimizer)
-            self._keep(unit)
-        self._narrow(last)
-        self._last = last
+        optimizer = self.states.optimizer
+        batches = self._cut()
+        *others, self._last = batches
+        self._members = [[*group["params"]] for group in optimizer.param_groups]
+        self.states.open([*batches])
+        for number in others:
+            self._narrow(batches[number])
+            self.states.fetch(number)
+            self._step(optimizer)
+            self.states.flush(number)
+        self._narrow(batches[self._last])
+        self.states.fetch(self._last)
 
     def end(self) -> None:
         """Let the param groups hold all members again."""
-        self._keep(self._last)
         assert self._members is not None
+        self.states.flush(self._last)
+        self.states.close()
         self._narrow(self._members)
         self._members = None
 
-    def _keep(self, groups: Groups) -> None:
-        self.states.keep(member for group in groups for member in group)
-
-    def _cut(self) -> list[Groups]:
-        """Return the members of the param groups unit by unit; what is in none comes last."""
-        num_groups = len(self._optimizer.param_groups)
-        units: list[Groups] = [[[] for _ in range(num_groups)] for _ in range(self._num_units + 1)]
-        for index, group in enumerate(self._optimizer.param_groups):
+    def _cut(self) -> dict[int, Groups]:
+        """Return the members of the param groups by batch; what is in none comes last."""
+        groups = self.states.optimizer.param_groups
+        batches: dict[int, Groups] = {}
+        for index, group in enumerate(groups):
             for member in group["params"]:
-                units[self._number.get(id(member), -1)][index].append(member)
-        return [unit for unit in units if any(unit)] or units[:1]
+                number = self._number.get(id(member), self._num_batches)
+                batches.setdefault(number, [[] for _ in groups])[index].append(member)
+        return dict(sorted(batches.items())) or {self._num_batches: [[] for _ in groups]}
 
     def _narrow(self, groups: Groups) -> None:
-        for group, members in zip(self._optimizer.param_groups, groups, strict=True):
+        for group, members in zip(self.states.optimizer.param_groups, groups, strict=True):
             group["params"][:] = members
 
     def describe(self, _: str = "") -> str:
         """Return what is done, in a line."""
-        name = type(self._optimizer).__name__
+        name = type(self.states.optimizer).__name__
         fused = " fused=True was switched on, as nobody had said." if self._is_fused else ""
         return f"{name} steps unit by unit; its states rest in {self.states.place}.{fused}"
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_zero.comm import StagedFile, StagingMemory
 from lightning_zero.comm.host_copies import HostCopies
 from lightning_zero.comm.scratch import Scratch
 from lightning_zero.plan import Offload
@@ -91,6 +92,13 @@ def beside_the_host(*, painted: bool = True) -> Iterator[Memories]:
             return memories.paint(own(owner, numel, dtype), "host")
 
         patches.append(mock.patch.object(cls, name, on_host))
+    for kind, name in ((StagedFile, "mapped"), (StagingMemory, "tensor")):
+
+        def made(one: Any, *args: Any, own: Any = kind.__init__, name: str = name) -> None:
+            own(one, *args)
+            memories.paint(getattr(one, name), "host")
+
+        patches.append(mock.patch.object(kind, "__init__", made))
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)

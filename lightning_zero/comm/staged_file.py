@@ -1,0 +1,139 @@
+"""A file without a name that is read and written by large requests, past the system's cache.
+
+It is mapped besides, for what looks at its tensors between. Where the file system refuses requests
+past its cache (``O_DIRECT``), or the mapping does not show what they write, they go through it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Callable
+
+import torch
+
+from lightning_zero.comm.scratch import Scratch
+from lightning_zero.tensors import lasting_tensors
+
+PAGE = 4096
+"""What offsets in such a file, addresses and sizes of memory are multiples of."""
+
+
+def in_pages(nbytes: int) -> int:
+    """Return ``nbytes`` rounded up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+class StagingMemory:
+    """Memory of whole pages, which children of this process do not inherit.
+
+    Attributes:
+        tensor: Its bytes.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        # Not torch's: that lies 64 bytes off a page.
+        self._map = mmap.mmap(-1, max(nbytes, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._map.madvise(mmap.MADV_DONTFORK)
+        # Small pages cost as much time as a third of the requests.
+        with contextlib.suppress(OSError):  # a kernel may have no others
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._view = memoryview(self._map)
+        with lasting_tensors():
+            self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def part(self, start: int, nbytes: int) -> memoryview:
+        """Return bytes from ``start`` on, for a request."""
+        return self._view[start : start + nbytes]
+
+
+class StagedFile:
+    """A file of ``nbytes`` zeros, rounded up to whole pages.
+
+    Attributes:
+        mapped: Its bytes, mapped.
+        is_direct: Whether requests go past the system's cache.
+    """
+
+    def __init__(self, scratch: Scratch, nbytes: int) -> None:
+        size = in_pages(nbytes)
+        self._folder = scratch.folder
+        self._file = scratch.file(size)
+        path = f"/proc/self/fd/{self._file}"
+        with lasting_tensors():
+            self.mapped = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+        self.is_direct = self._set_direct(True)
+        if self.is_direct and not self._shows_in_mapping():
+            self.is_direct = not self._set_direct(False)
+
+    def __del__(self) -> None:
+        # The mapping keeps what it shows.
+        if hasattr(self, "_file"):
+            os.close(self._file)
+
+    def read(self, start: int, out: memoryview) -> None:
+        """Fill ``out`` from ``start`` on.
+
+        Raises:
+            OSError: The disk failed; the message names the folder.
+        """
+        self._all(os.preadv, start, out, "Reading")
+
+    def write(self, start: int, source: memoryview) -> None:
+        """Write ``source`` from ``start`` on.
+
+        Raises:
+            OSError: The disk failed; the message names the folder.
+        """
+        self._all(os.pwritev, start, source, "Writing")
+
+    def _all(
+        self,
+        request: Callable[[int, list[memoryview], int], int],
+        start: int,
+        memory: memoryview,
+        doing: str,
+    ) -> None:
+        done = 0
+        try:
+            while done < len(memory):
+                count = request(self._file, [memory[done:]], start + done)
+                if count <= 0:
+                    raise OSError(errno.EIO, "the file ends early")
+                done += count
+        except OSError as error:
+            raise OSError(
+                error.errno, f"{doing} {len(memory):,} bytes in {self._folder!r}: {error.strerror}"
+            ) from error
+
+    def _set_direct(self, value: bool) -> bool:
+        """Let requests go past the system's cache, or not; returns whether they do as asked."""
+        try:
+            flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
+            flags = flags | os.O_DIRECT if value else flags & ~os.O_DIRECT
+            fcntl.fcntl(self._file, fcntl.F_SETFL, flags)
+        except OSError:
+            return False
+        return True
+
+    def _shows_in_mapping(self) -> bool:
+        """Return whether requests and the mapping see each other's writes, by those to a page."""
+        memory = StagingMemory(PAGE)
+        first, view = self.mapped[:PAGE], memory.part(0, PAGE)
+        try:
+            for value in (1, 0):
+                first.fill_(value + 2)
+                self.read(0, view)
+                seen = memory.tensor.eq(value + 2).all()
+                memory.tensor.fill_(value)
+                self.write(0, view)
+                if not (seen and first.eq(value).all()):
+                    return False
+        except OSError:
+            return False
+        finally:
+            first.zero_()
+        return True
