@@ -25,7 +25,8 @@ class Sent(NamedTuple):
 
 Traffic = Mapping[tuple[str, str], Sent]
 """What was sent for each unit, by verb: ``"gather"`` (weights) or ``"reduce"`` (gradients) between
-ranks, ``"up"`` or ``"down"`` between a device and its host."""
+ranks, ``"up"`` or ``"down"`` between a device and its host, ``"read"`` or ``"write"`` between
+memory and files."""
 
 Counts = dict[tuple[str, str, int, int], int]
 """How often each collective came: by unit, verb, elements and their size in bytes."""

@@ -173,7 +173,7 @@ class Engine:
         batches = batches_of(self.sharded.pieces_of_units)
         states = States(optimizer)
         if offload is not None and offload.optimizer == "nvme" and scratch is not None:
-            states = StateFiles(optimizer, batches, scratch, self.comm.control)
+            states = StateFiles(optimizer, batches, scratch, self.comm)
         return UnitStep(batches, states)
 
     def _compare_optimizers(self, *new: Optimizer) -> None:

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.comm import Control, Scratch, StagedFile, in_pages
+from lightning_zero.comm import Communicator, Scratch, StagedFile, in_pages
 from lightning_zero.optimizer.pieces import FindPiece, state_bytes
 from lightning_zero.optimizer.staging import Block, Slot, Staging
 from lightning_zero.parameters import Piece
-from lightning_zero.tensors import lasting_tensors
+from lightning_zero.tensors import lasting_tensors, span
 
 _BATCH_BYTES = 32 * 2**20
 """From so many bytes of pieces on a batch is large enough for the disk to run at its speed."""
@@ -105,7 +105,10 @@ class StateFiles(States):
         optimizer: The user's.
         batches: The pieces that are stepped together.
         scratch: Where the files are.
-        control: The ranks.
+        comm: The ranks.
+
+    Attributes:
+        label: The optimizer's name, in a profile.
     """
 
     def __init__(
@@ -113,13 +116,14 @@ class StateFiles(States):
         optimizer: Optimizer,
         batches: Sequence[Sequence[Piece]],
         scratch: Scratch,
-        control: Control,
+        comm: Communicator,
     ) -> None:
         super().__init__(optimizer)
         self._batches = batches
         self._number = {id(piece): n for n, batch in enumerate(batches) for piece in batch}
         self._scratch = scratch
-        self._control = control
+        self._comm = comm
+        self.label = type(optimizer).__name__
         self._homes: dict[tuple[str, torch.dtype], dict[int, _Home]] = {}
         self._blocks: list[list[Block]] = [[] for _ in batches]
         self._taken: set[int] = set()
@@ -147,8 +151,7 @@ class StateFiles(States):
                 num_entries = -(-per_element // dtype.itemsize)
                 pages = sum(in_pages(size) for (kind, _), size in sizes.items() if kind is dtype)
                 nbytes += num_entries * pages
-        name = type(self.optimizer).__name__
-        self._scratch.require(nbytes, self._control, f"the states of {name}")
+        self._scratch.require(nbytes, self._comm.control, f"the states of {self.label}")
 
     @override
     def take(self, pieces: Iterable[Piece]) -> None:
@@ -204,13 +207,18 @@ class StateFiles(States):
 
     @override
     def open(self, numbers: Sequence[int]) -> None:
-        self._staging.open([self._blocks_of(number) for number in numbers])
+        batches = [self._blocks_of(number) for number in numbers]
+        nbytes = sum(block.nbytes for batch in batches for block in batch)
+        for verb in ("read", "write"):
+            self._comm.transport.ledger.note("optimizer", verb, nbytes, 1)
+        self._staging.open(batches)
 
     def _blocks_of(self, number: int) -> Sequence[Block]:
         # What is in no batch is no piece.
         return tuple(self._blocks[number]) if number < len(self._blocks) else ()
 
     @override
+    @span("fetch")
     @torch.no_grad()
     def fetch(self, number: int) -> None:
         slot = self._staging.fetch()
@@ -222,6 +230,7 @@ class StateFiles(States):
                 state[key] = staged if value is home.mapped else staged.copy_(value)
 
     @override
+    @span("flush")
     @torch.no_grad()
     def flush(self, number: int) -> None:
         assert self._fetched is not None

@@ -22,7 +22,8 @@ class TrafficMonitor(Callback):
     are those of every rank. With hybrid sharding these are within a copy, and the traffic between
     the copies is ``traffic/replicate_gather_bytes`` and so on. What a backward pass gathers from a
     second copy is ``traffic/backward_gather_bytes``. With offload ``traffic/up_bytes``
-    (weights) and ``traffic/down_bytes`` (gradients) pass between a device and its host.
+    (weights) and ``traffic/down_bytes`` (gradients) pass between a device and its host, and
+    ``traffic/read_bytes`` and ``traffic/write_bytes`` (states) between memory and files.
     ``trainer.strategy.traffic`` has all by unit.
 
     Args:

@@ -7,6 +7,7 @@ import fcntl
 import gc
 import os
 import resource
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -363,6 +364,24 @@ def test_a_failing_disk_is_named_and_tears_the_step(
     with pytest.raises(RuntimeError, match="ended half-way"):
         optimizer.step()
     assert all(is_in_file(one, str(tmp_path)) for one in states(optimizer))
+    engine.close()
+
+
+def test_bytes_of_files_are_in_the_traffic_and_waits_in_a_profile(tmp_path: Path) -> None:
+    model = MODELS["transformer"].build()
+    engine = shard(model, **offload(3, str(tmp_path)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine.adopt(optimizer)
+    step(engine, optimizer)
+    assert engine.comm.traffic["optimizer", "read"].bytes == 0
+    with torch.profiler.profile() as profile:
+        step(engine, optimizer)
+    batches = batches_of(engine.sharded.pieces_of_units)
+    nbytes = 2 * sum(in_pages(sum(piece.nbytes for piece in batch)) for batch in batches)
+    for verb in ("read", "write"):
+        assert engine.comm.traffic["optimizer", verb].bytes == nbytes
+    names = Counter(event.name for event in profile.events())
+    assert names["zero.fetch AdamW"] == names["zero.flush AdamW"] == len(batches)
     engine.close()
 
 
