@@ -33,7 +33,14 @@ from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.step import Lifetime, Step
 from lightning_zero.engine.weights import State
-from lightning_zero.optimizer import OptimizerHooks, StateFiles, States, UnitStep, batches_of
+from lightning_zero.optimizer import (
+    OptimizerHooks,
+    RoundedStates,
+    StateFiles,
+    States,
+    UnitStep,
+    batches_of,
+)
 from lightning_zero.parameters import Piece, Source
 from lightning_zero.plan import Settings
 
@@ -162,7 +169,7 @@ class Engine:
             changed=self._compare_optimizers,
             before=self._before_step,
             after=self._after_step,
-            by_unit=self._by_unit if self.sharded.settings.offload else None,
+            by_unit=self._by_unit if self.sharded.settings.steps_by_unit else None,
         )
         self.sharded.optimizers.append(optimizer)
         self._hooks.handles += hooks.handles
@@ -170,9 +177,11 @@ class Engine:
 
     def _by_unit(self, optimizer: Optimizer) -> UnitStep:
         offload, scratch = self.sharded.settings.offload, self.sharded.scratch
-        batches = batches_of(self.sharded.pieces_of_units)
-        states = States(optimizer)
-        if offload is not None and offload.optimizer == "nvme" and scratch is not None:
+        units = self.sharded.pieces_of_units
+        if offload is None:
+            return UnitStep(units, RoundedStates(optimizer))
+        states, batches = States(optimizer), batches_of(units)
+        if offload.optimizer == "nvme" and scratch is not None:
             states = StateFiles(optimizer, batches, scratch, self.comm)
         return UnitStep(batches, states)
 

@@ -222,7 +222,7 @@ class ModelPlan:
             DryCommunicator(rank, world_size, transport, num_shards, num_backward, on_message),
             terms,
             buffers=self._buffers,
-            stepped=self._states.stepped(place, num_shards),
+            stepped=self._states.stepped(place, num_shards) + max(unit.lent for unit in terms),
             num_microbatches=num_microbatches,
             adds_gradients=num_microbatches > 1 and not is_local,
             offload=offload,

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,7 +53,8 @@ def replay(
     microbatches ``timeline`` gets the first and the last one.
     """
     parameters = list(module.parameters())
-    engine = Engine(module, settings, comm)
+    # What is stepped has no data that could be rounded.
+    engine = Engine(module, replace(settings, stochastic_rounding=False), comm)
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     optimizer = torch.optim.SGD(trainable or parameters, lr=0.0)
     engine.adopt(optimizer)

@@ -48,7 +48,7 @@ def sharded_step(
     """Return what a rank holds in a step's last microbatch under the engine, and at rest after it.
 
     Events, module and settings are as in :func:`replay`; ``units`` are the terms of all, the root
-    last; ``stepped`` is what the optimizer's step needs if it steps whole parameters.
+    last; ``stepped`` is what the optimizer's step needs of weights and states beside those at rest.
     ``adds_gradients`` if reduced gradients are added to those of earlier microbatches. What the
     rank does goes to ``timeline``, if it is that to which ``comm`` tells its messages.
     """

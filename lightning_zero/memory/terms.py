@@ -49,6 +49,8 @@ class UnitTerms:
         partial: Bytes of its whole gradients before they are reduced.
         cast: Bytes on the device of the master's shard, from which offloaded weights are cast.
         flushed: Bytes on the device of reduced gradients on their way to host memory.
+        lent: Bytes in fp32 of masters, gradients and states while it is stepped, if they rest in
+            bf16 and are rounded by chance.
     """
 
     name: str
@@ -58,6 +60,7 @@ class UnitTerms:
     partial: int = 0
     cast: int = 0
     flushed: int = 0
+    lent: int = 0
 
     def add(
         self,
@@ -109,7 +112,12 @@ def terms_of_specs(
             states = 0
             for index, (_, parameter) in enumerate(named) if trainable else ():
                 start, stop = layout.piece(index, rank)
-                states += state_of(parameter, stop - start)
+                numel = stop - start
+                states += state_of(parameter, numel)
+                if plan.stochastic_rounding:
+                    # Twice the elements have twice the states, but one count of steps.
+                    of_elements = state_of(parameter, 2 * numel) - state_of(parameter, numel)
+                    terms.lent += 2 * (of_elements + 2 * numel * plan.master.dtype.itemsize)
             parts = [(1.0, plan)]
             if offload:
                 parts = offload.parts(plan, trainable=trainable, on_host=on_host)

@@ -6,6 +6,7 @@ owners       steps of whole parameters, for optimizers that mix their elements
 unit_step    steps unit by unit
 states       where the states of such steps rest: memory, or files
 staging      memory and threads for what such a step reads from files, and writes back
+rounding     such steps in fp32 of what rests in bf16, rounded by chance
 own_form     state dicts in a form of an optimizer's own, as of wrappers
 probe        proof of how an optimizer may be stepped: by element, by parameter, all at once
 trial        steps of toy parameters
@@ -33,6 +34,7 @@ from lightning_zero.optimizer.pieces import (
     whole_state_bytes,
 )
 from lightning_zero.optimizer.probe import way_of
+from lightning_zero.optimizer.rounding import RoundedStates
 from lightning_zero.optimizer.states import StateFiles, States, batches_of
 from lightning_zero.optimizer.taint import Way
 from lightning_zero.optimizer.twin import bare, with_inner
@@ -42,6 +44,7 @@ __all__ = [
     "LossScaler",
     "OptimizerHooks",
     "Removable",
+    "RoundedStates",
     "StateBytes",
     "StateFiles",
     "States",

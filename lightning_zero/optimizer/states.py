@@ -160,7 +160,7 @@ class StateFiles(States):
     @override
     @torch.no_grad()
     def _rest(self, key: str, value: Any, piece: Piece) -> Any:
-        if not _is_in_files(key, value, piece):
+        if not is_of_elements(key, value, piece):
             return super()._rest(key, value, piece)
         mapped = self._home(key, value.dtype, piece).mapped
         return mapped if value is mapped else mapped.copy_(value)
@@ -262,7 +262,7 @@ class StateFiles(States):
             if piece in states:
                 state = states[piece]
                 for key, value in [*state.items()]:
-                    if _is_in_files(key, value, piece):
+                    if is_of_elements(key, value, piece):
                         yield state, key, value, piece
 
     @override
@@ -277,7 +277,7 @@ class StateFiles(States):
         self._staging.close()
 
 
-def _is_in_files(key: str, value: Any, piece: Piece) -> bool:
+def is_of_elements(key: str, value: Any, piece: Piece) -> bool:
     """Return whether an entry of a piece's state has one number for each element."""
     return (
         isinstance(value, Tensor)

@@ -67,9 +67,9 @@ class UnitStep:
         if type(optimizer) not in ELEMENT_WISE:
             known = ", ".join(sorted(cls.__name__ for cls in ELEMENT_WISE))
             raise ValueError(
-                f"Offload steps an optimizer unit by unit, of which it is not known that {name}"
-                f" gives the same numbers. Take one of torch.optim's ({known}), or leave"
-                " offload_optimizer and offload_weights out."
+                "Offload and stochastic_rounding step unit by unit, of which it is not known that"
+                f" {name} gives the same numbers. Take one of torch.optim's ({known}), or leave"
+                " offload_optimizer, offload_weights and stochastic_rounding out."
             )
         self.states = states
         self._num_batches = len(batches)

@@ -102,7 +102,7 @@ class Plan:
     reduced. A reduced gradient has the master's dtype, because the optimizer reads it. ``states``
     is the medium of optimizer states, by default that of the masters. ``gather_bits`` and
     ``reduce_bits`` are those of an element of weights and of gradients on their way, if they travel
-    in code.
+    in code. ``stochastic_rounding`` says that masters and states are lent to the optimizer in fp32.
     """
 
     weight: Home
@@ -111,6 +111,7 @@ class Plan:
     states: Medium | None = None
     gather_bits: int | None = None
     reduce_bits: int | None = None
+    stochastic_rounding: bool = False
 
     @property
     def gives_weights_back(self) -> bool:

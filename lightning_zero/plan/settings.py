@@ -39,6 +39,7 @@ class Settings:
     backward_shard: int | str | None = None
     gather_bits: int | None = None
     reduce_bits: int | None = None
+    stochastic_rounding: bool = False
     offload: Offload | None = None
     offload_path: str = "."
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -116,6 +117,11 @@ class Settings:
                 f" which reduce_dtype={self.reduce_dtype} contradicts. Leave one of them out."
             )
 
+    @property
+    def steps_by_unit(self) -> bool:
+        """Return whether an optimizer steps one unit after the other."""
+        return self.offload is not None or self.stochastic_rounding
+
     def division(self, world_size: int, ranks_on_node: int | None = None) -> dict[str, Any]:
         """Return how a communicator divides the ranks, and whether they may read their memory.
 
@@ -156,6 +162,11 @@ class Settings:
 
     def _check_offload(self, offload: Offload) -> None:
         kinds = {"offload_optimizer": offload.optimizer, "offload_weights": offload.weights}
+        if self.stochastic_rounding:
+            raise ValueError(
+                "stochastic_rounding steps in fp32 what rests in bf16 on the device, which offload"
+                " steps where it rests. Leave one of them out."
+            )
         if offload.ratio != 1:
             raise ValueError(f"Expected all to be offloaded, got the ratio {offload.ratio!r}.")
         if self.stage < 3 and offload.weights:
@@ -214,6 +225,7 @@ class Settings:
             plan,
             gather_bits=self.gather_bits if plan.can_code_weights else None,
             reduce_bits=self.reduce_bits if dtype.is_floating_point else None,
+            stochastic_rounding=self.stochastic_rounding and dtype is torch.bfloat16,
         )
 
 

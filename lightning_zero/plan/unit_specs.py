@@ -66,6 +66,11 @@ def specify_units(module: nn.Module, settings: Settings) -> list[UnitSpec]:
             " without mixed precision the whole weights are the masters, which lose no digit. Use"
             " stage=3 or precision='bf16-mixed', or leave it out."
         )
+    if settings.stochastic_rounding and not any(plan.stochastic_rounding for plan in plans):
+        raise ValueError(
+            "stochastic_rounding=True has nothing to act on: no parameter rests in bf16. Use"
+            " precision='bf16-true', or leave it out."
+        )
     return [*specs, root]
 
 

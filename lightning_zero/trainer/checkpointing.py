@@ -34,7 +34,7 @@ from lightning_zero.checkpoint import (
     ranges_of_optimizers,
 )
 from lightning_zero.engine import Engine
-from lightning_zero.optimizer import members, parameter_of
+from lightning_zero.optimizer import members, own_form_of, parameter_of
 from lightning_zero.parameters import Source
 from lightning_zero.plan import Settings
 from lightning_zero.trainer.internals import StoredPath, unwrapped
@@ -76,6 +76,14 @@ class SavingStrategy(SteppingStrategy):
         known = [unwrapped(other) for other in self.optimizers]
         number = next((n for n, other in enumerate(known) if other is inner), len(known))
         return optimizer_state(inner, self.engine, f"optimizer {number}")
+
+    def _require_savable(self, optimizer: Optimizer) -> None:
+        """Raise for a state without a place, before there is an hour of training to be saved."""
+        if self.options.checkpoint == "dcp" and own_form_of(optimizer) is not None:
+            raise ValueError(
+                f"{type(optimizer).__name__}.state_dict() has a form of its own, for which"
+                " checkpoint='dcp' has no places. Use checkpoint='file'."
+            )
 
     @override
     def save_checkpoint(

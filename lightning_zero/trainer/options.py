@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from lightning_zero.engine import ActivationCheckpointing, ActivationOffload, Engine
 from lightning_zero.plan import Offload
 
 START_METHODS = {"subprocess": "popen", "spawn": "spawn", "fork": "fork", "notebook": "fork"}
@@ -57,6 +58,14 @@ class Options:
                 f"launcher={self.launcher!r} brings the trained weights back to this process, which"
                 " restore_weights=False contradicts. Leave one of them out."
             )
+
+    def around_units(self, engine: Engine) -> Iterator[ActivationCheckpointing | ActivationOffload]:
+        """Yield what runs the forwards of units, the outer first; each is taken out at the end."""
+        units = engine.sharded.units
+        if self.activation_offload:
+            yield ActivationOffload.beside(engine.comm, units)
+        choice, modules = self.activation_checkpointing, [unit.module for unit in units[:-1]]
+        yield ActivationCheckpointing.chosen(choice, engine.module, modules)
 
     def offload(
         self, optimizer: str | None, weights: str | None, path: str | Path | None

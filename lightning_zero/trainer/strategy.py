@@ -23,13 +23,7 @@ from typing_extensions import override
 from lightning_zero.checkpoint import Saver
 from lightning_zero.comm import Communicator
 from lightning_zero.deepspeed import Config
-from lightning_zero.engine import (
-    ActivationCheckpointing,
-    ActivationOffload,
-    Engine,
-    forget_values,
-)
-from lightning_zero.optimizer import own_form_of
+from lightning_zero.engine import Engine, forget_values
 from lightning_zero.parameters import Source
 from lightning_zero.plan import MIN_NUMEL, Settings, UnitPolicy, as_dtype
 from lightning_zero.trainer import internals
@@ -83,6 +77,8 @@ class ZeROStrategy(SavingStrategy):
             gathers (hpZ of *ZeRO++*, 2023). Stage 3 only.
         gather_bits: ``8`` sends weights in 8 bits (qwZ of *ZeRO++*); masters keep all theirs.
         reduce_bits: ``8`` or ``4`` sends gradients so, rounded by chance, and sums in fp32 (qgZ).
+        stochastic_rounding: Step in fp32, one unit at a time, the weights and states that rest in
+            bf16 under ``bf16-true``, and round them by chance: small changes are not lost.
         offload_optimizer: ``"cpu"`` keeps masters and optimizer states in the memory of an
             accelerator's host and steps there, ``"nvme"`` in files, also where there is none;
             ``None`` on the device. At stage 3 beside an accelerator together with
@@ -132,6 +128,7 @@ class ZeROStrategy(SavingStrategy):
         backward_shard: int | Literal["node"] | None = None,
         gather_bits: Literal[8] | None = None,
         reduce_bits: Literal[4, 8] | None = None,
+        stochastic_rounding: bool = False,
         offload_optimizer: Literal["cpu", "nvme"] | None = None,
         offload_weights: Literal["cpu", "nvme"] | None = None,
         offload_path: str | Path | None = None,
@@ -188,6 +185,7 @@ class ZeROStrategy(SavingStrategy):
             backward_shard=self.config.argument("backward_shard", backward_shard),
             gather_bits=self.config.argument("gather_bits", gather_bits),
             reduce_bits=self.config.argument("reduce_bits", reduce_bits),
+            stochastic_rounding=stochastic_rounding,
             offload=offload,
             offload_path="" if path is None else str(path),
         )
@@ -293,13 +291,7 @@ class ZeROStrategy(SavingStrategy):
         self.engine.sharded.broadcast_buffers()
         self.precision_plugin.comm = self.engine.comm
         self.model = module
-        found = self.engine.sharded.units
-        choice, modules = self.options.activation_checkpointing, [u.module for u in found[:-1]]
-        checkpointing = ActivationCheckpointing.chosen(choice, module, modules)
-        if self.options.activation_offload:
-            # Around what is checkpointed, so it goes first.
-            run.stand_ins.append(ActivationOffload.beside(self.engine.comm, found))
-        run.stand_ins.append(checkpointing)
+        run.stand_ins += self.options.around_units(self.engine)
         if (units := self.engine.sharded.describe()) != self._announced:
             self._announced = units
             rank_zero_info(units)
@@ -322,12 +314,7 @@ class ZeROStrategy(SavingStrategy):
         for optimizer in self.optimizers:
             if (notice := self.engine.adopt(optimizer)) is not None:
                 rank_zero_info(notice)
-            if self.options.checkpoint == "dcp" and own_form_of(optimizer) is not None:
-                # Now, and not when there is an hour of training to be saved.
-                raise ValueError(
-                    f"{type(optimizer).__name__}.state_dict() has a form of its own, for which"
-                    " checkpoint='dcp' has no places. Use checkpoint='file'."
-                )
+            self._require_savable(optimizer)
 
     # -- the end ---------------------------------------------------------------------------------
 

@@ -1,0 +1,267 @@
+"""Steps in fp32 of what rests in bf16, rounded by chance."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero import estimate
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.engine.engine import Engine
+from lightning_zero.optimizer import rounding
+from lightning_zero.optimizer.rounding import round_by_chance
+from lightning_zero.plan import Offload
+from lightning_zero.plan.settings import Settings
+from tests.oracle.checkpoints import told
+from tests.oracle.models import MODELS
+from tests.oracle.parity import Result, assert_parity, reference
+from tests.oracle.ranks import Pools
+from tests.oracle.sharded import CPU, shard, train
+
+BF16 = torch.bfloat16
+
+
+def noise(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# ---------------------------------------------------------------------------- the numbers
+
+
+def rounded(values: Tensor, seed: int = 0) -> Tensor:
+    out = torch.empty_like(values, dtype=BF16)
+    round_by_chance(values, out, noise(seed))
+    return out
+
+
+def test_numbers_of_bf16_stay_as_they_are() -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(BF16)
+    found = rounded(every.float())
+    assert torch.equal(found.isnan(), every.isnan())
+    is_number = ~every.isnan()
+    assert torch.equal(found[is_number].view(torch.int16), every[is_number].view(torch.int16))
+    # Also those that are not a number and have every bit set, to which nothing can be added.
+    odd = torch.tensor([0x7FFFFFFF, -1, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    assert rounded(odd).isnan().all()
+
+
+def test_others_become_a_neighbour_and_their_mean_is_true() -> None:
+    ulp = 2.0**-7
+    for fraction in (0.01, 0.25, 0.5, 0.9):
+        for sign in (1, -1):
+            values = torch.full((100_000,), sign * (1 + fraction * ulp))
+            found = rounded(values).double().mul_(sign)
+            assert set(found.unique().tolist()) == {1.0, 1 + ulp}
+            share = float((found - 1).mean() / ulp)
+            # Five deviations of the mean of so many.
+            assert abs(share - fraction) < 5 * (fraction * (1 - fraction) / 100_000) ** 0.5
+    random = torch.randn(1000, generator=noise(1))
+    assert torch.equal(rounded(random), rounded(random))
+    assert not torch.equal(rounded(random), rounded(random, seed=1))
+
+
+# ---------------------------------------------------------------------------- the step
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1, fused=True)
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, fused=True)
+
+
+class InFp32:
+    """The plain recipe: all in fp32, stepped, all to bf16."""
+
+    def __init__(self, make: Callable[[nn.Module], Optimizer], model: nn.Module) -> None:
+        self.params = list(model.parameters())
+        self.twins = nn.ParameterList(p.detach().float() for p in self.params)
+        self.inner = make(self.twins)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for own, twin in zip(self.params, self.twins, strict=True):
+            twin.copy_(own)
+            twin.grad = None if own.grad is None else own.grad.float()
+        self.inner.step()
+        for own, twin in zip(self.params, self.twins, strict=True):
+            own.copy_(twin)
+            for value in self.inner.state[twin].values():
+                if value is not None and value.shape == twin.shape:
+                    value.copy_(value.bfloat16())
+
+    def zero_grad(self) -> None:
+        for own in self.params:
+            own.grad = None
+
+
+def to_nearest(source: Tensor, out: Tensor, _: torch.Generator) -> None:
+    out.copy_(source)
+
+
+HOW: list[tuple[Callable[[nn.Module], Optimizer], int, dict[str, Any]]] = [
+    (adamw, 1, {}),
+    (adamw, 2, {"accumulate": 2}),
+    (adamw, 3, {"accumulate": 2, "policy": "local"}),
+    (sgd, 1, {"accumulate": 2}),
+    (sgd, 3, {}),
+]
+
+
+def nearest() -> list[Result]:
+    with mock.patch.object(rounding, "round_by_chance", to_nearest):
+        return [
+            train(
+                "transformer", make, stage=stage, precision="bf16-true", steps=4,
+                stochastic_rounding=True, **how,
+            )
+            for make, stage, how in HOW
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_step_is_that_of_fp32(ranks: Pools, world: int) -> None:
+    by_rank = ranks(world).run(nearest)
+    for (make, stage, how), *found in zip(HOW, *by_rank, strict=True):
+        how = {"policy": "reduce" if stage > 1 else "local", **how}
+        make_plain: Any = partial(InFp32, make)
+        expected = reference(
+            MODELS["transformer"], make_plain, 4, world, precision="bf16-true", **how
+        )
+        expected.norms = []  # in bf16 they round by their order
+        assert_parity(Result.over_ranks(found), expected, ulps=0)
+
+
+def in_copies() -> list[Result]:
+    comm = Communicator(CPU, num_shards=2)
+    return [
+        train(
+            "nested", adamw, stage=stage, precision="bf16-true", accumulate=2, clip_norm=0.5,
+            stochastic_rounding=True, comm=comm,
+        )
+        for stage in (2, 3, 3)
+    ]  # fmt: skip
+
+
+def test_copies_are_rounded_alike_and_runs_too(ranks: Pools) -> None:
+    by_rank = ranks(4).run(in_copies)
+    second, third, again = (Result.over_ranks(found) for found in zip(*by_rank, strict=True))
+    assert_parity(third, again, ulps=0)
+    # The same pieces of the same parameters at either stage.
+    assert_parity(second, third, ulps=0)
+
+
+def moved(steps: int, **how: Any) -> float:
+    """Where weights of 1 are after steps of a 5000th."""
+    model = nn.Linear(64, 64, bias=False, dtype=BF16)
+    nn.init.ones_(model.weight)
+    engine = shard(model, stage=3, **how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2e-4)
+    engine.adopt(optimizer)
+    for _ in range(steps):
+        model(torch.ones(1, 64, dtype=BF16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    [(_, masters)] = engine.sharded.full_parameters()
+    mean = float(masters.float().mean())
+    engine.close()
+    return mean
+
+
+def test_small_steps_are_not_lost(ranks: Pools) -> None:
+    assert ranks(2).run(moved, 100) == [1.0, 1.0]
+    for mean in ranks(2).run(moved, 100, stochastic_rounding=True):
+        assert mean == pytest.approx(0.98, abs=5e-4)
+
+
+def bytes_at_rest() -> list[dict[str, int]]:
+    found = []
+    for how in ({}, {"stochastic_rounding": True}):
+        model = MODELS["transformer"].build(dtype=BF16)
+        engine = shard(model, **how)
+        optimizer = adamw(model)
+        engine.adopt(optimizer)
+        batch = MODELS["transformer"].batch(4, 0)
+        MODELS["transformer"].loss(model, batch).backward()
+        optimizer.step()
+        assert all(isinstance(piece, rounding.Piece) for piece in optimizer.state)
+        held = engine.sharded.memory()
+        found.append({kind: held[kind] for kind in ("weights", "gradients", "master", "states")})
+        engine.close()
+    return found
+
+
+def test_nothing_more_rests(ranks: Pools) -> None:
+    for plain, own in ranks(2).run(bytes_at_rest):
+        assert own == plain
+        assert own["states"] > 0
+
+
+def refusals() -> dict[str, str]:
+    half = MODELS["transformer"].build(dtype=BF16)
+    found = {
+        "fp32": told(shard, MODELS["transformer"].build(), stochastic_rounding=True),
+        "fp16": told(
+            shard, MODELS["transformer"].build(dtype=torch.float16), stochastic_rounding=True
+        ),
+        "offload": told(
+            Settings, stage=3, stochastic_rounding=True, offload=Offload("nvme", "nvme")
+        ),
+    }
+    engine = Engine(half, Settings(stochastic_rounding=True))
+    found["Adafactor"] = told(engine.adopt, torch.optim.Adafactor(half.parameters()))
+    engine.close()
+    return found
+
+
+def test_what_has_no_meaning_is_refused(ranks: Pools) -> None:
+    [found] = ranks(1).run(refusals)
+    for precision in ("fp32", "fp16"):
+        assert "no parameter rests in bf16. Use precision='bf16-true'" in found[precision]
+    assert "offload steps where it rests. Leave one of them out" in found["offload"]
+    assert "Adafactor gives the same numbers" in found["Adafactor"]
+    assert "stochastic_rounding out" in found["Adafactor"]
+
+
+def lent_at_most() -> int:
+    """Bytes that an optimizer has in fp32 at a time."""
+    found = []
+    flush = rounding.RoundedStates.flush
+
+    def watched(self: Any, number: int) -> None:
+        lent = self._lent.values()
+        state = self.optimizer.state
+        tensors = [t for one in lent for t in (one, one.grad, *state[one].values())]
+        found.append(sum(t.nbytes for t in tensors if t.dim()))
+        flush(self, number)
+
+    case = MODELS["transformer"]
+    model = case.build(dtype=BF16)
+    engine = Engine(model, Settings(stochastic_rounding=True, min_num_params=1))
+    optimizer = adamw(model)
+    engine.adopt(optimizer)
+    case.loss(model, case.batch(4, 0)).backward()
+    with mock.patch.object(rounding.RoundedStates, "flush", watched):
+        optimizer.step()
+    engine.close()
+    assert len(found) > 1
+    return max(found)
+
+
+def test_what_is_in_fp32_is_predicted(ranks: Pools) -> None:
+    case = MODELS["transformer"]
+    for rank, lent in enumerate(ranks(2).run(lent_at_most)):
+        predicted = estimate(
+            case.build(dtype=BF16), stage=3, world_size=2, rank=rank, min_num_params=1,
+            precision="bf16-true", batch=case.batch(4, 0), step=case.loss,
+            optimizer=lambda params: torch.optim.AdamW(params, fused=True),
+            stochastic_rounding=True,
+        )  # fmt: skip
+        step, rest = predicted.snapshots[-2:]
+        assert step.kinds["gathered"] - rest.kinds["gathered"] == lent > 0
