@@ -24,7 +24,10 @@ class Cargo(Enum):
     WEIGHTS = "gathered"
     """Rounded to the nearest: the same masters are always the same weights."""
     GRADIENTS = "unreduced"
-    """Rounded by chance, so that what is lost has no direction in which it adds up."""
+    """Rounded by chance, so that what is lost has no direction in which it adds up.
+
+    With feedback of errors, rounded to the nearest, and what is lost is added to the next ones.
+    """
 
 
 class Coded:
@@ -34,16 +37,21 @@ class Coded:
         transport: Carries the codes.
         bits: As :class:`Codec` takes them.
         cargo: What is sent.
+        keeps_errors: Whether what a reduction loses is added to the next one.
 
     Attributes:
         size: Ranks along the axis.
     """
 
-    def __init__(self, transport: Transport, bits: int, cargo: Cargo) -> None:
+    def __init__(
+        self, transport: Transport, bits: int, cargo: Cargo, *, keeps_errors: bool = False
+    ) -> None:
         self.size = transport.size
         self._transport = transport
         self._bits, self._cargo = bits, cargo
         self._num_coded = 0
+        self._keeps_errors = keeps_errors
+        self._lost: Tensor | None = None
 
     def gather(self, out: Tensor, source: Shared, *, unit: str, tag: int) -> Work:
         """Do what :meth:`Transport.gather` does."""
@@ -62,10 +70,24 @@ class Coded:
         """Do what :meth:`Transport.reduce` does; ``source`` is read when this returns."""
         codec = Codec(self._bits, out.numel())
         sent = self._buffer(self.size * codec.nbytes)
-        codec.encode(source.tensor, sent, self._noise(unit, tag, sent.device))
+        if self._keeps_errors:
+            self._encode_with_lost(codec, source.tensor, sent)
+        else:
+            codec.encode(source.tensor, sent, self._noise(unit, tag, sent.device))
         received = self._buffer(sent.numel())
         work = self._transport.trade(received, sent, out, unit=unit, tag=tag)
         return _Then(work, lambda: codec.add_up(received, out), sent)
+
+    def _encode_with_lost(self, codec: Codec, values: Tensor, codes: Tensor) -> None:
+        """Encode ``values`` and what those before have lost; they are changed."""
+        if self._lost is None:
+            kind, numel = self._cargo.value, values.numel()
+            self._lost = self._transport.passing_buffer(numel, values.dtype, kind).zero_()
+        values.add_(self._lost)
+        codec.encode(values, codes)
+        codec.decode(codes, self._lost)
+        # A gradient that is not finite is lost by all, and no reason to lose the next.
+        torch.sub(values, self._lost, out=self._lost).nan_to_num_(0.0, 0.0, 0.0)
 
     def _buffer(self, nbytes: int) -> Tensor:
         return self._transport.passing_buffer(nbytes, torch.uint8, self._cargo.value)

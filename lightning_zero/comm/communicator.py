@@ -109,10 +109,12 @@ class Communicator:
         *,
         bits: int | None = None,
         cargo: Cargo = Cargo.WEIGHTS,
+        keeps_errors: bool = False,
     ) -> Redistribute:
         """Return the verb that brings a buffer from one placement to another.
 
-        With ``bits``, ``cargo`` is sent in code, which only messages carry.
+        With ``bits``, ``cargo`` is sent in code, which only messages carry. Reductions add what
+        they lose to the next if it ``keeps_errors``.
 
         Raises:
             ValueError: There is none.
@@ -126,7 +128,8 @@ class Communicator:
                 "Weights and gradients in few bits are sent, but ranks on this host read each"
                 " other's memory. Take Communicator(windows=False), as the strategy does."
             )
-        return along([(Coded(transport, bits, cargo), verb) for transport, verb in taken])
+        code = partial(Coded, bits=bits, cargo=cargo, keeps_errors=keeps_errors)
+        return along([(code(transport), verb) for transport, verb in taken])
 
     @property
     def traffic(self) -> Traffic:

@@ -65,6 +65,7 @@ _READ_OPTIONS = (
     "reduce_dtype",
     "accumulate",
     *(_BY_OPTION := ("shard", "backward_shard", "gather_bits", "reduce_bits")),
+    "error_feedback",
     "stochastic_rounding",
 )
 """The arguments of the strategy that the engine's memory depends on."""

@@ -73,7 +73,7 @@ _SMALL = "modules too small for a message of their own stay with the unit around
 _AVERAGED = "gradients are averaged in the pass that copies or in fp32"
 _BACKS_OFF = "the loss scale backs off at every overflow"
 _NO_QUANTIZED = "`zero_quantized_weights` is for all weights; take the key out"
-_NO_FEEDBACK = "gradients are rounded by chance, without feedback of errors; take the key out"
+_NO_FEEDBACK = "`error_feedback=True` adds errors to the next gradients whole; take the key out"
 
 _ZERO_OPTIMIZATION = {
     "stage": _acts(Kind.NUMBER, "`stage`; 0 is `strategy='ddp'`"),

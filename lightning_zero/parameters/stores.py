@@ -73,7 +73,10 @@ class Store:
         self.gather = comm.redistribution(plan.master.placement, Placement.REPLICATED)
         of_copy = Placements(plan.master.placement, Placement.PARTIAL)
         redistribution = functools.partial(
-            comm.redistribution, bits=plan.reduce_bits, cargo=Cargo.GRADIENTS
+            comm.redistribution,
+            bits=plan.reduce_bits,
+            cargo=Cargo.GRADIENTS,
+            keeps_errors=plan.error_feedback,
         )
         self.reduce = redistribution(Placement.PARTIAL, of_copy)
         self.join = redistribution(of_copy, plan.master.placement)

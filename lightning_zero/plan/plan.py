@@ -102,7 +102,8 @@ class Plan:
     reduced. A reduced gradient has the master's dtype, because the optimizer reads it. ``states``
     is the medium of optimizer states, by default that of the masters. ``gather_bits`` and
     ``reduce_bits`` are those of an element of weights and of gradients on their way, if they travel
-    in code. ``stochastic_rounding`` says that masters and states are lent to the optimizer in fp32.
+    in code, with ``error_feedback`` of what that loses of gradients. ``stochastic_rounding`` says
+    that masters and states are lent to the optimizer in fp32.
     """
 
     weight: Home
@@ -111,6 +112,7 @@ class Plan:
     states: Medium | None = None
     gather_bits: int | None = None
     reduce_bits: int | None = None
+    error_feedback: bool = False
     stochastic_rounding: bool = False
 
     @property

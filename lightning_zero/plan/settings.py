@@ -39,6 +39,7 @@ class Settings:
     backward_shard: int | str | None = None
     gather_bits: int | None = None
     reduce_bits: int | None = None
+    error_feedback: bool = False
     stochastic_rounding: bool = False
     offload: Offload | None = None
     offload_path: str = "."
@@ -115,6 +116,16 @@ class Settings:
             raise ValueError(
                 f"reduce_bits={self.reduce_bits} sends gradients in code and adds them up in fp32,"
                 f" which reduce_dtype={self.reduce_dtype} contradicts. Leave one of them out."
+            )
+        if self.error_feedback and self.reduce_bits is None:
+            raise ValueError(
+                "error_feedback=True keeps what reduce_bits loses, and nothing is lost without it."
+                " Give reduce_bits=8 or 4, or leave it out."
+            )
+        if self.error_feedback and self.recipe.loss_scaled:
+            raise ValueError(
+                "error_feedback=True adds what one step has lost to the next, whose loss scale may"
+                " be another. Use precision='bf16-mixed', or leave it out."
             )
 
     @property
@@ -225,6 +236,7 @@ class Settings:
             plan,
             gather_bits=self.gather_bits if plan.can_code_weights else None,
             reduce_bits=self.reduce_bits if dtype.is_floating_point else None,
+            error_feedback=self.error_feedback and dtype.is_floating_point,
             stochastic_rounding=self.stochastic_rounding and dtype is torch.bfloat16,
         )
 

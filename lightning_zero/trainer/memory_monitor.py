@@ -176,6 +176,7 @@ class MemoryMonitor(Callback):
             "accumulate": chosen.accumulate,
             "gather_bits": chosen.gather_bits,
             "reduce_bits": chosen.reduce_bits,
+            "error_feedback": chosen.error_feedback,
             "stochastic_rounding": chosen.stochastic_rounding,
             "shard": mesh.shard.size if mesh.replicate.size > 1 else "all",
             "backward_shard": None if mesh.backward is None else mesh.backward.size,

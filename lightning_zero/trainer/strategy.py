@@ -77,6 +77,8 @@ class ZeROStrategy(SavingStrategy):
             gathers (hpZ of *ZeRO++*, 2023). Stage 3 only.
         gather_bits: ``8`` sends weights in 8 bits (qwZ of *ZeRO++*); masters keep all theirs.
         reduce_bits: ``8`` or ``4`` sends gradients so, rounded by chance, and sums in fp32 (qgZ).
+        error_feedback: Round to the nearest with ``reduce_bits``, and add what gradients have lost
+            to those of the next step; takes as much memory as whole gradients.
         stochastic_rounding: Step in fp32, one unit at a time, the weights and states that rest in
             bf16 under ``bf16-true``, and round them by chance: small changes are not lost.
         offload_optimizer: ``"cpu"`` keeps masters and optimizer states in the memory of an
@@ -128,6 +130,7 @@ class ZeROStrategy(SavingStrategy):
         backward_shard: int | Literal["node"] | None = None,
         gather_bits: Literal[8] | None = None,
         reduce_bits: Literal[4, 8] | None = None,
+        error_feedback: bool = False,
         stochastic_rounding: bool = False,
         offload_optimizer: Literal["cpu", "nvme"] | None = None,
         offload_weights: Literal["cpu", "nvme"] | None = None,
@@ -185,6 +188,7 @@ class ZeROStrategy(SavingStrategy):
             backward_shard=self.config.argument("backward_shard", backward_shard),
             gather_bits=self.config.argument("gather_bits", gather_bits),
             reduce_bits=self.config.argument("reduce_bits", reduce_bits),
+            error_feedback=error_feedback,
             stochastic_rounding=stochastic_rounding,
             offload=offload,
             offload_path="" if path is None else str(path),

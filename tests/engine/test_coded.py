@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_zero.comm.coded import Cargo
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.engine import Engine
-from lightning_zero.plan.plan import RECIPES, Offload
+from lightning_zero.plan.plan import RECIPES, Offload, Placement
 from lightning_zero.plan.settings import Settings
 from tests.oracle.checkpoints import told
 from tests.oracle.models import MODELS
@@ -19,7 +20,7 @@ from tests.oracle.parity import share
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import CPU, sgd, shard, surroundings, whole
 
-Way = tuple[int, str, int | None, dict[str, int]]
+Way = tuple[int, str, int | None, dict[str, Any]]
 CODED = {"gather_bits": 8, "reduce_bits": 8}
 WAYS: list[Way] = [
     (1, "bf16-mixed", None, CODED),
@@ -194,6 +195,52 @@ def test_what_is_not_finite_arrives(ranks: Pools) -> None:
     assert all(is_seen for is_seen, _ in ranks(2).run(_overflows))
 
 
+# ---------------------------------------------------------------------------- what is lost
+
+
+def _sums(*, keeps_errors: bool) -> tuple[Tensor, Tensor, float]:
+    """Sums of nine gradients, as they arrive and as they are, and a step of 4 bits."""
+    comm = Communicator(CPU, windows=False)
+    rank, numel = comm.control.rank, 256
+    reduce = comm.redistribution(
+        Placement.PARTIAL, Placement.SHARDED, bits=4, cargo=Cargo.GRADIENTS,
+        keeps_errors=keeps_errors,
+    )  # fmt: skip
+    every = [torch.randn(numel, generator=torch.Generator().manual_seed(one)) for one in range(2)]
+    half = slice(rank * numel // 2, (rank + 1) * numel // 2)
+    arrived = torch.zeros(numel // 2)
+    for step in range(10):
+        # One that is not finite is lost, and nothing of those behind it.
+        sent = torch.full((numel,), torch.inf) if step == 4 else every[rank].clone()
+        buffer = comm.transport.reduce_buffer(numel, torch.float32)
+        buffer.tensor.copy_(sent)
+        out = torch.empty(numel // 2)
+        reduce(out, buffer, unit="unit", tag=0).wait()
+        assert out.isfinite().all() == (step != 4)
+        arrived += out.nan_to_num(0.0, 0.0, 0.0)
+    largest = max(float(one.abs().max()) for one in every)
+    return arrived, 9 * (every[0] + every[1])[half], largest / 7
+
+
+def test_with_feedback_nothing_is_lost_for_good(ranks: Pools) -> None:
+    # Half a step of either rank now, and as much that the one not finite has taken with it. With
+    # errors in it a block may be a little larger.
+    bound = 1.2 * 2
+    for arrived, expected, step in ranks(2).run(_sums, keeps_errors=True):
+        assert (arrived - expected).abs().max() < bound * step
+    for arrived, expected, step in ranks(2).run(_sums, keeps_errors=False):
+        assert (arrived - expected).abs().max() > bound * step
+
+
+def test_feedback_is_the_same_in_every_run(ranks: Pools) -> None:
+    way: Way = (3, "32-true", 2, {"reduce_bits": 4, "error_feedback": True})
+    first, *others = ranks(4).run(_train, way)
+    assert all(other["masters"] == first["masters"] for other in others)
+    assert ranks(4).run(_train, way)[0]["masters"] == first["masters"]
+    without: Way = (3, "32-true", 2, {"reduce_bits": 4})
+    assert ranks(4).run(_train, without)[0]["masters"] != first["masters"]
+
+
 def _refused() -> list[str]:
     model = MODELS["nested"].build()
     return [
@@ -214,3 +261,7 @@ def test_what_cannot_be_coded_is_refused(ranks: Pools) -> None:
         away.plan(torch.float32)
     with pytest.raises(ValueError, match="contradicts"):
         Settings(reduce_bits=8, reduce_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="Give reduce_bits=8 or 4"):
+        Settings(error_feedback=True)
+    with pytest.raises(ValueError, match="whose loss scale may be another"):
+        Settings(reduce_bits=8, error_feedback=True, recipe=RECIPES["16-mixed"])
