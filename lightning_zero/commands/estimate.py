@@ -6,7 +6,7 @@ import argparse
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -137,8 +137,16 @@ def add_estimate_command(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Print the estimate that ``options`` ask for; returns the exit code."""
+class _Asked(NamedTuple):
+    """A model, its settings as in ``ModelPlan.snapshots``, and what else a YAML has."""
+
+    subject: ModelPlan
+    settings: dict[str, Any]
+    chosen: dict[str, Any]
+    trainer: dict[str, Any]
+
+
+def _asked(options: argparse.Namespace) -> _Asked:
     arguments, source = parse_arguments(options.args), options.source
     config: dict[str, Any] = {}
     if Path(source).suffix in (".yaml", ".yml"):
@@ -167,6 +175,12 @@ def run(options: argparse.Namespace) -> int:
     for name in _BY_OPTION:
         if (value := getattr(options, name)) is not None:
             settings[name] = value
+    return _Asked(subject, settings, chosen, trainer)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the estimate that ``options`` ask for; returns the exit code."""
+    subject, settings, chosen, trainer = _asked(options)
     if options.cluster is not None:
         limit = parse_bytes(options.device_memory) if options.device_memory else None
         found_times = times(subject, options.cluster, limit, options.stages, **settings)

@@ -16,6 +16,7 @@ With offload from another device some bytes are on their way between it and its 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from torch import nn
@@ -53,9 +54,7 @@ def sharded_step(
     rank does goes to ``timeline``, if it is that to which ``comm`` tells its messages.
     """
     timeline = timeline or Timeline()
-    every = [kinds for unit in units for kinds in unit.resting.values()]
-    # Gradients are read, masters of the same size and states read and written.
-    timeline.optimizer_bytes = sum(3 * kinds["gradients"] + 2 * kinds["states"] for kinds in every)
+    timeline.optimizer_bytes = _optimizer_bytes(units)
     timeline.axes = {name: one.axis for name, one in comm.transports.items()}
     still = {**dict.fromkeys(KINDS, 0), **_resting(units, Medium.DEVICE), "buffers": buffers}
     host, disk = (_resting(units, medium) for medium in (Medium.HOST, Medium.DISK))
@@ -74,15 +73,8 @@ def sharded_step(
             + round(transport.partials + stays * transport.targets),
         }
 
-    segments = replay(
-        events,
-        module,
-        settings,
-        comm,
-        num_microbatches=num_microbatches,
-        held=held,
-        timeline=timeline,
-    )
+    run = functools.partial(replay, events, module, settings, comm)
+    segments = run(num_microbatches=num_microbatches, held=held, timeline=timeline)
     added = sum(sorted(unit.flushed for unit in units)[-_IN_FLIGHT:]) if adds_gradients else 0
     found = [
         segment.snapshot({**host, "staging": segment.is_backward * added}, disk)
@@ -126,6 +118,12 @@ def without_units(units: Sequence[UnitTerms], *, is_kept: bool) -> list[Snapshot
         Snapshot("", "backward", {**still, "unreduced": kept}, host, disk),
         Snapshot("", "rest", still, host, disk),
     ]
+
+
+def _optimizer_bytes(units: Sequence[UnitTerms]) -> int:
+    """Return what a step reads and writes: gradients once, as large masters and states twice."""
+    every = [kinds for unit in units for kinds in unit.resting.values()]
+    return sum(3 * kinds["gradients"] + 2 * kinds["states"] for kinds in every)
 
 
 def _resting(units: Sequence[UnitTerms], medium: Medium) -> Kinds:
