@@ -79,11 +79,11 @@ class Coded:
         return _Then(work, lambda: codec.add_up(received, out), sent)
 
     def _encode_with_lost(self, codec: Codec, values: Tensor, codes: Tensor) -> None:
-        """Encode ``values`` and what those before have lost; they are changed."""
+        """Encode ``values`` and what those before have lost; they may be changed."""
         if self._lost is None:
             kind, numel = self._cargo.value, values.numel()
-            self._lost = self._transport.passing_buffer(numel, values.dtype, kind).zero_()
-        values.add_(self._lost)
+            self._lost = self._transport.passing_buffer(numel, torch.float32, kind).zero_()
+        values = values.float().add_(self._lost)
         codec.encode(values, codes)
         codec.decode(codes, self._lost)
         # A gradient that is not finite is lost by all, and no reason to lose the next.

@@ -67,7 +67,9 @@ class StagedFile:
             self.mapped = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         self.is_direct = self._set_direct(True)
         if self.is_direct and not self._shows_in_mapping():
-            self.is_direct = not self._set_direct(False)
+            if not self._set_direct(False):
+                raise OSError(errno.ENOTSUP, f"{self._folder!r} has direct requests only")
+            self.is_direct = False
 
     def __del__(self) -> None:
         # The mapping keeps what it shows.

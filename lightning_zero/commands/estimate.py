@@ -178,14 +178,33 @@ def _asked(options: argparse.Namespace) -> _Asked:
     return _Asked(subject, settings, chosen, trainer)
 
 
+def _print_times(options: argparse.Namespace, asked: _Asked) -> int:
+    """Print the times of a step on ``--cluster``; returns the exit code."""
+    names = ("offload", "host_memory", "ranks", "report")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
+    given += [name for name in ("offload_optimizer", "offload_weights") if asked.chosen.get(name)]
+    if given:
+        raise ValueError(
+            f"--cluster tells the times of steps on devices, by ranks of its own: {given[0]} has no"
+            " meaning beside it. Leave one of them out."
+        )
+    cluster = options.cluster
+    sizes = {"node": cluster.ranks_per_node}
+    settings = {
+        name: sizes.get(value, value) if isinstance(value, str) else value
+        for name, value in asked.settings.items()
+    }
+    limit = parse_bytes(options.device_memory) if options.device_memory else None
+    found = times(asked.subject, cluster, limit, options.stages, **settings)
+    print(f"{asked.subject.describe()}\n\n{times_table(found, cluster)}")
+    return 0
+
+
 def run(options: argparse.Namespace) -> int:
     """Print the estimate that ``options`` ask for; returns the exit code."""
-    subject, settings, chosen, trainer = _asked(options)
+    asked = subject, settings, chosen, trainer = _asked(options)
     if options.cluster is not None:
-        limit = parse_bytes(options.device_memory) if options.device_memory else None
-        found_times = times(subject, options.cluster, limit, options.stages, **settings)
-        print(f"{subject.describe()}\n\n{times_table(found_times, options.cluster)}")
-        return 0
+        return _print_times(options, asked)
     offloads = named_offloads(*dict.fromkeys(options.offload), ratio=options.offload_ratio)
     media = [chosen.pop(name, None) for name in ("offload_optimizer", "offload_weights")]
     if any(media):

@@ -92,9 +92,7 @@ def times(
             continue
         played = play(timeline, cluster, settings.get("num_microbatches", 1))
         leaving = sum(
-            count
-            for (axis, _), count in timeline.bytes.items()
-            if cluster.leaves_node(timeline.axes[axis])
+            count for axis, count in played.sent.items() if cluster.leaves_node(timeline.axes[axis])
         )
         peak = max(snapshot.total for snapshot in snapshots)
         fits = device_memory is None or peak <= device_memory

@@ -192,6 +192,7 @@ class Forward:
         if stays or self._prefetcher.schedule.comes_next(unit.index):
             unit.weights.idle()
         else:
-            unit.weights.reshard(until_backward=wants_grad)
+            # Those who help in a join run no forward, and keep nothing from it.
+            unit.weights.reshard(until_backward=wants_grad and not self._join.is_open)
         if self._step.leave():
             self._end(output)

@@ -42,6 +42,9 @@ class Join:
             if self.must_ask:
                 for unit in self._units:
                     unit.weights.wait_if_in_flight()
+                    # A rank may end its step within, and so have none of it any more.
+                    for flat in unit.flat_parameters:
+                        flat.store.forget()
             self.asks = self.must_ask
             yield
             if self.must_ask:

@@ -181,8 +181,8 @@ class Weights:
             return
         self.wait_if_in_flight()
         self.keep_edits()
-        if until_backward:
-            for flat in self._flats:
+        for flat in self._flats if until_backward else ():
+            if flat.store.keeps_weights:
                 flat.store.keep(flat.weight.tensor)
         self._release()
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -97,8 +97,12 @@ class Cluster:
         return cls(*sizes[0], between, within, memory=memory[0] if memory else None, **rest)
 
     def leaves_node(self, axis: Axis) -> bool:
-        """Return whether the groups along an axis have ranks in several nodes."""
-        return len({rank // self.ranks_per_node for rank in axis.ranks}) > 1
+        """Return whether groups along an axis have ranks in several nodes."""
+        return any(len(self._counts(ranks)) > 1 for ranks in axis.groups)
+
+    def _counts(self, ranks: Iterable[int]) -> Counter[int]:
+        """Return how many of the ranks each node has."""
+        return Counter(rank // self.ranks_per_node for rank in ranks)
 
     def seconds(self, axis: Axis, nbytes: int, *, is_direct: bool = False) -> float:
         """Return how long a collective along an axis takes in which a rank sends ``nbytes``.
@@ -107,9 +111,8 @@ class Cluster:
         """
         if axis.size == 1:
             return 0.0
-        node = axis.ranks[0] // self.ranks_per_node
-        # The ranks of a group that share a node, of which there are as many in each.
-        together = sum(rank // self.ranks_per_node == node for rank in axis.ranks)
+        # The ranks of a group that share a node: the fewest, as the slowest group is waited for.
+        together = min(min(self._counts(ranks).values()) for ranks in axis.groups)
         if is_direct or not self.hides:
             inside = nbytes * (together - 1) / (axis.size - 1)
             outside = (nbytes - inside) * self.ranks_per_node
@@ -191,12 +194,14 @@ class Played(NamedTuple):
         compute: Of computation, with the optimizer's.
         sending: Of all messages, by axis.
         waiting: In which nothing is computed, by the axis of the message that is awaited.
+        sent: Bytes of all messages, by axis.
     """
 
     total: float
     compute: float
     sending: dict[str, float]
     waiting: dict[str, float]
+    sent: dict[str, int]
 
 
 def play(timeline: Timeline, cluster: Cluster, num_microbatches: int = 1) -> Played:
@@ -210,10 +215,12 @@ def play(timeline: Timeline, cluster: Cluster, num_microbatches: int = 1) -> Pla
     free = {False: 0.0, True: 0.0}
     ends: dict[int, tuple[str, float]] = {}
     sending, waiting = dict.fromkeys(axes, 0.0), dict.fromkeys(axes, 0.0)
+    sent = dict.fromkeys(axes, 0)
     for step in [*optimizer, *(num_microbatches - 1) * first, *last]:
         if step.what == "begin":
             seconds = cluster.seconds(axes[step.axis], step.amount, is_direct=step.is_direct)
             sending[step.axis] += seconds
+            sent[step.axis] += step.amount
             link = cluster.leaves_node(axes[step.axis])
             begin = max(now, free[link]) if cluster.hides else now
             free[link] = begin + seconds
@@ -231,4 +238,4 @@ def play(timeline: Timeline, cluster: Cluster, num_microbatches: int = 1) -> Pla
             seconds = step.amount / rate if rate else 0.0
             computed += seconds
             now += seconds
-    return Played(now, computed, sending, waiting)
+    return Played(now, computed, sending, waiting, sent)

@@ -78,6 +78,9 @@ class RoundedStates(States):
 
     @override
     def close(self) -> None:
+        for piece, stand_in in self._lent.items():  # of a step that failed
+            if entries := self.optimizer.state.pop(stand_in, None):
+                self.optimizer.state[piece] = entries
         self._lent.clear()
 
     def _noise(self, piece: Piece, step: Tensor | float | None) -> torch.Generator:

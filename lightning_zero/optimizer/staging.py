@@ -92,7 +92,14 @@ class Staging:
         """Make room for the largest batch three times, and start to read the first."""
         self._batches, self._next = batches, 0
         largest = max(sum(block.nbytes for block in batch) for batch in batches)
-        self._slots = [Slot(largest) for _ in range(min(NUM_SLOTS, len(batches)))]
+        num_slots = min(NUM_SLOTS, len(batches))
+        try:
+            self._slots = [Slot(largest) for _ in range(num_slots)]
+        except OSError as error:
+            raise MemoryError(
+                f"A step from files stages {num_slots} times the states of its largest batch:"
+                f" {num_slots} x {largest:,} bytes of memory, which are not there."
+            ) from error
         self._read(0)
 
     def _read(self, number: int) -> None:

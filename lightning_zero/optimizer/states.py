@@ -71,8 +71,14 @@ class States:
         """Note the pieces that the optimizer holds."""
 
     def kept(self, state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
-        """Return a piece's state in memory of its own, where states rest."""
-        return {key: self._rest(key, value, piece) for key, value in state.items()}
+        """Return a piece's state in memory of its own, where states rest.
+
+        Numbers of elements have the piece's dtype, as torch gives it to those that are loaded.
+        """
+        return {
+            key: self._rest(key, _as_loaded(key, value, piece), piece)
+            for key, value in state.items()
+        }
 
     def _rest(self, key: str, value: Any, piece: Piece) -> Any:
         return value.clone() if isinstance(value, Tensor) else value
@@ -95,7 +101,27 @@ class _Home(NamedTuple):
 
     block: Block
     offset: int
-    mapped: Tensor
+    numel: int
+    dtype: torch.dtype
+
+    def mapped(self) -> Tensor:
+        """Return a new view of it: whoever has an earlier one may have pointed it elsewhere."""
+        start = self.block.start + self.offset
+        with lasting_tensors():
+            content = self.block.file.mapped[start : start + self.numel * self.dtype.itemsize]
+            return content.view(self.dtype)
+
+    def staged(self, slot: Slot) -> Tensor | None:
+        """Return a view of it in a slot, if it is there."""
+        if self.block not in slot.places:
+            return None
+        return slot.view(self.block, self.offset, self.numel, self.dtype)
+
+    def is_shown_by(self, value: Tensor) -> bool:
+        """Return whether ``value`` is a view of it."""
+        return (
+            value.data_ptr() == self.block.file.mapped[self.block.start :].data_ptr() + self.offset
+        )
 
 
 class StateFiles(States):
@@ -125,7 +151,6 @@ class StateFiles(States):
         self._comm = comm
         self.label = type(optimizer).__name__
         self._homes: dict[tuple[str, torch.dtype], dict[int, _Home]] = {}
-        self._blocks: list[list[Block]] = [[] for _ in batches]
         self._taken: set[int] = set()
         self._staging = Staging()
         self._fetched: tuple[int, Slot] | None = None
@@ -162,14 +187,15 @@ class StateFiles(States):
     def _rest(self, key: str, value: Any, piece: Piece) -> Any:
         if not is_of_elements(key, value, piece):
             return super()._rest(key, value, piece)
-        mapped = self._home(key, value.dtype, piece).mapped
-        return mapped if value is mapped else mapped.copy_(value)
-
-    def _home(self, key: str, dtype: torch.dtype, piece: Piece) -> _Home:
-        homes = self._homes.setdefault((key, dtype), {})
+        homes = self._homes.setdefault((key, value.dtype), {})
         if id(piece) not in homes:
-            self._make_homes(homes, dtype, piece)
-        return homes[id(piece)]
+            self._make_homes(homes, value.dtype, piece)
+        home = homes[id(piece)]
+        return value if home.is_shown_by(value) else home.mapped().copy_(value)
+
+    def _home(self, key: str, value: Tensor, piece: Piece) -> _Home | None:
+        """Return the home of an entry, if it has one."""
+        return self._homes.get((key, value.dtype), {}).get(id(piece))
 
     def _make_homes(self, homes: dict[int, _Home], dtype: torch.dtype, piece: Piece) -> None:
         """Make a file for an entry of the states of a piece, and of all others that may have it."""
@@ -182,7 +208,8 @@ class StateFiles(States):
                     id(one) in self._taken
                     and id(one) not in homes
                     and one.dtype is piece.dtype
-                    and one.requires_grad
+                    # Who is frozen has states seldom, but then all others may too.
+                    and (one.requires_grad or not piece.requires_grad)
                     and one.numel()
                 )
             ]
@@ -190,32 +217,37 @@ class StateFiles(States):
         ]
         sizes = [in_pages(sum(one.numel() for one in batch) * dtype.itemsize) for batch in new]
         file, start = StagedFile(self._scratch, sum(sizes)), 0
-        for number, (batch, size) in enumerate(zip(new, sizes, strict=True)):
+        for batch, size in zip(new, sizes, strict=True):
             if not batch:
                 continue
             block, offset = Block(file, start, size), 0
-            self._blocks[number].append(block)
             for one in batch:
-                stop = offset + one.numel() * dtype.itemsize
-                with lasting_tensors():
-                    mapped = file.mapped[start + offset : start + stop].view(dtype)
-                homes[id(one)] = _Home(block, offset, mapped)
-                offset = stop
+                homes[id(one)] = _Home(block, offset, one.numel(), dtype)
+                offset += one.numel() * dtype.itemsize
             start += size
 
     # -- a step ----------------------------------------------------------------------------------
 
     @override
     def open(self, numbers: Sequence[int]) -> None:
-        batches = [self._blocks_of(number) for number in numbers]
+        batches = [self._blocks_in_use(number) for number in numbers]
         nbytes = sum(block.nbytes for batch in batches for block in batch)
         for verb in ("read", "write"):
             self._comm.transport.ledger.note("optimizer", verb, nbytes, 1)
         self._staging.open(batches)
 
-    def _blocks_of(self, number: int) -> Sequence[Block]:
-        # What is in no batch is no piece.
-        return tuple(self._blocks[number]) if number < len(self._blocks) else ()
+    def _blocks_in_use(self, number: int) -> list[Block]:
+        """Return where the states of a batch rest; those that were replaced lie nowhere else."""
+        found: dict[Block, None] = {}
+        for state, key, value, piece in self._entries(number):
+            home = self._home(key, value, piece)
+            if home is None:
+                continue
+            found[home.block] = None
+            if not home.is_shown_by(value):
+                # It may show the home of another, which changes before its batch is stepped.
+                state[key] = value.clone()
+        return [*found]
 
     @override
     @span("fetch")
@@ -224,10 +256,10 @@ class StateFiles(States):
         slot = self._staging.fetch()
         self._fetched = number, slot
         for state, key, value, piece in self._entries(number):
-            staged, home = self._staged(slot, key, value, piece)
-            if staged is not None:
+            home = self._home(key, value, piece)
+            if home is not None and (staged := home.staged(slot)) is not None:
                 # Who has replaced it between steps has left the file behind.
-                state[key] = staged if value is home.mapped else staged.copy_(value)
+                state[key] = staged if home.is_shown_by(value) else staged.copy_(value)
 
     @override
     @span("flush")
@@ -236,24 +268,15 @@ class StateFiles(States):
         assert self._fetched is not None
         _, slot = self._fetched
         for state, key, value, piece in self._entries(number):
-            staged, home = self._staged(slot, key, value, piece)
-            if staged is None:
+            home = self._home(key, value, piece)
+            if home is None or (staged := home.staged(slot)) is None:
                 state[key] = self._rest(key, value, piece)  # it is new
                 continue
             if value.data_ptr() != staged.data_ptr():
                 staged.copy_(value)
-            state[key] = home.mapped
+            state[key] = home.mapped()
         self._fetched = None
         self._staging.flush(slot)
-
-    def _staged(
-        self, slot: Slot, key: str, value: Tensor, piece: Piece
-    ) -> tuple[Tensor | None, _Home]:
-        """Return where an entry is in a slot, if it is there, and where it rests."""
-        home = self._home(key, value.dtype, piece)
-        if home.block not in slot.places:
-            return None, home
-        return slot.view(home.block, home.offset, value.numel(), value.dtype), home
 
     def _entries(self, number: int) -> Iterator[tuple[dict[str, Any], str, Tensor, Piece]]:
         """Yield the entries of a batch's states that rest in files."""
@@ -267,14 +290,18 @@ class StateFiles(States):
 
     @override
     def close(self) -> None:
-        if self._fetched is not None:
-            number, slot = self._fetched
-            self._fetched = None
-            for state, key, value, piece in self._entries(number):
-                staged, home = self._staged(slot, key, value, piece)
-                if staged is not None:
-                    state[key] = home.mapped
+        number, slot = self._fetched or (len(self._batches), None)
+        self._fetched = None
+        for state, key, value, piece in self._entries(number):
+            home = self._home(key, value, piece)
+            if home is not None and slot is not None and home.staged(slot) is not None:
+                state[key] = home.mapped()
         self._staging.close()
+
+
+def _as_loaded(key: str, value: Any, piece: Piece) -> Any:
+    is_cast = is_of_elements(key, value, piece) and piece.is_floating_point()
+    return value.to(piece.dtype) if is_cast and value.is_floating_point() else value
 
 
 def is_of_elements(key: str, value: Any, piece: Piece) -> bool:

@@ -133,8 +133,9 @@ class UnitStep:
         optimizer = self.states.optimizer
         batches = self._cut()
         *others, self._last = batches
-        self._members = [[*group["params"]] for group in optimizer.param_groups]
+        # Until here nothing is torn: who lacks the memory for it may try again.
         self.states.open([*batches])
+        self._members = [[*group["params"]] for group in optimizer.param_groups]
         for number in others:
             self._narrow(batches[number])
             self.states.fetch(number)

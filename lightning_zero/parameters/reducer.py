@@ -72,8 +72,10 @@ class Reducer:
         # The average is taken in the pass that moves a gradient, as DDP does, when that costs
         # nothing. A pass that casts cannot multiply as well, so then the reduced shard is scaled,
         # which is N times smaller; as it is where a rank's own gradient is shown before that.
+        # What a code has lost is kept for passes that may not scale.
         casts = store.plan.grad.dtype != store.plan.weight.dtype
-        self._early_scale = 1.0 if casts else 1 / store.comm.mesh.size
+        is_late = casts or store.plan.error_feedback
+        self._early_scale = 1.0 if is_late else 1 / store.comm.mesh.size
 
     # -- from autograd to the partial buffer -----------------------------------------------------
 
@@ -171,7 +173,7 @@ class Reducer:
         is_scaled = self._early_scale != 1.0 and not self._is_unscaled
         late_scale = (mesh.size if is_scaled else 1) / num_ranks
         self._is_unscaled = False
-        self.shard.is_of_copy = self._store.has_copies and self._reach is Reach.COPY
+        self.shard.is_of_copy = self._reach is Reach.COPY and self._store.has_copies
         add = functools.partial(self.shard.add, self._reach, late_scale, unit=unit, tag=tag)
         return functools.partial(self._finish, work, target, add)
 

@@ -73,12 +73,9 @@ class Store:
         self.gather = comm.redistribution(plan.master.placement, Placement.REPLICATED)
         of_copy = Placements(plan.master.placement, Placement.PARTIAL)
         redistribution = functools.partial(
-            comm.redistribution,
-            bits=plan.reduce_bits,
-            cargo=Cargo.GRADIENTS,
-            keeps_errors=plan.error_feedback,
+            comm.redistribution, bits=plan.reduce_bits, cargo=Cargo.GRADIENTS
         )
-        self.reduce = redistribution(Placement.PARTIAL, of_copy)
+        self.reduce = redistribution(Placement.PARTIAL, of_copy, keeps_errors=plan.error_feedback)
         self.join = redistribution(of_copy, plan.master.placement)
         self._gather_weights = comm.redistribution(
             plan.master.placement, Placement.REPLICATED, bits=plan.gather_bits

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,13 +59,14 @@ class Options:
                 " restore_weights=False contradicts. Leave one of them out."
             )
 
-    def around_units(self, engine: Engine) -> Iterator[ActivationCheckpointing | ActivationOffload]:
-        """Yield what runs the forwards of units, the outer first; each is taken out at the end."""
+    def around_units(self, engine: Engine) -> list[ActivationCheckpointing | ActivationOffload]:
+        """Let units checkpoint and offload activations; returns what does, the outer first."""
         units = engine.sharded.units
-        if self.activation_offload:
-            yield ActivationOffload.beside(engine.comm, units)
         choice, modules = self.activation_checkpointing, [unit.module for unit in units[:-1]]
-        yield ActivationCheckpointing.chosen(choice, engine.module, modules)
+        checkpointing = ActivationCheckpointing.chosen(choice, engine.module, modules)
+        if not self.activation_offload:
+            return [checkpointing]
+        return [ActivationOffload.beside(engine.comm, units), checkpointing]
 
     def offload(
         self, optimizer: str | None, weights: str | None, path: str | Path | None

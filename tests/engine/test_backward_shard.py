@@ -295,3 +295,35 @@ def test_groups_of_all_ranks_are_plain_sharding() -> None:
         Settings(backward_shard=3).division(4)
     with pytest.raises(ValueError, match="backward_shard='node' needs to know"):
         Settings(backward_shard="node").division(4)
+
+
+def _joined(where: str, **way: Any) -> list[Tensor]:
+    """Gradients of a forward, behind which ranks run different numbers of others together."""
+    torch.manual_seed(0)
+    model, x = Body(), torch.ones(2, WIDTH)
+    engine = shard(model, units="leaves", comm=Communicator(CPU, windows=False, **way))
+    times = 2 * (engine.comm.control.rank % 2)
+    if where == "within a step":
+        with engine.step() as watch:
+            watch(loss := model(x).sum())
+            with engine.join():
+                for _ in range(times):
+                    model(x)
+    else:
+        loss = model(x).sum()
+        with torch.no_grad(), engine.join():
+            for _ in range(times):
+                model(x)
+    loss.backward()
+    grads = [engine.sharded.full_grad(parameter) for parameter in model.parameters()]
+    engine.close()
+    return [grad.clone() for grad in grads if grad is not None]
+
+
+@pytest.mark.parametrize("where", ["within a step", "before the backward pass"])
+def test_ranks_that_help_in_a_join_gather_as_the_others(ranks: Pools, where: str) -> None:
+    plain = ranks(WORLD).run(_joined, where)
+    found = ranks(WORLD).run(_joined, where, num_backward_shards=GROUP)
+    for one, other in zip(plain, found, strict=True):
+        assert len(one) == len(other) == 2 * (1 + NUM_BLOCKS)
+        assert all(map(torch.equal, one, other))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.comm.coded import Cargo
+from lightning_zero.comm.coded import Cargo, Coded
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.engine import Engine
 from lightning_zero.plan.plan import RECIPES, Offload, Placement
@@ -239,6 +241,41 @@ def test_feedback_is_the_same_in_every_run(ranks: Pools) -> None:
     assert ranks(4).run(_train, way)[0]["masters"] == first["masters"]
     without: Way = (3, "32-true", 2, {"reduce_bits": 4})
     assert ranks(4).run(_train, without)[0]["masters"] != first["masters"]
+
+
+def _encoded(stage: int, num_shards: int | None) -> list[float]:
+    """Norms of what is coded for the same gradients of a step of two microbatches and of one."""
+    way: Way = (stage, "32-true", num_shards, {"reduce_bits": 8, "error_feedback": True})
+    engine = _engine(way, accumulate="local" if stage == 2 else None)
+    norms: list[float] = []
+    encode = Coded._encode_with_lost
+
+    def watched(self: Coded, codec: Any, values: Tensor, codes: Tensor) -> None:
+        if self._transport is engine.comm.transport:
+            norms[-1] += float(values.square().sum())
+        encode(self, codec, values, codes)
+
+    batch = MODELS["nested"].batch(4, 0)
+    with mock.patch.object(Coded, "_encode_with_lost", watched):
+        for window in (2, 1, 2):
+            norms.append(0.0)
+            for number in range(window):
+                last = number == window - 1
+                with contextlib.nullcontext() if last else engine.no_sync():
+                    MODELS["nested"].loss(engine.module, batch).backward()
+    engine.close()
+    return [norm**0.5 for norm in norms]
+
+
+@pytest.mark.parametrize(("stage", "num_shards"), [(1, None), (2, None), (3, None), (3, 2)])
+def test_what_was_lost_has_the_scale_of_the_next(
+    ranks: Pools, stage: int, num_shards: int | None
+) -> None:
+    for two, one, again in ranks(4).run(_encoded, stage, num_shards):
+        # Where every microbatch is reduced a step codes two gradients, and not one twice as large.
+        times = 2**0.5 if stage == 3 else 2
+        assert two == pytest.approx(times * one, rel=0.1)
+        assert again == pytest.approx(times * one, rel=0.1)
 
 
 def _refused() -> list[str]:

@@ -308,6 +308,25 @@ def test_requests_go_through_the_cache_where_others_are_refused(
     assert not file.mapped.any()
 
 
+def change(engine: Engine, optimizer: Optimizer) -> None:
+    """Change states in place, by others, by other memory, and by those of another batch."""
+    last: dict[int, dict[str, Any]] = {}
+    held = [piece for piece in engine.sharded.pieces if piece.numel() and piece in optimizer.state]
+    for number, piece in enumerate(held):
+        state = optimizer.state[piece]
+        if number % 4 == 0:
+            state["momentum_buffer"].mul_(0.5)
+        elif number % 4 == 1:
+            state["momentum_buffer"] = state["momentum_buffer"] * 0.25
+        elif number % 4 == 2:
+            state["momentum_buffer"].data = state["momentum_buffer"] * 0.75
+        elif (other := last.pop(piece.numel(), None)) is not None:
+            ours, theirs = state["momentum_buffer"], other["momentum_buffer"]
+            state["momentum_buffer"], other["momentum_buffer"] = theirs, ours
+        else:
+            last[piece.numel()] = state
+
+
 def in_small_batches(folder: str, is_direct: bool) -> None:
     """More batches than slots; what users make of states between steps counts."""
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -324,11 +343,7 @@ def in_small_batches(folder: str, is_direct: bool) -> None:
             engine.adopt(optimizer)
             for _ in range(2):
                 step(engine, optimizer)
-                for piece, state in optimizer.state.items():
-                    if piece.numel() % 2:
-                        state["momentum_buffer"].mul_(0.5)
-                    else:
-                        state["momentum_buffer"] = state["momentum_buffer"] * 0.25
+                change(engine, optimizer)
             step(engine, optimizer)
             if files:
                 assert all(is_in_file(one, folder) or not one.numel() for one in states(optimizer))
@@ -382,6 +397,24 @@ def test_bytes_of_files_are_in_the_traffic_and_waits_in_a_profile(tmp_path: Path
         assert engine.comm.traffic["optimizer", verb].bytes == nbytes
     names = Counter(event.name for event in profile.events())
     assert names["zero.fetch AdamW"] == names["zero.flush AdamW"] == len(batches)
+    engine.close()
+
+
+def test_frozen_weights_with_states_need_no_file_each(tmp_path: Path) -> None:
+    def num_open() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(20)])
+    model.requires_grad_(False)
+    model[0].requires_grad_(True)
+    engine = shard(model, **offload(3, str(tmp_path)))
+    before = num_open()
+    optimizer = torch.optim.Adagrad(model.parameters())  # which makes states for all of them
+    engine.adopt(optimizer)
+    assert num_open() - before < 5
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert all(is_in_file(one, str(tmp_path)) for one in states(optimizer))
     engine.close()
 
 

@@ -71,6 +71,11 @@ def test_a_collective_takes_the_slower_of_two_rates() -> None:
     # Each rank sends each of 7 others 20 bytes, 4 of them beyond the link of its 4 ranks.
     assert cluster.seconds(everyone, 140, is_direct=True) == 0.5 + 4 * 80 / 10
     assert cluster.seconds(Mesh.of(0, 8, 1).shard, 0) == 0
+    # Of groups of 3 in nodes of 4 the first stays in one; others do not, and all are waited for.
+    assert all(
+        Cluster(3, 4, 10.0, 100.0, 1.0).seconds(Mesh.of(rank, 12, 3).shard, 200) == 200 * 4 / 10
+        for rank in range(12)
+    )
 
 
 def test_a_step_by_hand() -> None:
@@ -88,12 +93,17 @@ def test_a_step_by_hand() -> None:
     timeline.end()
     timeline.begin("shard", "gather", 100)()  # the next step's
     cluster = Cluster(1, 2, between=1.0, within=10.0, flops=1.0, memory=2.0)
-    assert play(timeline, cluster) == Played(25.0, 19.0, {"shard": 20.0}, {"shard": 6.0})
+    assert play(timeline, cluster) == Played(
+        25.0, 19.0, {"shard": 20.0}, {"shard": 6.0}, {"shard": 200}
+    )
     # Two microbatches more, each as long as the first, and one step.
     assert play(timeline, cluster, 3).total == 3 + 3 * 22
+    assert play(timeline, cluster, 3).sent == {"shard": 600}
     # Processors that compute copy first.
     alone = Cluster(1, 2, between=1.0, within=10.0, flops=1.0, memory=2.0, hides=False)
-    assert play(timeline, alone) == Played(39.0, 19.0, {"shard": 20.0}, {"shard": 20.0})
+    assert play(timeline, alone) == Played(
+        39.0, 19.0, {"shard": 20.0}, {"shard": 20.0}, {"shard": 200}
+    )
     assert timeline.bytes == {("shard", "gather"): 200}
 
 
@@ -188,3 +198,6 @@ def test_the_command_shows_the_best_choice_first(capsys: pytest.CaptureFixture[s
     assert "shard=" not in text
     assert main([*arguments, "--batch", "int64[4,5]", "--shard", "3"]) == 1
     assert "shard=3 makes groups of 3 ranks" in capsys.readouterr().err
+    for option, value in (("--offload", "nvme"), ("--ranks", "4"), ("--host-memory", "1GB")):
+        assert main([*arguments, "--batch", "int64[4,5]", option, value]) == 1
+        assert f"{option} has no meaning beside it" in capsys.readouterr().err
