@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_zero.plan import ALIGNMENT
+from lightning_zero.tensors import numel_at_a_time
 
 _LEAST = 1e-35
 """A block of nothing larger becomes zeros; a scale and its inverse are finite and normal."""
-_TOGETHER = {"cpu": 2**16}
-"""Elements that are coded at a time: on a CPU as many as stay in a core's cache."""
-_TOGETHER_ON_DEVICE = 2**24
 
 
 class Codec:
@@ -109,8 +107,7 @@ class Codec:
         scales = scales.view(torch.float32)
         integers = integers.view(torch.int8 if self._bits == 8 else torch.uint8)
         integers = integers.view(parts, self._num_blocks, self._block * self._bits // 8)
-        together = _TOGETHER.get(codes.device.type, _TOGETHER_ON_DEVICE)
-        step = max(1, together // (parts * self._block))
+        step = max(1, numel_at_a_time(codes.device) // (parts * self._block))
         for start in range(0, self._num_blocks, step):
             chunk = slice(start, start + step)
             yield blocks[:, chunk], scales[:, chunk], integers[:, chunk]

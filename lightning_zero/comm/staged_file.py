@@ -35,7 +35,8 @@ class StagingMemory:
     """
 
     def __init__(self, nbytes: int) -> None:
-        # Not torch's: that lies 64 bytes off a page.
+        # Not torch's: that lies 64 bytes off a page. Private, as memory is that counts for the
+        # limits of a process.
         self._map = mmap.mmap(-1, max(nbytes, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._map.madvise(mmap.MADV_DONTFORK)
         # Small pages cost as much time as a third of the requests.

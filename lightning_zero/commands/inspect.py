@@ -20,7 +20,7 @@ from lightning_zero.checkpoint import (
     read_safetensors,
     rest_of,
 )
-from lightning_zero.deepspeed import DeepSpeedFolder, is_deepspeed_folder
+from lightning_zero.deepspeed import CannotConvert, DeepSpeedFolder, is_deepspeed_folder
 from lightning_zero.tensors import named_tensors
 
 _EXPECTED = (
@@ -107,7 +107,7 @@ def _of_deepspeed(path: Path) -> tuple[Any, str]:
     )
     try:
         value["optimizer_states"] = [folder.optimizer_state()]
-    except NotImplementedError as error:
+    except CannotConvert as error:
         written_by += f", but for the optimizer: {error}"
     return value, written_by
 

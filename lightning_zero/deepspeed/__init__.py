@@ -13,6 +13,6 @@ placeholder     reading a pickle whose classes are replaced by inert objects
 
 from lightning_zero.deepspeed.checkpoint import DeepSpeedFolder
 from lightning_zero.deepspeed.config import Config
-from lightning_zero.deepspeed.files import is_deepspeed_folder
+from lightning_zero.deepspeed.files import CannotConvert, is_deepspeed_folder
 
-__all__ = ["Config", "DeepSpeedFolder", "is_deepspeed_folder"]
+__all__ = ["CannotConvert", "Config", "DeepSpeedFolder", "is_deepspeed_folder"]

@@ -28,6 +28,7 @@ from lightning_zero.checkpoint import LazyTensor
 from lightning_zero.deepspeed.files import (
     MODEL,
     OPTIMIZER,
+    CannotConvert,
     OptimizerFile,
     check_ranks,
     files_by_rank,
@@ -86,7 +87,7 @@ class DeepSpeedFolder:
 
     Raises:
         FileNotFoundError: A rank's file is missing.
-        NotImplementedError: It belongs to a model that is cut in other ways, too.
+        CannotConvert: It belongs to a model that is cut in other ways, too.
         ValueError: A file is damaged, or the files do not belong together.
     """
 
@@ -252,7 +253,7 @@ class DeepSpeedFolder:
         for owner, flat, *states in zip(owners, self._flats, *of_ranks, strict=True):
             by_group[owner] |= flat.states(states)
         if frozen_in_optimizer and len(groups) != 1:
-            raise NotImplementedError(
+            raise CannotConvert(
                 f"The optimizer in {str(self.path)!r} has {len(groups)} param groups; where frozen"
                 " parameters belong is only known if it has one. Leave out --frozen-in-optimizer"
                 " (`frozen_in_optimizer`), or convert the weights alone (--weights-only)."
@@ -290,7 +291,7 @@ class DeepSpeedFolder:
         for order in (names, dealt):
             if order == self._in_module_order(order):
                 return order
-        raise NotImplementedError(
+        raise CannotConvert(
             f"{str(self.path)!r} does not say whether DeepSpeed ran with 'round_robin_gradients',"
             " so the optimizer's states cannot be given to their parameters. The weights can be"
             " converted alone, with --weights-only."

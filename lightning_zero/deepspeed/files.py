@@ -23,6 +23,10 @@ OPTIMIZER = re.compile(
 _CUT_OTHERWISE = re.compile(r"(layer_\d+.*|expp_rank_.*|expert_.*)_states\.pt")
 
 
+class CannotConvert(NotImplementedError):
+    """A checkpoint by DeepSpeed, or a part of one, that has no plain form; says what to do."""
+
+
 def is_deepspeed_folder(path: Path) -> bool:
     """Return whether ``path`` is a folder that DeepSpeed wrote, or the tag's folder in it."""
     return path.is_dir() and (_is_tag(path) or _tag_inside(path) is not None)
@@ -58,7 +62,7 @@ def files_by_rank(tag: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
     found: dict[int, Path] = {}
     for file in sorted(tag.iterdir()):
         if _CUT_OTHERWISE.fullmatch(file.name):
-            raise NotImplementedError(
+            raise CannotConvert(
                 f"{str(file)!r} belongs to a model with pipeline stages or experts, which cannot"
                 " be converted. Merge them with DeepSpeed's own tools first."
             )
@@ -66,7 +70,7 @@ def files_by_rank(tag: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
         if match is None:
             continue
         if int(match["mp"]):
-            raise NotImplementedError(
+            raise CannotConvert(
                 f"{str(file)!r} belongs to a model that is cut by tensor parallelism, which cannot"
                 " be converted. Merge its parts with DeepSpeed's own tools first."
             )
@@ -165,7 +169,7 @@ class OptimizerFile:
         """The state dict of the optimizer that steps the flat masters."""
         found = self.entry("optimizer_state_dict" if self.stage == 3 else "base_optimizer_state")
         if not isinstance(found, dict) or not isinstance(found.get("param_groups"), list):
-            raise NotImplementedError(
+            raise CannotConvert(
                 f"{str(self.path)!r} is an 'elastic' checkpoint, which lacks the optimizer's"
                 " hyperparameters. The weights can be converted alone, with --weights-only."
             )

@@ -24,6 +24,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_zero.checkpoint import LazyTensor
+from lightning_zero.deepspeed.files import CannotConvert
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -75,7 +76,7 @@ class Flat(ABC):
     def _parts(self, ranks: Sequence[Mapping[str, Any]], key: str) -> list[Tensor]:
         parts = [state[key] for state in ranks]
         if not all(isinstance(part, Tensor) and part.dim() == 1 for part in parts):
-            raise NotImplementedError(
+            raise CannotConvert(
                 f"{self.label}: the optimizer's state {key!r} is not one number per element, so it"
                 " cannot be given to single parameters. The weights can be converted alone, with"
                 " --weights-only."

@@ -61,12 +61,12 @@ OFFLOADS = (_OFFLOAD_SWITCH, _ZENFLOW)
 """What is said of keys that ask for other ways of offload."""
 _MEDIUM = "`none`, `cpu` (the host of an accelerator) or `nvme`"
 _MAPPED = "files are mapped, and the system decides what it keeps in memory"
+_STAGED = "states in files are always read and written beside the step, three batches in memory"
 _PATH = "`offload_path`; without offload to `nvme` it is refused"
 
 _OFFLOAD_BLOCK = {
     "nvme_path": _acts(Kind.TEXT, _PATH),
     "pin_memory": _replaced(Kind.SWITCH, "what a GPU reads of its host's memory is always pinned"),
-    "buffer_count": _replaced(Kind.NUMBER, _MAPPED),
 }
 _WHOLE = "a checkpoint holds whole tensors at every stage, in the master's precision"
 _SMALL = "modules too small for a message of their own stay with the unit around them"
@@ -128,13 +128,15 @@ _ZERO_OPTIMIZATION = {
     "legacy_stage1": _replaced(Kind.SWITCH, "there is one stage 1"),
     "offload_optimizer.device": _acts(Kind.TEXT, f"`offload_optimizer`: {_MEDIUM}"),
     **{f"offload_optimizer.{name}": key for name, key in _OFFLOAD_BLOCK.items()},
-    "offload_optimizer.pipeline": _replaced(Kind.SWITCH, _MAPPED),
-    "offload_optimizer.pipeline_read": _replaced(Kind.SWITCH, _MAPPED),
-    "offload_optimizer.pipeline_write": _replaced(Kind.SWITCH, _MAPPED),
+    "offload_optimizer.buffer_count": _replaced(Kind.NUMBER, _STAGED),
+    "offload_optimizer.pipeline": _replaced(Kind.SWITCH, _STAGED),
+    "offload_optimizer.pipeline_read": _replaced(Kind.SWITCH, _STAGED),
+    "offload_optimizer.pipeline_write": _replaced(Kind.SWITCH, _STAGED),
     "offload_optimizer.fast_init": _replaced(Kind.SWITCH, "files are made without being written"),
     "offload_optimizer.ratio": _acts(Kind.NUMBER, "all states are offloaded: 1, or refused"),
     "offload_param.device": _acts(Kind.TEXT, f"`offload_weights`: {_MEDIUM}"),
     **{f"offload_param.{name}": key for name, key in _OFFLOAD_BLOCK.items()},
+    "offload_param.buffer_count": _replaced(Kind.NUMBER, _MAPPED),
     "offload_param.buffer_size": _replaced(Kind.NUMBER, _MAPPED),
     "offload_param.max_in_cpu": _replaced(Kind.NUMBER, _MAPPED),
     "cpu_offload": _refused(Kind.SWITCH, _OFFLOAD_SWITCH),
@@ -216,7 +218,7 @@ KEYS: dict[str, Key] = {
     "checkpoint": _replaced(
         Kind.BLOCK, "a checkpoint is one plain file or, with `checkpoint='dcp'`, a directory"
     ),
-    "aio": _replaced(Kind.BLOCK, _MAPPED),
+    "aio": _replaced(Kind.BLOCK, _STAGED),
     "steps_per_print": _replaced(Kind.NUMBER, "`Trainer(log_every_n_steps=...)`"),
     "wall_clock_breakdown": _replaced(Kind.SWITCH, "`Trainer(profiler=...)`"),
     "memory_breakdown": _replaced(

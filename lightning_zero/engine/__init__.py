@@ -15,6 +15,7 @@ rank_check                models, settings and optimizers that must be equal on 
 change_check              what one rank alone may change later: who is trained, hyperparameters
 order_check, join         ranks that gather different weights: detected, or allowed
 oom_trials                steps that fail on all ranks if on any
+buffers                   buffers of the module, which follow rank 0's
 materialize               models built on the meta device
 activation_checkpointing  recomputation of modules
 activation_offload        activations that wait in host memory
@@ -24,6 +25,7 @@ access                    the public functions
 from lightning_zero.engine.access import full_grad, gathered, grad_norm, join
 from lightning_zero.engine.activation_checkpointing import ActivationCheckpointing
 from lightning_zero.engine.activation_offload import ActivationOffload
+from lightning_zero.engine.buffers import broadcast_buffers
 from lightning_zero.engine.engine import Engine, engine_of
 from lightning_zero.engine.materialize import forget_values
 from lightning_zero.engine.oom_trials import OomTrials
@@ -35,6 +37,7 @@ __all__ = [
     "Description",
     "Engine",
     "OomTrials",
+    "broadcast_buffers",
     "differences",
     "engine_of",
     "forget_values",

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_zero.engine.backward import Backward
 from lightning_zero.engine.backward_events import with_grad
+from lightning_zero.engine.buffers import broadcast_buffers
 from lightning_zero.engine.join import Join
 from lightning_zero.engine.module_hook import Hook, Hooks
 from lightning_zero.engine.order_check import OrderCheck
@@ -102,7 +103,7 @@ class Forward:
         if broadcasts and not self._join.is_open and self._sharded.settings.broadcast_buffers:
             is_due, self._is_synced = self._is_synced, self._backward.syncs
             if is_due:
-                self._sharded.broadcast_buffers()
+                broadcast_buffers(self._sharded.module, self._sharded.comm)
 
     def leave(self, outputs: Any) -> None:
         """Come out of a forward; behind the outermost, await a backward from its ``outputs``."""

@@ -36,6 +36,9 @@ from lightning_zero.plan import FlatSpec, Medium, Settings, specify_units
 class ShardedModel:
     """A model whose parameters live in units: where each lies, its whole value, and its bytes.
 
+    All else in the engine, and all that saves, loads or measures, asks it for these, so it has more
+    attributes than others: the parts that each of them asks for.
+
     Attributes:
         module: The model. Its parameters are views of flat buffers, or at rest.
         settings: What the user chose.
@@ -73,10 +76,6 @@ class ShardedModel:
         self.reader = Reader()
         blank = self._build_units(sources)
         self.flats = [flat for unit in self.units for flat in unit.flat_parameters]
-        # Replicated weights without other masters are what peers read.
-        self._peers_read_weights = any(
-            not (flat.plan.has_master or flat.plan.gives_weights_back) for flat in self.flats
-        )
         blank.finish(functools.partial(self.gathered, modify=True))
 
     def _build_units(self, sources: Mapping[int, Source]) -> materialize.MetaInitializer:
@@ -116,6 +115,12 @@ class ShardedModel:
             if spec.name or streams:
                 unit.weights.reshard()
         return blank
+
+    @functools.cached_property
+    def _peers_read_weights(self) -> bool:
+        # Replicated weights without other masters are what peers read.
+        plans = [flat.plan for flat in self.flats]
+        return any(not (plan.has_master or plan.gives_weights_back) for plan in plans)
 
     @property
     def root(self) -> Unit:
@@ -216,22 +221,6 @@ class ShardedModel:
         places = [self._places.get(id(parameter)) for parameter in parameters]
         wanted = {place[0].index for place in places if place}
         return [unit for unit in (self.root, *self.units[:-1]) if unit.index in wanted]
-
-    @torch.no_grad()
-    def broadcast_buffers(self) -> None:
-        """Overwrite the module's buffers with rank 0's, one message per dtype, as DDP does."""
-        if self.comm.mesh.size == 1:
-            return
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in _buffers(self.module):
-            by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        for buffers in by_dtype.values():
-            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            self.comm.control.broadcast(flat)
-            for buffer, part in zip(
-                buffers, torch.split(flat, [b.numel() for b in buffers]), strict=True
-            ):
-                buffer.copy_(part.view_as(buffer))
 
     # -- whole parameters ------------------------------------------------------------------------
 
@@ -382,21 +371,3 @@ class ShardedModel:
         )
         kinds["buffers"] = sum(buffer.nbytes for buffer in self.module.buffers())
         return dict(kinds)
-
-
-def _buffers(module: nn.Module) -> list[Tensor]:
-    """Return the module's buffers now, in an order that is the same on all ranks.
-
-    Torch's own way through a tree of modules is several generators deep for every module.
-    """
-    buffers: dict[int, Tensor | None] = {}
-    seen: set[nn.Module | None] = {None}
-    left: list[nn.Module | None] = [module]
-    while left:
-        one = left.pop()
-        if one is not None and one not in seen:
-            seen.add(one)
-            left.extend(one._modules.values())
-            for buffer in one._buffers.values():
-                buffers[id(buffer)] = buffer
-    return [buffer for buffer in buffers.values() if buffer is not None]

@@ -176,18 +176,7 @@ class ModelPlan:
 
         What the engine does in it is noted in ``timeline``.
         """
-        if not isinstance(world_size, int) or world_size < 1:
-            raise ValueError(f"Expected world_size >= 1, got {world_size!r}.")
-        if not 0 <= rank < world_size:
-            raise ValueError(f"Expected a rank from 0 to {world_size - 1}, got {rank!r}.")
-        if stage not in (0, 1, 2, 3):
-            raise ValueError(f"Expected stage among 0 (DDP), 1, 2, 3, got {stage!r}.")
-        if offload is not None and (stage == 0 or (stage < 3 and offload.weights)):
-            raise ValueError(
-                f"stage={stage} keeps whole weights on every device"
-                f"{'' if stage else ', and whole optimizer states'}; expected stage=3 to offload"
-                f" weights, or stage 1 to 3 to offload the optimizer, got {offload}."
-            )
+        _require_sense(stage, world_size, rank, offload)
         if stage == 0:
             return self._under_ddp(adds_gradients=num_microbatches > 1)
         chosen = Settings(
@@ -264,6 +253,22 @@ class ModelPlan:
             specs = specify_units(module, Settings(3, self.recipe, device=_META, **self._cut))
             self._events[is_cast] = self._microbatch.events(module, specs, is_cast=is_cast)
         return self._events[is_cast]
+
+
+def _require_sense(stage: int, world_size: int, rank: int, offload: Offload | None) -> None:
+    """Raise a ``ValueError`` unless there is such a rank at such a stage."""
+    if not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"Expected world_size >= 1, got {world_size!r}.")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"Expected a rank from 0 to {world_size - 1}, got {rank!r}.")
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"Expected stage among 0 (DDP), 1, 2, 3, got {stage!r}.")
+    if offload is not None and (stage == 0 or (stage < 3 and offload.weights)):
+        raise ValueError(
+            f"stage={stage} keeps whole weights on every device"
+            f"{'' if stage else ', and whole optimizer states'}; expected stage=3 to offload"
+            f" weights, or stage 1 to 3 to offload the optimizer, got {offload}."
+        )
 
 
 def _built(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:

@@ -18,10 +18,7 @@ from typing_extensions import override
 
 from lightning_zero.optimizer.states import States, is_of_elements
 from lightning_zero.parameters import Piece
-
-_TOGETHER = {"cpu": 2**16}
-"""Elements that are rounded at a time: on a CPU as many as stay in a core's cache."""
-_TOGETHER_ON_DEVICE = 2**24
+from lightning_zero.tensors import numel_at_a_time
 
 
 class RoundedStates(States):
@@ -99,7 +96,7 @@ def round_by_chance(source: Tensor, out: Tensor, noise: torch.Generator) -> None
 
     Those of bf16 stay as they are, also those that are not finite.
     """
-    together = _TOGETHER.get(source.device.type, _TOGETHER_ON_DEVICE)
+    together = numel_at_a_time(source.device)
     for part, target in zip(torch.split(source, together), torch.split(out, together), strict=True):
         # Of an fp32 number bf16 has the upper half: what is added to the lower carries by chance.
         bits = torch.randint(

@@ -47,6 +47,9 @@ class Reach(Enum):
 class Reducer:
     """Takes in the gradients that autograd finishes, and averages them over the ranks.
 
+    It runs for every gradient, where a call costs as much as a copy, so what it remembers are
+    attributes and lists of its own, and not objects with methods.
+
     Attributes:
         partial: Unreduced gradients and a view of each; ``None`` while there are none.
         filled: For each parameter, whether a gradient of it is, or will be, in :attr:`partial`.

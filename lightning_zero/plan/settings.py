@@ -141,14 +141,12 @@ class Settings:
         Raises:
             ValueError: The ranks cannot be divided so, or it is not known which share a node.
         """
-        asked = self.backward_shard is not None
         is_coded = self.gather_bits is not None or self.reduce_bits is not None
         return {
             "windows": False if is_coded else None,
             "num_shards": self.num_shards(world_size, ranks_on_node),
-            "num_backward_shards": self._group("backward_shard", world_size, ranks_on_node)
-            if asked
-            else None,
+            "num_backward_shards": self.backward_shard
+            and self._group("backward_shard", world_size, ranks_on_node),
         }
 
     def num_shards(self, world_size: int, ranks_on_node: int | None = None) -> int:

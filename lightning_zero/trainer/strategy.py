@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_zero.checkpoint import Saver
 from lightning_zero.comm import Communicator
 from lightning_zero.deepspeed import Config
-from lightning_zero.engine import Engine, forget_values
+from lightning_zero.engine import Engine, broadcast_buffers, forget_values
 from lightning_zero.parameters import Source
 from lightning_zero.plan import MIN_NUMEL, Settings, UnitPolicy, as_dtype
 from lightning_zero.trainer import internals
@@ -88,7 +88,8 @@ class ZeROStrategy(SavingStrategy):
         offload_weights: The same for sharded weights. Stage 3 only.
         offload_path: The folder of those files, which have no names and vanish with the process; by
             default the Trainer's ``default_root_dir``.
-        restore_weights: Make the module whole again after ``fit``; ``False`` if no host holds it.
+        restore_weights: Make the module whole and ordinary again after ``fit``. ``False`` for
+            models that one host cannot hold.
         checkpoint: What checkpoints are: ``"file"``, one plain ``.ckpt``, or ``"dcp"``, a directory
             of torch.distributed.checkpoint. Both are read whatever is said here.
         verify_checkpoint: Read all of a checkpoint that is loaded and compare its checksums, each
@@ -292,7 +293,7 @@ class ZeROStrategy(SavingStrategy):
         run = self._current
         facts = facts_of(module.trainer, self.precision_plugin, self.options)
         self.engine = Engine(module, settings, run.comm, facts=facts, sources=sources)
-        self.engine.sharded.broadcast_buffers()
+        broadcast_buffers(module, run.comm)
         self.precision_plugin.comm = self.engine.comm
         self.model = module
         run.stand_ins += self.options.around_units(self.engine)

@@ -131,6 +131,16 @@ def step(engine: Engine, optimizer: Optimizer) -> None:
     optimizer.zero_grad()
 
 
+def stepped_once(folder: Path) -> tuple[nn.Module, Engine, Optimizer]:
+    """An engine with states in files, which are there."""
+    model = MODELS["transformer"].build()
+    engine = shard(model, **offload(3, str(folder)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine.adopt(optimizer)
+    step(engine, optimizer)
+    return model, engine, optimizer
+
+
 def held(folder: str, stage: int, precision: str) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes counted, and what the layouts say."""
     model = MODELS["transformer"].build()
@@ -231,11 +241,7 @@ class Failing(Exception):
 def test_a_torn_step_is_neither_gone_on_from_nor_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    model = MODELS["transformer"].build()
-    engine = shard(model, **offload(3, str(tmp_path)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    engine.adopt(optimizer)
-    step(engine, optimizer)
+    model, engine, optimizer = stepped_once(tmp_path)
     of_root = {id(piece) for flat in engine.sharded.root.flat_parameters for piece in flat.pieces}
     kernel = torch._fused_adamw_
 
@@ -363,11 +369,7 @@ def test_small_batches_and_changed_states(ranks: Pools, tmp_path: Path, is_direc
 def test_a_failing_disk_is_named_and_tears_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, words: str
 ) -> None:
-    model = MODELS["transformer"].build()
-    engine = shard(model, **offload(3, str(tmp_path)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    engine.adopt(optimizer)
-    step(engine, optimizer)
+    _, engine, optimizer = stepped_once(tmp_path)
 
     def fail(*_: Any) -> int:
         raise OSError(errno.EIO, "Input/output error")
@@ -383,11 +385,7 @@ def test_a_failing_disk_is_named_and_tears_the_step(
 
 
 def test_bytes_of_files_are_in_the_traffic_and_waits_in_a_profile(tmp_path: Path) -> None:
-    model = MODELS["transformer"].build()
-    engine = shard(model, **offload(3, str(tmp_path)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    engine.adopt(optimizer)
-    step(engine, optimizer)
+    _, engine, optimizer = stepped_once(tmp_path)
     assert engine.comm.traffic["optimizer", "read"].bytes == 0
     with torch.profiler.profile() as profile:
         step(engine, optimizer)

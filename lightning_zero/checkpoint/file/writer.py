@@ -10,19 +10,15 @@ on a file system that cannot do this go the ordinary way.
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.checksums import PartChecksums, PartSummer
 from lightning_zero.checkpoint.values.chunk import BUFFER_BYTES
-
-_BLOCK = 4096
-"""Places and sizes of direct writes are multiples of it: that of disks and file systems."""
+from lightning_zero.comm import PAGE, StagingMemory
 
 _LARGE = 2**18
 """Bytes of a part from which on going past the cache pays."""
@@ -40,7 +36,7 @@ class Writer:
         self._on_written = on_written
         self._file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         self._direct = _open_directly(path)
-        self._buffer: mmap.mmap | None = None
+        self._buffer: StagingMemory | None = None
 
     def __enter__(self) -> Writer:
         return self
@@ -63,15 +59,15 @@ class Writer:
         is_large = len(content) >= _LARGE
         while start < len(content):
             left = len(content) - start
-            ahead = -(place + start) % _BLOCK
+            ahead = -(place + start) % PAGE
             if not is_large or self._direct is None:
                 chunk = _in_memory(content[start : start + BUFFER_BYTES])
                 write_at(self._file, place + start, chunk)
-            elif ahead or left < _BLOCK:
+            elif ahead or left < PAGE:
                 chunk = _in_memory(content[start : start + (ahead or left)])
                 write_at(self._file, place + start, chunk)
             else:
-                nbytes = min(left // _BLOCK * _BLOCK, BUFFER_BYTES)
+                nbytes = min(left // PAGE * PAGE, BUFFER_BYTES)
                 chunk = self._aligned(content[start : start + nbytes])
                 self._write_directly(place + start, chunk)
             summer.add(chunk)
@@ -85,12 +81,9 @@ class Writer:
 
     def _aligned(self, content: Tensor) -> memoryview:
         if self._buffer is None:
-            # Private, as memory is that counts for the limits of a process.
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            self._buffer = mmap.mmap(-1, BUFFER_BYTES, flags=flags)
-        chunk = memoryview(self._buffer)[: len(content)]
-        torch.frombuffer(chunk, dtype=torch.uint8).copy_(content)
-        return chunk
+            self._buffer = StagingMemory(BUFFER_BYTES)
+        self._buffer.tensor[: len(content)].copy_(content)
+        return self._buffer.part(0, len(content))
 
     def _write_directly(self, place: int, chunk: memoryview) -> None:
         written = 0
