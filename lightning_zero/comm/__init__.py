@@ -3,6 +3,7 @@
 communicator      the small thing that holds both planes, and chooses the transport
 control           control plane: objects, sums, sync points, the store
 sync_points       the points of a step that all ranks reach together; exclusive access to masters
+sync_windows      what they go through where all ranks share a host
 agreement         an error on one rank raised on all
 transport         data plane: what every transport does
 point_to_point    messages between every two ranks (gloo)

@@ -88,6 +88,8 @@ class Communicator:
             self.transports["replicate"] = choose(self.mesh.replicate)
         if self.mesh.backward is not None:
             self.transports["backward"] = choose(self.mesh.backward)
+        if self.transport.reads_peers and self.mesh.shard.size == self.control.world_size:
+            self.control.share_sync_points()
 
     def _choose(self, axis: Axis, *, is_direct: bool, may_share: bool) -> Transport:
         """Return the fastest transport for an axis, by ``examples/benchmarks/wires.py``."""

@@ -4,7 +4,8 @@ A sync point carries flags, of which each becomes its maximum over the ranks. Al
 messages of one size on a group of their own, so a rank that comes to another one than the others
 is not read as if it had come to theirs: each message begins with the sync point's number and a sum
 over the collectives that the rank has begun, as numbers and as their complements. Where a number
-and its complement no longer match, the ranks differ.
+and its complement no longer match, the ranks differ. Where all ranks share a host they go through
+memory, with the same content.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from lightning_zero.comm.process_groups import (
 )
 from lightning_zero.comm.reports import Board, Reports, own_store
 from lightning_zero.comm.sync_points import PendingSync, SyncPoint
+from lightning_zero.comm.sync_windows import MOST_FLAGS, SyncWindows
 from lightning_zero.comm.watchdog import Watchdog
 
 _numbers = itertools.count()
@@ -53,6 +55,7 @@ class Control:
         log: The collectives that this rank has begun.
         board: Notes that ranks leave for each other.
         watchdog: Detects ranks that wait for each other in different places.
+        sync_windows: What sync points go through in the place of messages, if there is something.
     """
 
     def __init__(self, *, alone: bool = False) -> None:
@@ -61,6 +64,7 @@ class Control:
         self._group: Any = None
         self._separated: list[Control] = []
         self.capacity = 64
+        self.sync_windows: SyncWindows | None = None
         self.course = 0
         reports = None
         if is_initialized() and not alone:
@@ -86,6 +90,12 @@ class Control:
     def reserve(self, num_flags: int) -> None:
         """Make room for so many flags; all ranks must ask for the same."""
         self.capacity = max(self.capacity, num_flags)
+        if self.capacity > MOST_FLAGS:
+            self.sync_windows = None
+
+    def share_sync_points(self) -> None:
+        """Let sync points go through shared memory, if every rank can map it; a collective."""
+        self.sync_windows = SyncWindows.among(self)
 
     def note(self, event: str) -> None:
         """Count an event that all ranks must have had, in this order, at the next sync point."""
@@ -188,7 +198,7 @@ class Control:
         It lasts until :meth:`leave`.
         """
         other = copy.copy(self)
-        other._separated = []
+        other._separated, other.sync_windows = [], None
         if self.world_size > 1:
             other._group = new_group_of_hosts()
             self._separated.append(other)

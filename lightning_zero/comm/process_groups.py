@@ -58,6 +58,15 @@ def new_group_of_hosts() -> Any:
     return _new_group("fake" if dist.get_backend() == "fake" else "gloo")
 
 
+def time_limit() -> timedelta | None:
+    """Return the time limit of the default group's collectives, if it has one of its own."""
+    # Private, as torch tells it nowhere else.
+    world = dist.distributed_c10d._get_default_group()
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    options = getattr(world._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None)
+
+
 def destroy(group: Any) -> None:
     """Destroy a group whose messages have all arrived, unless the default group has ended it."""
     if dist.is_initialized():
@@ -154,8 +163,5 @@ def _all_groups() -> list[Any]:
 
 def _new_group(backend: str | None = None, ranks: list[int] | None = None) -> Any:
     """Make a group, of all ranks by default, with the time limit of the default group."""
-    # Private, as torch tells it nowhere else, and new groups would have torch's default.
-    world = dist.distributed_c10d._get_default_group()
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    options = getattr(world._get_backend(device), "options", None)
-    return dist.new_group(ranks, backend=backend, timeout=getattr(options, "_timeout", None))
+    # New groups would have torch's default.
+    return dist.new_group(ranks, backend=backend, timeout=time_limit())

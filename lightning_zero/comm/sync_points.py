@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_zero.comm.parting import GRADIENT, TOUCH, parted
 from lightning_zero.comm.process_groups import give_up_devices
+from lightning_zero.comm.sync_windows import Word
 from lightning_zero.tensors import unseen
 
 if TYPE_CHECKING:
@@ -57,25 +58,24 @@ class PendingSync:
         self._control = control
         self._place = f"{sync_point.value} {about}" if about else sync_point.value
         self._flags = flags
-        self._work: Any = None
+        self._work: _Message | Word | None = None
         if control.world_size == 1:
             return
-        self._message = torch.zeros(2 * _HEADER + control.capacity, dtype=torch.uint8, device="cpu")
         course = zlib.crc32(about.encode(), control.course).to_bytes(4, "big")
-        numbers = torch.tensor([_NUMBERS[sync_point], *course], device="cpu")
-        self._message[:_HEADER] = numbers
-        self._message[_HEADER : 2 * _HEADER] = 255 - numbers
+        numbers = bytes([_NUMBERS[sync_point], *course])
+        word = numbers + bytes(255 - number for number in numbers)
         if flags is not None:
-            self._message[2 * _HEADER : 2 * _HEADER + flags.numel()] = flags
+            word += bytes(flags.tolist())
+        windows = control.sync_windows
+        message = _Message(word, control) if windows is None else None
         self._collective = control.log.begin(self._place, sync_point.value)
-        try:
-            with unseen():
-                self._work = dist.all_reduce(
-                    self._message, dist.ReduceOp.MAX, group=control.sync_group, async_op=True
-                )
-        except RuntimeError as error:
-            control.log.explain(error)
-            raise
+        if message is not None:
+            message.send()
+            self._work = message
+        elif windows is not None:
+            if windows.last is not None:
+                control.log.wait(self._collective, [windows.last])
+            self._work = windows.publish(word)
 
     def wait(self) -> None:
         """Return when all ranks have come.
@@ -83,16 +83,15 @@ class PendingSync:
         Raises:
             RuntimeError: They have come to different sync points.
         """
-        if self._work is None:
+        work, self._work = self._work, None
+        if work is None:
             return
-        self._control.log.wait(self._collective, [self._work])
-        self._work = None
-        header = self._message[: 2 * _HEADER]
-        if not torch.equal(header[:_HEADER], 255 - header[_HEADER:]):
+        self._control.log.wait(self._collective, [work])
+        maxima = work.maxima
+        if any(maxima[i] != 255 - maxima[_HEADER + i] for i in range(_HEADER)):
             self._refuse()
         if self._flags is not None:
-            start = 2 * _HEADER
-            self._flags.copy_(self._message[start : start + self._flags.numel()])
+            self._flags.copy_(torch.frombuffer(bytearray(maxima[2 * _HEADER :]), dtype=torch.uint8))
 
     def exchange(self, value: Any) -> list[Any]:
         """Return every rank's ``value``; all have waited here, and all exchange one."""
@@ -111,6 +110,39 @@ class PendingSync:
             control.watchdog.end_here(verdict)
             give_up_devices()
         raise RuntimeError(verdict)
+
+
+class _Message:
+    """A word that is sent, with room for the longest."""
+
+    def __init__(self, word: bytes, control: Control) -> None:
+        padded = bytearray(word.ljust(2 * _HEADER + control.capacity, b"\0"))
+        self._tensor = torch.frombuffer(padded, dtype=torch.uint8)
+        self._control, self._size = control, len(word)
+        self._work: Any = None
+
+    def send(self) -> None:
+        """Send it to all other ranks."""
+        try:
+            with unseen():
+                self._work = dist.all_reduce(
+                    self._tensor,
+                    dist.ReduceOp.MAX,
+                    group=self._control.sync_group,
+                    async_op=True,
+                )
+        except RuntimeError as error:
+            self._control.log.explain(error)
+            raise
+
+    def wait(self) -> None:
+        """Return when the words of all ranks have come."""
+        self._work.wait()
+
+    @property
+    def maxima(self) -> bytes:
+        """The greatest of each byte over the ranks, when it has been waited for."""
+        return bytes(self._tensor[: self._size].tolist())
 
 
 class Exclusive:

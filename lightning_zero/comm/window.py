@@ -15,14 +15,16 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from itertools import count
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_zero.comm.scratch import Scratch
 from lightning_zero.plan import Slot
 from lightning_zero.tensors import lasting_tensors
+
+if TYPE_CHECKING:
+    from lightning_zero.comm.scratch import Scratch
 
 _NAME = "lightning_zero"
 _serials = count()

@@ -13,6 +13,7 @@ from tests.oracle.projects import WAYS
 FEW = [
     Job(Fault("the user's forward", "raise"), "windows", 2, "fit"),
     Job(Fault("a reduction", "kill"), "point to point", 2, "loop"),
+    Job(Fault("the wait at a sync point", "kill"), "windows", 2, "loop"),
     Job(Fault("the user's backward", "raise"), "backend", 4, "loop"),
     Job(Fault("a save, written", "kill"), "windows", 2, "fit"),
     Job(Fault("a load, weights", "raise"), "point to point", 2, "fit"),

@@ -1,0 +1,171 @@
+"""Sync points of ranks that share one host: words in memory that all of them have mapped.
+
+A message through a socket wakes three threads on its way from rank to rank, which costs a small
+model's step more than its own work. Here a rank writes its word to its window, counts it, and
+looks until all the others have counted as many.
+
+Each window has two places, for words in turn. A rank waits for one sync point before it comes to
+the next. So when it writes its word n + 2 over its word n, all ranks have counted n + 1, and each
+of them had read the words n before that: nobody reads what is written over.
+
+A word is read by whoever has seen its count, so memory must be written, and read, in the order of
+the program, which x86 processors promise. What the ranks read of each other's masters and reduce
+buffers between two sync points rests on the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import select
+from math import inf
+from time import monotonic, sleep
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from lightning_zero.comm.process_groups import time_limit
+from lightning_zero.comm.window import Address, Window, are_supported
+
+if TYPE_CHECKING:
+    from lightning_zero.comm.control import Control
+
+MOST_FLAGS = 2**16
+"""Flags for which a word has room; pages that nobody touches cost nothing."""
+
+_ROOM = MOST_FLAGS + 64
+
+_COUNT_BYTES = 64  # a cache line
+_CAPACITY = _COUNT_BYTES + 2 * _ROOM
+_SPIN_SECONDS = 1e-4
+"""How long a rank looks without a pause: the others are mostly as far as it is."""
+_PAUSE, _LONG_PAUSE = 5e-5, 1e-3
+_SECONDS_BETWEEN_CHECKS = 0.02
+
+
+class _Desk:
+    """One rank's window, and its process as long as that lives."""
+
+    def __init__(self, address: Address, window: Window) -> None:
+        self._window = window  # keeps the memory mapped
+        self._process = os.pidfd_open(address.process)
+        start = window.view(_CAPACITY, torch.uint8).data_ptr()
+        self.count = ctypes.c_int64.from_address(start)
+        room = (ctypes.c_ubyte * (2 * _ROOM)).from_address(start + _COUNT_BYTES)
+        self.words = memoryview(room).cast("B")
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):
+            os.close(self._process)
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the rank's process has ended."""
+        poll = select.poll()
+        poll.register(self._process, select.POLLIN)
+        return bool(poll.poll(0))
+
+
+class Word:
+    """This rank's word at one sync point, and the others' as soon as they are there.
+
+    Attributes:
+        maxima: The greatest of each byte over the ranks, when it has been waited for.
+    """
+
+    def __init__(self, windows: SyncWindows, number: int, size: int) -> None:
+        self._windows = windows
+        self._number, self._size = number, size
+        self.maxima = b""
+
+    def wait(self) -> None:
+        """Return when all ranks have come to as many sync points as this one.
+
+        Raises:
+            RuntimeError: One of them has ended, or the run.
+        """
+        if self.maxima:
+            return
+        self._windows.await_all(self._number)
+        words = self._windows.read(self._number, self._size)
+        is_one = words.count(words[0]) == len(words)
+        self.maxima = words[0] if is_one else bytes(map(max, *words))
+
+
+class SyncWindows:
+    """The words of all ranks at their sync points, one after the other.
+
+    Args:
+        control: All ranks, which have mapped each other's windows.
+        desks: Those, in the order of the ranks.
+
+    Attributes:
+        last: This rank's last word; it must have been waited for before the next.
+    """
+
+    def __init__(self, control: Control, desks: list[_Desk]) -> None:
+        self.last: Word | None = None
+        self._log = control.log
+        self._own = desks[control.rank]
+        self._desks = desks
+        self._number = 0
+        limit = time_limit()
+        self._seconds = inf if limit is None else limit.total_seconds()
+
+    @classmethod
+    def among(cls, control: Control) -> SyncWindows | None:
+        """Map the windows of all ranks, if every rank can map every other's; a collective."""
+        # Other processors show each other's writes in another order.
+        can = are_supported() and hasattr(os, "pidfd_open")
+        can = can and platform.machine() in ("x86_64", "AMD64")
+        own = Window.create(_CAPACITY, control.world_size) if can else None
+        addresses = control.gather_objects(own and own.address)
+        desks: list[_Desk] = []
+        if own is not None and None not in addresses:
+            with contextlib.suppress(OSError, RuntimeError):
+                for rank, address in enumerate(addresses):
+                    is_own = rank == control.rank
+                    window = own if is_own else Window.open(address, control.world_size)
+                    desks.append(_Desk(address, window))
+        can_all = control.gather_objects(len(desks) == control.world_size)
+        return cls(control, desks) if all(can_all) else None
+
+    def publish(self, word: bytes) -> Word:
+        """Show ``word``, of as many bytes on all ranks, to the others."""
+        self._number += 1
+        start = _ROOM * (self._number % 2)
+        self._own.words[start : start + len(word)] = word
+        self._own.count.value = self._number  # behind the word: who sees it reads that
+        self.last = Word(self, self._number, len(word))
+        return self.last
+
+    def await_all(self, number: int) -> None:
+        """Return when all ranks have shown ``number`` words; raise if one never will."""
+        began = checked = monotonic()
+        for rank, desk in enumerate(self._desks):
+            while desk.count.value < number:
+                now = monotonic()
+                if now - began < _SPIN_SECONDS:
+                    os.sched_yield()
+                elif now - checked < _SECONDS_BETWEEN_CHECKS:
+                    sleep(_PAUSE if checked == began else _LONG_PAUSE)
+                else:
+                    checked = now
+                    self._check(rank, now - began)
+
+    def _check(self, rank: int, seconds: float) -> None:
+        """Raise what a broken connection would, if ``rank`` is not to be waited for any longer."""
+        if self._log.verdict:
+            raise RuntimeError(self._log.verdict)
+        if self._desks[rank].has_ended:
+            raise dist.DistError(f"the process of rank {rank} has ended")
+        if seconds > self._seconds:
+            raise dist.DistError(f"rank {rank} has not come within {self._seconds:.0f} s")
+
+    def read(self, number: int, size: int) -> list[bytes]:
+        """Return the ranks' words of a number; all have shown it, and none the next but one."""
+        start = _ROOM * (number % 2)
+        return [bytes(desk.words[start : start + size]) for desk in self._desks]

@@ -1,0 +1,108 @@
+"""Sync points through memory: the same maxima as by messages, and an end where a rank has none."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_zero.comm import sync_windows
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.sync_points import SyncPoint
+from lightning_zero.comm.window import Window
+from tests.oracle.ranks import Pools
+
+CPU = torch.device("cpu")
+
+
+def flags_of(rank: int, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + number)
+    return torch.randint(256, (1 + number % 64,), dtype=torch.uint8, generator=generator)
+
+
+def maxima(rounds: int, num_flags: int) -> bool:
+    """Come to many sync points, each rank in haste by turns, and compare what all get."""
+    comm = Communicator(CPU)
+    control, world = comm.control, comm.control.world_size
+    control.reserve(num_flags)
+    for number in range(rounds):
+        flags = flags_of(control.rank, number)
+        if number % world == control.rank:
+            time.sleep(3e-4)
+        control.call(SyncPoint.END, flags).wait()
+        expected = torch.stack([flags_of(rank, number) for rank in range(world)]).amax(0)
+        assert torch.equal(flags, expected), number
+    return control.sync_windows is not None
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_flag_becomes_its_maximum(ranks: Pools, world: int) -> None:
+    assert ranks(world).run(maxima, 100, 64) == [True] * world
+
+
+def test_flags_without_room_go_by_messages(ranks: Pools) -> None:
+    assert ranks(2).run(maxima, 3, sync_windows.MOST_FLAGS + 1) == [False, False]
+
+
+def waits_later() -> None:
+    """Wait for one sync point behind the next ones, which then waits for it."""
+    control = Communicator(CPU).control
+    first, second = (torch.tensor([control.rank + n], dtype=torch.uint8) for n in (1, 7))
+    pending = control.call(SyncPoint.BEGIN, first)
+    for _ in range(3):
+        control.call(SyncPoint.END, second).wait()
+    pending.wait()
+    assert (first.item(), second.item()) == (2, 8)
+
+
+def test_a_sync_point_may_be_waited_for_behind_others(ranks: Pools) -> None:
+    ranks(2).run(waits_later)
+
+
+def abandons() -> None:
+    """Leave a sync point that was never waited for, on both ranks, for others."""
+    control = Communicator(CPU).control
+    control.call(SyncPoint.BEGIN)
+    control.call(SyncPoint.STEP).wait()
+    # The ranks have come to the same number of them, but to others.
+    control.call(SyncPoint.BEGIN if control.rank else SyncPoint.END)
+    with pytest.raises(RuntimeError, match="The ranks have parted"):
+        control.call(SyncPoint.STEP if control.rank else SyncPoint.FORWARD).wait()
+
+
+def test_a_sync_point_may_be_abandoned(ranks: Pools) -> None:
+    ranks(2).run(abandons)
+
+
+def is_late() -> None:
+    """Rank 1 comes when rank 0 has given it up."""
+    windows = Communicator(CPU).control.sync_windows
+    assert windows is not None
+    windows._seconds = 0.05
+    if dist.get_rank():
+        dist.barrier()
+        windows.publish(b"late")
+        return
+    word = windows.publish(b"mine")
+    with pytest.raises(dist.DistError, match="rank 1 has not come within"):
+        word.wait()
+    dist.barrier()
+    word.wait()
+    assert word.maxima == b"mite"
+
+
+def test_a_rank_that_does_not_come_ends_the_wait(ranks: Pools) -> None:
+    ranks(2).run(is_late)
+
+
+def test_a_process_that_has_ended_is_known() -> None:
+    """Also before its parent takes notice, when its number is still there."""
+    own = Window.create(sync_windows._CAPACITY, 1)
+    with subprocess.Popen(["sleep", "0.1"]) as child:
+        desk = sync_windows._Desk(own.address._replace(process=child.pid), own)
+        assert not desk.has_ended
+        time.sleep(0.5)
+        assert desk.has_ended
