@@ -139,7 +139,11 @@ def main() -> NoReturn:
                 wakes.recv(4096)
             _report_ended(running)
         if door in ready:
-            request, fds = _receive(door)
+            if (received := _receive(door)) is None:
+                for pid in running:  # those that are stopped would never see their lifeline end
+                    os.kill(pid, signal.SIGCONT)
+                os._exit(0)
+            request, fds = received
             status = Connection(fds.pop())
             pid = os.fork()
             if pid == 0:
@@ -154,10 +158,10 @@ def main() -> NoReturn:
             _send(status, pid)
 
 
-def _receive(door: socket.socket) -> tuple[bytes, list[int]]:
+def _receive(door: socket.socket) -> tuple[bytes, list[int]] | None:
     head, fds, _, _ = socket.recv_fds(door, LENGTH_BYTES, 4)
     if not head:
-        os._exit(0)
+        return None
     return door.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL), fds
 
 

@@ -2,6 +2,7 @@
 
 A test sends a top-level function; every rank runs it with the same arguments and returns a
 picklable value. A rank is forked (forks.py) in a part of a second, a call costs milliseconds.
+Between calls the ranks are stopped: threads of gloo wake a hundred times a second, each of them.
 
     def total(value):                        # top level: the ranks import it by name
         tensor = torch.tensor([value * (dist.get_rank() + 1)])
@@ -112,6 +113,8 @@ class Pool:
             self._num_calls += 1
             results = self._ask(name, request, timeout)
             self._meet(f"{name} returned, but the ranks are out of step after it", MEET_SECONDS)
+            for rank in self._ranks:
+                rank.process.send_signal(signal.SIGSTOP)
         except BaseException:  # an interrupt too leaves ranks in the middle of something
             self.kill()
             raise
@@ -209,6 +212,7 @@ class Rank:
         """Hand over a pickled (function, args, kwargs)."""
         self.log_start = self.log.stat().st_size
         with contextlib.suppress(OSError):  # a dead rank is reported by `answer`
+            self.process.send_signal(signal.SIGCONT)
             self.connection.send_bytes(request)
 
     def has_answer(self) -> bool:

@@ -233,14 +233,14 @@ def test_pool_is_fresh_after_a_failure(pool: Pool) -> None:
     assert [value for _, value in before] == [value for _, value in after]
 
 
-def test_busy_ranks_do_not_outlive_the_test_process() -> None:
+def test_ranks_do_not_outlive_the_test_process() -> None:
     code = "\n".join(
         [
             "import os, signal, threading, time",
             "from tests.oracle.ranks import Pool",
             f"del os.environ['{MARK}']  # or the rank would be killed as part of this script",
-            "pool = Pool(1)",
-            "print(pool.run(os.getpid)[0], flush=True)",
+            "pool, idle = Pool(1), Pool(1)",
+            "print(pool.run(os.getpid)[0], idle.run(os.getpid)[0], flush=True)",
             "threading.Thread(target=pool.run, args=(time.sleep, 60.0), daemon=True).start()",
             "time.sleep(0.3)",
             "os.kill(os.getpid(), signal.SIGKILL)",
@@ -249,6 +249,6 @@ def test_busy_ranks_do_not_outlive_the_test_process() -> None:
     finished = run_python(["-c", code], check=False)
     assert finished.code == -signal.SIGKILL
     deadline = time.monotonic() + 10.0
-    while is_running(int(finished.stdout)):
+    while any(is_running(int(pid)) for pid in finished.stdout.split()):
         assert time.monotonic() < deadline, "a rank outlived the process that started it"
         time.sleep(0.05)
