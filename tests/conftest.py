@@ -18,8 +18,13 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure() -> None:
-    """One thread, as the ranks have; no core files of ranks that are killed on purpose."""
+    """One thread, as the ranks have; no core files of ranks that are killed on purpose.
+
+    By its variable Lightning and scripts have one too: threads that outnumber the cores wait for
+    each other in loops, and a step of a tiny model takes six times as long.
+    """
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
@@ -37,8 +42,8 @@ def _clean_environment() -> Iterator[None]:
     """Take back what a test leaves in `os.environ`, and the number of threads.
 
     A Trainer that runs in this process tells its rank there, and scripts that later tests start
-    would take themselves for started ones. It also lets torch use all cores, whose sums have other
-    bits than those of the ranks.
+    would take themselves for started ones. With more threads, sums have other bits than those of
+    the ranks.
     """
     before = dict(os.environ)
     yield

@@ -58,15 +58,19 @@ def grads_of(engine: Engine) -> Grads:
     return grads
 
 
-def sharded(name: str, stages: tuple[int, ...], units: str) -> dict[int, Grads]:
+WAYS = ((1, "blocks"), (2, "leaves"), (3, "blocks"), (3, "leaves"))
+"""Stage and units."""
+
+
+def sharded(name: str) -> dict[tuple[int, str], Grads]:
     """The same on this rank, at every stage, through the engine."""
     make, case, steps = CASES[name]
     found = {}
-    for stage in stages:
+    for stage, units in WAYS:
         engine = shard(build(make), stage=stage, units=units)
         for step in range(steps):
             case(engine.module, rows(engine.comm.control.rank, step))
-        found[stage] = grads_of(engine)
+        found[stage, units] = grads_of(engine)
         assert engine._step.phase is Phase.IDLE
         if stage == 3:
             held = [
@@ -644,15 +648,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Case, int]] = {
 def test_gradients_are_those_of_plain_torch(ranks: Pools, name: str) -> None:
     make, case, steps = CASES[name]
     expected = plain(make, case, steps)
-    for units in ("blocks",) if name.startswith("saved") else ("blocks", "leaves"):
-        for found in ranks(WORLD).run(sharded, name, (1, 2, 3), units, timeout=60):
-            for stage, grads in found.items():
-                for key, grad in grads.items():
-                    what = f"stage {stage}, units {units}, {key}"
-                    assert (grad is None) == (expected[key] is None), what
-                    torch.testing.assert_close(
-                        grad, expected[key], rtol=1e-5, atol=1e-6, msg=lambda m, w=what: f"{w}: {m}"
-                    )
+    for found in ranks(WORLD).run(sharded, name):
+        for (stage, units), grads in found.items():
+            for key, grad in grads.items():
+                what = f"stage {stage}, units {units}, {key}"
+                assert (grad is None) == (expected[key] is None), what
+                torch.testing.assert_close(
+                    grad, expected[key], rtol=1e-5, atol=1e-6, msg=lambda m, w=what: f"{w}: {m}"
+                )
 
 
 # ------------------------------------------------------------------------- touches at rest

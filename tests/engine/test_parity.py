@@ -204,13 +204,13 @@ def assert_same_bits(one: Result, other: Result, what: str) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_every_stage_is_the_plain_loop_bit_for_bit_the_same(ranks: Pools, world: int) -> None:
-    # Worlds 3 and 4 take one model in two each, and together all of them.
+    # Worlds 3 and 4 take one model in two each, and together all of them; stages 1 and 2 in turns.
     names = list(MODELS)[world % 2 :: 2] if world > 2 else list(MODELS)
-    steps = 2 if world > 2 else 3
+    steps = 2
     runs = [
         {"case": name, "stage": stage, "steps": steps}
-        for name in names
-        for stage in (1, 2, 3)
+        for number, name in enumerate(names)
+        for stage in ((1, 2, 3) if world < 3 else (1 + number % 2, 3))
         if stage < 3 or name in stage_3_models
     ]
     results = results_of(ranks, world, runs)
@@ -219,7 +219,7 @@ def test_every_stage_is_the_plain_loop_bit_for_bit_the_same(ranks: Pools, world:
         name = run["case"]
         if name not in first:
             assert_parity(result, reference(MODELS[name], adamw, steps, world), ulps=2)
-        assert_same_bits(result, first.setdefault(name, result), f"{run} and stage 1")
+        assert_same_bits(result, first.setdefault(name, result), f"{run} and the first stage")
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -233,16 +233,19 @@ def test_every_precision_is_the_same_recipe_unsharded(ranks: Pools, world: int) 
         if name not in stage_3_models:
             stage = 1 + number % 2
         how = {"cast_weights": "none"} if name in used_elsewhere else {}
+        steps = 3 if precision == "16-mixed" else 2  # which skips the first ones: its scale falls
         run = {"case": name, "precision": precision, "stage": stage, "make_optimizer": sgd}
-        runs.append({**run, **how})
+        runs.append({**run, **how, "steps": steps})
     # Where all weights are cast, the plain loop has such weights too.
-    mixed = {"precision": "bf16-mixed", "make_optimizer": sgd, "cast_weights": "all"}
+    mixed = {"precision": "bf16-mixed", "make_optimizer": sgd, "cast_weights": "all", "steps": 2}
     runs += [{"case": name, "stage": world, **mixed} for name in ("tied", "transformer")]
     results = results_of(ranks, world, runs)
     for run, result in zip(runs, results, strict=True):
         name, precision = run["case"], run["precision"]
         full = NORMS if run.get("cast_weights") == "all" else None
-        expected = reference(MODELS[name], sgd, 3, world, precision=precision, full_modules=full)
+        expected = reference(
+            MODELS[name], sgd, run["steps"], world, precision=precision, full_modules=full
+        )
         try:
             assert_parity(result, expected, ulps=2)
         except AssertionError as error:
@@ -254,6 +257,7 @@ def test_every_precision_is_the_same_recipe_unsharded(ranks: Pools, world: int) 
 )
 def test_accumulation_is_the_plain_loops(ranks: Pools, world: int, precision: str) -> None:
     names = ["tied", "frozen", "unused_branch", "batchnorm_conv", "nested", "transformer"]
+    names = names[world % 2 :: 2] if world > 2 else names
     ways = [(1, "local"), (2, "local"), (3, "local"), (2, "reduce"), (3, "reduce")]
     runs = [
         {"case": name, "stage": stage, "policy": policy, "accumulate": 3, "precision": precision}
@@ -307,9 +311,14 @@ def test_no_setting_changes_a_bit(ranks: Pools, world: int) -> None:
     if world == 2:  # the backend may add up three ranks in another order
         ways += [{"wires": "backend"}, {"wires": "backend", "stage": 2}]
     ways += [{"wires": "messages"}, {"wires": "messages", "stage": 2}, {"stage": 2}]
-    runs = [{"case": name, "steps": 2, **way} for name, way in product(names, ways)]
+    # Each model beside one setting in two, each setting with every other model.
+    runs = [
+        {"case": name, "steps": 2, **way}
+        for (row, name), (column, way) in product(enumerate(names), enumerate(ways))
+        if not way or (row + column) % 2 == 0
+    ]
     if world == 3:
-        runs = runs[::3]
+        runs = runs[::2]
     first: dict[str, Result] = {}
     for run, result in zip(runs, results_of(ranks, world, runs), strict=True):
         assert_same_bits(result, first.setdefault(run["case"], result), str(run))

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import signal
 import time
 import warnings
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.oracle.launch import MARK, is_running, run_python
+from tests.oracle.launch import ScriptError, is_running, run_forked
 from tests.oracle.ranks import Pool, Pools, RankError
 
 
@@ -238,17 +239,17 @@ def test_ranks_do_not_outlive_the_test_process() -> None:
         [
             "import os, signal, threading, time",
             "from tests.oracle.ranks import Pool",
-            f"del os.environ['{MARK}']  # or the rank would be killed as part of this script",
             "pool, idle = Pool(1), Pool(1)",
-            "print(pool.run(os.getpid)[0], idle.run(os.getpid)[0], flush=True)",
+            "print('ranks', pool.run(os.getpid)[0], idle.run(os.getpid)[0], flush=True)",
             "threading.Thread(target=pool.run, args=(time.sleep, 60.0), daemon=True).start()",
             "time.sleep(0.3)",
             "os.kill(os.getpid(), signal.SIGKILL)",
         ]
     )
-    finished = run_python(["-c", code], check=False)
-    assert finished.code == -signal.SIGKILL
+    with pytest.raises(ScriptError, match="ended with code -9") as caught:
+        run_forked(code)
+    ((busy, idle),) = re.findall(r"^ranks (\d+) (\d+)$", str(caught.value), re.MULTILINE)
     deadline = time.monotonic() + 10.0
-    while any(is_running(int(pid)) for pid in finished.stdout.split()):
+    while is_running(int(busy)) or is_running(int(idle)):
         assert time.monotonic() < deadline, "a rank outlived the process that started it"
         time.sleep(0.05)

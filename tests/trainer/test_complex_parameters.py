@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "foreach": (Foreach, {"gradient_clip_val": 0.1}),
     "of the user's own": (Scaled, {"kind": Conjugating}),
     "by parameter": (ByParameter, {}),
-    "all at once": (torch.optim.LBFGS, {}),
+    "all at once": (partial(torch.optim.LBFGS, max_iter=10), {}),
     "looked at": (torch.optim.AdamW, {"kind": Looking}),
 }
 
