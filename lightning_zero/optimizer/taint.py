@@ -15,6 +15,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -295,6 +296,7 @@ class _HostReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@cache
 def _is_element_wise(func: Any) -> bool:
     """Return whether each result element depends only on operands' elements at its place."""
     name = func.overloadpacket.__name__.removesuffix("_")
@@ -309,8 +311,14 @@ def _is_element_wise(func: Any) -> bool:
     return out_of_place is not None and torch.Tag.pointwise in out_of_place.tags
 
 
+@cache
+def _schema_of(func: Any) -> list[Any]:
+    """The arguments of an operation, of which torch makes objects whenever it is asked."""
+    return list(func._schema.arguments)
+
+
 def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-    for index, argument in enumerate(func._schema.arguments):
+    for index, argument in enumerate(_schema_of(func)):
         if index < len(args):
             yield argument, args[index]
         elif argument.name in kwargs:
