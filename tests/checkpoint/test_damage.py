@@ -120,7 +120,6 @@ def resume_from_damage(
         (FileSave, 3, resharding.build_mixing),
         (DirectorySave, 1, resharding.build_mixing),
         (DirectorySave, 3, resharding.build),
-        (FileSave, 3, resharding.build),
     ],
 )
 def test_every_damaged_tensor_is_refused_by_all(

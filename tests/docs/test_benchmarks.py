@@ -213,7 +213,7 @@ def test_a_gpus_run_is_rehearsed(
     """All its parts on the CPU, with fewer contenders and the tests of another file."""
     gpu = load("gpu")
     monkeypatch.setattr(gpu, "PRECISIONS", ["bf16-mixed"])
-    worlds = {1: ("Trainer", "Trainer zero3", "ddp", "zero3"), 8: ("zero3", "fsdp2")}
+    worlds = {1: ("Trainer", "Trainer zero3", "ddp", "zero3"), 8: ("zero3",)}
     monkeypatch.setattr(gpu, "WORLDS", worlds)
     monkeypatch.setattr(gpu, "TESTS", "tests/engine/test_schedule.py")
     sizes = [word for name, n in {**SIZES, **BRIEF}.items() for word in (f"--{name}", str(n))]

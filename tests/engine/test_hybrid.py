@@ -54,10 +54,15 @@ KEYS: list[Key] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def plain(ranks: Pools) -> dict[Key, Result]:
+    """The same bits on every way (test_parity.py)."""
+    return _results(ranks, 4, None, "windows", KEYS, 0.5)
+
+
 @pytest.mark.parametrize("way", list(WAYS))
-def test_two_copies_train_as_one(ranks: Pools, way: str) -> None:
+def test_two_copies_train_as_one(ranks: Pools, plain: dict[Key, Result], way: str) -> None:
     keys = KEYS if way == "windows" else KEYS[:3]
-    plain = _results(ranks, 4, None, way, keys, 0.5)
     copies = _results(ranks, 4, 2, way, keys, 0.5)
     for key in keys:
         # The sum over two copies of two ranks has another order than the sum over four.

@@ -27,11 +27,6 @@ def test_plain_script_gets_its_arguments_and_returns_its_output() -> None:
     assert run_script(REPORT, 5, nproc=3).stdout == "None None 3 1 5\n"
 
 
-def test_two_torchrun_agents_make_one_world() -> None:
-    finished = run_script(REPORT, "x", nproc=1, nodes=2, launcher="torchrun")
-    assert sorted(finished.stdout.splitlines()) == ["0 2 1 1 x", "1 2 1 1 x"]
-
-
 def test_nodes_need_torchrun() -> None:
     with pytest.raises(ValueError, match="torchrun"):
         run_script(REPORT, nodes=2)

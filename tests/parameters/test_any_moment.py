@@ -292,7 +292,7 @@ def _edit(
         run = fit(
             module,
             strategy,
-            max_steps=3,
+            max_steps=2,
             max_epochs=-1,
             val_check_interval=1,
             precision=precision,
