@@ -241,8 +241,7 @@ def with_closure(name: str, stage: int) -> Any:
     return closures(CLOSURES[name], 2, stage)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("name", CLOSURES)
+@pytest.mark.parametrize(("name", "stage"), list(zip(CLOSURES, (1, 3, 3, 1), strict=True)))
 def test_closures_may_be_called_again(ranks: Pools, name: str, stage: int) -> None:
     expected, losses = closures(CLOSURES[name], 2, None)
     for found, seen in ranks(2).run(with_closure, name, stage):
