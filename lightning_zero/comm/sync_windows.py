@@ -154,13 +154,15 @@ class SyncWindows:
                     sleep(_PAUSE if checked == began else _LONG_PAUSE)
                 else:
                     checked = now
-                    self._check(rank, now - began)
+                    self._check(rank, number, now - began)
 
-    def _check(self, rank: int, seconds: float) -> None:
+    def _check(self, rank: int, number: int, seconds: float) -> None:
         """Raise what a broken connection would, if ``rank`` is not to be waited for any longer."""
         if self._log.verdict:
             raise RuntimeError(self._log.verdict)
-        if self._desks[rank].has_ended:
+        desk = self._desks[rank]
+        # It may have come, and gone on to its end, since it was looked at.
+        if desk.has_ended and desk.count.value < number:
             raise dist.DistError(f"the process of rank {rank} has ended")
         if seconds > self._seconds:
             raise dist.DistError(f"rank {rank} has not come within {self._seconds:.0f} s")

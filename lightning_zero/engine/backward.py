@@ -19,6 +19,7 @@ from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.step import Phase, Step
 from lightning_zero.engine.unit import Unit
+from lightning_zero.engine.weights import State
 from lightning_zero.parameters import Reach
 from lightning_zero.tensors import internals
 
@@ -49,7 +50,7 @@ class Backward:
             ended=weakly(self._on_inputs_grad),
             leaves_done=weakly(self._on_leaf_inputs_grad),
         )
-        self._on_step_grad = weakly(self._unshard_again)
+        self._on_step_grad = weakly(self._on_held_grad)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -74,8 +75,19 @@ class Backward:
         else:
             register_multi_grad_hook(outputs, hook, mode="any")
 
+    def _on_held_grad(self, indices: Iterable[int], _: Tensor) -> None:
+        """Find weights whole, mostly: each child of the module has such an event in each pass."""
+        units = self._sharded.units
+        if self._step.phase is Phase.BACKWARD:
+            for index in indices:
+                if units[index].weights.state is not State.WHOLE:
+                    break
+            else:
+                return
+        self._unshard_again(indices)
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _unshard_again(self, indices: Iterable[int], _: Tensor) -> None:
+    def _unshard_again(self, indices: Iterable[int]) -> None:
         self.begin()
         weights = [self._sharded.units[index].weights for index in indices]
         for each in weights:

@@ -33,7 +33,11 @@ class Gradients:
         self.are_complete = True
         self._flats = flats
         self._first_tag = first_tag
-        self._places = [(flat, i) for flat in flats for i in range(len(flat.parameters))]
+        self._places = [
+            (flat.reducer, place, piece.gradient)
+            for flat in flats
+            for place, piece in enumerate(flat.pieces)
+        ]
         self._num_missing = 0
         self._finishes: list[Callable[[], None]] = []
 
@@ -57,17 +61,16 @@ class Gradients:
 
     def set_aside(self, index: int) -> None:
         """Keep a gradient that came before :meth:`expect` from being taken for the user's."""
-        flat, place = self._places[index]
-        gradient = flat.pieces[place].gradient
-        gradient.arrival = gradient.claim()
+        _, _, view = self._places[index]
+        view.arrival = view.claim()
 
     def take(self, index: int) -> bool:
         """Take the gradient that autograd just finished; return whether none is missing now."""
-        flat, place = self._places[index]
-        grad = flat.pieces[place].gradient.claim()
+        reducer, place, view = self._places[index]
+        grad = view.claim()
         assert grad is not None
-        self._num_missing -= not flat.reducer.arrived[place]
-        flat.reducer.take(place, grad)
+        self._num_missing -= not reducer.arrived[place]
+        reducer.take(place, grad)
         self.are_complete = not self._num_missing
         return self.are_complete
 

@@ -18,7 +18,7 @@ another in its place, which :meth:`~GradientView.follow` repeats on the piece.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -56,14 +56,20 @@ def drop_gradients(pieces: Iterable[Piece]) -> None:
             piece.gradient.state, piece.gradient.shown = GradState.NONE, None
 
 
-def settle(pieces: Iterable[Piece]) -> None:
-    """Follow what users made of the gradients, once for the many times that a step reads them."""
+def averages(pieces: Sequence[Piece]) -> list[Tensor | None]:
+    """Return what each piece has of its averaged gradient, and follow what users made of that."""
     with internals.as_plain_tensors():
         for piece in pieces:
-            view = piece.gradient
-            if _GRAD.__get__(piece.parameter) is not view.shown:
-                view.follow()
-            view.is_settled = True
+            if _GRAD.__get__(piece.parameter) is not piece.gradient.shown:
+                piece.gradient.follow()
+        return list(map(_GRAD.__get__, pieces))
+
+
+def settle(pieces: Sequence[Piece]) -> None:
+    """Follow what users made of the gradients, once for the many times that a step reads them."""
+    averages(pieces)
+    for piece in pieces:
+        piece.gradient.is_settled = True
 
 
 def unsettle(pieces: Iterable[Piece]) -> None:

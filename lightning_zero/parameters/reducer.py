@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm import ReduceBuffer, Shared, Work
-from lightning_zero.parameters.grad_view import GradState
+from lightning_zero.parameters.grad_view import GradState, averages
 from lightning_zero.parameters.piece import Piece
 from lightning_zero.parameters.stores import Store
 from lightning_zero.tensors import internals
@@ -284,7 +284,7 @@ class GradShard:
         """Return the shard to which new gradients are added; ``None`` if there is none."""
         if self._fresh is not None:
             return self._fresh[0]
-        held = [piece.reduced for piece in self._pieces]
+        held = averages(self._pieces)
         if not [grad for grad in held if grad is not None]:
             return None
         living = self._living
