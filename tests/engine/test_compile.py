@@ -85,7 +85,9 @@ def test_compiled_modules_train_as_under_ddp(ranks: Pools, way: str) -> None:
     At stage 3 the weights of a unit come and go between two graphs, so one that is compiled with
     the code around it has graphs of its own.
     """
-    all_runs = ranks(2).run(under_all, _train, way, timeout=150, **OPTIONS[way])
+    first = 1 + list(WAYS).index(way) % 2  # at stages 1 and 2 weights are whole alike
+    options = {**OPTIONS[way], "stages": (first, 3)}
+    all_runs = ranks(2).run(under_all, _train, way, timeout=150, **options)
     for runs in all_runs:
         counts = {name: run.notes for name, run in runs.items()}
         for run in runs.values():
@@ -93,7 +95,7 @@ def test_compiled_modules_train_as_under_ddp(ranks: Pools, way: str) -> None:
         expected = counts["ddp"]
         assert expected["frames"]["ok"] >= 1, "something was compiled"
         assert expected["breaks"] == {}
-        assert counts[1] == counts[2] == expected
+        assert counts[first] == expected
         if way in ("submodules", "in place"):
             assert counts[3] == expected
         else:
