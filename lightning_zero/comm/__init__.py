@@ -19,7 +19,7 @@ coded             transports of weights and gradients in few bits
 dry               one rank without the others, which allocates what it would and sends nothing
 mesh              axes of ranks (shards, replicas) and paths between placements on them
 redistribution    buffers on such a path: gathers and reductions, one after another
-traffic           ledger of what was sent
+traffic           ledger of what was sent, and of the time of steps with offload
 collective_log    the collectives that this rank has begun, and the one it waits for
 watchdog          ends a run on all ranks, with one error, when one cannot go on
 parting           the error of ranks that wait for each other in different places
@@ -46,7 +46,7 @@ from lightning_zero.comm.rendezvous import join_group
 from lightning_zero.comm.scratch import Scratch
 from lightning_zero.comm.staged_file import PAGE, StagedFile, StagingMemory, in_pages
 from lightning_zero.comm.sync_points import Exclusive, PendingSync, SyncPoint
-from lightning_zero.comm.traffic import Traffic, sum_of
+from lightning_zero.comm.traffic import Ledger, StepTimes, Traffic, sum_of
 from lightning_zero.comm.transport import Arrived, ReduceBuffer, Shared, Work
 
 __all__ = [
@@ -63,6 +63,7 @@ __all__ = [
     "DryTransport",
     "Exclusive",
     "HostCopies",
+    "Ledger",
     "Outcome",
     "PendingSync",
     "Placements",
@@ -71,6 +72,7 @@ __all__ = [
     "Shared",
     "StagedFile",
     "StagingMemory",
+    "StepTimes",
     "SyncPoint",
     "Traffic",
     "Work",

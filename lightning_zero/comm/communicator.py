@@ -22,7 +22,7 @@ from lightning_zero.comm.process_groups import is_initialized
 from lightning_zero.comm.redistribution import Redistribute, along
 from lightning_zero.comm.shared_memory import SharedMemory
 from lightning_zero.comm.sync_points import Exclusive, SyncPoint
-from lightning_zero.comm.traffic import Traffic
+from lightning_zero.comm.traffic import StepTimes, Traffic
 from lightning_zero.comm.transport import Transport
 from lightning_zero.plan import Placement
 
@@ -145,6 +145,11 @@ class Communicator:
             for axis, traffic in of_axes.items()
             for (unit, verb), sent in traffic.items()
         }
+
+    @property
+    def step_times(self) -> StepTimes:
+        """The times of the last optimizer step, if it was one with offload."""
+        return self.transport.ledger.last_times
 
     @property
     def is_in_first_copy(self) -> bool:

@@ -1,7 +1,12 @@
-"""A ledger of what this rank has sent: elements, bytes and collectives, by unit and verb."""
+"""A ledger of what this rank has sent: elements, bytes and collectives, by unit and verb.
+
+Beside them are the seconds that an offloaded step and its files took.
+"""
 
 from __future__ import annotations
 
+import operator
+import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -28,15 +33,78 @@ Traffic = Mapping[tuple[str, str], Sent]
 ranks, ``"up"`` or ``"down"`` between a device and its host, ``"read"`` or ``"write"`` between
 memory and files."""
 
+
+class StepTimes(NamedTuple):
+    """The seconds of training steps with offload, each from the end of the optimizer step before.
+
+    Attributes:
+        seconds: Of all.
+        stepping: Of the optimizer's steps, unit by unit; those on the device are not counted.
+        waiting: Of them those in which the optimizer waited for files.
+        reading: Those in which states were on their way from files, by one request or more.
+        writing: Those in which they were on their way to files.
+        bytes_read: What came from files meanwhile.
+        bytes_written: What went to files.
+    """
+
+    seconds: float = 0.0
+    stepping: float = 0.0
+    waiting: float = 0.0
+    reading: float = 0.0
+    writing: float = 0.0
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+    def plus(self, other: StepTimes) -> StepTimes:
+        """Return the sum of both."""
+        return StepTimes(*map(operator.add, self, other))
+
+    @property
+    def read_speed(self) -> float:
+        """Bytes per second, while there is something to read."""
+        return self.bytes_read / self.reading if self.reading else 0.0
+
+    @property
+    def write_speed(self) -> float:
+        """Bytes per second, while there is something to write."""
+        return self.bytes_written / self.writing if self.writing else 0.0
+
+    @property
+    def stepping_share(self) -> float:
+        """The share of all time in the optimizer's steps."""
+        return self.stepping / self.seconds if self.seconds else 0.0
+
+    @property
+    def waiting_share(self) -> float:
+        """The share of all time that the optimizer waited for files."""
+        return self.waiting / self.seconds if self.seconds else 0.0
+
+    def describe(self) -> str:
+        """Return the shares and speeds in a line."""
+        files = (
+            f", {self.waiting_share:.0%} waiting for files, which were read at"
+            f" {self.read_speed / 1e9:.2f} GB/s and written at {self.write_speed / 1e9:.2f}"
+        )
+        return (
+            f"{self.stepping_share:.0%} of the time was in optimizer steps on the host"
+            f"{files if self.reading or self.writing else ''}."
+        )
+
+
 Counts = dict[tuple[str, str, int, int], int]
 """How often each collective came: by unit, verb, elements and their size in bytes."""
 
 
 class Ledger:
-    """Counts what is sent, in all and per optimizer step.
+    """Counts what is sent, in all and per optimizer step, and the time of steps with offload.
 
     Elements are those that any algorithm must send at least: a rank's share ``(N - 1) / N`` of a
     buffer over ``N`` ranks, padding included.
+
+    Attributes:
+        last_times: The times of the last optimizer step; zeros in the first, whose begin is no
+            step's end, and which reads nothing.
+        total_times: Those of all steps.
     """
 
     def __init__(self) -> None:
@@ -44,6 +112,13 @@ class Ledger:
         self._before: Counts = {}
         self._last: Counts = {}
         self._now: Counts = {}
+        self._spent: dict[str, float] = {}
+        self._end_of_last: float | None = None
+        self.last_times = self.total_times = StepTimes()
+
+    def spend(self, doing: str, seconds: float) -> None:
+        """Count seconds of this step, by their name in :class:`StepTimes`."""
+        self._spent[doing] = self._spent.get(doing, 0.0) + seconds
 
     def note(self, unit: str, verb: str, elements: int, itemsize: int) -> None:
         """Count one collective."""
@@ -54,6 +129,16 @@ class Ledger:
         """End the count of a step and begin the next."""
         self._before = _joined(self._before, self._now)
         self._last, self._now = self._now, {}
+        begin, self._end_of_last = self._end_of_last, time.perf_counter()
+        spent, self._spent = self._spent, {}
+        if begin is not None and spent:
+            self.last_times = StepTimes(
+                self._end_of_last - begin,
+                **spent,
+                bytes_read=sum_of(self.last_step, "read").bytes,
+                bytes_written=sum_of(self.last_step, "write").bytes,
+            )
+            self.total_times = self.total_times.plus(self.last_times)
 
     @property
     def total(self) -> Traffic:

@@ -183,7 +183,7 @@ class Engine:
         states, batches = States(optimizer), batches_of(units)
         if offload.optimizer == "nvme" and scratch is not None:
             states = StateFiles(optimizer, batches, scratch, self.comm)
-        return UnitStep(batches, states)
+        return UnitStep(batches, states, self.comm.transport.ledger)
 
     def _compare_optimizers(self, *new: Optimizer) -> None:
         """Raise on all ranks if the optimizers differ; all call it, where groups have changed."""

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_zero.comm import StepTimes
 from lightning_zero.memory import plot
 from lightning_zero.memory.prediction import NO_OFFLOAD_YET, Estimate
 from lightning_zero.memory.size import format_bytes, format_ranks
@@ -49,6 +50,7 @@ def write_report(
     stages: Sequence[Estimate] = (),
     scaling: Sequence[Estimate] = (),
     device_memory: int | None = None,
+    times: StepTimes | None = None,
 ) -> Path:
     """Write ``memory.json`` and one self-contained ``memory.html``; returns the page's path.
 
@@ -62,6 +64,7 @@ def write_report(
             against. What they offload stands in a table of its own.
         scaling: Estimates of the same stages over several numbers of ranks.
         device_memory: Bytes of a device, drawn as a line.
+        times: Those of the steps with offload on the rank that was predicted.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,9 +76,12 @@ def write_report(
         "stages": [facts_of(found) for found in stages],
         "scaling": [facts_of(found) for found in scaling],
         "device_memory": device_memory,
+        "times": times._asdict() if times and times.seconds else None,
     }
     (folder / "memory.json").write_text(json.dumps(facts, indent=1) + "\n")
     parts = [_LEGEND, *_timeline(predicted, device_memory), *_stages(stages), *_measured(measured)]
+    if times and times.seconds:
+        parts.append(f"<p>{times.describe()}</p>")
     parts += [*_compared(held, predicted), *_scaling(scaling, device_memory)]
     page = folder / "memory.html"
     text = _PAGE.replace("{subject}", html.escape(subject))

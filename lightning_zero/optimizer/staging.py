@@ -10,14 +10,16 @@ step goes on only::
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_zero.comm import PAGE, StagedFile, StagingMemory
+from lightning_zero.comm import PAGE, Ledger, StagedFile, StagingMemory
 
 NUM_SLOTS = 3
 _NUM_THREADS = 2
@@ -31,6 +33,43 @@ class Block(NamedTuple):
     file: StagedFile
     start: int
     nbytes: int
+
+
+Request = Callable[[StagedFile, int, memoryview], None]
+
+
+class Requests:
+    """Threads that read, or that write, and the time in which at least one of them does."""
+
+    def __init__(self, name: str, request: Request) -> None:
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, f"lightning_zero.{name}")
+        self._request = request
+        self._lock = threading.Lock()
+        self._num_running = 0
+        self._begin = 0.0
+        self._seconds = 0.0
+
+    def start(self, block: Block, start: int, part: memoryview) -> Future[None]:
+        """Start a request of a part of a block, ``start`` bytes into it."""
+        return self._threads.submit(self._run, block.file, block.start + start, part)
+
+    def _run(self, *what: Any) -> None:
+        with self._lock:
+            if not self._num_running:
+                self._begin = time.perf_counter()
+            self._num_running += 1
+        try:
+            self._request(*what)
+        finally:
+            with self._lock:
+                self._num_running -= 1
+                if not self._num_running:
+                    self._seconds += time.perf_counter() - self._begin
+
+    def take_seconds(self) -> float:
+        """Return the time since this was last asked, when all that was started has ended."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
 
 class Slot:
@@ -50,16 +89,12 @@ class Slot:
         start = self.places[block] + offset
         return self._memory.tensor[start : start + numel * dtype.itemsize].view(dtype)
 
-    def move(
-        self,
-        threads: ThreadPoolExecutor,
-        request: Callable[[StagedFile, int, memoryview], None],
-    ) -> None:
+    def move(self, requests: Requests) -> None:
         """Start to read all blocks, or to write them."""
         for block, place in self.places.items():
             for start in range(0, block.nbytes, _REQUEST):
                 part = self._memory.part(place + start, min(_REQUEST, block.nbytes - start))
-                self._pending.append(threads.submit(request, block.file, block.start + start, part))
+                self._pending.append(requests.start(block, start, part))
 
     def wait(self) -> None:
         """Return when what was started has ended.
@@ -79,11 +114,15 @@ class Staging:
     1. :meth:`open` with the blocks of every batch, in the order of the step.
     2. :meth:`fetch` and :meth:`flush` around the step of each.
     3. :meth:`close`.
+
+    Args:
+        ledger: Counts the time of requests, and of waiting for them.
     """
 
-    def __init__(self) -> None:
-        self._readers = ThreadPoolExecutor(_NUM_THREADS, "lightning_zero.fetch")
-        self._writers = ThreadPoolExecutor(_NUM_THREADS, "lightning_zero.flush")
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._readers = Requests("fetch", StagedFile.read)
+        self._writers = Requests("flush", StagedFile.write)
         self._batches: Sequence[Sequence[Block]] = ()
         self._slots: list[Slot] = []
         self._next = 0
@@ -105,13 +144,20 @@ class Staging:
     def _read(self, number: int) -> None:
         """Start to read a batch, when what was in its slot is written."""
         slot = self._slots[number % len(self._slots)]
-        slot.wait()
+        self._wait(slot)
         places, end = {}, 0
         for block in self._batches[number]:
             places[block] = end
             end += block.nbytes
         slot.places = places
-        slot.move(self._readers, StagedFile.read)
+        slot.move(self._readers)
+
+    def _wait(self, slot: Slot) -> None:
+        begin = time.perf_counter()
+        try:
+            slot.wait()
+        finally:
+            self._ledger.spend("waiting", time.perf_counter() - begin)
 
     def fetch(self) -> Slot:
         """Return the slot of the next batch, which is read; start to read the one behind."""
@@ -119,12 +165,12 @@ class Staging:
         if self._next < len(self._batches):
             self._read(self._next)
         slot = self._slots[number % len(self._slots)]
-        slot.wait()
+        self._wait(slot)
         return slot
 
     def flush(self, slot: Slot) -> None:
         """Start to write a batch that was stepped."""
-        slot.move(self._writers, StagedFile.write)
+        slot.move(self._writers)
 
     def close(self) -> None:
         """Wait until all is written, and give the slots' memory back.
@@ -136,8 +182,10 @@ class Staging:
         errors = []
         for slot in slots:
             try:
-                slot.wait()
+                self._wait(slot)
             except OSError as error:
                 errors.append(error)
+        self._ledger.spend("reading", self._readers.take_seconds())
+        self._ledger.spend("writing", self._writers.take_seconds())
         if errors:
             raise errors[0]

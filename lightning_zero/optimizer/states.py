@@ -152,7 +152,7 @@ class StateFiles(States):
         self.label = type(optimizer).__name__
         self._homes: dict[tuple[str, torch.dtype], dict[int, _Home]] = {}
         self._taken: set[int] = set()
-        self._staging = Staging()
+        self._staging = Staging(comm.transport.ledger)
         self._fetched: tuple[int, Slot] | None = None
 
     @property

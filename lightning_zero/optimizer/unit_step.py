@@ -17,6 +17,7 @@ be stepped or saved any more.
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_zero.comm import Ledger
 from lightning_zero.optimizer.pieces import cut_state
 from lightning_zero.optimizer.probe import ELEMENT_WISE
 from lightning_zero.optimizer.states import States
@@ -56,12 +58,15 @@ class UnitStep:
     Args:
         batches: The pieces that are stepped together, one batch after the other.
         states: Where the states rest, of one of torch's own optimizers that step by element.
+        ledger: Counts the time of steps on the host; ``None`` for those on the device.
 
     Attributes:
         states: The same.
     """
 
-    def __init__(self, batches: Sequence[Sequence[Piece]], states: States) -> None:
+    def __init__(
+        self, batches: Sequence[Sequence[Piece]], states: States, ledger: Ledger | None = None
+    ) -> None:
         optimizer = states.optimizer
         name = type(optimizer).__name__
         if type(optimizer) not in ELEMENT_WISE:
@@ -72,6 +77,8 @@ class UnitStep:
                 " offload_optimizer, offload_weights and stochastic_rounding out."
             )
         self.states = states
+        self._ledger = ledger
+        self._begin = 0.0
         self._num_batches = len(batches)
         self._number = {id(piece): n for n, batch in enumerate(batches) for piece in batch}
         self._members: Groups | None = None
@@ -129,6 +136,7 @@ class UnitStep:
 
     def begin(self) -> None:
         """Step all batches but the last, and leave that one to the call that is under way."""
+        self._begin = time.perf_counter()
         self._fuse()
         optimizer = self.states.optimizer
         batches = self._cut()
@@ -151,6 +159,8 @@ class UnitStep:
         self.states.close()
         self._narrow(self._members)
         self._members = None
+        if self._ledger is not None:
+            self._ledger.spend("stepping", time.perf_counter() - self._begin)
 
     def _cut(self) -> dict[int, Groups]:
         """Return the members of the param groups by batch; what is in none comes last."""

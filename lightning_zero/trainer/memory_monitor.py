@@ -15,6 +15,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_zero.comm import StepTimes
 from lightning_zero.memory import (
     AWAY_ROWS,
     KINDS,
@@ -79,7 +80,8 @@ class MemoryMonitor(Callback):
     the monitor resets the allocator's peaks at every point), on the CPU the resident memory of the
     process. The most over all ranks is logged as ``memory/<point>/<kind>`` and shown
     as a table when training ends. Under other strategies than ``ZeROStrategy`` weights, gradients,
-    optimizer states and buffers are counted.
+    optimizer states and buffers are counted. With offload the table is followed by the speed of
+    files and the share of the time that optimizer steps on the host took.
 
     Args:
         report: A folder that gets ``memory.json`` and ``memory.html`` at the end; the page has
@@ -89,6 +91,7 @@ class MemoryMonitor(Callback):
     Attributes:
         measured: Bytes by kind at each point, the most over all steps and ranks.
         predicted: The estimate for this rank.
+        times: The times of this rank's steps with offload, the first left out.
         differences: A sentence for each kind of which this rank held another number of bytes
             between steps than predicted, with the names of what holds more or less.
     """
@@ -98,6 +101,7 @@ class MemoryMonitor(Callback):
         self.predict = predict
         self.measured: dict[str, dict[str, int]] = {}
         self.predicted: Estimate | None = None
+        self.times = StepTimes()
         self.differences: list[str] = []
         self._own: dict[str, int] = {}
         self._subject: ModelPlan | None = None
@@ -110,6 +114,7 @@ class MemoryMonitor(Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._most = MostBytes()
         self._subject, self.predicted, self._own, self.differences = None, None, {}, []
+        self.times = StepTimes()
         self._look("setup", trainer)
 
     @override
@@ -245,6 +250,8 @@ class MemoryMonitor(Callback):
         if not self._is_logged:
             self.on_train_epoch_end(trainer, pl_module)
         self._explain(trainer)
+        if (engine := getattr(trainer.strategy, "engine", None)) is not None:
+            self.times = engine.comm.transport.ledger.total_times
         rank_zero_info(self.text(trainer.world_size))
         if self.report is not None and trainer.is_global_zero:
             stages = []
@@ -263,6 +270,7 @@ class MemoryMonitor(Callback):
                 held=self._own,
                 predicted=self.predicted,
                 stages=stages,
+                times=self.times,
             )
 
     def text(self, world_size: int) -> str:
@@ -277,6 +285,8 @@ class MemoryMonitor(Callback):
             f"Memory of a rank, the most over {world_size} ranks, after each part of a step:",
             table(totals, [*_COUNTED, "total", "change", *AWAY_ROWS, *ALLOCATOR]),
         ]
+        if self.times.seconds:
+            lines.append(f"On this rank {self.times.describe()}")
         return "\n".join([*lines, *self._explained()])
 
     def _explained(self) -> list[str]:

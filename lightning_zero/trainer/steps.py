@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from lightning_zero.comm import Traffic
+from lightning_zero.comm import StepTimes, Traffic
 from lightning_zero.engine import Engine
 from lightning_zero.trainer.dataloader import SameLength
 from lightning_zero.trainer.ranks import RankStrategy
@@ -89,3 +89,8 @@ class SteppingStrategy(RankStrategy):
     def traffic(self) -> Traffic:
         """Traffic that this rank sent in the last optimizer step, by unit and verb."""
         return self.engine.comm.traffic if self.engine is not None else {}
+
+    @property
+    def step_times(self) -> StepTimes:
+        """Times of the last optimizer step with offload, and the speed of its files."""
+        return self.engine.comm.step_times if self.engine is not None else StepTimes()

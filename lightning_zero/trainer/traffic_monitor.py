@@ -23,8 +23,10 @@ class TrafficMonitor(Callback):
     the copies is ``traffic/replicate_gather_bytes`` and so on. What a backward pass gathers from a
     second copy is ``traffic/backward_gather_bytes``. With offload ``traffic/up_bytes``
     (weights) and ``traffic/down_bytes`` (gradients) pass between a device and its host, and
-    ``traffic/read_bytes`` and ``traffic/write_bytes`` (states) between memory and files.
-    ``trainer.strategy.traffic`` has all by unit.
+    ``traffic/read_bytes`` and ``traffic/write_bytes`` (states) between memory and files, with the
+    bytes per second ``traffic/read_speed`` and ``traffic/write_speed``; ``traffic/stepping_share``
+    of the time since the step before was in the optimizer's, and ``traffic/waiting_share`` waited
+    for files in it. ``trainer.strategy.traffic`` and ``step_times`` have all.
 
     Args:
         every_n_steps: How many optimizer steps lie between two logged ones.
@@ -62,5 +64,8 @@ class TrafficMonitor(Callback):
             for verb in dict.fromkeys(["gather", "reduce", *(v for _, v in strategy.traffic)])
             for unit, value in sum_of(strategy.traffic, verb)._asdict().items()
         }
+        if (times := strategy.step_times).seconds:
+            names = ("read_speed", "write_speed", "stepping_share", "waiting_share")
+            values |= {f"traffic/{name}": getattr(times, name) for name in names}
         for logger in trainer.loggers:
             logger.log_metrics(values, step=step)

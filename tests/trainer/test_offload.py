@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 
-from lightning_zero import MemoryMonitor, ZeROStrategy
+from lightning_zero import MemoryMonitor, TrafficMonitor, ZeROStrategy
 from tests.oracle.by_trainer import Model, Rows, Stop, make_trainer, world
 from tests.oracle.painted import beside_the_host
 from tests.oracle.ranks import Pools
@@ -54,6 +56,17 @@ def test_resumed_with_and_without_files(
     ranks(num_ranks).run(resumed_all_ways, str(tmp_path), precision)
 
 
+class Notes(DummyLogger):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: dict[str, float] = {}
+
+    def log_metrics(self, metrics: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        self.logged |= metrics
+
+
 def reported(folder: str, stage: int) -> tuple[list[str], dict[str, int], str]:
     monitor = MemoryMonitor(report=f"{folder}/report")
     strategy = ZeROStrategy(
@@ -62,7 +75,11 @@ def reported(folder: str, stage: int) -> tuple[list[str], dict[str, int], str]:
         offload_weights="nvme" if stage == 3 else None,
         offload_path=f"{folder}/files",
     )
-    fit(strategy, folder, monitor, precision="bf16-mixed")
+    notes, traffic = Notes(), TrafficMonitor(every_n_steps=1)
+    fit(strategy, folder, monitor, traffic, precision="bf16-mixed", logger=notes)
+    assert notes.logged["traffic/read_bytes"] > 0
+    assert 0 < notes.logged["traffic/waiting_share"] < notes.logged["traffic/stepping_share"] < 1
+    assert monitor.times.bytes_read == 11 * notes.logged["traffic/read_bytes"]
     return monitor.differences, monitor.measured["step"], monitor.text(world())
 
 
@@ -74,7 +91,12 @@ def test_the_monitor_finds_what_is_predicted(ranks: Pools, tmp_path: Path) -> No
         assert measured["disk states"] > 0
         assert measured["disk master"] > 0
         assert "disk states" in text
-    assert "disk states" in (tmp_path / "report" / "memory.html").read_text()
+        assert "of the time was in optimizer steps on the host" in text
+    page = (tmp_path / "report" / "memory.html").read_text()
+    assert "disk states" in page
+    assert "of the time was in optimizer steps on the host" in page
+    facts = json.loads((tmp_path / "report" / "memory.json").read_text())
+    assert facts["times"]["bytes_read"] > 0
 
 
 def passes(folder: str) -> None:

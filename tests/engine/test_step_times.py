@@ -1,0 +1,88 @@
+"""The times of offloaded steps and of their files, beside what the ledger counts of bytes."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_zero.comm import StepTimes
+from lightning_zero.engine.engine import Engine
+from lightning_zero.optimizer import states as states_of_steps
+from lightning_zero.plan import Offload
+from tests.oracle.models import MODELS
+from tests.oracle.painted import beside_the_host
+from tests.oracle.sharded import shard
+
+CASE = MODELS["transformer"]
+
+
+def run(num_steps: int, **settings: Any) -> tuple[Engine, list[StepTimes], list[float]]:
+    """Returns the times of steps by the ledger, and by a clock of our own."""
+    engine = shard(CASE.build(), **settings)
+    optimizer = torch.optim.AdamW(engine.module.parameters())
+    engine.adopt(optimizer)
+    found, seconds, end = [], [], time.perf_counter()
+    for _ in range(num_steps):
+        CASE.loss(engine.module, CASE.batch(4, 0)).backward()
+        optimizer.step()
+        found.append(engine.comm.step_times)
+        begin, end = end, time.perf_counter()
+        seconds.append(end - begin)
+        optimizer.zero_grad()
+    engine.close()
+    return engine, found, seconds
+
+
+def test_a_slow_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of two threads go on at once: their time is counted once, and fits into the step."""
+    pause, read, requests = 0.005, os.preadv, []
+
+    def slow(*args: Any) -> int:
+        requests.append(args)
+        time.sleep(pause)
+        return read(*args)
+
+    monkeypatch.setattr(states_of_steps, "_BATCH_BYTES", 1)
+    monkeypatch.setattr(os, "preadv", slow)
+    files = {"offload": Offload.of_stage(3, "nvme"), "offload_path": str(tmp_path)}
+    engine, found, seconds = run(3, **files)
+    first, *others = found
+    assert first == StepTimes()  # it has read nothing, and no step's end came before
+    for times, most in zip(others, seconds[1:], strict=True):
+        assert pause * len(requests) / 2 / 2 <= times.reading <= times.stepping
+        assert 0 < times.writing <= times.stepping
+        assert pause < times.waiting <= times.stepping <= times.seconds
+        assert times.seconds == pytest.approx(most, abs=0.05)
+        for verb, nbytes, speed, spent in (
+            ("read", times.bytes_read, times.read_speed, times.reading),
+            ("write", times.bytes_written, times.write_speed, times.writing),
+        ):
+            assert nbytes == engine.comm.traffic["optimizer", verb].bytes > 0
+            assert speed * spent == pytest.approx(nbytes)
+        assert times.waiting_share < times.stepping_share < 1
+    ledger = engine.comm.transport.ledger
+    assert ledger.total_times == others[0].plus(others[1])
+    text = ledger.total_times.describe()
+    assert f"{ledger.total_times.waiting_share:.0%} waiting for files" in text
+    assert f"read at {ledger.total_times.read_speed / 1e9:.2f} GB/s" in text
+
+
+def test_without_offload_there_are_none() -> None:
+    engine, found, _ = run(2)
+    assert found == [StepTimes()] * 2
+    assert engine.comm.transport.ledger.total_times == StepTimes()
+    assert (found[1].read_speed, found[1].write_speed) == (0, 0)
+    assert (found[1].stepping_share, found[1].waiting_share) == (0, 0)
+
+
+def test_steps_on_a_host_take_time_and_no_files() -> None:
+    with beside_the_host():
+        _, (_, times), _ = run(2, offload=Offload.of_stage(3, "cpu"))
+    assert 0 < times.stepping < times.seconds
+    assert not any((times.waiting, times.reading, times.writing, times.bytes_read))
+    assert "files" not in times.describe()
