@@ -5,13 +5,15 @@
 
 In each round, one after the other:
 
-* ``disk reads``, ``disk writes``: the model's bytes by large unbuffered requests of two threads. A
-  step from files moves 12 bytes for each element both ways, if nothing of them stays in memory.
+* ``disk reads``: the model's bytes by large unbuffered requests of two threads.
+* ``disk reads and writes``: twice the model's bytes, as AdamW's states are, read and written at
+  once, by two threads each.
 * ``compute``: a forward with weights in memory, of 1 and of 512 tokens.
 * ``stream``: the same with weights that are read from their checkpoint, which the system has
   forgotten before. The limit is the larger of the disk's time and of the computation's.
-* ``step in memory``, ``step in files``: an AdamW step over all elements. With memory to spare the
-  system keeps files in it.
+* ``step in memory``, ``step in files``: an AdamW step over all elements. The limit is the larger of
+  the disk's time, for what the step's ledger says that it read and wrote at once, and of a step in
+  memory. Masters are mapped, and the system writes them when it likes: they are not in the limit.
 
 Medians count; ranges are of all rounds.
 """
@@ -20,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import mmap
 import os
 import statistics
 import tempfile
@@ -34,6 +35,7 @@ from machine import description
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint import ModuleLoad, read_safetensors, write_safetensors
+from lightning_zero.comm import StagingMemory, StepTimes
 from lightning_zero.engine import Engine
 from lightning_zero.plan import Offload, Settings
 
@@ -54,14 +56,21 @@ def timed(function: Callable[[], object]) -> float:
 
 
 class Disk:
-    """Unbuffered requests on a file of its own."""
+    """Unbuffered requests on a file of its own, by two threads each way."""
 
     def __init__(self, folder: str, nbytes: int) -> None:
         path = os.path.join(folder, "disk")
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
         os.posix_fallocate(self._file, 0, nbytes)
         self._places = range(0, nbytes - _REQUEST + 1, _REQUEST)
-        self._buffers = [mmap.mmap(-1, _REQUEST) for _ in range(2)]
+        # Memory as steps have it, in large pages where there are some.
+        self._memory = StagingMemory(4 * _REQUEST)
+        self.write()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are moved each way."""
+        return len(self._places) * _REQUEST
 
     def read(self) -> None:
         self._all(os.preadv)
@@ -69,13 +78,19 @@ class Disk:
     def write(self) -> None:
         self._all(os.pwritev)
 
-    def _all(self, request: Callable[..., int]) -> None:
-        def some(number: int) -> None:
-            for place in self._places[number :: len(self._buffers)]:
-                request(self._file, [self._buffers[number]], place)
+    def read_and_write(self) -> None:
+        self._all(os.preadv, os.pwritev)
 
-        with ThreadPoolExecutor(len(self._buffers)) as threads:
-            list(threads.map(some, range(len(self._buffers))))
+    def _all(self, *requests: Callable[..., int]) -> None:
+        def some(way: int, number: int) -> None:
+            buffer = self._memory.part((2 * way + number) * _REQUEST, _REQUEST)
+            behind = len(self._places) // 2 * way
+            for place in (*self._places[behind:], *self._places[:behind])[number::2]:
+                requests[way](self._file, [buffer], place)
+
+        with ThreadPoolExecutor(2 * len(requests)) as threads:
+            ways = [(way, number) for way in range(len(requests)) for number in range(2)]
+            list(threads.map(some, *zip(*ways, strict=True)))
 
 
 def forget(path: Path) -> None:
@@ -113,65 +128,72 @@ def forward(module: nn.Module, tokens: Tensor) -> None:
     module(tokens)
 
 
-def measured(folder: str, width: int, depth: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each contender, by round."""
+def measured(
+    folder: str, width: int, depth: int, rounds: int
+) -> tuple[dict[str, list[float]], float, StepTimes]:
+    """Seconds of each contender, by round; the part of the disk's that steps move; their times."""
     path = Path(folder) / "weights.safetensors"
     shapes = {f"{n}.weight": (torch.float32, (width, width)) for n in range(depth)}
     write_safetensors(path, shapes, lambda _: torch.randn(width, width) / width**0.5)
-    files = Settings(units=(nn.Linear,), offload=Offload("nvme", "nvme"), offload_path=folder)
-    memory = Settings(units=(nn.Linear,))
-    disk = Disk(folder, path.stat().st_size)
+    units = (nn.Linear,)
+    files = Settings(units=units, offload=Offload("nvme", "nvme"), offload_path=folder)
+    memory = Settings(units=units)
+    disk, of_states = (Disk(folder, times * path.stat().st_size) for times in (1, 2))
     whole = model(width, depth)
     whole.load_state_dict(read_safetensors(path), assign=True)
     for parameter in whole.parameters():
         parameter.data = parameter.data.clone()
     stream = streaming(path, files, width, depth)
-    steps = {"memory": Stepping(memory, width, depth), "files": Stepping(files, width, depth)}
+    places = {"in memory": memory, "in files": files}
+    steps = {name: Stepping(settings, width, depth) for name, settings in places.items()}
     found: dict[str, list[float]] = {}
 
     def note(name: str, function: Callable[[], object]) -> None:
         found.setdefault(name, []).append(timed(function))
 
+    # What the set-up has written is not to be in anybody's way.
+    os.sync()
     # The first round is left out: checksums are compared in it, and the order of units is learned.
     for _ in range(rounds + 1):
         note("disk reads", disk.read)
-        note("disk writes", disk.write)
+        note("disk reads and writes", of_states.read_and_write)
         for count in TOKENS:
             tokens = torch.randn(count, width)
             note(f"compute, {count} tokens", functools.partial(forward, whole, tokens))
             forget(path)
             note(f"stream, {count} tokens", functools.partial(forward, stream.module, tokens))
-        for medium, stepping in steps.items():
-            note(f"step in {medium}", stepping.step)
+        for name, stepping in steps.items():
+            note(f"step {name}", stepping.step)
+    times = steps["in files"].engine.comm.step_times
     for engine in (stream, *(stepping.engine for stepping in steps.values())):
         engine.close(restore=False)
-    return {name: seconds[1:] for name, seconds in found.items()}
+    share = times.bytes_read / of_states.nbytes
+    return {name: seconds[1:] for name, seconds in found.items()}, share, times
 
 
-def report(found: dict[str, list[float]]) -> None:
+def report(found: dict[str, list[float]], share: float, times: StepTimes) -> None:
     middle = {name: statistics.median(seconds) for name, seconds in found.items()}
     print("| | seconds, median | least to most |\n|---|---|---|")
     for name, seconds in found.items():
         print(f"| {name} | {middle[name]:.3f} | {min(seconds):.3f} to {max(seconds):.3f} |")
     print()
-    for count in TOKENS:
-        ratios = [
-            stream / max(disk, compute)
-            for stream, disk, compute in zip(
-                found[f"stream, {count} tokens"],
-                found["disk reads"],
-                found[f"compute, {count} tokens"],
-                strict=True,
-            )
-        ]
+    limits = {
+        f"stream, {count} tokens": (found["disk reads"], found[f"compute, {count} tokens"])
+        for count in TOKENS
+    }
+    disk = [share * seconds for seconds in found["disk reads and writes"]]
+    limits["step in files"] = (disk, found["step in memory"])
+    for name, both in limits.items():
+        ratios = [mine / max(limit) for mine, *limit in zip(found[name], *both, strict=True)]
         print(
-            f"streaming, {count} tokens: {statistics.median(ratios):.2f} of the limit"
+            f"{name}: {statistics.median(ratios):.2f} of the limit"
             f" ({min(ratios):.2f} to {max(ratios):.2f})"
         )
-    ratio = middle["step in files"] / middle["step in memory"]
-    moved = 3 * (middle["disk reads"] + middle["disk writes"])
     print(
-        f"a step in files: {ratio:.2f} of one in memory; the disk needs {moved:.2f} s for its bytes"
+        f"a step in files: {middle['step in files'] / middle['step in memory']:.2f} of one in"
+        f" memory; it reads {times.bytes_read / 1e9:.2f} GB at {times.read_speed / 1e9:.2f} GB/s"
+        f" and writes at {times.write_speed / 1e9:.2f} at once, and waits"
+        f" {times.waiting / times.stepping:.0%} of its time"
     )
 
 
@@ -188,7 +210,7 @@ def main() -> None:
         f"{description()}; {depth} layers, {4 * depth * options.width**2 / 1e9:.2f} GB of weights"
     )
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        report(measured(folder, options.width, depth, options.rounds))
+        report(*measured(folder, options.width, depth, options.rounds))
 
 
 if __name__ == "__main__":

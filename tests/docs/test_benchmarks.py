@@ -293,9 +293,14 @@ def test_files_against_disk_and_memory(tmp_path: Path) -> None:
     assert "9 layers, 0.01 GB of weights" in output
     rows = re.findall(r"^\| ([a-z].*) \| ([\d.]+) \| [\d.]+ to [\d.]+ \|$", output, re.MULTILINE)
     assert len(rows) == 8
-    ratios = re.findall(r"^streaming, (\d+) tokens: ([\d.]+) of the limit", output, re.MULTILINE)
-    assert [tokens for tokens, _ in ratios] == ["1", "512"]
+    ratios = re.findall(r"^(.*): ([\d.]+) of the limit", output, re.MULTILINE)
+    assert [name for name, _ in ratios] == [
+        "stream, 1 tokens",
+        "stream, 512 tokens",
+        "step in files",
+    ]
     assert all(float(ratio) > 0 for _, ratio in ratios)
+    assert re.search(r"it reads 0\.02 GB at [\d.]+ GB/s and writes at [\d.]+ at once", output)
     assert list(tmp_path.iterdir()) == []
 
 
