@@ -19,7 +19,7 @@ from lightning_zero.memory.dry_run import Microbatch, Step, meta_copy
 from lightning_zero.memory.snapshots import Snapshot
 from lightning_zero.memory.states import Optimizers, OptimizerStates, optimizers_for
 from lightning_zero.memory.steps import replicated_step, sharded_step, without_units
-from lightning_zero.memory.terms import KINDS, terms_of_specs
+from lightning_zero.memory.terms import KINDS, pieces_of_specs, terms_of_specs
 from lightning_zero.memory.trace import Event
 from lightning_zero.plan import (
     RECIPES,
@@ -186,12 +186,11 @@ class ModelPlan:
         num_shards, num_backward = division["num_shards"], division["num_backward_shards"]
         place = rank % num_shards
         specs = specify_units(self.module, chosen)
+        on_rank = {"num_shards": num_shards, "num_copies": world_size // num_shards, "rank": place}
         terms = terms_of_specs(
             specs,
             lambda parameter, numel: self.state_bytes(parameter, numel, place, num_shards),
-            num_shards=num_shards,
-            num_copies=world_size // num_shards,
-            rank=place,
+            **on_rank,
             offload=offload,
             on_host=offload is not None and offload.is_mapped(self.device),
         )
@@ -203,6 +202,7 @@ class ModelPlan:
         if self.device.type == "cpu":
             shares_memory = shares_memory and num_shards > 1 and num_backward in (None, num_shards)
             transport = DrySharedMemory() if shares_memory else DryMessages()
+        is_staged = offload is not None and offload.stages_states(self.device)
         on_message = None if timeline is None else timeline.begin
         return sharded_step(
             self.events(is_cast=True),
@@ -211,6 +211,7 @@ class ModelPlan:
             DryCommunicator(rank, world_size, transport, num_shards, num_backward, on_message),
             terms,
             buffers=self._buffers,
+            staged=self._states.staged(pieces_of_specs(specs, **on_rank)) if is_staged else 0,
             stepped=self._states.stepped(place, num_shards) + max(unit.lent for unit in terms),
             num_microbatches=num_microbatches,
             adds_gradients=num_microbatches > 1 and not is_local,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -11,13 +12,17 @@ from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_zero.comm import in_pages
+from lightning_zero.memory.terms import PieceTerms
 from lightning_zero.optimizer import (
     StateBytes,
     Way,
+    batches_of,
     members,
     owners_of,
     parameter_of,
     pieces_of,
+    staging_bytes,
     state_bytes,
     way_of,
     whole_state_bytes,
@@ -73,6 +78,35 @@ class OptimizerStates:
             for key, owner in self._owners(world_size).items()
             if owner in (None, rank) and own[key].requires_grad
         )
+
+    def staged(self, units: Sequence[Sequence[PieceTerms]]) -> int:
+        """Return the host memory in which a step from files has states on their way.
+
+        ``units`` are the pieces of a rank. Optimizers step one after the other.
+        """
+        batches = batches_of(units)
+        known = {id(piece.parameter) for batch in batches for piece in batch}
+        most = 0
+        for held in self._members:
+            ids = set(map(id, held))
+            of_batches = [[p for p in batch if id(p.parameter) in ids] for batch in batches]
+            sizes = [self._bytes_in_files(batch) for batch in of_batches if batch]
+            # What no engine holds is stepped in a batch of its own.
+            sizes += [0] if ids - known else []
+            most = max(most, staging_bytes(sizes) if sizes else 0)
+        return most
+
+    def _bytes_in_files(self, pieces: Iterable[PieceTerms]) -> int:
+        """Return the bytes of the blocks in which the states of a batch lie."""
+        sizes: Counter[torch.dtype] = Counter()
+        num_entries: dict[torch.dtype, int] = {}
+        for piece in pieces:
+            own, dtype = piece.parameter, piece.parameter.dtype
+            state = self._by_parameter.get(id(own))
+            if own.requires_grad and piece.numel and isinstance(state, StateBytes):
+                sizes[dtype] += piece.nbytes
+                num_entries[dtype] = max(num_entries.get(dtype, 0), state.num_entries(dtype))
+        return sum(num_entries[dtype] * in_pages(size) for dtype, size in sizes.items())
 
     @cached_property
     def _ways(self) -> list[Way]:

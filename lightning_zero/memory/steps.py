@@ -1,7 +1,7 @@
 """Bytes of a rank through a step: under the engine, under DDP, and of a number of parameters.
 
 With offload from a CPU to files, masters, states and sharded weights are mapped: they count as
-files, whatever the system keeps of them in its page cache, and nothing else changes.
+files, whatever the system keeps of them in its page cache.
 
 With offload from another device some bytes are on their way between it and its host:
 
@@ -11,7 +11,9 @@ With offload from another device some bytes are on their way between it and its 
 * **gradients** leave the device as a unit's reduction ends: two shards of them, one that is reduced
   and one that is sent. From the second microbatch on two buffers on the host take them, which
   are added there;
-* **the step** goes unit by unit on the host, in place: files are mapped.
+* **the step** goes unit by unit on the host, in place.
+
+From files it is stepped in staging memory on the host, which is there in that step only.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ def sharded_step(
     *,
     buffers: int,
     stepped: int,
+    staged: int,
     num_microbatches: int,
     adds_gradients: bool,
     offload: Offload | None,
@@ -49,7 +52,8 @@ def sharded_step(
     """Return what a rank holds in a step's last microbatch under the engine, and at rest after it.
 
     Events, module and settings are as in :func:`replay`; ``units`` are the terms of all, the root
-    last; ``stepped`` is what the optimizer's step needs of weights and states beside those at rest.
+    last; ``stepped`` is what the optimizer's step needs of weights and states beside those at rest,
+    ``staged`` the host memory in which it has states on their way between files.
     ``adds_gradients`` if reduced gradients are added to those of earlier microbatches. What the
     rank does goes to ``timeline``, if it is that to which ``comm`` tells its messages.
     """
@@ -81,8 +85,9 @@ def sharded_step(
         for segment in segments
     ]
     rest = held(cast=0)
-    if stepped:
-        found.append(Snapshot("", "step", {**rest, "gathered": rest["gathered"] + stepped}))
+    if stepped or staged:
+        kinds = {**rest, "gathered": rest["gathered"] + stepped}
+        found.append(Snapshot("", "step", kinds, {**host, "staging": staged}, disk))
     return [*found, Snapshot("", "rest", rest, {**host, "staging": 0}, disk)]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch.nn import Parameter
 
@@ -25,7 +26,7 @@ their reduction; the other words are the vocabulary's.
 HOST_KINDS = (*RESTING, "staging")
 """Kinds of bytes in host memory beside the device's.
 
-``staging`` is what lies there on its way from the device.
+``staging`` is what lies there on its way from the device, or between files and a step.
 """
 
 AWAY_ROWS = (
@@ -37,6 +38,31 @@ AWAY_ROWS = (
 Kinds = dict[str, int]
 StateOf = Callable[[Parameter, int], int]
 """Bytes of optimizer states for so many elements of a parameter."""
+
+
+class PieceTerms(NamedTuple):
+    """A rank's piece of a parameter."""
+
+    parameter: Parameter
+    numel: int
+    nbytes: int
+
+
+def pieces_of_specs(
+    specs: Iterable[UnitSpec], *, num_shards: int, num_copies: int, rank: int
+) -> list[list[PieceTerms]]:
+    """Return the pieces that a rank of a copy will have, by unit."""
+    found = []
+    for spec in specs:
+        pieces: list[PieceTerms] = []
+        for flat in spec.flat_parameters:
+            layout, itemsize = flat.layout(num_shards, num_copies), flat.plan.master.dtype.itemsize
+            for index, (_, parameter) in enumerate(flat.named):
+                start, stop = layout.piece(index, rank)
+                numel = stop - start
+                pieces.append(PieceTerms(parameter, numel, numel * itemsize))
+        found.append(pieces)
+    return found
 
 
 @dataclass

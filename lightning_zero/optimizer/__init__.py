@@ -35,6 +35,7 @@ from lightning_zero.optimizer.pieces import (
 )
 from lightning_zero.optimizer.probe import way_of
 from lightning_zero.optimizer.rounding import RoundedStates
+from lightning_zero.optimizer.staging import staging_bytes
 from lightning_zero.optimizer.states import StateFiles, States, batches_of
 from lightning_zero.optimizer.taint import Way
 from lightning_zero.optimizer.twin import bare, with_inner
@@ -62,6 +63,7 @@ __all__ = [
     "parameter_of",
     "pieces_of",
     "require_whole_steps",
+    "staging_bytes",
     "state_bytes",
     "unit_step_of",
     "way_of",

@@ -212,6 +212,10 @@ class StateBytes(NamedTuple):
         """Return the bytes for a piece of ``numel`` elements; an empty one is never stepped."""
         return self.per_element * numel + self.per_parameter if numel else 0
 
+    def num_entries(self, dtype: torch.dtype) -> int:
+        """Return in how many tensors of ``dtype`` the numbers of elements are."""
+        return -(-self.per_element // dtype.itemsize)
+
 
 _TOY_NUMEL = 24
 # Sizes of a small toy: large enough for those that factor large matrices only.

@@ -27,6 +27,11 @@ _REQUEST = 4 * 2**20
 assert _REQUEST % PAGE == 0
 
 
+def staging_bytes(batches: Sequence[int]) -> int:
+    """Return the memory that a step of batches of so many bytes takes, each in whole pages."""
+    return min(NUM_SLOTS, len(batches)) * max(PAGE, *batches)
+
+
 class Block(NamedTuple):
     """Whole pages of a file, which are read and written together."""
 
@@ -130,7 +135,9 @@ class Staging:
     def open(self, batches: Sequence[Sequence[Block]]) -> None:
         """Make room for the largest batch three times, and start to read the first."""
         self._batches, self._next = batches, 0
-        largest = max(sum(block.nbytes for block in batch) for batch in batches)
+        sizes = [sum(block.nbytes for block in batch) for batch in batches]
+        largest = max(sizes)
+        self._ledger.stage(staging_bytes(sizes))
         num_slots = min(NUM_SLOTS, len(batches))
         try:
             self._slots = [Slot(largest) for _ in range(num_slots)]

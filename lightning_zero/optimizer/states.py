@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,9 +27,20 @@ _BATCH_BYTES = 32 * 2**20
 """From so many bytes of pieces on a batch is large enough for the disk to run at its speed."""
 
 
-def batches_of(units: Iterable[Sequence[Piece]]) -> list[list[Piece]]:
+class HasBytes(Protocol):
+    """A piece, or what stands for one."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+
+
+Sized = TypeVar("Sized", bound=HasBytes)
+
+
+def batches_of(units: Iterable[Sequence[Sized]]) -> list[list[Sized]]:
     """Return the pieces of units in batches that are stepped together; large units in several."""
-    batches: list[list[Piece]] = []
+    batches: list[list[Sized]] = []
     for unit in units:
         nbytes = _BATCH_BYTES
         for piece in unit:
@@ -172,8 +183,7 @@ class StateFiles(States):
                 if piece is not None and piece.requires_grad:
                     sizes[piece.dtype, self._number[id(piece)]] += piece.nbytes
             for dtype in {dtype for dtype, _ in sizes}:
-                per_element = state_bytes(self.optimizer, group, dtype).per_element
-                num_entries = -(-per_element // dtype.itemsize)
+                num_entries = state_bytes(self.optimizer, group, dtype).num_entries(dtype)
                 pages = sum(in_pages(size) for (kind, _), size in sizes.items() if kind is dtype)
                 nbytes += num_entries * pages
         self._scratch.require(nbytes, self._comm.control, f"the states of {self.label}")

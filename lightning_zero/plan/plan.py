@@ -233,6 +233,10 @@ class Offload:
         media = {self.optimizer, self.weights} - {None}
         return len(media) == self.ratio == 1 and (device.type != "cpu" or media == {"nvme"})
 
+    def stages_states(self, device: torch.device) -> bool:
+        """Return whether the engine reads states from files for a step, and writes them back."""
+        return self.optimizer == "nvme" and self.runs_on(device)
+
     def is_mapped(self, device: torch.device) -> bool:
         """Return whether ``device`` is the host itself, and so maps the files as its own memory."""
         return device.type == "cpu" and self.runs_on(device)

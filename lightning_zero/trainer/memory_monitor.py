@@ -42,7 +42,8 @@ ALLOCATOR = ("allocated", "reserved", "peak", "fragmentation", "resident")
 """What the allocator and the operating system say, beside the kinds that the engine counts."""
 
 _COUNTED = tuple(kind for kind in KINDS if kind != "activations")
-_ROWS = (*_COUNTED, *AWAY_ROWS, *ALLOCATOR)
+_STAGING = "host staging"
+_ROWS = (*_COUNTED, *AWAY_ROWS, _STAGING, *ALLOCATOR)
 
 
 class MostBytes(Metric):
@@ -81,7 +82,8 @@ class MemoryMonitor(Callback):
     process. The most over all ranks is logged as ``memory/<point>/<kind>`` and shown
     as a table when training ends. Under other strategies than ``ZeROStrategy`` weights, gradients,
     optimizer states and buffers are counted. With offload the table is followed by the speed of
-    files and the share of the time that optimizer steps on the host took.
+    files and the share of the time that optimizer steps on the host took; ``host staging`` is what
+    the optimizer's step had there of states on their way between files.
 
     Args:
         report: A folder that gets ``memory.json`` and ``memory.html`` at the end; the page has
@@ -160,6 +162,9 @@ class MemoryMonitor(Callback):
 
     def _look(self, point: str, trainer: pl.Trainer) -> None:
         held = {**held_by(trainer), **allocated_on(trainer.strategy.root_device)}
+        if point == "step" and isinstance(trainer.strategy, ZeROStrategy):
+            # It is given back by now.
+            held[_STAGING] = trainer.strategy.step_times.bytes_staged
         self._most.update(point, held)
         self._is_logged = False
         if point == "step":
@@ -283,7 +288,7 @@ class MemoryMonitor(Callback):
             before = total
         lines = [
             f"Memory of a rank, the most over {world_size} ranks, after each part of a step:",
-            table(totals, [*_COUNTED, "total", "change", *AWAY_ROWS, *ALLOCATOR]),
+            table(totals, [*_COUNTED, "total", "change", *AWAY_ROWS, _STAGING, *ALLOCATOR]),
         ]
         if self.times.seconds:
             lines.append(f"On this rank {self.times.describe()}")
@@ -300,6 +305,11 @@ class MemoryMonitor(Callback):
             table({"predicted": predicted, "measured": measured}, rows),
             *self.differences,
         ]
+        if staged := self.predicted.host["staging"]:
+            lines.append(
+                f"Within a step {format_bytes(staged)} at most were predicted in staging memory on"
+                f" the host; the optimizer's took {format_bytes(self.times.bytes_staged)}."
+            )
         peak = self.predicted.peak
         lines.append(
             f"Within a step {format_bytes(peak.total)} at most were predicted, in {peak.label}: "

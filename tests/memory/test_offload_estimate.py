@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import weakref
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +13,16 @@ import torch
 from torch import nn
 
 from lightning_zero import estimate
+from lightning_zero.comm import StagingMemory, default_world_size
+from lightning_zero.engine import Engine
 from lightning_zero.memory import Offload
 from lightning_zero.memory.advice import Limits, advise
 from lightning_zero.memory.model import ModelPlan
 from lightning_zero.memory.prediction import NO_OFFLOAD_YET, Estimate, compare, named_offloads
+from lightning_zero.optimizer import states
+from lightning_zero.plan import Settings
 from tests.oracle.command import run
+from tests.oracle.ranks import Pools
 
 P, N = 10**9, 8
 
@@ -125,9 +133,13 @@ def test_what_is_on_its_way() -> None:
     assert mixed.resting["gradients"] == 0
     assert mixed.host["gradients"] == 4 * 5 * shard
 
-    # Stage 2: weights stay; files are mapped.
-    for other in (of_chain(stage=2, offload="cpu"), of_chain(offload="nvme", device="cuda")):
-        assert other.host["staging"] == 0
+    # On the host states are stepped where they are; from files in staging memory for three units,
+    # with both of Adam's in a page of its own.
+    assert of_chain(stage=2, offload="cpu").host["staging"] == 0
+    in_files = of_chain(offload="nvme", device="cuda")
+    assert {m.phase: m.host["staging"] for m in in_files.snapshots if m.host["staging"]} == {
+        "step": 3 * 2 * 4096
+    }
 
     # From the second microbatch on gradients are added on the host.
     twice = of_chain(offload="cpu", accumulate_grad_batches=2)
@@ -275,3 +287,87 @@ def test_command_names_a_mistake(capsys: Any, words: list[str], message: str) ->
     assert code == 1
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+def large() -> nn.Module:
+    """Units of several batches, of a part of one, of frozen weights and of two dtypes."""
+    model = nn.Sequential(
+        nn.Linear(256, 300), nn.Linear(64, 50), nn.Linear(300, 20), nn.Linear(30, 7).double()
+    )
+    model[2].requires_grad_(False)
+    return model
+
+
+class Held:
+    """The staging memory of this process, now and at most."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.most = 0, 0
+        make = StagingMemory.__init__
+
+        def taken(memory: StagingMemory, nbytes: int) -> None:
+            make(memory, nbytes)
+            self._add(memory.tensor.nbytes)
+            weakref.finalize(memory, self._add, -memory.tensor.nbytes)
+
+        monkeypatch.setattr(StagingMemory, "__init__", taken)
+
+    def _add(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.most = max(self.most, self.now)
+
+
+def staged(folder: str, optimizer: str, batch_bytes: int) -> tuple[int, int, int, int]:
+    """Staging memory: at most, after the step, by the ledger, and as predicted."""
+    make = MAKERS[optimizer]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(states, "_BATCH_BYTES", batch_bytes)
+        held = Held(monkeypatch)
+        model = large()
+        files = {"offload": Offload.of_stage(3, "nvme"), "offload_path": folder}
+        engine = Engine(model, Settings(units=(nn.Linear,), **files))
+        own = make([p for p in model.parameters() if p.requires_grad])
+        engine.adopt(own)
+        for _ in range(2):
+            with engine.step() as watch:
+                rows = [torch.ones(1, m.in_features, dtype=m.weight.dtype) for m in model]
+                watch(
+                    loss := sum(m(row).sum().double() for m, row in zip(model, rows, strict=True))
+                )
+            loss.backward()
+            held.most = 0  # the first step makes states, and stages none
+            own.step()
+        found = estimate(
+            large,
+            world_size=default_world_size(),
+            rank=engine.comm.mesh.shard.rank,
+            units=(nn.Linear,),
+            optimizer=lambda all_: make([p for p in all_ if p.requires_grad]),
+            offload="nvme",
+        )
+        by_ledger = engine.comm.step_times.bytes_staged
+        engine.close(restore=False)
+        assert max(s.host["staging"] for s in found.snapshots if s.phase == "step") > 0
+        return held.most, held.now, by_ledger, found.host["staging"]
+
+
+MAKERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    "plain": lambda p: torch.optim.SGD(p, 0.1),
+    "amsgrad in one group": lambda p: torch.optim.Adam(
+        [{"params": p[:1]}, {"params": p[1:], "amsgrad": True}]
+    ),
+}
+
+
+@pytest.mark.parametrize(("world", "batch_bytes"), [(1, 1), (2, 10**5), (2, 2**25)])
+def test_staging_memory_is_what_a_step_takes(
+    ranks: Pools, tmp_path: Path, world: int, batch_bytes: int
+) -> None:
+    for optimizer in MAKERS:
+        for most, after, by_ledger, predicted in ranks(world).run(
+            staged, str(tmp_path), optimizer, batch_bytes
+        ):
+            assert after == 0
+            assert most == by_ledger == predicted > 0
