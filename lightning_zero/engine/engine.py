@@ -30,7 +30,7 @@ from lightning_zero.engine.forward import Forward
 from lightning_zero.engine.join import Join
 from lightning_zero.engine.module_hook import Hooks
 from lightning_zero.engine.schedule import Prefetcher
-from lightning_zero.engine.sharded_model import ShardedModel
+from lightning_zero.engine.sharded_model import Progress, ShardedModel
 from lightning_zero.engine.step import Lifetime, Step
 from lightning_zero.engine.weights import State
 from lightning_zero.optimizer import (
@@ -59,6 +59,8 @@ class Engine:
         facts: What else must be equal on all ranks, which are compared first.
         sources: Where the values of all parameters lie, by id, if they are only to be read, and
             whenever they are needed; else they are the module's.
+        on_written: Called with the bytes of weights and masters that this rank has written to
+            files, and with all that it will write, before the first unit and after each.
 
     Attributes:
         module: The model itself.
@@ -78,6 +80,7 @@ class Engine:
         *,
         facts: rank_check.Facts = _NO_FACTS,
         sources: Mapping[int, Source] = _NO_SOURCES,
+        on_written: Progress = lambda written, nbytes: None,
     ) -> None:
         self.module = module
         self.comm = comm = comm or Communicator(
@@ -86,7 +89,7 @@ class Engine:
         rank_check.require_equal(
             comm.control, lambda: rank_check.model_facts(module, settings, facts)
         )
-        self.sharded = sharded = ShardedModel(module, settings, comm, sources)
+        self.sharded = sharded = ShardedModel(module, settings, comm, sources, on_written)
         units = sharded.units
         self._step = Step(units, self.reset)
         self._join = Join(units, comm)

@@ -32,6 +32,9 @@ from lightning_zero.parameters import (
 )
 from lightning_zero.plan import FlatSpec, Medium, Settings, specify_units
 
+Progress = Callable[[int, int], None]
+"""Is called with the bytes that are done, and with all."""
+
 
 class ShardedModel:
     """A model whose parameters live in units: where each lies, its whole value, and its bytes.
@@ -59,6 +62,7 @@ class ShardedModel:
         settings: Settings,
         comm: Communicator,
         sources: Mapping[int, Source] = MappingProxyType({}),
+        on_written: Progress = lambda written, nbytes: None,
     ) -> None:
         self.module = module
         self.settings = settings
@@ -74,11 +78,13 @@ class ShardedModel:
         self._places: dict[int, tuple[Unit, FlatParameters, int]] = {}
         self._is_writing = False
         self.reader = Reader()
-        blank = self._build_units(sources)
+        blank = self._build_units(sources, on_written)
         self.flats = [flat for unit in self.units for flat in unit.flat_parameters]
         blank.finish(functools.partial(self.gathered, modify=True))
 
-    def _build_units(self, sources: Mapping[int, Source]) -> materialize.MetaInitializer:
+    def _build_units(
+        self, sources: Mapping[int, Source], on_written: Progress
+    ) -> materialize.MetaInitializer:
         """Shard unit by unit; returns what gives values to modules that came without."""
         # The first module that holds each parameter.
         owners = {
@@ -91,17 +97,21 @@ class ShardedModel:
         # What is read from a checkpoint is not sent.
         settings = replace(self.settings, gather_bits=None) if streams else self.settings
         specs = specify_units(self.module, settings)
+        written, nbytes, sizes = 0, 0, [0] * len(specs)
         if self.scratch is not None and not streams:
-            sizes = self.comm.mesh.shard.size, self.comm.mesh.replicate.size
-            flats = [flat for spec in specs for flat in spec.flat_parameters]
-            nbytes = sum(flat.bytes_in(Medium.DISK, *sizes) for flat in flats)
+            mesh = self.comm.mesh
+            sizes = [
+                spec.bytes_in(Medium.DISK, mesh.shard.size, mesh.replicate.size) for spec in specs
+            ]
+            nbytes = sum(sizes)
             self.scratch.require(nbytes, self.comm.control, "masters")
+        on_written(0, nbytes)
 
         def store_of(flat: FlatSpec) -> Callable[..., Store] | None:
             read = [sources[id(p)] for _, p in flat.named if streams]
             return functools.partial(Stream, sources=read, reader=self.reader) if read else None
 
-        for spec in specs:
+        for spec, size in zip(specs, sizes, strict=True):
             blank.fill(owners[id(p)] for flat in spec.flat_parameters for _, p in flat.named)
             groups = [
                 FlatParameters(flat.named, flat.plan, self.comm, self, self.scratch, store_of(flat))
@@ -114,6 +124,8 @@ class ShardedModel:
                     self._places[id(parameter)] = (unit, flat, index)
             if spec.name or streams:
                 unit.weights.reshard()
+            written += size
+            on_written(written, nbytes)
         return blank
 
     @functools.cached_property

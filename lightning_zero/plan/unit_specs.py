@@ -39,6 +39,10 @@ class UnitSpec(NamedTuple):
     module: nn.Module
     flat_parameters: list[FlatSpec]
 
+    def bytes_in(self, medium: Medium, num_shards: int, num_copies: int) -> int:
+        """Return the bytes of weights and masters that a rank will have in a medium."""
+        return sum(flat.bytes_in(medium, num_shards, num_copies) for flat in self.flat_parameters)
+
 
 def specify_units(module: nn.Module, settings: Settings) -> list[UnitSpec]:
     """Cut ``module`` into units as ``settings`` say; the root comes last."""

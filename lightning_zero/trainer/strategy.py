@@ -35,6 +35,7 @@ from lightning_zero.trainer.options import START_METHODS, STRATEGIES, Options
 from lightning_zero.trainer.precision import ZeROPrecision
 from lightning_zero.trainer.run import Run, callbacks_of, facts_of
 from lightning_zero.trainer.signals import Signals
+from lightning_zero.trainer.writing_bar import WritingBar
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -292,7 +293,10 @@ class ZeROStrategy(SavingStrategy):
         )
         run = self._current
         facts = facts_of(module.trainer, self.precision_plugin, self.options)
-        self.engine = Engine(module, settings, run.comm, facts=facts, sources=sources)
+        bar = WritingBar(module.trainer)
+        self.engine = Engine(
+            module, settings, run.comm, facts=facts, sources=sources, on_written=bar
+        )
         broadcast_buffers(module, run.comm)
         self.precision_plugin.comm = self.engine.comm
         self.model = module

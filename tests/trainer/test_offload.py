@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 
 from lightning_zero import MemoryMonitor, TrafficMonitor, ZeROStrategy
+from lightning_zero.trainer import writing_bar
 from tests.oracle.by_trainer import Model, Rows, Stop, make_trainer, world
 from tests.oracle.painted import beside_the_host
 from tests.oracle.ranks import Pools
@@ -97,6 +102,25 @@ def test_the_monitor_finds_what_is_predicted(ranks: Pools, tmp_path: Path) -> No
     assert "of the time was in optimizer steps on the host" in page
     facts = json.loads((tmp_path / "report" / "memory.json").read_text())
     assert facts["times"]["bytes_read"] > 0
+
+
+def shown(folder: str, least: int, **how: Any) -> str:
+    """What a run prints of the files that are written at setup."""
+    writing_bar.LEAST_BYTES, before = least, writing_bar.LEAST_BYTES
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            fit("zero3_nvme", folder, max_steps=1, **how)
+    finally:
+        writing_bar.LEAST_BYTES = before
+    return "".join(re.findall(r"Writing weights to files: 100%", out.getvalue()))
+
+
+def test_a_bar_shows_how_large_weights_are_written(ranks: Pools, tmp_path: Path) -> None:
+    text = "Writing weights to files: 100%"
+    run = functools.partial(ranks(2).run, shown, str(tmp_path))
+    assert run(1, enable_progress_bar=True) == [text, ""]
+    assert run(10**9, enable_progress_bar=True) == ["", ""]
+    assert run(1) == ["", ""]
 
 
 def passes(folder: str) -> None:
