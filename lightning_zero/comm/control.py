@@ -96,6 +96,9 @@ class Control:
     def share_sync_points(self) -> None:
         """Let sync points go through shared memory, if every rank can map it; a collective."""
         self.sync_windows = SyncWindows.among(self)
+        # Ranks that meet at different sync points say so in messages, and could not make the group
+        # then: some may never come.
+        _ = self.sync_group
 
     def note(self, event: str) -> None:
         """Count an event that all ranks must have had, in this order, at the next sync point."""

@@ -61,7 +61,8 @@ class PendingSync:
         self._work: _Message | Word | None = None
         if control.world_size == 1:
             return
-        course = zlib.crc32(about.encode(), control.course).to_bytes(4, "big")
+        num_flags = 0 if flags is None else flags.numel()
+        course = zlib.crc32(f"{num_flags} {about}".encode(), control.course).to_bytes(4, "big")
         numbers = bytes([_NUMBERS[sync_point], *course])
         word = numbers + bytes(255 - number for number in numbers)
         if flags is not None:
@@ -90,7 +91,7 @@ class PendingSync:
         maxima = work.maxima
         if any(maxima[i] != 255 - maxima[_HEADER + i] for i in range(_HEADER)):
             self._refuse()
-        if self._flags is not None:
+        if self._flags is not None and self._flags.numel():
             self._flags.copy_(torch.frombuffer(bytearray(maxima[2 * _HEADER :]), dtype=torch.uint8))
 
     def exchange(self, value: Any) -> list[Any]:

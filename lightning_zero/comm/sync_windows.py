@@ -111,7 +111,6 @@ class SyncWindows:
         self._log = control.log
         self._own = desks[control.rank]
         self._desks = desks
-        self._number = 0
         limit = time_limit()
         self._seconds = inf if limit is None else limit.total_seconds()
 
@@ -135,17 +134,17 @@ class SyncWindows:
 
     def publish(self, word: bytes) -> Word:
         """Show ``word``, of as many bytes on all ranks, to the others."""
-        self._number += 1
-        start = _ROOM * (self._number % 2)
+        number = self._own.count.value + 1
+        start = _ROOM * (number % 2)
         self._own.words[start : start + len(word)] = word
-        self._own.count.value = self._number  # behind the word: who sees it reads that
-        self.last = Word(self, self._number, len(word))
+        self._own.count.value = number  # behind the word: who sees it reads that
+        self.last = Word(self, number, len(word))
         return self.last
 
     def await_all(self, number: int) -> None:
         """Return when all ranks have shown ``number`` words; raise if one never will."""
         began = checked = monotonic()
-        for rank, desk in enumerate(self._desks):
+        for desk in self._desks:
             while desk.count.value < number:
                 now = monotonic()
                 if now - began < _SPIN_SECONDS:
@@ -154,18 +153,20 @@ class SyncWindows:
                     sleep(_PAUSE if checked == began else _LONG_PAUSE)
                 else:
                     checked = now
-                    self._check(rank, number, now - began)
+                    self._check(number, now - began)
 
-    def _check(self, rank: int, number: int, seconds: float) -> None:
-        """Raise what a broken connection would, if ``rank`` is not to be waited for any longer."""
+    def _check(self, number: int, seconds: float) -> None:
+        """Raise what a broken connection would, if a rank is not to be waited for any longer."""
         if self._log.verdict:
             raise RuntimeError(self._log.verdict)
-        desk = self._desks[rank]
-        # It may have come, and gone on to its end, since it was looked at.
-        if desk.has_ended and desk.count.value < number:
-            raise dist.DistError(f"the process of rank {rank} has ended")
-        if seconds > self._seconds:
-            raise dist.DistError(f"rank {rank} has not come within {self._seconds:.0f} s")
+        for rank, desk in enumerate(self._desks):
+            if desk.count.value >= number:
+                continue
+            # It may have come, and gone on to its end, since it was looked at.
+            if desk.has_ended and desk.count.value < number:
+                raise dist.DistError(f"the process of rank {rank} has ended")
+            if seconds > self._seconds:
+                raise dist.DistError(f"rank {rank} has not come within {self._seconds:.0f} s")
 
     def read(self, number: int, size: int) -> list[bytes]:
         """Return the ranks' words of a number; all have shown it, and none the next but one."""

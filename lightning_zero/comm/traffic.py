@@ -45,7 +45,6 @@ class StepTimes(NamedTuple):
         writing: Those in which they were on their way to files.
         bytes_read: What came from files meanwhile.
         bytes_written: What went to files.
-        bytes_staged: The most host memory that was between both.
     """
 
     seconds: float = 0.0
@@ -55,12 +54,10 @@ class StepTimes(NamedTuple):
     writing: float = 0.0
     bytes_read: int = 0
     bytes_written: int = 0
-    bytes_staged: int = 0
 
     def plus(self, other: StepTimes) -> StepTimes:
-        """Return the sum of both, and the most that was staged."""
-        most = max(self.bytes_staged, other.bytes_staged)
-        return StepTimes(*map(operator.add, self, other))._replace(bytes_staged=most)
+        """Return the sum of both."""
+        return StepTimes(*map(operator.add, self, other))
 
     @property
     def read_speed(self) -> float:
@@ -106,8 +103,9 @@ class Ledger:
 
     Attributes:
         last_times: The times of the last optimizer step; zeros in the first, whose begin is no
-            step's end, and which reads nothing.
-        total_times: Those of all steps.
+            step's end.
+        total_times: Those of all steps but the first.
+        most_staged: The most host memory in any step for what passes to files and back, in bytes.
     """
 
     def __init__(self) -> None:
@@ -116,7 +114,7 @@ class Ledger:
         self._last: Counts = {}
         self._now: Counts = {}
         self._spent: dict[str, float] = {}
-        self._staged = 0
+        self.most_staged = 0
         self._end_of_last: float | None = None
         self.last_times = self.total_times = StepTimes()
 
@@ -125,8 +123,8 @@ class Ledger:
         self._spent[doing] = self._spent.get(doing, 0.0) + seconds
 
     def stage(self, nbytes: int) -> None:
-        """Note the host memory that is taken in this step for what passes to files and back."""
-        self._staged = max(self._staged, nbytes)
+        """Note the host memory that is taken in a step for what passes to files and back."""
+        self.most_staged = max(self.most_staged, nbytes)
 
     def note(self, unit: str, verb: str, elements: int, itemsize: int) -> None:
         """Count one collective."""
@@ -138,14 +136,13 @@ class Ledger:
         self._before = _joined(self._before, self._now)
         self._last, self._now = self._now, {}
         begin, self._end_of_last = self._end_of_last, time.perf_counter()
-        (spent, self._spent), (staged, self._staged) = (self._spent, {}), (self._staged, 0)
+        spent, self._spent = self._spent, {}
         if begin is not None and spent:
             self.last_times = StepTimes(
                 self._end_of_last - begin,
                 **spent,
                 bytes_read=sum_of(self.last_step, "read").bytes,
                 bytes_written=sum_of(self.last_step, "write").bytes,
-                bytes_staged=staged,
             )
             self.total_times = self.total_times.plus(self.last_times)
 

@@ -40,7 +40,7 @@ class Limits:
         """Return whether a step of ``found`` fits the device and the host."""
         node = found.host_peak * self.on_node(found.world_size)
         is_on_host = self.host_memory is None or node <= self.host_memory
-        return found.peak.total <= self.device_memory and is_on_host
+        return found.device_peak <= self.device_memory and is_on_host
 
 
 def advise(
@@ -74,16 +74,16 @@ class _Case:
         limit = format_bytes(self.limits.device_memory)
         fits = next((found for found in own if self.limits.admits(found)), None)
         if fits is not None:
-            most = format_bytes(fits.peak.total)
+            most = format_bytes(fits.device_peak)
             return [
                 f"On {ranks}, {fits.name} fits: {most} at most, of {limit}.",
                 *self._outside_of_steps(fits),
             ]
         if not own:
             return [f"On {ranks}:", *self._offloaded()]
-        least = min(own, key=lambda found: found.peak.total)
-        too_much = format_bytes(least.peak.total)
-        if least.peak.total <= self.limits.device_memory:
+        least = min(own, key=lambda found: found.device_peak)
+        too_much = format_bytes(least.device_peak)
+        if least.device_peak <= self.limits.device_memory:
             node = least.host_peak * self.limits.on_node(self.world_size)
             assert self.limits.host_memory is not None
             too_much = f"{format_bytes(node)} in its node's host memory"
@@ -108,8 +108,8 @@ class _Case:
         if self.model.has_activations and not self.model.checkpointing:
             leaner = estimate_of(
                 self.model.checkpointed(), 3, self.world_size, **self.settings
-            ).peak.total
-            if leaner < 0.95 * now.peak.total:
+            ).device_peak
+            if leaner < 0.95 * now.device_peak:
                 cures.append(f"activation checkpointing brings zero3 to {format_bytes(leaner)}")
         if 2 * now.peak.kinds["activations"] > now.peak.total:
             cures.append("a smaller batch per rank helps most: activations are more than half")
@@ -129,7 +129,7 @@ class _Case:
         disk = sum(found.disk.values())
         files = f" and {format_bytes(disk)} in files" if disk else ""
         return [
-            f"{found.name} would fit: {format_bytes(found.peak.total)} at most, with"
+            f"{found.name} would fit: {format_bytes(found.device_peak)} at most, with"
             f" {format_bytes(found.host_peak)} of host memory{files} per rank."
         ]
 

@@ -113,6 +113,11 @@ class Estimate:
         )
 
     @property
+    def device_peak(self) -> int:
+        """The most bytes in the device's memory within a step; a CPU's has what is staged too."""
+        return self.host_peak if self.is_on_host else self.peak.total
+
+    @property
     def disk(self) -> Kinds:
         """Bytes in files, by kind."""
         return {kind: self.snapshots[-1].disk.get(kind, 0) for kind in RESTING}

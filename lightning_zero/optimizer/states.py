@@ -242,9 +242,9 @@ class StateFiles(States):
     def open(self, numbers: Sequence[int]) -> None:
         batches = [self._blocks_in_use(number) for number in numbers]
         nbytes = sum(block.nbytes for batch in batches for block in batch)
+        self._staging.open(batches)
         for verb in ("read", "write"):
             self._comm.transport.ledger.note("optimizer", verb, nbytes, 1)
-        self._staging.open(batches)
 
     def _blocks_in_use(self, number: int) -> list[Block]:
         """Return where the states of a batch rest; those that were replaced lie nowhere else."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_zero.comm import StepTimes
+from lightning_zero.comm import Ledger, StepTimes
 from lightning_zero.memory import (
     AWAY_ROWS,
     KINDS,
@@ -162,9 +162,9 @@ class MemoryMonitor(Callback):
 
     def _look(self, point: str, trainer: pl.Trainer) -> None:
         held = {**held_by(trainer), **allocated_on(trainer.strategy.root_device)}
-        if point == "step" and isinstance(trainer.strategy, ZeROStrategy):
+        if point == "step" and (ledger := _ledger_of(trainer)) is not None:
             # It is given back by now.
-            held[_STAGING] = trainer.strategy.step_times.bytes_staged
+            held[_STAGING] = ledger.most_staged
         self._most.update(point, held)
         self._is_logged = False
         if point == "step":
@@ -255,8 +255,9 @@ class MemoryMonitor(Callback):
         if not self._is_logged:
             self.on_train_epoch_end(trainer, pl_module)
         self._explain(trainer)
-        if (engine := getattr(trainer.strategy, "engine", None)) is not None:
-            self.times = engine.comm.transport.ledger.total_times
+        if (ledger := _ledger_of(trainer)) is not None:
+            self.times = ledger.total_times
+            self._own[_STAGING] = ledger.most_staged
         rank_zero_info(self.text(trainer.world_size))
         if self.report is not None and trainer.is_global_zero:
             stages = []
@@ -305,10 +306,11 @@ class MemoryMonitor(Callback):
             table({"predicted": predicted, "measured": measured}, rows),
             *self.differences,
         ]
-        if staged := self.predicted.host["staging"]:
+        of_steps = [one.host for one in self.predicted.snapshots if one.phase == "step"]
+        if staged := max((host.get("staging", 0) for host in of_steps), default=0):
             lines.append(
-                f"Within a step {format_bytes(staged)} at most were predicted in staging memory on"
-                f" the host; the optimizer's took {format_bytes(self.times.bytes_staged)}."
+                f"In the optimizer's step {format_bytes(staged)} at most were predicted in staging"
+                f" memory on the host; it took {format_bytes(self._own.get(_STAGING, 0))}."
             )
         peak = self.predicted.peak
         lines.append(
@@ -317,6 +319,13 @@ class MemoryMonitor(Callback):
             + "."
         )
         return lines
+
+
+def _ledger_of(trainer: pl.Trainer) -> Ledger | None:
+    strategy = trainer.strategy
+    if not isinstance(strategy, ZeROStrategy) or strategy.engine is None:
+        return None
+    return strategy.engine.comm.transport.ledger
 
 
 def held_by(trainer: pl.Trainer) -> dict[str, int]:

@@ -18,15 +18,17 @@ class TrafficMonitor(Callback):
     """Logs elements, bytes and collectives that each rank sends per optimizer step.
 
     The values appear in the user's logger as ``traffic/gather_bytes`` (weights),
-    ``traffic/reduce_bytes`` (gradients) and likewise for elements and collectives; rank 0's, which
-    are those of every rank. With hybrid sharding these are within a copy, and the traffic between
-    the copies is ``traffic/replicate_gather_bytes`` and so on. What a backward pass gathers from a
-    second copy is ``traffic/backward_gather_bytes``. With offload ``traffic/up_bytes``
-    (weights) and ``traffic/down_bytes`` (gradients) pass between a device and its host, and
-    ``traffic/read_bytes`` and ``traffic/write_bytes`` (states) between memory and files, with the
-    bytes per second ``traffic/read_speed`` and ``traffic/write_speed``; ``traffic/stepping_share``
-    of the time since the step before was in the optimizer's, and ``traffic/waiting_share`` waited
-    for files in it. ``trainer.strategy.traffic`` and ``step_times`` have all.
+    ``traffic/reduce_bytes`` (gradients) and likewise for elements and collectives; those of every
+    rank, but for times, which are rank 0's. With hybrid sharding these are within a copy, and the
+    traffic between the copies is ``traffic/replicate_gather_bytes`` and so on. What a backward pass
+    gathers from a second copy is ``traffic/backward_gather_bytes``.
+
+    With offload ``traffic/up_bytes`` (weights) and ``traffic/down_bytes`` (gradients) pass between
+    a device and its host, and ``traffic/read_bytes`` and ``traffic/write_bytes`` (states) between
+    memory and files, with the bytes per second ``traffic/read_speed`` and ``traffic/write_speed``;
+    ``traffic/stepping_share`` of the time since the step before was in the optimizer's, and
+    ``traffic/waiting_share`` waited for files in it. ``trainer.strategy.traffic`` and
+    ``step_times`` have all.
 
     Args:
         every_n_steps: How many optimizer steps lie between two logged ones.
@@ -65,7 +67,8 @@ class TrafficMonitor(Callback):
             for unit, value in sum_of(strategy.traffic, verb)._asdict().items()
         }
         if (times := strategy.step_times).seconds:
-            names = ("read_speed", "write_speed", "stepping_share", "waiting_share")
+            of_files = ("read_speed", "write_speed", "waiting_share")
+            names = ("stepping_share", *(of_files if times.reading or times.writing else ()))
             values |= {f"traffic/{name}": getattr(times, name) for name in names}
         for logger in trainer.loggers:
             logger.log_metrics(values, step=step)

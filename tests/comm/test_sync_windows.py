@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_zero.comm import sync_windows
+from lightning_zero.comm import process_groups, sync_windows
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.sync_points import SyncPoint
 from lightning_zero.comm.window import Window
@@ -75,6 +75,40 @@ def abandons() -> None:
 
 def test_a_sync_point_may_be_abandoned(ranks: Pools) -> None:
     ranks(2).run(abandons)
+
+
+def has_no_flags() -> None:
+    """An optimizer of none of the model's parameters asks for the gradients of none."""
+    for windows in (None, False):
+        flags = torch.empty(0, dtype=torch.uint8)
+        Communicator(CPU, windows=windows).control.call(SyncPoint.GRADIENT, flags).wait()
+
+
+def test_there_may_be_no_flags(ranks: Pools) -> None:
+    ranks(2).run(has_no_flags)
+
+
+def parts(flags: tuple[int | None, int | None], others: bool) -> None:
+    """Come to different sync points, or to one with other flags; no group is made any more."""
+    process_groups._groups.setdefault(dist.group.WORLD, {}).pop("sync points", None)
+    control = Communicator(CPU).control
+    number = flags[control.rank]
+    own = None if number is None else torch.ones(number, dtype=torch.uint8)
+    new_group, dist.new_group = dist.new_group, None
+    try:
+        pending = control.call(SyncPoint.STEP if others and control.rank else SyncPoint.EDIT, own)
+        with pytest.raises(RuntimeError, match="The ranks have parted"):
+            pending.wait()
+    finally:
+        dist.new_group = new_group
+
+
+@pytest.mark.parametrize(("flags", "others"), [((None, None), True), ((1, None), False)])
+def test_ranks_that_part_make_no_group(
+    ranks: Pools, flags: tuple[int | None, int | None], others: bool
+) -> None:
+    """Some may never come to make one."""
+    ranks(2).run(parts, flags, others)
 
 
 def is_late() -> None:

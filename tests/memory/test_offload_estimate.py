@@ -15,7 +15,7 @@ from torch import nn
 from lightning_zero import estimate
 from lightning_zero.comm import StagingMemory, default_world_size
 from lightning_zero.engine import Engine
-from lightning_zero.memory import Offload
+from lightning_zero.memory import Offload, format_bytes
 from lightning_zero.memory.advice import Limits, advise
 from lightning_zero.memory.model import ModelPlan
 from lightning_zero.memory.prediction import NO_OFFLOAD_YET, Estimate, compare, named_offloads
@@ -213,6 +213,18 @@ def test_advice_comes_to_offload_last() -> None:
     assert "would fit" not in none
 
 
+def test_advice_on_a_cpu_counts_what_is_staged() -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(*[nn.Linear(2000, 2000) for _ in range(40)])
+    subject = ModelPlan(module, optimizer=torch.optim.AdamW, device=torch.device("cpu"))
+    (found,) = compare(subject, (), [1], offloads=named_offloads("nvme"))
+    most = found.device_peak
+    assert most == found.host_peak > found.peak.total
+    stages = compare(subject, (3,), [1])
+    assert f"zero3_nvme would fit: {format_bytes(most)} at most" in advise(subject, stages, most)
+    assert "nvme" not in advise(subject, stages, most - 1)
+
+
 def test_advice_knows_the_host() -> None:
     on_cuda = ModelPlan(10**10, precision="bf16-mixed", device=torch.device("cuda"))
     stages = compare(on_cuda, (3,), [8])
@@ -345,7 +357,7 @@ def staged(folder: str, optimizer: str, batch_bytes: int) -> tuple[int, int, int
             optimizer=lambda all_: make([p for p in all_ if p.requires_grad]),
             offload="nvme",
         )
-        by_ledger = engine.comm.step_times.bytes_staged
+        by_ledger = engine.comm.transport.ledger.most_staged
         engine.close(restore=False)
         assert max(s.host["staging"] for s in found.snapshots if s.phase == "step") > 0
         return held.most, held.now, by_ledger, found.host["staging"]
