@@ -62,22 +62,22 @@ class StepTimes(NamedTuple):
     @property
     def read_speed(self) -> float:
         """Bytes per second, while there is something to read."""
-        return self.bytes_read / self.reading if self.reading else 0.0
+        return _ratio(self.bytes_read, self.reading)
 
     @property
     def write_speed(self) -> float:
         """Bytes per second, while there is something to write."""
-        return self.bytes_written / self.writing if self.writing else 0.0
+        return _ratio(self.bytes_written, self.writing)
 
     @property
     def stepping_share(self) -> float:
         """The share of all time in the optimizer's steps."""
-        return self.stepping / self.seconds if self.seconds else 0.0
+        return _ratio(self.stepping, self.seconds)
 
     @property
     def waiting_share(self) -> float:
         """The share of all time that the optimizer waited for files."""
-        return self.waiting / self.seconds if self.seconds else 0.0
+        return _ratio(self.waiting, self.seconds)
 
     def describe(self) -> str:
         """Return the shares and speeds in a line."""
@@ -160,6 +160,10 @@ class Ledger:
     def last_step(self) -> Traffic:
         """The traffic between the ends of the last two optimizer steps."""
         return _sums(self._last)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
 
 
 def _joined(some: Counts, more: Counts) -> Counts:

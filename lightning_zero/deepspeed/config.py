@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_zero.deepspeed.keys import KEYS, OFFLOADS, Fate, Kind, suggestion
+from lightning_zero.deepspeed.keys import KEYS, Fate, Kind, suggestion
 from lightning_zero.deepspeed.optimizer_block import OptimizerBlock, SchedulerBlock
 
 _ALIASES = {"bfloat16": "bf16"}
@@ -64,7 +64,6 @@ class Config:
 
         Raises:
             ValueError: A key is unknown, has a wrong value, or asks for what does not exist here.
-            NotImplementedError: A key asks for a way of offload that is not there.
         """
         config = cls()
         if source is None:
@@ -92,8 +91,9 @@ class Config:
         if key.fate is not Fate.REFUSED:
             self._warn(name, value)
             return
-        error = NotImplementedError if key.becomes in OFFLOADS else ValueError
-        raise error(f"{name} in the DeepSpeed configuration is {_shown(value)}, but {key.becomes}.")
+        raise ValueError(
+            f"{name} in the DeepSpeed configuration is {_shown(value)}, but {key.becomes}."
+        )
 
     def _warn(self, name: str, value: Any) -> None:
         self.warnings.append(

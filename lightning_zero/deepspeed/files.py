@@ -23,7 +23,7 @@ OPTIMIZER = re.compile(
 _CUT_OTHERWISE = re.compile(r"(layer_\d+.*|expp_rank_.*|expert_.*)_states\.pt")
 
 
-class CannotConvert(NotImplementedError):
+class CannotConvert(ValueError):
     """A checkpoint by DeepSpeed, or a part of one, that has no plain form; says what to do."""
 
 

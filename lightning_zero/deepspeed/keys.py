@@ -57,8 +57,6 @@ _DATA = "the DataLoader's `batch_size` decides"
 _PARALLEL = "only data parallelism exists here; take the key out"
 _OFFLOAD_SWITCH = "blocks say what is offloaded: write `offload_optimizer` and `offload_param`"
 _ZENFLOW = "every step is whole: nothing is stepped later than the rest; take the key out"
-OFFLOADS = (_OFFLOAD_SWITCH, _ZENFLOW)
-"""What is said of keys that ask for other ways of offload."""
 _MEDIUM = "`none`, `cpu` (the host of an accelerator) or `nvme`"
 _MAPPED = "files are mapped, and the system decides what it keeps in memory"
 _STAGED = "states in files are always read and written beside the step, three batches in memory"

@@ -300,12 +300,13 @@ class StateFiles(States):
 
     @override
     def close(self) -> None:
-        number, slot = self._fetched or (len(self._batches), None)
-        self._fetched = None
-        for state, key, value, piece in self._entries(number):
-            home = self._home(key, value, piece)
-            if home is not None and slot is not None and home.staged(slot) is not None:
-                state[key] = home.mapped()
+        if self._fetched is not None:
+            number, slot = self._fetched
+            self._fetched = None
+            for state, key, value, piece in self._entries(number):
+                home = self._home(key, value, piece)
+                if home is not None and home.staged(slot) is not None:
+                    state[key] = home.mapped()
         self._staging.close()
 
 

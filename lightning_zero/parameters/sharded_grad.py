@@ -235,8 +235,8 @@ class _ReadOnlyView(Tensor):
         )
 
 
-def _cannot_change(name: str) -> NotImplementedError:
-    return NotImplementedError(
+def _cannot_change(name: str) -> RuntimeError:
+    return RuntimeError(
         f"{name} cannot change a gradient that lies in pieces over the ranks. Change a copy"
         " (`grad = p.grad.clone()`) and put it back (`p.grad = grad`)."
     )

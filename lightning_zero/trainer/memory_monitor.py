@@ -227,7 +227,7 @@ class MemoryMonitor(Callback):
         if engine is None or self._subject is None or self.predicted is None or not self._own:
             return
         # After the last look hooks of the module may have changed what is held.
-        self._own = held_by(trainer)
+        self._own = {**held_by(trainer), _STAGING: self._own[_STAGING]}
         self.differences = explain(self._subject, engine, self.predicted.rests, self._own)
 
     # -- what is shown ---------------------------------------------------------------------------
@@ -257,7 +257,6 @@ class MemoryMonitor(Callback):
         self._explain(trainer)
         if (ledger := _ledger_of(trainer)) is not None:
             self.times = ledger.total_times
-            self._own[_STAGING] = ledger.most_staged
         rank_zero_info(self.text(trainer.world_size))
         if self.report is not None and trainer.is_global_zero:
             stages = []

@@ -15,7 +15,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBorin
 
 from lightning_zero import ZeROPrecision, ZeROStrategy
 from lightning_zero.deepspeed.config import Config
-from lightning_zero.deepspeed.keys import KEYS, OFFLOADS, Fate, Kind, table
+from lightning_zero.deepspeed.keys import KEYS, Fate, Kind, table
 from lightning_zero.deepspeed.optimizer_block import OptimizerBlock, SchedulerBlock
 from lightning_zero.plan import Offload
 from tests.oracle.ranks import ROOT, Pools
@@ -72,8 +72,7 @@ def test_what_is_always_so_warns_only_when_contradicted(name: str) -> None:
 @pytest.mark.parametrize("name", keys_with(Fate.REFUSED))
 def test_a_refused_key_raises_with_the_cure_unless_off(name: str) -> None:
     key = KEYS[name]
-    error = NotImplementedError if key.becomes in OFFLOADS else ValueError
-    with pytest.raises(error, match=re.escape(name)) as caught:
+    with pytest.raises(ValueError, match=re.escape(name)) as caught:
         Config.read(nested(name, ON[key.kind]))
     assert key.becomes in str(caught.value)
     assert Config.read(nested(name, OFF[key.kind])) == Config()

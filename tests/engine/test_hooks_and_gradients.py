@@ -166,11 +166,11 @@ def _train_with_unused() -> dict[Any, Run]:
 class _Refused(Noting):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         grad = self.head.weight.grad
-        with pytest.raises(NotImplementedError, match="normal_ cannot change a gradient"):
+        with pytest.raises(RuntimeError, match="normal_ cannot change a gradient"):
             grad.normal_()
-        with pytest.raises(NotImplementedError, match="zero_ of a view cannot change a gradient"):
+        with pytest.raises(RuntimeError, match="zero_ of a view cannot change a gradient"):
             grad[2:].zero_()
-        with pytest.raises(NotImplementedError, match="add_ of a view"):
+        with pytest.raises(RuntimeError, match="add_ of a view"):
             grad.data.flatten()[3:][1:] += 1.0
         before = grad.clone()
         grad.mul_(1.0)

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 import random
 import re
 from collections.abc import Callable
@@ -74,13 +75,19 @@ def test_elementwise_optimizers_may_be_cut(name: str) -> None:
     check_can_be_cut(cls([{"params": weights()}, {"params": weights(), "weight_decay": 0.1}]))
 
 
-@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}])
-@pytest.mark.parametrize("name", [n for n in ELEMENTWISE if n != "Rprop"])
-def test_those_known_to_be_elementwise_are_proved_to_be(name: str, options: dict[str, Any]) -> None:
+FUSED = ["Adagrad", "Adam", "AdamW"]
+"""Of the others torch has no such kernel, or one that reads memory it has not written."""
+KERNELS = [
+    *itertools.product([n for n in ELEMENTWISE if n != "Rprop"], ["single", "foreach"]),
+    *itertools.product(FUSED, ["fused"]),
+]
+
+
+@pytest.mark.parametrize(("name", "kernel"), KERNELS)
+def test_those_known_to_be_elementwise_are_proved_to_be(name: str, kernel: str) -> None:
     # A subclass is not known.
     cls = type("Mine", (getattr(torch.optim, name),), {})
-    if "fused" in options and name not in ("Adagrad", "Adam", "AdamW"):
-        pytest.skip("torch has no such kernel, or one that reads memory it has not written")
+    options = {"foreach": False} if kernel == "single" else {kernel: True}
     verdict = probe(cls(mixed(), lr=0.01, **options))
     assert (verdict.way, verdict.reason) == (Way.BY_ELEMENT, "")
 
