@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -88,8 +88,8 @@ class DryTransport(Transport):
         self.on_change: Callable[..., None] = lambda: None
         self._wholes = Storages()
         self._partials = Storages()
-        self._in_flight = Storages()
-        self._shards = Storages()
+        self._in_flight: defaultdict[str, Storages] = defaultdict(Storages)
+        self._shards: defaultdict[str, Storages] = defaultdict(Storages)
         self._last: dict[str, int] = {}
 
     def along(self, axis: Axis) -> Self:
@@ -105,14 +105,14 @@ class DryTransport(Transport):
         return self._wholes.nbytes
 
     @property
-    def reduced(self) -> int:
-        """Bytes of the shards into which gradients were reduced."""
-        return self._shards.nbytes
+    def reduced(self) -> dict[str, int]:
+        """Bytes of the shards into which gradients were reduced, by unit."""
+        return {unit: held.nbytes for unit, held in self._shards.items()}
 
     @property
-    def targets(self) -> int:
-        """Bytes of the shards into which gradients are being reduced."""
-        return self._in_flight.nbytes
+    def targets(self) -> dict[str, int]:
+        """Bytes of the shards into which gradients are being reduced, by unit."""
+        return {unit: held.nbytes for unit, held in self._in_flight.items()}
 
     @property
     def partials(self) -> int:
@@ -120,9 +120,9 @@ class DryTransport(Transport):
         return self._partials.nbytes
 
     @property
-    def last_reduced(self) -> int:
-        """Bytes of the shards of the last two units in this backward pass."""
-        return sum(list(self._last.values())[-2:])
+    def last_reduced(self) -> dict[str, int]:
+        """Bytes of the shards of the last two units in this backward pass, by unit."""
+        return dict([*self._last.items()][-2:])
 
     @override
     def _gather(self, whole: Tensor, shard: Shared, unit: str, tag: int) -> Work:
@@ -149,7 +149,7 @@ class DryTransport(Transport):
     def _trade(self, received: Tensor, sent: Tensor, out: Tensor, unit: str, tag: int) -> Work:
         self._begin(out, unit)
         _, nbytes = self.ledger.latest
-        return _Done(self.on_message("trade", nbytes), lambda: self._end(out))
+        return _Done(self.on_message("trade", nbytes), lambda: self._end(out, unit))
 
     @override
     def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
@@ -164,16 +164,16 @@ class DryTransport(Transport):
         return _Done(self._sent(), lambda: self._finish(partial, out, unit))
 
     def _begin(self, out: Tensor, unit: str) -> None:
-        self._in_flight.add(out)
+        self._in_flight[unit].add(out)
         self._last[unit] = self._last.get(unit, 0) + out.nbytes
         self.on_change()
 
-    def _end(self, out: Tensor) -> None:
-        self._in_flight.remove(out)
-        self._shards.add(out)
+    def _end(self, out: Tensor, unit: str) -> None:
+        self._in_flight[unit].remove(out)
+        self._shards[unit].add(out)
 
     def _finish(self, partial: ReduceBuffer, out: Tensor, unit: str) -> None:
-        self._end(out)
+        self._end(out, unit)
 
     @override
     def release_scratch(self) -> None:

@@ -207,8 +207,9 @@ def run(options: argparse.Namespace) -> int:
         return _print_times(options, asked)
     offloads = named_offloads(*dict.fromkeys(options.offload), ratio=options.offload_ratio)
     media = [chosen.pop(name, None) for name in ("offload_optimizer", "offload_weights")]
+    ratio = chosen.pop("offload_ratio", 1.0)
     if any(media):
-        own = (chosen.get("stage", 3), Offload(*media))
+        own = (chosen.get("stage", 3), Offload(media[0], media[1], ratio))
         offloads += [own] if own not in offloads else []
     device, host = (
         parse_bytes(text) if text else None for text in (options.device_memory, options.host_memory)

@@ -30,6 +30,7 @@ _DEFAULTS = {
     "offload_optimizer": None,
     "offload_weights": None,
     "offload_path": None,
+    "offload_ratio": 1.0,
 }
 _PRECISIONS = {"bf16": ("bf16-mixed", "bf16-true"), "fp16": ("16-mixed", "16-true")}
 
@@ -148,11 +149,13 @@ class Config:
             self.arguments[argument] = value
 
     def _take_ratio(self, value: Any) -> None:
-        if value != 1:
+        if not 0 < value <= 1:
             raise ValueError(
-                "zero_optimization.offload_optimizer.ratio in the DeepSpeed configuration is"
-                f" {value!r}, but all states are offloaded. Take the key out."
+                "Expected zero_optimization.offload_optimizer.ratio in the DeepSpeed configuration"
+                f" above 0 and up to 1, got {value!r}. To offload nothing, take the block out."
             )
+        if value != 1:
+            self.arguments["offload_ratio"] = float(value)
 
     def _take_path(self, value: Any) -> None:
         if self.arguments.setdefault("offload_path", value) != value:

@@ -131,7 +131,7 @@ _ZERO_OPTIMIZATION = {
     "offload_optimizer.pipeline_read": _replaced(Kind.SWITCH, _STAGED),
     "offload_optimizer.pipeline_write": _replaced(Kind.SWITCH, _STAGED),
     "offload_optimizer.fast_init": _replaced(Kind.SWITCH, "files are made without being written"),
-    "offload_optimizer.ratio": _acts(Kind.NUMBER, "all states are offloaded: 1, or refused"),
+    "offload_optimizer.ratio": _acts(Kind.NUMBER, "`offload_ratio`, at every stage"),
     "offload_param.device": _acts(Kind.TEXT, f"`offload_weights`: {_MEDIUM}"),
     **{f"offload_param.{name}": key for name, key in _OFFLOAD_BLOCK.items()},
     "offload_param.buffer_count": _replaced(Kind.NUMBER, _MAPPED),

@@ -183,6 +183,7 @@ class Engine:
         units = self.sharded.pieces_of_units
         if offload is None:
             return UnitStep(units, RoundedStates(optimizer))
+        units = [[piece for piece in pieces if not piece.stays] for pieces in units]
         states, batches = States(optimizer), batches_of(units)
         if offload.optimizer == "nvme" and scratch is not None:
             states = StateFiles(optimizer, batches, scratch, self.comm)

@@ -29,8 +29,9 @@ from lightning_zero.parameters import (
     Store,
     Stream,
     guards,
+    store_for,
 )
-from lightning_zero.plan import FlatSpec, Medium, Settings, specify_units
+from lightning_zero.plan import FlatSpec, Settings, specify_units, with_cuts
 
 Progress = Callable[[int, int], None]
 """Is called with the bytes that are done, and with all."""
@@ -96,20 +97,23 @@ class ShardedModel:
         blank = materialize.MetaInitializer(self.module, device, needs_values=not streams)
         # What is read from a checkpoint is not sent.
         settings = replace(self.settings, gather_bits=None) if streams else self.settings
-        specs = specify_units(self.module, settings)
+        specs, mesh = specify_units(self.module, settings), self.comm.mesh
+        divided = {"num_shards": mesh.shard.size, "num_copies": mesh.replicate.size}
+        if settings.offload is not None:
+            ratio = settings.offload.ratio
+            specs = with_cuts(specs, ratio, **divided, rank=mesh.shard.rank)
         written, nbytes, sizes = 0, 0, [0] * len(specs)
         if self.scratch is not None and not streams:
-            mesh = self.comm.mesh
-            sizes = [
-                spec.bytes_in(Medium.DISK, mesh.shard.size, mesh.replicate.size) for spec in specs
-            ]
+            sizes = [spec.bytes_in_files(**divided) for spec in specs]
             nbytes = sum(sizes)
             self.scratch.require(nbytes, self.comm.control, "masters")
         on_written(0, nbytes)
 
-        def store_of(flat: FlatSpec) -> Callable[..., Store] | None:
+        def store_of(flat: FlatSpec) -> Callable[..., Store]:
             read = [sources[id(p)] for _, p in flat.named if streams]
-            return functools.partial(Stream, sources=read, reader=self.reader) if read else None
+            if read:
+                return functools.partial(Stream, sources=read, reader=self.reader)
+            return functools.partial(store_for, num_away=flat.num_away)
 
         for spec, size in zip(specs, sizes, strict=True):
             blank.fill(owners[id(p)] for flat in spec.flat_parameters for _, p in flat.named)
@@ -374,12 +378,14 @@ class ShardedModel:
         for transport in self.comm.transports.values():
             kinds["unreduced"] += transport.scratch_bytes
             kinds.update({kind: held.nbytes for kind, held in transport.passing.items()})
-        states = self.flats[0].plan.row("states") if self.flats else "states"
-        kinds[states] += sum(
-            value.nbytes
-            for optimizer in self.optimizers
-            for value in tree_leaves(list(optimizer.state.values()))
-            if isinstance(value, Tensor)
-        )
+        rows: dict[Tensor, str] = {
+            piece: flat.store.row("states", piece) for flat in self.flats for piece in flat.pieces
+        }
+        kinds.update(dict.fromkeys(rows.values(), 0))
+        states = (item for optimizer in self.optimizers for item in optimizer.state.items())
+        for member, state in states:
+            kinds[rows.get(member, "states")] += sum(
+                value.nbytes for value in tree_leaves(state) if isinstance(value, Tensor)
+            )
         kinds["buffers"] = sum(buffer.nbytes for buffer in self.module.buffers())
         return dict(kinds)

@@ -90,10 +90,10 @@ class Microbatch:
             numbers = {id(p): number for number, p in enumerate(module.parameters())}
             return list(in_order(specs, numbers))
         dtypes = {
-            id(p): plan.weight.dtype if is_cast else p.dtype
+            id(p): flat.plan.weight.dtype if is_cast else p.dtype
             for spec in specs
-            for named, plan in spec.flat_parameters
-            for _, p in named
+            for flat in spec.flat_parameters
+            for _, p in flat.named
         }
         live = LiveBytes(as_on_cpu=self.device.type == "cpu")
         log = _Log(live)

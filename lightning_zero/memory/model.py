@@ -28,6 +28,7 @@ from lightning_zero.plan import (
     Settings,
     UnitPolicy,
     specify_units,
+    with_cuts,
 )
 from lightning_zero.tensors import tensors_in
 
@@ -187,6 +188,8 @@ class ModelPlan:
         place = rank % num_shards
         specs = specify_units(self.module, chosen)
         on_rank = {"num_shards": num_shards, "num_copies": world_size // num_shards, "rank": place}
+        if offload is not None and self.has_units:
+            specs = with_cuts(specs, offload.ratio, **on_rank)
         terms = terms_of_specs(
             specs,
             lambda parameter, numel: self.state_bytes(parameter, numel, place, num_shards),
@@ -194,7 +197,7 @@ class ModelPlan:
             offload=offload,
             on_host=offload is not None and offload.is_mapped(self.device),
         )
-        plans = (plan for spec in specs for _, plan in spec.flat_parameters)
+        plans = (flat.plan for spec in specs for flat in spec.flat_parameters)
         is_local = not next(plans).reduces_every_microbatch
         if not self.has_units:
             return without_units(terms, is_kept=is_local and num_microbatches > 1)
@@ -215,7 +218,6 @@ class ModelPlan:
             stepped=self._states.stepped(place, num_shards) + max(unit.lent for unit in terms),
             num_microbatches=num_microbatches,
             adds_gradients=num_microbatches > 1 and not is_local,
-            offload=offload,
             timeline=timeline,
         )
 

@@ -18,7 +18,7 @@ from lightning_zero.plan import MIN_NUMEL, Offload, UnitPolicy
 
 _OF_STAGE_3 = ("reshard_after_forward", "backward_shard")
 NO_OFFLOAD_YET = (
-    "Offload of a share, of both kinds to other media, or to host memory where the device is the"
+    "Offload of both kinds to other media, or of a share or to host memory where the device is the"
     " host, is predicted by the plan's formula only: the strategy does not run it."
 )
 

@@ -9,8 +9,8 @@ With offload from another device some bytes are on their way between it and its 
   that have another dtype than the masters are cast there, out of a shard of the masters, one after
   the other;
 * **gradients** leave the device as a unit's reduction ends: two shards of them, one that is reduced
-  and one that is sent. From the second microbatch on two buffers on the host take them, which
-  are added there;
+  and one that is sent, and copies of what stays of a shard that is sent. From the second microbatch
+  on two buffers on the host take them, which are added there;
 * **the step** goes unit by unit on the host, in place.
 
 From files it is stepped in staging memory on the host, which is there in that step only.
@@ -19,7 +19,7 @@ From files it is stepped in staging memory on the host, which is there in that s
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -29,7 +29,7 @@ from lightning_zero.memory.replay import replay
 from lightning_zero.memory.snapshots import Segments, Snapshot
 from lightning_zero.memory.terms import KINDS, RESTING, Kinds, UnitTerms
 from lightning_zero.memory.trace import Event, Kind
-from lightning_zero.plan import Medium, Offload, Settings
+from lightning_zero.plan import Medium, Settings
 
 _IN_FLIGHT = 2
 
@@ -46,7 +46,6 @@ def sharded_step(
     staged: int,
     num_microbatches: int,
     adds_gradients: bool,
-    offload: Offload | None,
     timeline: Timeline | None,
 ) -> list[Snapshot]:
     """Return what a rank holds in a step's last microbatch under the engine, and at rest after it.
@@ -63,18 +62,22 @@ def sharded_step(
     still = {**dict.fromkeys(KINDS, 0), **_resting(units, Medium.DEVICE), "buffers": buffers}
     host, disk = (_resting(units, medium) for medium in (Medium.HOST, Medium.DISK))
     transport, passing = comm.transport, comm.transport.passing
-    stays = 1 - offload.ratio if offload and host["gradients"] else 1.0
+    by_label = {unit.name or "root": unit for unit in units}
     cast = max(unit.cast for unit in units)
+
+    def of_shards(share: str, nbytes: Mapping[str, int]) -> int:
+        return sum(round(getattr(by_label[u], share) * count) for u, count in nbytes.items())
 
     def held(cast: int = cast) -> Kinds:
         # What is offloaded is reduced into a shard that is free anyway, and is sent from there.
+        sent = of_shards("sent_share", transport.last_reduced)
+        targets = sum(transport.targets.values()) - of_shards("sent_share", transport.targets)
         return {
             **still,
             "gathered": passing["gathered"].nbytes
             + (transport.gathered + cast if settings.stage == 3 else 0),
-            "gradients": round(stays * transport.reduced + (1 - stays) * transport.last_reduced),
-            "unreduced": passing["unreduced"].nbytes
-            + round(transport.partials + stays * transport.targets),
+            "gradients": of_shards("kept_share", transport.reduced) + sent,
+            "unreduced": passing["unreduced"].nbytes + transport.partials + targets,
         }
 
     run = functools.partial(replay, events, module, settings, comm)

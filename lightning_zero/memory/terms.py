@@ -51,13 +51,15 @@ class PieceTerms(NamedTuple):
 def pieces_of_specs(
     specs: Iterable[UnitSpec], *, num_shards: int, num_copies: int, rank: int
 ) -> list[list[PieceTerms]]:
-    """Return the pieces that a rank of a copy will have, by unit."""
+    """Return the pieces that a rank of a copy will have, by unit, but for those that stay."""
     found = []
     for spec in specs:
         pieces: list[PieceTerms] = []
         for flat in spec.flat_parameters:
             layout, itemsize = flat.layout(num_shards, num_copies), flat.plan.master.dtype.itemsize
             for index, (_, parameter) in enumerate(flat.named):
+                if flat.stays(layout, index, rank):
+                    continue
                 start, stop = layout.piece(index, rank)
                 numel = stop - start
                 pieces.append(PieceTerms(parameter, numel, numel * itemsize))
@@ -74,7 +76,8 @@ class UnitTerms:
         resting: Bytes between steps, by what holds them and by kind.
         partial: Bytes of its whole gradients before they are reduced.
         cast: Bytes on the device of the master's shard, from which offloaded weights are cast.
-        flushed: Bytes on the device of reduced gradients on their way to host memory.
+        flushed: Bytes of reduced gradients that go to host memory.
+        sent: Bytes on the device of the shards that they are sent from, with what stays of these.
         lent: Bytes in fp32 of masters, gradients and states while it is stepped, if they rest in
             bf16 and are rounded by chance.
     """
@@ -86,32 +89,50 @@ class UnitTerms:
     partial: int = 0
     cast: int = 0
     flushed: int = 0
+    sent: int = 0
     lent: int = 0
 
     def add(
         self,
         layout: Layout,
-        parts: Iterable[tuple[float, Plan]],
-        states: int,
+        plan: Plan,
+        share: float,
+        states: tuple[int, int],
         *,
         trainable: bool,
         on_host: bool,
     ) -> None:
-        """Count one group of flat parameters, of which shares may follow different plans.
+        """Count one group of flat parameters, of which a share follows ``plan`` and is not kept.
 
-        ``states`` are the bytes of optimizer states on this rank. Where the device is the host
-        (``on_host``), files are mapped, and nothing is staged.
+        ``states`` are the bytes of this rank's optimizer states: of what goes, and of what stays.
+        Where the device is the host (``on_host``), files are mapped, and nothing is staged.
         """
-        for share, plan in parts:
-            kinds = plan.resting_bytes(layout.numel, layout.world_size, trainable=trainable)
-            kinds["states"] = states
-            for kind, count in kinds.items():
-                self.resting[plan.media[kind]][kind] += round(share * count)
-            if plan.master.medium is Medium.DEVICE or on_host:
-                continue
-            if plan.master.dtype is not plan.weight.dtype:
-                self.cast += round(share * layout.shard_numel * plan.master.dtype.itemsize)
-            self.flushed += round(share * kinds["gradients"])
+        kinds = plan.resting_bytes(layout.numel, layout.world_size, trainable=trainable)
+        away = {kind: round(share * count) for kind, count in kinds.items()}
+        rests = [(kind, away[kind], count - away[kind]) for kind, count in kinds.items()]
+        for kind, goes, stays in (*rests, ("states", *states)):
+            self.resting[plan.media[kind]][kind] += goes
+            self.resting[Medium.DEVICE][kind] += stays
+        if plan.master.medium is Medium.DEVICE or on_host:
+            return
+        if plan.master.dtype is not plan.weight.dtype:
+            self.cast += round(share * layout.shard_numel * plan.master.dtype.itemsize)
+        self.flushed += away["gradients"]
+        self.sent += kinds["gradients"] if share else 0
+
+    @property
+    def kept_share(self) -> float:
+        """The share of its gradients that rests on the device."""
+        return self.resting[Medium.DEVICE]["gradients"] / max(1, self._gradients)
+
+    @property
+    def sent_share(self) -> float:
+        """The share of its gradients in shards from which some are sent."""
+        return self.sent / max(1, self._gradients)
+
+    @property
+    def _gradients(self) -> int:
+        return sum(kinds["gradients"] for kinds in self.resting.values())
 
 
 def terms_of_specs(
@@ -132,22 +153,26 @@ def terms_of_specs(
     for spec in specs:
         terms = UnitTerms(spec.name)
         for flat in spec.flat_parameters:
-            named, plan = flat
+            plan, trainable = flat.plan, flat.trainable
             layout = flat.layout(num_shards, num_copies)
-            trainable = named[0][1].requires_grad
-            states = 0
-            for index, (_, parameter) in enumerate(named) if trainable else ():
+            states = {True: 0, False: 0}
+            for index, (_, parameter) in enumerate(flat.named) if trainable else ():
                 start, stop = layout.piece(index, rank)
                 numel = stop - start
-                states += state_of(parameter, numel)
+                states[flat.stays(layout, index, rank)] += state_of(parameter, numel)
                 if plan.stochastic_rounding:
                     # Twice the elements have twice the states, but one count of steps.
                     of_elements = state_of(parameter, 2 * numel) - state_of(parameter, numel)
                     terms.lent += 2 * (of_elements + 2 * numel * plan.master.dtype.itemsize)
-            parts = [(1.0, plan)]
-            if offload:
-                parts = offload.parts(plan, trainable=trainable, on_host=on_host)
-            terms.add(layout, parts, states, trainable=trainable, on_host=on_host)
+            share, (goes, stays) = flat.share_away(layout), (states[False], states[True])
+            if offload is not None:
+                plan = offload.of(plan, trainable=trainable, on_host=on_host)
+                if flat.num_away is None:
+                    # All goes; or this is a mere number of parameters, which may be cut anywhere.
+                    share = offload.ratio
+                    goes, stays = round(share * goes), goes - round(share * goes)
+            parts = (goes, stays)
+            terms.add(layout, plan, share, parts, trainable=trainable, on_host=on_host)
             if trainable:
                 terms.partial += layout.numel * plan.grad.dtype.itemsize
         found.append(terms)

@@ -13,13 +13,21 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm import Communicator
-from lightning_zero.parameters import Piece
+from lightning_zero.parameters import Piece, stack_on
 
 
-def grads_of(pieces: Sequence[Piece]) -> list[Tensor]:
-    """Return the reduced gradients that this rank holds of ``pieces``."""
-    grads = [piece.reduced for piece in pieces]
-    return [grad for grad in grads if grad is not None]
+def grads_of(pieces: Sequence[Piece]) -> list[dict[int, Tensor]]:
+    """Return the reduced gradients of ``pieces``, by number, those in one memory together."""
+    found: dict[bool, dict[int, Tensor]] = {}
+    for number, piece in enumerate(pieces):
+        grad = piece.reduced
+        if grad is not None:
+            found.setdefault(piece.stays, {})[number] = grad
+    return [*found.values()]
+
+
+def _lists_of(pieces: Sequence[Piece]) -> list[list[Tensor]]:
+    return [[*grads.values()] for grads in grads_of(pieces)]
 
 
 @torch.no_grad()
@@ -37,10 +45,14 @@ def total_norm(pieces: Sequence[Piece], comm: Communicator, norm_type: float = 2
     dtype = torch.float32
     for piece in pieces:
         dtype = torch.promote_types(dtype, piece.dtype.to_real())
-    grads = [grad.abs() if grad.is_complex() else grad for grad in grads_of(pieces)]
+    found: dict[int, Tensor] = {}
+    for grads in grads_of(pieces):
+        real = [grad.abs() if grad.is_complex() else grad for grad in grads.values()]
+        found.update(zip(grads, torch._foreach_norm(real, norm_type, dtype=dtype), strict=True))
     norms = torch.zeros(1, dtype=dtype, device=comm.device)
-    if grads:
-        norms = torch.stack(torch._foreach_norm(grads, norm_type, dtype=dtype)).to(comm.device)
+    if found:
+        # In the order of the pieces, in which they are added, wherever they rest.
+        norms = stack_on(comm.device, [found[number] for number in sorted(found)])
     if norm_type == inf:
         largest = norms.max()
         comm.control.max(largest)
@@ -54,9 +66,8 @@ def total_norm(pieces: Sequence[Piece], comm: Communicator, norm_type: float = 2
 def clip_by_norm(pieces: Sequence[Piece], comm: Communicator, max_norm: float) -> Tensor:
     """Scale the gradients to a total 2-norm of at most ``max_norm``; returns the norm before."""
     norm = total_norm(pieces, comm)
-    grads = grads_of(pieces)
-    if grads:
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for grads in _lists_of(pieces):
         torch._foreach_mul_(grads, factor.to(grads[0].device))
     return norm
 
@@ -64,8 +75,7 @@ def clip_by_norm(pieces: Sequence[Piece], comm: Communicator, max_norm: float) -
 @torch.no_grad()
 def clip_by_value(pieces: Sequence[Piece], clip_value: float) -> None:
     """Clamp every element of the gradients to ``[-clip_value, clip_value]``."""
-    grads = grads_of(pieces)
-    if grads:
+    for grads in _lists_of(pieces):
         torch._foreach_clamp_min_(grads, -clip_value)
         torch._foreach_clamp_max_(grads, clip_value)
 
@@ -76,8 +86,7 @@ def unscale(pieces: Sequence[Piece], comm: Communicator, scale: float) -> bool:
 
     All ranks get the same answer, also those whose own pieces are finite or empty.
     """
-    grads = grads_of(pieces)
-    if grads:
+    for grads in _lists_of(pieces):
         torch._foreach_mul_(grads, 1.0 / scale)
     largest = total_norm(pieces, comm, inf)
     return not bool(torch.isfinite(largest))

@@ -180,7 +180,7 @@ class StateFiles(States):
             found = [find_piece(p) for p in group["params"] if not isinstance(p, Piece)]
             sizes: Counter[tuple[torch.dtype, int]] = Counter()
             for piece in found:
-                if piece is not None and piece.requires_grad:
+                if piece is not None and piece.requires_grad and id(piece) in self._number:
                     sizes[piece.dtype, self._number[id(piece)]] += piece.nbytes
             for dtype in {dtype for dtype, _ in sizes}:
                 num_entries = state_bytes(self.optimizer, group, dtype).num_entries(dtype)
@@ -195,7 +195,7 @@ class StateFiles(States):
     @override
     @torch.no_grad()
     def _rest(self, key: str, value: Any, piece: Piece) -> Any:
-        if not is_of_elements(key, value, piece):
+        if not is_of_elements(key, value, piece) or id(piece) not in self._number:
             return super()._rest(key, value, piece)
         homes = self._homes.setdefault((key, value.dtype), {})
         if id(piece) not in homes:
@@ -291,7 +291,7 @@ class StateFiles(States):
     def _entries(self, number: int) -> Iterator[tuple[dict[str, Any], str, Tensor, Piece]]:
         """Yield the entries of a batch's states that rest in files."""
         states = self.optimizer.state
-        for piece in self._batches[number] if number < len(self._batches) else ():
+        for piece in self._batches[number] if number >= 0 else ():
             if piece in states:
                 state = states[piece]
                 for key, value in [*state.items()]:

@@ -4,9 +4,12 @@ A unit, or a part of a large one, is a batch. Before the user's own call of ``st
 the param groups, they are narrowed to one batch after the other and stepped; the call itself steps
 the last. Hooks, schedulers, counters and the closure see one step::
 
-    pre-hook    batch 0 | batch 1 | ...         groups hold one batch's members
-    step        last batch                      the same
-    post-hook                                   groups hold all members again
+    pre-hook    others | batch 0 | batch 1 | ...   groups hold one batch's members
+    step        last batch                         the same
+    post-hook                                      groups hold all members again
+
+The others are in no batch: what stays on a device, which steps it while the host goes on, and what
+belongs to no engine.
 
 Around each batch's step its states are fetched from where they rest, and flushed (``states.py``).
 
@@ -28,12 +31,15 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.comm import Ledger
-from lightning_zero.optimizer.pieces import cut_state
+from lightning_zero.optimizer.pieces import cut_state, pieces_of
 from lightning_zero.optimizer.probe import ELEMENT_WISE
 from lightning_zero.optimizer.states import States
 from lightning_zero.parameters import Piece
 
 _steps: weakref.WeakKeyDictionary[Optimizer, UnitStep] = weakref.WeakKeyDictionary()
+
+_OTHERS = -1
+"""Stands for what is in no batch."""
 
 Groups = list[list[Parameter]]
 """The members of each param group."""
@@ -79,7 +85,6 @@ class UnitStep:
         self.states = states
         self._ledger = ledger
         self._begin = 0.0
-        self._num_batches = len(batches)
         self._number = {id(piece): n for n, batch in enumerate(batches) for piece in batch}
         self._members: Groups | None = None
         self._last = 0
@@ -163,14 +168,14 @@ class UnitStep:
             self._ledger.spend("stepping", time.perf_counter() - self._begin)
 
     def _cut(self) -> dict[int, Groups]:
-        """Return the members of the param groups by batch; what is in none comes last."""
+        """Return the members of the param groups by batch; what is in none comes first."""
         groups = self.states.optimizer.param_groups
         batches: dict[int, Groups] = {}
         for index, group in enumerate(groups):
             for member in group["params"]:
-                number = self._number.get(id(member), self._num_batches)
+                number = self._number.get(id(member), _OTHERS)
                 batches.setdefault(number, [[] for _ in groups])[index].append(member)
-        return dict(sorted(batches.items())) or {self._num_batches: [[] for _ in groups]}
+        return dict(sorted(batches.items())) or {_OTHERS: [[] for _ in groups]}
 
     def _narrow(self, groups: Groups) -> None:
         for group, members in zip(self.states.optimizer.param_groups, groups, strict=True):
@@ -180,7 +185,11 @@ class UnitStep:
         """Return what is done, in a line."""
         name = type(self.states.optimizer).__name__
         fused = " fused=True was switched on, as nobody had said." if self._is_fused else ""
-        return f"{name} steps unit by unit; its states rest in {self.states.place}.{fused}"
+        pieces = pieces_of(self.states.optimizer)
+        staying = sum(piece.numel() for piece in pieces if piece.stays)
+        share = staying / max(1, sum(piece.numel() for piece in pieces))
+        here = f" On this rank {share:.1%} of them stay on the device." if staying else ""
+        return f"{name} steps unit by unit; its states rest in {self.states.place}.{here}{fused}"
 
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)

@@ -2,6 +2,7 @@
 
 ================ ===============================================================================
 buffer           a flat tensor with a view for each parameter, whose memory can be given back
+shards           a rank's shard, in one memory or in two
 stores           where weights, gradients and masters rest
 second_shards    a second copy of weights for the backward pass
 streams          weights that are read where a checkpoint has them
@@ -21,6 +22,8 @@ from lightning_zero.parameters.flat_parameters import FlatParameters
 from lightning_zero.parameters.grad_view import drop_gradients, settle, unsettle
 from lightning_zero.parameters.piece import Piece
 from lightning_zero.parameters.reducer import Reach, Reducer
+from lightning_zero.parameters.second_shards import store_for
+from lightning_zero.parameters.sharded_grad import stack_on
 from lightning_zero.parameters.stores import Store
 from lightning_zero.parameters.streams import Reader, Source, Stream
 
@@ -36,5 +39,7 @@ __all__ = [
     "Stream",
     "drop_gradients",
     "settle",
+    "stack_on",
+    "store_for",
     "unsettle",
 ]

@@ -24,8 +24,9 @@ from lightning_zero.parameters.piece import Piece, PieceRange
 from lightning_zero.parameters.reducer import Reducer
 from lightning_zero.parameters.second_shards import store_for
 from lightning_zero.parameters.sharded_grad import ShardedGrad
+from lightning_zero.parameters.shards import Shard
 from lightning_zero.parameters.stores import Store
-from lightning_zero.plan import Layout, Medium, Plan
+from lightning_zero.plan import Layout, Plan
 from lightning_zero.tensors import lasting_tensors
 
 
@@ -84,9 +85,9 @@ class FlatParameters:
         self.show_whole()
 
     @property
-    def master(self) -> Tensor:
+    def master(self) -> Shard:
         """This rank's shard of the masters."""
-        return self.store.shared.own
+        return self.store.master
 
     # -- weights ---------------------------------------------------------------------------------
 
@@ -110,16 +111,21 @@ class FlatParameters:
     def settle(self) -> None:
         """Let masters rest here that were elsewhere, before they are changed; a collective."""
         if self.store.settle():
+            self._point_pieces()
+
+    def _point_pieces(self) -> None:
+        """Let the pieces be views of masters that lie elsewhere now."""
+        with lasting_tensors():
             for piece in self.pieces:
-                with lasting_tensors():
-                    piece.data = self.master[piece.range.in_shard]
+                piece.data = self.master[piece.range.in_shard]
 
     def _cut_piece(self, index: int) -> Piece:
         layout, comm = self.layout, self.store.comm
         place = index, comm.mesh.shard.rank
         in_shard = slice(*layout.piece_in_shard(*place))
         range_ = PieceRange(layout.slots[index], *layout.piece(*place), in_shard)
-        piece = Piece.cut(self.parameters[index], range_, self.master)
+        stays = self.store.stays(in_shard)
+        piece = Piece.cut(self.parameters[index], range_, self.master, stays=stays)
         assemble = functools.partial(self.full_of, index)
         stand_in = ShardedGrad(piece, self.weight.tensor, comm, assemble)
         piece.gradient = GradientView(piece, stand_in)
@@ -209,7 +215,7 @@ class FlatParameters:
         self.settle()
         axis = self.store.comm.mesh.shard
         shard = whole.shard(axis.rank, axis.size)
-        if shard.data_ptr() != self.master.data_ptr():
+        if shard.data_ptr() != self.store.shared.own.data_ptr():
             self.master.copy_(shard)
 
     @property
@@ -262,7 +268,8 @@ class FlatParameters:
     def _store_edits(self, edited: Sequence[int], whole: Buffer) -> None:
         # What the parameters showed of this rank's masters, before anybody changed them.
         shown = self.master
-        if whole is self.weight:
+        if whole is self.weight and self.plan.gather_bits is not None:
+            assert isinstance(shown, Tensor)
             shown = self.store.as_weights(shown) if self._edited is None else self._edited
         for index in edited:
             piece = self.pieces[index]
@@ -286,11 +293,8 @@ class FlatParameters:
     def retire(self) -> None:
         """Keep no more than this rank's pieces; nobody reads the weights any more."""
         with lasting_tensors():
-            is_away = self.plan.master.medium is not Medium.DEVICE
-            master = self.master if is_away else self.master.clone()
-            for piece in self.pieces:
-                piece.data = master[piece.range.in_shard]
-            self.store.retire(master)
+            self.store.retire()
+            self._point_pieces()
             self.weight = self.store.weights()
             self.weight.release()
             self.__dict__.pop("_opened", None)
@@ -298,16 +302,14 @@ class FlatParameters:
 
     def memory(self) -> dict[str, int]:
         """Return the bytes held now, by kind; see ``ShardedModel.memory``."""
-        kinds, shown = self.reducer.memory(), self.edits.buffer
-        kinds["gathered"] = 0 if shown is self.weight else shown.nbytes
-        if self.plan.gives_weights_back:
-            kinds["gathered"] += self.weight.nbytes
-            nbytes = 0 if self.store.is_stream else self.master.nbytes
-            kinds["master" if self.plan.has_master else "weights"] = nbytes
-        else:
-            kinds["weights"] = self.weight.nbytes
-            kinds["master"] = self.master.nbytes if self.plan.has_master else 0
-        return {self.plan.row(kind): count for kind, count in kinds.items()}
+        rows, shown = self.reducer.memory(), self.edits.buffer
+        rows["gathered"] += 0 if shown is self.weight else shown.nbytes
+        rows["gathered" if self.plan.gives_weights_back else "weights"] += self.weight.nbytes
+        rests_apart = self.plan.has_master or self.plan.gives_weights_back
+        if rests_apart and not self.store.is_stream:
+            kind = "master" if self.plan.has_master else "weights"
+            rows.update(self.store.rows({kind: self.master.nbytes}))
+        return rows
 
 
 def _describe(tensor: Tensor) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_zero.parameters.grad_view import GradientView
+from lightning_zero.parameters.shards import Shard
 from lightning_zero.plan import Slot
 from lightning_zero.tensors import internals, lasting_tensors
 
@@ -60,18 +61,20 @@ class Piece(Parameter):
         parameter: The parameter on the module that this is a piece of.
         range: Which of its elements.
         gradient: What the parameter's ``grad`` shows.
+        stays: Whether it rests on the device though others of its unit are offloaded.
     """
 
     parameter: Parameter
     range: PieceRange
     gradient: GradientView
+    stays: bool
 
     @classmethod
-    def cut(cls, parameter: Parameter, range: PieceRange, shard: Tensor) -> Piece:
+    def cut(cls, parameter: Parameter, range: PieceRange, shard: Shard, *, stays: bool) -> Piece:
         """Return the piece of ``parameter`` whose values lie in this rank's ``shard``."""
         with lasting_tensors():
             piece = cls(shard[range.in_shard], requires_grad=False)
-        piece.parameter, piece.range = parameter, range
+        piece.parameter, piece.range, piece.stays = parameter, range, stays
         return piece
 
     @property

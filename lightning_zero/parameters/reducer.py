@@ -14,16 +14,17 @@ what is the same in all of them leaves it what it is.
 from __future__ import annotations
 
 import functools
-import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from lightning_zero.comm import ReduceBuffer, Shared, Work
+from lightning_zero.comm import ReduceBuffer, Work
 from lightning_zero.parameters.grad_view import GradState, averages
 from lightning_zero.parameters.piece import Piece
+from lightning_zero.parameters.shards import Shard, is_part, while_viewed
 from lightning_zero.parameters.stores import Store
 from lightning_zero.tensors import internals
 
@@ -229,13 +230,12 @@ class Reducer:
         for flags in (self.filled, self.arrived, self.used):
             flags[:] = [False] * len(flags)
 
-    def memory(self) -> dict[str, int]:
+    def memory(self) -> Counter[str]:
         """Return the bytes held now, by kind; see ``ShardedModel.memory``."""
         partial = self.partial[0].tensor.nbytes if self.partial is not None else 0
-        return {
-            "gradients": self.shard.nbytes,
-            "unreduced": partial + sum(tensor.nbytes for tensor in self._in_flight),
-        }
+        rows = self.shard.memory()
+        rows["unreduced"] += partial + sum(tensor.nbytes for tensor in self._in_flight)
+        return rows
 
 
 class GradShard:
@@ -252,8 +252,8 @@ class GradShard:
         self._store = store
         self.is_of_copy = False
         # The shard while it holds gradients that are not installed yet, and their way into it.
-        self._fresh: tuple[Tensor, Work] | None = None
-        self._installed: weakref.ref[Tensor] | None = None
+        self._fresh: tuple[Shard, Work] | None = None
+        self._installed: Callable[[], Shard | None] = _nothing
 
     def add(self, reach: Reach, scale: float, reduced: Tensor, *, unit: str, tag: int) -> None:
         """Start to let an average rest, added to what was not dropped since it was installed.
@@ -271,7 +271,7 @@ class GradShard:
         shard, flush = self._store.flush(reduced, earlier, unit=unit)
         if joins:
             flush.wait()
-            self._store.join(shard, Shared(shard), unit=unit, tag=tag).wait()
+            self._store.join(shard, unit=unit, tag=tag).wait()
             if scale != 1.0:
                 shard.mul_(scale)
         self._fresh = shard, flush
@@ -280,7 +280,7 @@ class GradShard:
         """Forget what is not installed yet."""
         self._fresh = None
 
-    def _earlier(self) -> Tensor | None:
+    def _earlier(self) -> Shard | None:
         """Return the shard to which new gradients are added; ``None`` if there is none."""
         if self._fresh is not None:
             return self._fresh[0]
@@ -299,11 +299,11 @@ class GradShard:
         return shard
 
     @property
-    def _living(self) -> Tensor | None:
+    def _living(self) -> Shard | None:
         """The shard of which pieces hold parts, or are about to."""
         if self._fresh is not None:
             return self._fresh[0]
-        return self._installed() if self._installed is not None else None
+        return self._installed()
 
     def install(self, has_grads: Sequence[bool]) -> bool:
         """Give the pieces their parts where any rank has a gradient; return whether any is new."""
@@ -314,7 +314,7 @@ class GradShard:
             return False
         (fresh, flush), self._fresh = self._fresh, None
         flush.wait()
-        self._installed = weakref.ref(fresh)
+        self._installed = while_viewed(fresh)
         for piece, has_grad in zip(self._pieces, has_grads, strict=True):
             if has_grad:
                 part = piece.range.in_shard
@@ -322,10 +322,16 @@ class GradShard:
                 piece.gradient.show_sharded(reduced, is_of_copy=self.is_of_copy)
         return True
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the shard, and of what the user put in the place of parts of it."""
-        shard = self._living
-        grads = [piece.kept for piece in self._pieces if piece.kept is not None]
-        others = [grad for grad in grads if shard is None or grad._base is not shard]
-        return sum(tensor.nbytes for tensor in others) + (0 if shard is None else shard.nbytes)
+    def memory(self) -> Counter[str]:
+        """Return the bytes of the shard, and of what the user put in the place of parts of it."""
+        store, shard = self._store, self._living
+        rows = store.rows({"gradients": 0 if shard is None else shard.nbytes})
+        for piece in self._pieces:
+            grad = piece.kept
+            if grad is not None and (shard is None or not is_part(grad, shard)):
+                rows[store.row("gradients", piece)] += grad.nbytes
+        return rows
+
+
+def _nothing() -> None:
+    return None

@@ -61,13 +61,18 @@ class SecondShards(Store):
 
 
 def store_for(
-    layout: Layout, plan: Plan, comm: Communicator, scratch: Scratch | None = None
+    layout: Layout,
+    plan: Plan,
+    comm: Communicator,
+    scratch: Scratch | None = None,
+    num_away: int | None = None,
 ) -> Store:
     """Return the store for what rests where a plan says, and is gathered as the ranks are divided.
 
-    ``Settings`` sees to it that what is offloaded to a host has no second shards.
+    Of what is offloaded to a host ``num_away`` elements of a shard are, if that is given.
+    ``Settings`` sees to it that it has no second shards.
     """
     if plan.grad.medium is Medium.HOST:
-        return HostStore(layout, plan, comm, scratch)
+        return HostStore(layout, plan, comm, scratch, num_away)
     has_second = plan.gives_weights_back and comm.mesh.backward is not None
     return (SecondShards if has_second else Store)(layout, plan, comm, scratch)

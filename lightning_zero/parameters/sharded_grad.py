@@ -253,7 +253,7 @@ def _norms(grads: Sequence[ShardedGrad], order: float) -> Tensor:
         torch.linalg.vector_norm(part, order, dtype=dtype) if part.numel() else zero
         for part in parts
     ]
-    local = torch.stack(norms).to(comm.device)
+    local = stack_on(comm.device, norms)
     if order == inf:
         comm.control.max(local, _NORM)
         return local
@@ -263,6 +263,13 @@ def _norms(grads: Sequence[ShardedGrad], order: float) -> Tensor:
     powers = local.pow(order)
     comm.sum_over_shards(powers, _NORM)
     return powers.pow(1 / order)
+
+
+def stack_on(device: torch.device, numbers: Sequence[Tensor]) -> Tensor:
+    """Return single numbers, of one device or several, as a vector on ``device``."""
+    if len({number.device for number in numbers}) > 1:
+        numbers = [number.to(device) for number in numbers]
+    return torch.stack([*numbers]).to(device)
 
 
 def _norm_of_each(
@@ -312,13 +319,15 @@ def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     targets, *others = args
     if isinstance(targets, (list, tuple)):
         parts = [one.part_to_change() if isinstance(one, ShardedGrad) else one for one in targets]
-        matched = [
-            [_matching(one, target) for one, target in zip(other, targets, strict=True)]
-            if isinstance(other, (list, tuple))
-            else _beside(other, parts[0])
-            for other in others
-        ]
-        func(parts, *matched, **kwargs)
+
+        def matching(other: Any, numbers: list[int]) -> Any:
+            if isinstance(other, (list, tuple)):
+                return [_matching(other[n], targets[n]) for n in numbers]
+            return _beside(other, parts[numbers[0]])
+
+        for numbers in _by_memory(targets):
+            matched = [matching(other, numbers) for other in others]
+            func([parts[n] for n in numbers], *matched, **kwargs)
         return None
     if not isinstance(targets, ShardedGrad):
         args, kwargs = tree_map_only(ShardedGrad, ShardedGrad.whole, (args, kwargs))
@@ -327,6 +336,15 @@ def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     matched_kwargs = {key: _matching(value, targets) for key, value in kwargs.items()}
     func(targets.part_to_change(), *matched, **matched_kwargs)
     return targets
+
+
+def _by_memory(tensors: Sequence[Any]) -> list[list[int]]:
+    """Return the numbers of tensors, those apart of which the parts may be with the host."""
+    found: dict[bool, list[int]] = {}
+    for number, one in enumerate(tensors):
+        may_be_away = isinstance(one, ShardedGrad) and not one.piece.stays
+        found.setdefault(may_be_away, []).append(number)
+    return [*found.values()]
 
 
 def _matching(value: Any, target: Any) -> Any:

@@ -9,11 +9,13 @@ and takes reduced gradients down; nothing above it changes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_zero.comm import (
     Arrived,
@@ -26,6 +28,8 @@ from lightning_zero.comm import (
     Work,
 )
 from lightning_zero.parameters.buffer import Buffer
+from lightning_zero.parameters.piece import Piece
+from lightning_zero.parameters.shards import Shard, SplitShard
 from lightning_zero.plan import Layout, Medium, Placement, Plan
 from lightning_zero.tensors import lasting_tensors
 
@@ -38,7 +42,7 @@ class Store:
        starts to fill ``out`` (``[num_shards * n]``) from every rank's shard, in few bits if the
        plan says so; :attr:`fetch` for whole masters, which lose nothing.
     3. :meth:`reduced` for the result of a reduction, then :meth:`flush` with it, and
-       :attr:`join` with what rests, where it is not to stay the sum of one copy.
+       :meth:`join` with what rests, where it is not to stay the sum of one copy.
     4. Where :attr:`keeps_weights`, :meth:`keep` when whole weights are released until a backward
        pass, :meth:`forget` when the step ends.
     5. :meth:`retire` at the end.
@@ -50,11 +54,12 @@ class Store:
         shared: The masters.
         gather: The verb that makes shards whole.
         reduce: The verb that leaves this rank the sum of its shard, within its copy.
-        join: The verb that sums the shard over the copies, in place.
         is_stream: Whether there are no masters: weights are read from elsewhere.
+        share_away: The share of the shard that rests where the plan says, and not on the device.
     """
 
     is_stream = False
+    share_away = 1.0
     keeps_weights: ClassVar[bool] = False
     """Whether a part of whole weights is kept between forward and backward."""
 
@@ -76,7 +81,7 @@ class Store:
             comm.redistribution, bits=plan.reduce_bits, cargo=Cargo.GRADIENTS
         )
         self.reduce = redistribution(Placement.PARTIAL, of_copy, keeps_errors=plan.error_feedback)
-        self.join = redistribution(of_copy, plan.master.placement)
+        self._join = redistribution(of_copy, plan.master.placement)
         self._gather_weights = comm.redistribution(
             plan.master.placement, Placement.REPLICATED, bits=plan.gather_bits
         )
@@ -86,6 +91,23 @@ class Store:
     def has_copies(self) -> bool:
         """Return whether other ranks hold the same shard."""
         return self.comm.mesh.replicate.size > 1
+
+    @property
+    def master(self) -> Shard:
+        """This rank's shard of the masters."""
+        return self.shared.own
+
+    def stays(self, in_shard: slice) -> bool:
+        """Return whether a piece rests on the device though others of its shard are elsewhere."""
+        return False
+
+    def row(self, kind: str, piece: Piece) -> str:
+        """Return the name by which a kind of bytes of a piece is counted."""
+        return kind if piece.stays else self.plan.row(kind)
+
+    def rows(self, kinds: Mapping[str, int]) -> Counter[str]:
+        """Return bytes of all pieces, given by kind, by the names by which they are counted."""
+        return self.plan.rows(kinds, self.share_away)
 
     def settle(self) -> bool:
         """Let masters rest here, to be changed; whether they were elsewhere; a collective."""
@@ -130,7 +152,7 @@ class Store:
         """Return memory for this rank's shard of a reduction's result; its content is undefined."""
         return self._shard(self.plan.weight.device)
 
-    def gradients(self) -> Tensor:
+    def gradients(self) -> Shard:
         """Return memory for this rank's shard of resting gradients; its content is undefined."""
         return self._shard(self.plan.master.device)
 
@@ -138,12 +160,20 @@ class Store:
         with lasting_tensors():
             return torch.empty(self.layout.shard_numel, dtype=self.plan.master.dtype, device=device)
 
-    def flush(self, source: Tensor, resting: Tensor | None, *, unit: str) -> tuple[Tensor, Work]:
+    def flush(self, source: Tensor, resting: Shard | None, *, unit: str) -> tuple[Shard, Work]:
         """Start to bring a unit's reduced shard to where gradients rest, added to those that do.
 
-        Returns the tensor that rests, which may be read when the work has been waited for.
+        Returns what rests, which may be read when the work has been waited for.
         """
-        return (source if resting is None else resting.add_(source)), Arrived()
+        if resting is None:
+            return source, Arrived()
+        assert isinstance(resting, Tensor)
+        return resting.add_(source), Arrived()
+
+    def join(self, resting: Shard, *, unit: str, tag: int) -> Work:
+        """Start to sum what rests over the copies, in place."""
+        assert isinstance(resting, Tensor)
+        return self._join(resting, Shared(resting), unit=unit, tag=tag)
 
     def keep(self, whole: Tensor) -> None:
         """Keep a part of ``whole`` weights for the gathers of this step, if the store does that."""
@@ -151,59 +181,93 @@ class Store:
     def forget(self) -> None:
         """Keep no part of whole weights any more."""
 
-    def retire(self, master: Tensor) -> None:
-        """Let ``master`` be all that rests."""
+    def retire(self) -> None:
+        """Let this rank's masters be all that rests, in memory of their own."""
+        is_away = self.plan.master.medium is not Medium.DEVICE
+        own = self.shared.own
         self._whole = None
-        self._rest(Shared(master))
+        self._rest(Shared(own if is_away else own.clone()))
 
 
 class HostStore(Store):
     """The store of a device for what rests in its host's memory, or in files that the host maps.
 
-    Every rank brings its own shard up, into its place in the whole, and the devices gather.
+    Every rank brings its own shard up, into its place in the whole, and the devices gather. Of the
+    shard the elements from ``num_away`` on stay on the device, if that is given.
     """
 
     def __init__(
-        self, layout: Layout, plan: Plan, comm: Communicator, scratch: Scratch | None = None
+        self,
+        layout: Layout,
+        plan: Plan,
+        comm: Communicator,
+        scratch: Scratch | None = None,
+        num_away: int | None = None,
     ) -> None:
+        self._num_away = layout.shard_numel if num_away is None else num_away
+        self.share_away = self._num_away / max(1, layout.shard_numel)
+        with lasting_tensors():
+            num_here, home = layout.shard_numel - self._num_away, plan.weight
+            self._here = torch.zeros(num_here, dtype=plan.master.dtype, device=home.device)
         super().__init__(layout, plan, comm, scratch)
-        self._join_devices, self.join = self.join, self._join
 
     def _masters(self) -> Shared:
         # Peers read nothing of it: they get it from this rank's device.
         files, copies = self._files, self.comm.host_copies
         allocate = copies.lasting_memory if files is None else files.tensor
-        return Shared(allocate(self.layout.shard_numel, self.plan.master.dtype))
+        return Shared(allocate(self._num_away, self.plan.master.dtype))
+
+    @property
+    @override
+    def master(self) -> Shard:
+        return SplitShard(self.shared.own, self._here)
+
+    @override
+    def stays(self, in_shard: slice) -> bool:
+        return int(in_shard.stop) > self._num_away
 
     def _rest(self, shared: Shared) -> None:
         self.shared = shared
         self.fetch = self.fetch_weights = self._fetch
 
     def _fetch(self, out: Tensor, *, unit: str, tag: int) -> Work:
-        axis = self.comm.mesh.shard
+        axis, away = self.comm.mesh.shard, self.shared.own
         own = out.view(axis.size, -1)[axis.rank]
-        self.comm.transport.ledger.note(unit, "up", own.numel(), self.shared.own.element_size())
+        own[self._num_away :].copy_(self._here)
+        self.comm.transport.ledger.note(unit, "up", self._num_away, away.element_size())
         gather = functools.partial(self.gather, out, Shared(own), unit=unit, tag=tag)
-        return self.comm.host_copies.up(own, self.shared.own, gather)
+        return self.comm.host_copies.up(own[: self._num_away], away, gather)
 
-    def _join(self, out: Tensor, source: Shared, *, unit: str, tag: int) -> Work:
-        """Sum the shard over the copies, which only devices can, and bring it down again."""
-        on_device = self.reduced()
-        on_device.copy_(source.own)
-        self._join_devices(on_device, Shared(on_device), unit=unit, tag=tag).wait()
-        out.copy_(on_device)
-        return Arrived()
+    @override
+    def gradients(self) -> Shard:
+        with lasting_tensors():
+            return SplitShard(self._landing(), torch.empty_like(self._here))
 
-    def gradients(self) -> Tensor:
-        """Return memory for this rank's shard of resting gradients; its content is undefined."""
-        dtype = self.plan.master.dtype
-        return self.comm.host_copies.passing_memory(self.layout.shard_numel, dtype)
+    def _landing(self) -> Tensor:
+        copies, dtype = self.comm.host_copies, self.plan.master.dtype
+        return copies.passing_memory(self._num_away, dtype)
 
-    def flush(self, source: Tensor, resting: Tensor | None, *, unit: str) -> tuple[Tensor, Work]:
+    @override
+    def flush(self, source: Tensor, resting: Shard | None, *, unit: str) -> tuple[Shard, Work]:
         """Start to bring a unit's reduced shard down, added to what rests, as every store does."""
-        self.comm.transport.ledger.note(unit, "down", source.numel(), source.element_size())
-        landing = self.gradients()
+        copies, num_away = self.comm.host_copies, self._num_away
+        self.comm.transport.ledger.note(unit, "down", num_away, source.element_size())
+        leaving, staying = source[:num_away], source[num_away:]
+        landing = self._landing()
         if resting is None:
-            return landing, self.comm.host_copies.down(landing, source)
-        add = functools.partial(resting.add_, landing)
-        return resting, self.comm.host_copies.down(landing, source, add)
+            # A view would keep what has left.
+            here = staying.clone() if num_away else source
+            return SplitShard(landing, here), copies.down(landing, leaving)
+        assert isinstance(resting, SplitShard)
+        resting.here.add_(staying)
+        add = functools.partial(resting.away.add_, landing)
+        return resting, copies.down(landing, leaving, add)
+
+    @override
+    def join(self, resting: Shard, *, unit: str, tag: int) -> Work:
+        """Sum what rests over the copies, which only devices can, and bring it down again."""
+        assert isinstance(resting, SplitShard)
+        on_device = resting.copy_to(self.reduced())
+        self._join(on_device, Shared(on_device), unit=unit, tag=tag).wait()
+        resting.copy_(on_device)
+        return Arrived()

@@ -6,13 +6,14 @@ units        the search for a model's units
 casts        which parameters forward may read in half precision
 unit_specs   units with their parameters and plans, before they have memory
 layout       the place of every parameter in its flat buffer, and every rank's part
+cuts         the share of these parts that is offloaded
 """
 
 from lightning_zero.plan.casts import CAST_WEIGHTS
 from lightning_zero.plan.layout import ALIGNMENT, Layout, Slot
 from lightning_zero.plan.plan import RECIPES, Home, Medium, Offload, Placement, Plan, Recipe
 from lightning_zero.plan.settings import Settings, as_dtype
-from lightning_zero.plan.unit_specs import FlatSpec, UnitSpec, specify_units
+from lightning_zero.plan.unit_specs import FlatSpec, UnitSpec, specify_units, with_cuts
 from lightning_zero.plan.units import MIN_NUMEL, UnitPolicy, find_units
 
 __all__ = [
@@ -35,4 +36,5 @@ __all__ = [
     "as_dtype",
     "find_units",
     "specify_units",
+    "with_cuts",
 ]

@@ -22,6 +22,8 @@ its host's memory, or files that the host maps.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -161,6 +163,15 @@ class Plan:
         """Return the name by which resting bytes are counted; those away have their own."""
         return _PREFIXES[self.media.get(kind, Medium.DEVICE)] + kind
 
+    def rows(self, kinds: Mapping[str, int], share_away: float = 1.0) -> Counter[str]:
+        """Return bytes, given by kind, by name, if only a share rests where the plan says."""
+        rows: Counter[str] = Counter()
+        for kind, count in kinds.items():
+            away = round(share_away * count)
+            rows.update({self.row(kind): away})
+            rows.update({kind: count - away})
+        return rows
+
     def offloaded(self, *, optimizer: Medium, weights: Medium, on_host: bool = False) -> Plan:
         """Return the same plan with other media; ``on_host`` if the device is the host itself.
 
@@ -206,7 +217,7 @@ class Offload:
     Attributes:
         optimizer: ``"cpu"`` or ``"nvme"`` for masters and optimizer states, ``None`` if they stay.
         weights: The same for sharded weights, and for the masters of frozen ones.
-        ratio: The share of each unit that is offloaded, above 0 and up to 1.
+        ratio: The share of that, above 0 and up to 1; the rest stays on the device.
     """
 
     optimizer: str | None = None
@@ -221,7 +232,16 @@ class Offload:
         if self.optimizer is None and self.weights is None:
             raise ValueError("Expected offload of the optimizer, of the weights or of both.")
         if not 0 < self.ratio <= 1:
-            raise ValueError(f"Expected an offload ratio above 0 and up to 1, got {self.ratio!r}.")
+            raise ValueError(
+                f"Expected offload_ratio above 0 and up to 1, got {self.ratio!r}. To offload"
+                " nothing, leave offload_optimizer and offload_weights out."
+            )
+        if self.ratio != 1 and self.optimizer is None:
+            raise ValueError(
+                f"offload_ratio={self.ratio!r} lets the device step a share of what the host would,"
+                " which has no meaning without offload_optimizer. Leave it out, or give"
+                " offload_optimizer='cpu'."
+            )
 
     @classmethod
     def of_stage(cls, stage: int, medium: str, *, ratio: float = 1.0) -> Offload:
@@ -229,9 +249,13 @@ class Offload:
         return cls(medium, medium if stage == 3 else None, ratio)
 
     def runs_on(self, device: torch.device) -> bool:
-        """Return whether the engine does it on ``device``; if that is the host, only to files."""
+        """Return whether the engine does it on ``device``.
+
+        If that is the host there are only files to move to, and nothing to step in the meantime.
+        """
         media = {self.optimizer, self.weights} - {None}
-        return len(media) == self.ratio == 1 and (device.type != "cpu" or media == {"nvme"})
+        is_for_host = media == {"nvme"} and self.ratio == 1
+        return len(media) == 1 and (device.type != "cpu" or is_for_host)
 
     def stages_states(self, device: torch.device) -> bool:
         """Return whether the engine reads states from files for a step, and writes them back."""
@@ -241,17 +265,12 @@ class Offload:
         """Return whether ``device`` is the host itself, and so maps the files as its own memory."""
         return device.type == "cpu" and self.runs_on(device)
 
-    def parts(
-        self, plan: Plan, *, trainable: bool, on_host: bool = False
-    ) -> list[tuple[float, Plan]]:
-        """Return the plans of what stays and of what is offloaded, with their shares.
-
-        ``on_host`` if the device is the host itself.
-        """
+    def of(self, plan: Plan, *, trainable: bool, on_host: bool = False) -> Plan:
+        """Return ``plan`` with other media, ``on_host`` if the device is the host itself."""
         weights = Medium(self.weights or "device")
         optimizer = Medium(self.optimizer or "device") if trainable else weights
         away = plan.offloaded(optimizer=optimizer, weights=weights, on_host=on_host)
         if on_host:
             # Frozen parameters have none, until they are trained.
             away = replace(away, states=Medium(self.optimizer or "device"))
-        return [(1 - self.ratio, plan), (self.ratio, away)]
+        return away

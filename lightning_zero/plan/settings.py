@@ -176,8 +176,6 @@ class Settings:
                 "stochastic_rounding steps in fp32 what rests in bf16 on the device, which offload"
                 " steps where it rests. Leave one of them out."
             )
-        if offload.ratio != 1:
-            raise ValueError(f"Expected all to be offloaded, got the ratio {offload.ratio!r}.")
         if self.stage < 3 and offload.weights:
             raise ValueError(
                 f"stage={self.stage} keeps whole weights on every rank, so offload_weights has no"
@@ -204,6 +202,11 @@ class Settings:
         if self.offload is not None and self.device.type != "cpu":
             self._check_both(self.offload)
         if self.offload is not None and not self.offload.runs_on(self.device):
+            if self.offload.ratio != 1:
+                raise ValueError(
+                    f"offload_ratio={self.offload.ratio!r} leaves a share on a device beside the"
+                    " host, but accelerator='cpu' has none. Leave it out."
+                )
             raise ValueError(
                 "Offload to 'cpu' needs a device beside the host, but accelerator='cpu' has none:"
                 " there is nothing to move. offload_optimizer='nvme', at stage 3 with"
@@ -224,7 +227,7 @@ class Settings:
         )
         if self.offload is not None:
             is_mapped = self.offload.is_mapped(self.device)
-            [(_, _), (_, plan)] = self.offload.parts(plan, trainable=trainable, on_host=is_mapped)
+            plan = self.offload.of(plan, trainable=trainable, on_host=is_mapped)
         if self.gather_bits is not None and plan.grad.medium is Medium.HOST:
             raise ValueError(
                 f"gather_bits={self.gather_bits} codes shards where weights are whole, but offload"

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from lightning_zero.plan.casts import uncast_parameters
+from lightning_zero.plan.cuts import Cuts
 from lightning_zero.plan.layout import Layout
 from lightning_zero.plan.plan import Medium, Plan
 from lightning_zero.plan.settings import Settings
@@ -15,21 +16,40 @@ from lightning_zero.plan.units import MIN_NUMEL, assign_parameters, find_units
 
 
 class FlatSpec(NamedTuple):
-    """Parameters that will share flat buffers, and their plan."""
+    """Parameters that will share flat buffers, and their plan.
+
+    If a share of what the plan offloads stays on the device, ``num_away`` elements of the shard of
+    the rank in question do not.
+    """
 
     named: list[tuple[str, Parameter]]
     plan: Plan
+    num_away: int | None = None
+
+    @property
+    def trainable(self) -> bool:
+        """Return whether the parameters want gradients."""
+        return self.named[0][1].requires_grad
 
     def layout(self, num_shards: int, num_copies: int) -> Layout:
         """Return where the parameters will lie."""
         slots = [(name, tuple(p.shape), tuple(p.stride())) for name, p in self.named]
         return Layout.build(slots, num_shards, num_copies)
 
-    def bytes_in(self, medium: Medium, num_shards: int, num_copies: int) -> int:
-        """Return the bytes of weights and masters that a rank will have in a medium."""
-        numel = self.layout(num_shards, num_copies).numel
-        kinds = self.plan.resting_bytes(numel, num_shards, trainable=False)
-        return sum(count for kind, count in kinds.items() if self.plan.media[kind] is medium)
+    def share_away(self, layout: Layout) -> float:
+        """Return the share of the shard that the plan offloads."""
+        return 1.0 if self.num_away is None else self.num_away / max(1, layout.shard_numel)
+
+    def stays(self, layout: Layout, index: int, rank: int) -> bool:
+        """Return whether a piece stays on the device, of what the plan offloads."""
+        return self.num_away is not None and layout.piece_in_shard(index, rank)[1] > self.num_away
+
+    def bytes_in_files(self, num_shards: int, num_copies: int) -> int:
+        """Return the bytes of weights and masters that a rank will have in files."""
+        layout = self.layout(num_shards, num_copies)
+        kinds = self.plan.resting_bytes(layout.numel, num_shards, trainable=False)
+        share, media = self.share_away(layout), self.plan.media
+        return sum(round(share * kinds[kind]) for kind in kinds if media[kind] is Medium.DISK)
 
 
 class UnitSpec(NamedTuple):
@@ -39,9 +59,24 @@ class UnitSpec(NamedTuple):
     module: nn.Module
     flat_parameters: list[FlatSpec]
 
-    def bytes_in(self, medium: Medium, num_shards: int, num_copies: int) -> int:
-        """Return the bytes of weights and masters that a rank will have in a medium."""
-        return sum(flat.bytes_in(medium, num_shards, num_copies) for flat in self.flat_parameters)
+    def bytes_in_files(self, num_shards: int, num_copies: int) -> int:
+        """Return the bytes of weights and masters that a rank will have in files."""
+        return sum(flat.bytes_in_files(num_shards, num_copies) for flat in self.flat_parameters)
+
+
+def with_cuts(
+    specs: list[UnitSpec], ratio: float, *, num_shards: int, num_copies: int, rank: int
+) -> list[UnitSpec]:
+    """Return units of whose shards on a rank of a copy a share is offloaded."""
+    if ratio == 1:
+        return specs
+    cuts = Cuts(ratio, rank)
+
+    def cut(flat: FlatSpec) -> FlatSpec:
+        layout = flat.layout(num_shards, num_copies)
+        return flat._replace(num_away=cuts.of(layout, trainable=flat.trainable))
+
+    return [spec._replace(flat_parameters=[*map(cut, spec.flat_parameters)]) for spec in specs]
 
 
 def specify_units(module: nn.Module, settings: Settings) -> list[UnitSpec]:

@@ -69,9 +69,9 @@ class Options:
         return [ActivationOffload.beside(engine.comm, units), checkpointing]
 
     def offload(
-        self, optimizer: str | None, weights: str | None, path: str | Path | None
+        self, optimizer: str | None, weights: str | None, path: str | Path | None, ratio: float
     ) -> Offload | None:
-        """Return what the arguments ``offload_optimizer``, ``_weights`` and ``_path`` ask for."""
+        """Return what ``offload_optimizer``, ``_weights``, ``_path`` and ``_ratio`` ask for."""
         for name, medium in (("offload_optimizer", optimizer), ("offload_weights", weights)):
             if medium not in (None, "cpu", "nvme"):
                 raise ValueError(f"Expected {name}='cpu', 'nvme' or None, got {medium!r}.")
@@ -81,10 +81,15 @@ class Options:
                 " or give offload_optimizer='nvme'."
             )
         if optimizer is None and weights is None:
+            if ratio != 1:
+                raise ValueError(
+                    f"offload_ratio={ratio!r} has no meaning where nothing is offloaded. Leave it"
+                    " out, or give offload_optimizer='cpu'."
+                )
             return None
         if self.async_checkpoint:
             raise ValueError(
                 "async_checkpoint=True copies masters and states to host memory, where offload is"
                 " to keep them from. Leave one of them out."
             )
-        return Offload(optimizer, weights)
+        return Offload(optimizer, weights, ratio)

@@ -87,6 +87,8 @@ class ZeROStrategy(SavingStrategy):
             ``None`` on the device. At stage 3 beside an accelerator together with
             ``offload_weights``; on CPUs each may be alone, and masters are with the weights.
         offload_weights: The same for sharded weights. Stage 3 only.
+        offload_ratio: The share that is offloaded, above 0; an accelerator keeps the others of a
+            unit's parameters and steps them while its host steps these.
         offload_path: The folder of those files, which have no names and vanish with the process; by
             default the Trainer's ``default_root_dir``.
         restore_weights: Make the module whole and ordinary again after ``fit``. ``False`` for
@@ -136,6 +138,7 @@ class ZeROStrategy(SavingStrategy):
         stochastic_rounding: bool = False,
         offload_optimizer: Literal["cpu", "nvme"] | None = None,
         offload_weights: Literal["cpu", "nvme"] | None = None,
+        offload_ratio: float = 1.0,
         offload_path: str | Path | None = None,
         restore_weights: bool = True,
         checkpoint: Literal["file", "dcp"] = "file",
@@ -165,6 +168,7 @@ class ZeROStrategy(SavingStrategy):
             self.config.argument("offload_optimizer", offload_optimizer),
             self.config.argument("offload_weights", offload_weights),
             path := self.config.argument("offload_path", offload_path),
+            self.config.argument("offload_ratio", offload_ratio),
         )
         super().__init__(
             accelerator=accelerator,

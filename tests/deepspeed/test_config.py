@@ -90,7 +90,7 @@ ACTING = {
         {"arguments": {"offload_optimizer": "nvme"}},
     ),
     "zero_optimization.offload_optimizer.nvme_path": ("/a", {"arguments": {"offload_path": "/a"}}),
-    "zero_optimization.offload_optimizer.ratio": (1, {}),
+    "zero_optimization.offload_optimizer.ratio": (0.3, {"arguments": {"offload_ratio": 0.3}}),
     "zero_optimization.offload_param.device": ("nvme", {"arguments": {"offload_weights": "nvme"}}),
     "zero_optimization.offload_param.nvme_path": ("/a", {"arguments": {"offload_path": "/a"}}),
     "communication_data_type": ("bf16", {"arguments": {"reduce_dtype": torch.bfloat16}}),
@@ -139,8 +139,13 @@ def test_offload_blocks_act_refuse_or_ask_for_nothing() -> None:
     assert host == {"stage": 3, "offload_optimizer": "cpu", "offload_weights": "cpu"}
     with pytest.raises(ValueError, match=r"offload_param\.device .* none, cpu, nvme, got 'disk'"):
         read(on, {"device": "disk"})
-    with pytest.raises(ValueError, match=r"ratio .* is 0\.5, but all states"):
-        read({**on, "ratio": 0.5}, on)
+    assert "offload_ratio" not in read({**on, "ratio": 1}, on).arguments
+    blocks["offload_optimizer"] = {**on, "ratio": 0.5}
+    settings = ZeROStrategy(config={"zero_optimization": blocks}).settings
+    assert settings.offload == Offload("nvme", "nvme", 0.5)
+    for ratio in (0, 1.5):
+        with pytest.raises(ValueError, match=r"offload_optimizer\.ratio .* above 0 and up to 1"):
+            read({**on, "ratio": ratio}, on)
     with pytest.raises(ValueError, match="but files have one folder"):
         read(on, {**on, "nvme_path": "/b"})
 

@@ -6,7 +6,7 @@ Devices are played by painted memories (`tests/oracle/painted.py`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -40,11 +40,18 @@ def momentum(model: nn.Module) -> Optimizer:
     return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, fused=True)
 
 
-def compare(stage: int, make: Callable[[nn.Module], Optimizer], **how: Any) -> None:
+def compare(
+    stage: int,
+    make: Callable[[nn.Module], Optimizer],
+    ratios: Iterable[float] = (1.0, 0.3),
+    **how: Any,
+) -> None:
     run = partial(train, "transformer", make, stage=stage, **how)
-    with beside_the_host():
-        actual = run(offload=Offload.of_stage(stage, "cpu"))
-    assert_parity(actual, run(), ulps=0)
+    expected = run()
+    for ratio in ratios:
+        with beside_the_host():
+            actual = run(offload=Offload.of_stage(stage, "cpu", ratio=ratio))
+        assert_parity(actual, expected, ulps=0)
 
 
 def compare_all() -> None:
@@ -52,9 +59,9 @@ def compare_all() -> None:
         compare(stage, adamw, precision=precision, accumulate=2, clip_norm=0.1)
     for precision in ("16-mixed", "bf16-true"):
         compare(3, momentum, precision=precision, steps=4)
-    compare(2, adamw, accumulate=2, policy="local")
+    compare(2, adamw, [0.3], accumulate=2, policy="local")
     for wires in ({"direct": True, "windows": False}, {"direct": False}):
-        compare(3, momentum, comm=Communicator(CPU, **wires))
+        compare(3, momentum, [0.3], comm=Communicator(CPU, **wires))
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -62,11 +69,16 @@ def test_the_bits_are_those_of_the_device(ranks: Pools, world: int) -> None:
     ranks(world).run(compare_all)
 
 
-def crossed(stage: int, folder: str | None = None) -> tuple[dict[str, int], dict[str, int]]:
-    """What copies moved in a step, and what they must: a shard for each gather and reduction."""
+def crossed(
+    stage: int, folder: str | None = None, ratio: float = 1.0
+) -> tuple[dict[str, int], dict[str, int]]:
+    """What copies moved in a step, and what they must: a shard for each gather and reduction.
+
+    Of that the share which is offloaded.
+    """
     case = MODELS["transformer"]
     model = case.build()
-    offload = Offload.of_stage(stage, "cpu" if folder is None else "nvme")
+    offload = Offload.of_stage(stage, "cpu" if folder is None else "nvme", ratio=ratio)
     with beside_the_host() as memories:
         engine = shard(model, stage=stage, offload=offload, offload_path=folder or ".")
         optimizer = momentum(model)
@@ -79,34 +91,62 @@ def crossed(stage: int, folder: str | None = None) -> tuple[dict[str, int], dict
             optimizer.zero_grad()
         moved, sent = dict(memories.crossed), engine.comm.traffic
         held = engine.sharded.memory()
-        assert held["master"] == held["states"] == held["gradients"] == 0
+        if ratio == 1:
+            assert held["master"] == held["states"] == held["gradients"] == 0
+            assert (held["weights"] > 0) == (stage < 3)
+        else:
+            near_the_ratio(engine, optimizer, ratio, held, "host" if folder is None else "disk")
         assert held["host states" if folder is None else "disk states"] > 0
-        assert (held["weights"] > 0) == (stage < 3)
+        shares = {u.label: u.flat_parameters[0].store.share_away for u in engine.sharded.units}
+        assert all(len(unit.flat_parameters) == 1 for unit in engine.sharded.units)
         engine.close()
     for way, nbytes in moved.items():
         assert sum_of(sent, way).bytes == nbytes
     # With two ranks each sends its shard once.
-    up, down = (sum_of(sent, verb).bytes for verb in ("gather", "reduce"))
-    return moved, {"up": up, "down": down}
+    ways = {"gather": "up", "reduce": "down"}
+    expected = dict.fromkeys(ways.values(), 0)
+    for (unit, verb), sum_ in sent.items():
+        if verb in ways:
+            expected[ways[verb]] += round(shares[unit] * sum_.bytes)
+    return moved, expected
+
+
+def near_the_ratio(
+    engine: Engine, optimizer: Optimizer, ratio: float, held: dict[str, int], where: str
+) -> None:
+    """Masters, states and gradients are divided alike, by whole pieces, as near as these allow."""
+    pieces = engine.sharded.pieces
+    largest = max(piece.nbytes for piece in pieces)
+    kind = "weights" if engine.sharded.settings.stage == 3 else "master"
+    away, here = held[f"{where} {kind}"], held[kind]
+    padded = 64 * 4
+    assert abs(away - ratio * (away + here)) <= largest / 2 + padded
+    staying = [piece for piece in pieces if piece.stays]
+    assert 0 < len(staying) < len(pieces)
+    momenta = [optimizer.state[piece]["momentum_buffer"] for piece in staying if piece.numel()]
+    assert held["states"] == sum(state.nbytes for state in momenta)
+    assert held["gradients"] == held["host gradients"] == 0
 
 
 def in_copies() -> None:
     for stage, policy in ((2, "reduce"), (3, "local")):
-        compare(stage, momentum, shard=2, accumulate=2, policy=policy)
+        compare(stage, momentum, [0.6], shard=2, accumulate=2, policy=policy)
 
 
 def test_copies_are_joined_on_the_devices(ranks: Pools) -> None:
     ranks(4).run(in_copies)
 
 
+@pytest.mark.parametrize("ratio", [1.0, 0.3])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_what_crosses_is_the_formulas(ranks: Pools, stage: int) -> None:
-    for actual, expected in ranks(2).run(crossed, stage):
+def test_what_crosses_is_the_formulas(ranks: Pools, stage: int, ratio: float) -> None:
+    for actual, expected in ranks(2).run(crossed, stage, None, ratio):
         assert actual == expected
 
 
-def test_files_are_of_the_host_too(ranks: Pools, tmp_path: Any) -> None:
-    for actual, expected in ranks(2).run(crossed, 3, str(tmp_path)):
+@pytest.mark.parametrize("ratio", [1.0, 0.3])
+def test_files_are_of_the_host_too(ranks: Pools, tmp_path: Any, ratio: float) -> None:
+    for actual, expected in ranks(2).run(crossed, 3, str(tmp_path), ratio):
         assert actual == expected
 
 
@@ -167,9 +207,10 @@ def compare_edited() -> None:
         return late(down, copies, out, source, then)
 
     # Nothing is painted: on a CPU an edit's copy to the host is none.
-    with beside_the_host(painted=False), mock.patch.object(HostCopies, "down", slow):
-        actual = trained(offload=Offload("cpu", "cpu"))
-    assert all(torch.equal(value, expected[name]) for name, value in actual.items())
+    for ratio in (1.0, 0.5):
+        with beside_the_host(painted=False), mock.patch.object(HostCopies, "down", slow):
+            actual = trained(offload=Offload("cpu", "cpu", ratio))
+        assert all(torch.equal(value, expected[name]) for name, value in actual.items())
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -178,7 +219,11 @@ def test_gradients_are_waited_for_and_edits_go_up_and_down(ranks: Pools, world: 
 
 
 def test_a_host_without_a_device_is_refused() -> None:
-    for offload in (Offload("cpu", "cpu"), Offload("cpu")):
+    for offload, message in (
+        (Offload("cpu", "cpu"), r"Offload to 'cpu' needs a device beside the host"),
+        (Offload("cpu"), r"Offload to 'cpu' needs a device beside the host"),
+        (Offload("nvme", "nvme", 0.5), r"offload_ratio=0\.5 leaves a share on a device beside the"),
+    ):
         settings = Settings(stage=3 if offload.weights else 2, offload=offload)
-        with pytest.raises(ValueError, match=r"Offload to 'cpu' needs a device beside the host"):
+        with pytest.raises(ValueError, match=message):
             Engine(nn.Linear(2, 2), settings)

@@ -20,8 +20,9 @@ from lightning_zero.memory.advice import Limits, advise
 from lightning_zero.memory.model import ModelPlan
 from lightning_zero.memory.prediction import NO_OFFLOAD_YET, Estimate, compare, named_offloads
 from lightning_zero.optimizer import states
-from lightning_zero.plan import Settings
+from lightning_zero.plan import RECIPES, Settings
 from tests.oracle.command import run
+from tests.oracle.painted import beside_the_host
 from tests.oracle.ranks import Pools
 
 P, N = 10**9, 8
@@ -179,7 +180,7 @@ def test_a_bad_offload_is_named(change: dict[str, Any], message: str) -> None:
 def test_an_offload_of_nothing_is_named() -> None:
     with pytest.raises(ValueError, match="Expected offload of the optimizer, of the weights"):
         Offload()
-    with pytest.raises(ValueError, match=r"Expected an offload ratio above 0 and up to 1, got 0\."):
+    with pytest.raises(ValueError, match=r"Expected offload_ratio above 0 and up to 1, got 0\."):
         Offload("cpu", ratio=0)
 
 
@@ -290,7 +291,7 @@ def test_command_reads_the_offload_of_a_configuration(capsys: Any, tmp_path: Any
     ("words", "message"),
     [
         (["10B", "--host-memory", "1TB"], "together with --device-memory"),
-        (["10B", "--offload", "cpu", "--offload-ratio", "2"], "Expected an offload ratio above 0"),
+        (["10B", "--offload", "cpu", "--offload-ratio", "2"], "Expected offload_ratio above 0"),
         (["10B", "--ranks-per-node", "0"], "Expected ranks per node >= 1, got 0."),
     ],
 )
@@ -299,6 +300,52 @@ def test_command_names_a_mistake(capsys: Any, words: list[str], message: str) ->
     assert code == 1
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+MIXED = RECIPES["bf16-mixed"]
+
+
+def of_a_share(folder: str, stage: int, medium: str, ratio: float) -> list[tuple[Any, Any]]:
+    """Bytes at rest and on their way in files, of a run beside a host and as predicted."""
+    offload = Offload.of_stage(stage, medium, ratio=ratio)
+    with beside_the_host(painted=False):
+        model = large()
+        settings = Settings(stage, MIXED, (nn.Linear,), offload=offload, offload_path=folder)
+        engine = Engine(model, settings)
+        own = torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
+        engine.adopt(own)
+        for _ in range(2):
+            with engine.step() as watch:
+                rows = [torch.ones(1, m.in_features, dtype=m.weight.dtype) for m in model]
+                with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                    watch(
+                        loss := sum(m(x).sum().double() for m, x in zip(model, rows, strict=True))
+                    )
+            loss.backward()
+            own.step()
+        held = engine.sharded.memory()
+        staged = engine.comm.transport.ledger.most_staged
+        engine.close(restore=False)
+        found = estimate(
+            large,
+            stage=stage,
+            world_size=default_world_size(),
+            rank=engine.comm.mesh.shard.rank,
+            units=(nn.Linear,),
+            precision="bf16-mixed",
+            optimizer=lambda all_: torch.optim.Adam([p for p in all_ if p.requires_grad]),
+            offload=offload,
+            device="cpu",
+        )
+    pairs = [(held.get(row, 0), count) for row, count in found.rests.items()]
+    return [*pairs, (staged, found.host["staging"] if medium == "nvme" else 0)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_share_is_what_a_run_has(ranks: Pools, tmp_path: Path, world: int) -> None:
+    for stage, medium, ratio in ((1, "cpu", 0.5), (2, "nvme", 0.3), (3, "nvme", 0.6)):
+        for pairs in ranks(world).run(of_a_share, str(tmp_path), stage, medium, ratio):
+            assert [held for held, _ in pairs] == [count for _, count in pairs]
 
 
 def large() -> nn.Module:
