@@ -67,6 +67,7 @@ _READ_OPTIONS = (
     *(_BY_OPTION := ("shard", "backward_shard", "gather_bits", "reduce_bits")),
     "error_feedback",
     "stochastic_rounding",
+    "step_in_backward",
 )
 """The arguments of the strategy that the engine's memory depends on."""
 

@@ -11,6 +11,7 @@ backward_events           calls of a unit, and how autograd marks their backward
 module_hook               hooks on modules and parameters, also under copies and the compiler
 schedule                  the order in which units are needed, and gathers ahead of it
 reduction_order           one order of reductions on all ranks
+early_step                steps of units whose gradients are reduced, amid a backward pass
 rank_check                models, settings and optimizers that must be equal on all ranks
 change_check              what one rank alone may change later: who is trained, hyperparameters
 order_check, join         ranks that gather different weights: detected, or allowed

@@ -13,6 +13,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from lightning_zero.engine.backward_events import Call, Events, too_late, weakly
 from lightning_zero.engine.change_check import ChangeCheck
+from lightning_zero.engine.early_step import EarlyStep
 from lightning_zero.engine.join import Join
 from lightning_zero.engine.reduction_order import ReductionOrder
 from lightning_zero.engine.schedule import Prefetcher
@@ -33,14 +34,19 @@ class Backward:
     """
 
     def __init__(
-        self, sharded: ShardedModel, step: Step, prefetcher: Prefetcher, join: Join
+        self,
+        sharded: ShardedModel,
+        step: Step,
+        prefetcher: Prefetcher,
+        join: Join,
+        early_step: EarlyStep,
     ) -> None:
         self._sharded = sharded
         self._step = step
         self._prefetcher = prefetcher
         self._join = join
         change_check = ChangeCheck(sharded.module, sharded.units, sharded.optimizers)
-        self._order = ReductionOrder(sharded.units, sharded.comm, change_check)
+        self._order = ReductionOrder(sharded.units, sharded.comm, change_check, early_step)
         self.syncs = True
         self._always_reduces = any(flat.plan.reduces_every_microbatch for flat in sharded.flats)
         # In the pass that runs, or in the last one.
@@ -116,7 +122,8 @@ class Backward:
             for unit in self._sharded.units:
                 unit.gradients.expect(reach)
         if self._reduces:
-            self._order.begin(self._prefetcher.units_in_forward())
+            is_last = self.syncs and not self._step.keeps_graph
+            self._order.begin(self._prefetcher.units_in_forward(), is_last=is_last)
         internals.queue_callback(self._finish)
 
     def _on_outputs_grad(self, call: Call, _: Any) -> None:

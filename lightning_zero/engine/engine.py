@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from lightning_zero.comm import Communicator, SyncPoint, default_world_size
 from lightning_zero.engine import rank_check
 from lightning_zero.engine.backward import Backward
+from lightning_zero.engine.early_step import EarlyStep
 from lightning_zero.engine.forward import Forward
 from lightning_zero.engine.join import Join
 from lightning_zero.engine.module_hook import Hooks
@@ -95,7 +96,8 @@ class Engine:
         self._join = Join(units, comm)
         self._prefetcher = Prefetcher(units, self._join, settings.prefetch)
         parts = (sharded, self._step, self._prefetcher, self._join)
-        self._backward = Backward(*parts)
+        self._early_step = EarlyStep(sharded)
+        self._backward = Backward(*parts, self._early_step)
         self._hooks = Hooks(units, self._backward.on_grad)
         self._forward = Forward(*parts, self._backward, self._hooks)
         self._step_access = comm.exclusive(SyncPoint.STEP, SyncPoint.STEPPED)
@@ -135,6 +137,14 @@ class Engine:
         if not awaits_backward:
             self._step.keeps_graph = False
         self._forward.leave(outputs if awaits_backward else None)
+
+    def stepping_early(self) -> contextlib.AbstractContextManager[None]:
+        """Enter a context for a backward pass behind which nobody changes or reads anything.
+
+        In it units may be stepped as soon as their gradients are reduced, if the settings say so,
+        and if the pass is in the closure of the only optimizer's step.
+        """
+        return self._early_step.allowed()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Enter a context of microbatches whose gradients may stay local, if the plan allows."""
@@ -198,6 +208,7 @@ class Engine:
 
     def _before_step(self) -> None:
         """Wait until no rank reads this one's masters or reduce buffers any more."""
+        self._early_step.check()
         self.sharded.keep_edits()
         self._step_access.begin()
         for transport in self.comm.transports.values():
@@ -206,6 +217,7 @@ class Engine:
     def _after_step(self, pieces: Iterable[Piece]) -> None:
         """Bring weights up to date with the masters that were stepped."""
         self._step_access.end()
+        self._early_step.end()
         self._step.keeps_graph = False
         if not self._step.is_inside:
             self._step.close()

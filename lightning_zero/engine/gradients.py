@@ -101,6 +101,11 @@ class Gradients:
         for finish in finishes:
             finish()
 
+    def lend(self) -> None:
+        """Let the pieces have what is reduced, before the pass has ended."""
+        for flat in self._flats:
+            flat.reducer.lend()
+
     @property
     def held(self) -> list[bool]:
         """For each parameter, whether it got a gradient or its piece keeps an earlier one."""

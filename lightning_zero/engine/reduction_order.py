@@ -21,20 +21,34 @@ import torch
 
 from lightning_zero.comm import Communicator, PendingSync, SyncPoint
 from lightning_zero.engine.change_check import ChangeCheck
+from lightning_zero.engine.early_step import EarlyStep
 from lightning_zero.engine.order_check import UnitCheck
 from lightning_zero.engine.unit import Unit
 
 
 class ReductionOrder:
-    """The reductions of a backward pass, in the order of all ranks."""
+    """The reductions of a backward pass, in the order of all ranks.
+
+    Args:
+        units: All.
+        comm: The ranks.
+        change_check: Compares what one rank alone may have changed.
+        early_step: Is told of every reduction that begins, and of every one that has ended while
+            others follow.
+    """
 
     def __init__(
-        self, units: Sequence[Unit], comm: Communicator, change_check: ChangeCheck
+        self,
+        units: Sequence[Unit],
+        comm: Communicator,
+        change_check: ChangeCheck,
+        early_step: EarlyStep,
     ) -> None:
         self._units = units
         self._comm = comm
+        self._early_step = early_step
         num_parameters = sum(len(unit.gradients.parameters) for unit in units)
-        most = max(num_parameters, len(units) + ChangeCheck.NUM_FLAGS)
+        most = max(num_parameters, len(units) + ChangeCheck.NUM_FLAGS + 1)
         comm.control.reserve(len(units) + most)
         self._change_check = change_check
         gives_back = any(unit.weights.gives_back for unit in units)
@@ -45,8 +59,11 @@ class ReductionOrder:
         self._flags = torch.empty(0)
         self._work: PendingSync | None = None
 
-    def begin(self, forward_order: Iterable[int]) -> None:
-        """Start a backward pass: exchange which units each rank ran, here in ``forward_order``."""
+    def begin(self, forward_order: Iterable[int], *, is_last: bool) -> None:
+        """Start a backward pass: exchange which units each rank ran, here in ``forward_order``.
+
+        ``is_last`` if no other pass adds to its gradients, as far as the engine knows.
+        """
         if self._order is None:
             ran = [index for index in dict.fromkeys(forward_order) if index < len(self._units) - 1]
             agreed = self._comm.control.broadcast_object(ran)
@@ -56,7 +73,8 @@ class ReductionOrder:
         self._left = None
         have_run = [unit.calls.have_run for unit in self._units]
         have_run[-1] = True
-        flags = self._unit_check.flags(have_run) + self._change_check.flags()
+        steps_after = not (is_last and self._early_step.is_wanted)
+        flags = [*self._unit_check.flags(have_run), steps_after, *self._change_check.flags()]
         self._flags = torch.tensor(flags, dtype=torch.uint8, device="cpu")
         self._work = self._comm.control.call(SyncPoint.BEGIN, self._flags)
         if self._change_check.has_frozen:
@@ -80,19 +98,24 @@ class ReductionOrder:
             has_turn = self._flags.tolist()
             changes = has_turn[-ChangeCheck.NUM_FLAGS :]
             self._change_check.compare(changes, self._work.exchange)
-            self._unit_check.compare(has_turn[: -ChangeCheck.NUM_FLAGS])
+            self._unit_check.compare(has_turn[: -ChangeCheck.NUM_FLAGS - 1])
             self._left = [
                 unit for unit in self._order if has_turn[unit.index] and unit.gradients.is_wanted
             ]
+            if not has_turn[-ChangeCheck.NUM_FLAGS - 1]:
+                self._early_step.begin(self._left)
         return self._left
 
     def _reduce(self, unit: Unit) -> None:
         # One reduction is under way behind the backward of the next unit; two would only hold
         # memory.
-        if self._under_way is not None:
-            self._under_way.gradients.finish()
+        before, self._under_way = self._under_way, unit
+        if before is not None:
+            before.gradients.finish()
+        self._early_step.require_final(unit)
         unit.gradients.reduce()
-        self._under_way = unit
+        if before is not None:
+            self._early_step.step(before)
 
     def finish(self) -> None:
         """Take the turns that are left and show the gradients to the optimizer.
@@ -122,5 +145,6 @@ class ReductionOrder:
 
     def abandon(self) -> None:
         """Forget a backward pass that an exception ended."""
+        self._early_step.end()
         # Not waited for: the others may be gone, or wait for this rank.
         self._under_way = self._left = self._work = None

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from lightning_zero.engine.join import Join
 from lightning_zero.engine.unit import Unit
-from lightning_zero.engine.weights import State
+from lightning_zero.engine.weights import Masters, State
 
 
 class Need(NamedTuple):
@@ -128,4 +128,6 @@ class Prefetcher:
         """Start to gather the units that are needed next."""
         if not self._join.asks:
             for need in self.schedule.ahead(self._count):
-                self._units[need.unit].weights.unshard()
+                weights = self._units[need.unit].weights
+                if weights.masters is Masters.OLD:
+                    weights.unshard()

@@ -45,6 +45,17 @@ class State(Enum):
     """The same for code between steps; what each rank changes of its own part is kept."""
 
 
+class Masters(Enum):
+    """What may have become of a unit's masters before the optimizer's step is over."""
+
+    OLD = "old"
+    """Nothing: weights may be gathered from them."""
+    PASSING = "passing"
+    """Some rank may have stepped its part: this rank has sent the last gradients of them."""
+    STEPPED = "stepped"
+    """This rank has stepped its part."""
+
+
 class Weights:
     """The whole weights of one unit.
 
@@ -57,6 +68,7 @@ class Weights:
         gives_back: Whether they are released after use.
         are_copies: Whether some are copies of more precise masters.
         must_open: Whether code between steps sees the masters only after :meth:`open`.
+        masters: Whether they may be stepped already, in a backward pass.
     """
 
     def __init__(self, label: str, flats: Sequence[FlatParameters], first_tag: int) -> None:
@@ -66,6 +78,7 @@ class Weights:
         self.gives_back = any(flat.plan.gives_weights_back for flat in flats)
         self.are_copies = any(flat.plan.are_copies for flat in flats)
         self.must_open = self.gives_back or self.are_copies
+        self.masters = Masters.OLD
         self._flats = flats
         self._first_tag = first_tag
         self._works: list[Work] = []
@@ -99,12 +112,21 @@ class Weights:
 
     @span("unshard")
     def _gather(self, *, only_stepped: bool = False) -> None:
+        self._require_old()
         self._rest_beneath = False
         self._works = []
         for tag, flat in enumerate(self._flats, self._first_tag):
             if not only_stepped or flat.may_be_stepped:
                 self._works.append(flat.gather(self.label, tag))
         self.state = State.IN_FLIGHT
+
+    def _require_old(self) -> None:
+        """Raise where masters would be read of which ranks may have stepped their parts."""
+        if self.masters is not Masters.OLD:
+            raise RuntimeError(
+                f"The weights of {self.label!r} are needed once more in a step in which, by"
+                " step_in_backward=True, they may be new already. Leave it out."
+            )
 
     def wait(self) -> None:
         """Make the weights readable; they must be whole or in flight."""
@@ -196,6 +218,8 @@ class Weights:
     def keep_edits(self) -> None:
         """Copy what users changed in whole weights to the masters, on all ranks."""
         if self.is_edited:
+            if self.masters is Masters.STEPPED:
+                self._require_old()
             with self._flats[0].store.comm.exclusive(SyncPoint.EDIT):
                 self.store_edits()
 
@@ -218,6 +242,7 @@ class Weights:
 
     def open(self) -> None:
         """Show whole masters to code between steps, which may change them, until :meth:`close`."""
+        self._require_old()
         tagged = enumerate(self._flats, self._first_tag)
         works = [flat.open(self.label, tag) for tag, flat in tagged]
         for flat, work in zip(self._flats, works, strict=True):
@@ -238,6 +263,7 @@ class Weights:
 
     def begin_gathered(self) -> None:
         """Show whole parameters in the master's precision until :meth:`end_gathered`."""
+        self._require_old()
         is_guarded = self.state in (State.GUARDED, State.IN_FLIGHT)
         self._guard_beneath = is_guarded and self.are_copies and not self.gives_back
         self.wait_if_in_flight()

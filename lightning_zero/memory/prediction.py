@@ -148,6 +148,7 @@ def estimate(
     reduce_bits: int | None = None,
     error_feedback: bool = False,
     stochastic_rounding: bool = False,
+    step_in_backward: bool = False,
     shares_memory: bool = False,
     rank: int = 0,
     device: torch.device | str = "cpu",
@@ -186,6 +187,7 @@ def estimate(
         reduce_bits: As in ``ZeROStrategy``.
         error_feedback: As in ``ZeROStrategy``.
         stochastic_rounding: As in ``ZeROStrategy``.
+        step_in_backward: As in ``ZeROStrategy``, where nothing keeps units from it.
         shares_memory: The ranks are on one host's CPUs and read each other's reduce buffers, which
             then stay from step to step; ``unreduced`` is the most that they can be.
         rank: The rank that is asked about; they differ by what is padding.
@@ -202,7 +204,7 @@ def estimate(
         reshard_after_forward=reshard_after_forward, offload=offload, shares_memory=shares_memory,
         shard=shard, backward_shard=backward_shard, gather_bits=gather_bits,
         reduce_bits=reduce_bits, error_feedback=error_feedback,
-        stochastic_rounding=stochastic_rounding,
+        stochastic_rounding=stochastic_rounding, step_in_backward=step_in_backward,
     )  # fmt: skip
 
 

@@ -44,6 +44,7 @@ def sharded_step(
     buffers: int,
     stepped: int,
     staged: int,
+    is_early: bool,
     num_microbatches: int,
     adds_gradients: bool,
     timeline: Timeline | None,
@@ -52,7 +53,8 @@ def sharded_step(
 
     Events, module and settings are as in :func:`replay`; ``units`` are the terms of all, the root
     last; ``stepped`` is what the optimizer's step needs of weights and states beside those at rest,
-    ``staged`` the host memory in which it has states on their way between files.
+    ``staged`` the host memory in which it has states on their way between files, if ``is_early``
+    from the end of a unit's backward on.
     ``adds_gradients`` if reduced gradients are added to those of earlier microbatches. What the
     rank does goes to ``timeline``, if it is that to which ``comm`` tells its messages.
     """
@@ -83,10 +85,13 @@ def sharded_step(
     run = functools.partial(replay, events, module, settings, comm)
     segments = run(num_microbatches=num_microbatches, held=held, timeline=timeline)
     added = sum(sorted(unit.flushed for unit in units)[-_IN_FLIGHT:]) if adds_gradients else 0
-    found = [
-        segment.snapshot({**host, "staging": segment.is_backward * added}, disk)
-        for segment in segments
-    ]
+    found, gone_backward = [], set[str]()
+    for segment in segments:
+        if segment.is_backward and segment.unit is not None:
+            gone_backward.add(segment.unit)
+        early = staged if is_early and len(gone_backward) > 1 else 0
+        staging = segment.is_backward * (added + early)
+        found.append(segment.snapshot({**host, "staging": staging}, disk))
     rest = held(cast=0)
     if stepped or staged:
         kinds = {**rest, "gathered": rest["gathered"] + stepped}

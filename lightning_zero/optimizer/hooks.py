@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import is_
 from typing import Any, Protocol
 
@@ -143,13 +144,25 @@ class OptimizerHooks:
 
         def closure_and_begin() -> Any:
             self._end()
-            result = closure()
+            with self._sure():
+                result = closure()
             self._point(optimizer)
             self.begin(optimizer)
             return result
 
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
         return (args[0], *args[2:]), {**rest, "closure": closure_and_begin}
+
+    @contextlib.contextmanager
+    def _sure(self) -> Iterator[None]:
+        """Enter a closure behind which the step is sure to come."""
+        if isinstance(self._step, UnitStep):
+            self._step.is_sure = True
+        try:
+            yield
+        finally:
+            if isinstance(self._step, UnitStep):
+                self._step.is_sure = False
 
     def begin(self, optimizer: Optimizer) -> None:
         """Let the optimizer change masters."""

@@ -13,6 +13,9 @@ belongs to no engine.
 
 Around each batch's step its states are fetched from where they rest, and flushed (``states.py``).
 
+While its closure runs, whoever knows that the gradients of a unit are final may let its batches be
+stepped **ahead**, in an order that is set with the first. The pre-hook goes on from there.
+
 An error amid the batches leaves some stepped and others not. Such a step is **torn**: nothing may
 be stepped or saved any more.
 """
@@ -68,6 +71,7 @@ class UnitStep:
 
     Attributes:
         states: The same.
+        is_sure: Whether a step is under way that only waits for its closure.
     """
 
     def __init__(
@@ -83,11 +87,13 @@ class UnitStep:
                 " offload_optimizer, offload_weights and stochastic_rounding out."
             )
         self.states = states
+        self.is_sure = False
         self._ledger = ledger
         self._begin = 0.0
         self._number = {id(piece): n for n, batch in enumerate(batches) for piece in batch}
         self._members: Groups | None = None
-        self._last = 0
+        # Of the step under way; the first is the next, the last is the user's own call's.
+        self._left: dict[int, Groups] = {}
         self._is_torn = False
         # Torch patches the class once, to call the hooks; below is the step itself.
         self._step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
@@ -113,6 +119,7 @@ class UnitStep:
 
     def take(self, pieces: Iterable[Piece]) -> None:
         """Note the pieces that the optimizer holds."""
+        self.check()  # new ones cannot come into a step that was begun ahead
         self.states.take(pieces)
 
     def part_of(self, state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
@@ -139,31 +146,73 @@ class UnitStep:
             with contextlib.suppress(OSError):  # the step has raised it
                 self.states.close()
 
+    @torch.no_grad()
+    def step_ahead(self, order: Sequence[Sequence[Piece]]) -> None:
+        """Step the batches of the first of units, in whose order the whole step goes.
+
+        Args:
+            order: The pieces of units that are not stepped yet; others come behind them.
+        """
+        self._begin = time.perf_counter()
+        if self._members is None:
+            self._open([piece for unit in order for piece in unit])
+        assert self._members is not None
+        first = set(map(id, order[0]))
+        while len(self._left) > 1 and first.issuperset(_ids(next(iter(self._left.values())))):
+            self._step_next()
+        self._narrow(self._members)
+        self._spend()
+
     def begin(self) -> None:
         """Step all batches but the last, and leave that one to the call that is under way."""
         self._begin = time.perf_counter()
-        self._fuse()
-        optimizer = self.states.optimizer
-        batches = self._cut()
-        *others, self._last = batches
-        # Until here nothing is torn: who lacks the memory for it may try again.
-        self.states.open([*batches])
-        self._members = [[*group["params"]] for group in optimizer.param_groups]
-        for number in others:
-            self._narrow(batches[number])
-            self.states.fetch(number)
-            self._step(optimizer)
-            self.states.flush(number)
-        self._narrow(batches[self._last])
-        self.states.fetch(self._last)
+        if self._members is None:
+            self._open([])
+        while len(self._left) > 1:
+            self._step_next()
+        self._fetch_next()
 
     def end(self) -> None:
         """Let the param groups hold all members again."""
         assert self._members is not None
-        self.states.flush(self._last)
+        [last] = self._left
+        self.states.flush(last)
         self.states.close()
         self._narrow(self._members)
         self._members = None
+        self._spend()
+
+    def _open(self, order: Sequence[Piece]) -> None:
+        """Begin a step of all batches, first of those with pieces that come first in an order."""
+        self._fuse()
+        optimizer = self.states.optimizer
+        batches = self._cut()
+        if order:
+            places = {id(piece): place for place, piece in enumerate(order)}
+
+            def place_of(number: int) -> int:
+                ids = _ids(batches[number])
+                return min((places.get(one, len(places)) for one in ids), default=len(places))
+
+            batches = {number: batches[number] for number in sorted(batches, key=place_of)}
+        # Until here nothing is torn: who lacks the memory for it may try again.
+        self.states.open([*batches])
+        self._left = batches
+        self._members = [[*group["params"]] for group in optimizer.param_groups]
+
+    def _step_next(self) -> None:
+        number = self._fetch_next()
+        self._step(self.states.optimizer)
+        self.states.flush(number)
+        del self._left[number]
+
+    def _fetch_next(self) -> int:
+        number, groups = next(iter(self._left.items()))
+        self._narrow(groups)
+        self.states.fetch(number)
+        return number
+
+    def _spend(self) -> None:
         if self._ledger is not None:
             self._ledger.spend("stepping", time.perf_counter() - self._begin)
 
@@ -190,6 +239,10 @@ class UnitStep:
         share = staying / max(1, sum(piece.numel() for piece in pieces))
         here = f" On this rank {share:.1%} of them stay on the device." if staying else ""
         return f"{name} steps unit by unit; its states rest in {self.states.place}.{here}{fused}"
+
+
+def _ids(groups: Groups) -> list[int]:
+    return [id(member) for members in groups for member in members]
 
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)

@@ -202,6 +202,10 @@ class Reducer:
         """Return whether this pass has to join gradients over the copies, if none comes either."""
         return self._reach is Reach.ALL and self.shard.is_of_copy
 
+    def lend(self) -> None:
+        """Give pieces what is reduced, amid a backward pass, for a step to read."""
+        self.shard.lend(self.used)
+
     def install(self, has_grads: Sequence[bool]) -> None:
         """End a backward pass: show the gradients that any rank has to optimizer and user."""
         self.arrived = [False] * len(self._pieces)
@@ -304,6 +308,17 @@ class GradShard:
         if self._fresh is not None:
             return self._fresh[0]
         return self._installed()
+
+    def lend(self, are_used: Sequence[bool]) -> None:
+        """Give pieces that have gradients their parts of what is not installed yet."""
+        if self._fresh is None:
+            return
+        fresh, flush = self._fresh
+        flush.wait()
+        for piece, is_used in zip(self._pieces, are_used, strict=True):
+            # An optimizer that saw a gradient of no elements would make a state for it.
+            if (is_used or piece.reduced is not None) and piece.numel():
+                piece.reduced = fresh[piece.range.in_shard]
 
     def install(self, has_grads: Sequence[bool]) -> bool:
         """Give the pieces their parts where any rank has a gradient; return whether any is new."""

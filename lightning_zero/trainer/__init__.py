@@ -3,7 +3,8 @@
 - ``strategy``: ``ZeROStrategy``, between the Trainer and the engine
 - ``checkpointing``: its base class, which saves and loads
 - ``steps``: the base class of that, which runs steps in the engine's
-- ``ranks``: the base class of that, which joins and leaves the ranks
+- ``early_step``: what keeps units from being stepped amid a backward pass
+- ``ranks``: the base class of ``steps``, which joins and leaves the ranks
 - ``run``: its state for one call of the Trainer
 - ``options``: the arguments that the engine does not need
 - ``deepspeed_config``: demands of a DeepSpeed configuration on the Trainer and the module

@@ -30,6 +30,7 @@ from lightning_zero.memory import (
     write_report,
 )
 from lightning_zero.trainer import internals
+from lightning_zero.trainer.early_step import obstacle_to_early_steps
 from lightning_zero.trainer.strategy import ZeROStrategy
 
 if TYPE_CHECKING:
@@ -188,6 +189,8 @@ class MemoryMonitor(Callback):
             "reduce_bits": chosen.reduce_bits,
             "error_feedback": chosen.error_feedback,
             "stochastic_rounding": chosen.stochastic_rounding,
+            "step_in_backward": chosen.step_in_backward
+            and obstacle_to_early_steps(trainer) is None,
             "shard": mesh.shard.size if mesh.replicate.size > 1 else "all",
             "backward_shard": None if mesh.backward is None else mesh.backward.size,
             "shares_memory": strategy.engine.comm.transport.reads_peers,

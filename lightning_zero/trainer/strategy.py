@@ -91,19 +91,17 @@ class ZeROStrategy(SavingStrategy):
             unit's parameters and steps them while its host steps these.
         offload_path: The folder of those files, which have no names and vanish with the process; by
             default the Trainer's ``default_root_dir``.
-        restore_weights: Make the module whole and ordinary again after ``fit``. ``False`` for
-            models that one host cannot hold.
+        step_in_backward: With states in files on CPUs, step a unit once its gradients are reduced,
+            while others go backward. An exception there then leaves what cannot be saved.
+        restore_weights: Make the module whole again after ``fit``, if one host can hold it.
         checkpoint: What checkpoints are: ``"file"``, one plain ``.ckpt``, or ``"dcp"``, a directory
             of torch.distributed.checkpoint. Both are read whatever is said here.
         verify_checkpoint: Read all of a checkpoint that is loaded and compare its checksums, each
-            tensor on one rank. Without it a rank checks what it reads, as far as there are
-            checksums: all in what this package wrote, whole tensors in other programs' files.
-        async_checkpoint: Write checkpoints behind the training, from a copy of this rank's values
-            in host memory.
+            tensor on one rank. Without it a rank checks what it reads, as far as it can.
+        async_checkpoint: Write checkpoints behind the training, from a copy in host memory.
         launcher: ``"subprocess"``, ``"spawn"``, ``"fork"`` or ``"notebook"``, as ``ddp``,
             ``ddp_spawn``, ``ddp_fork`` and ``ddp_notebook`` are launched.
-        config: A DeepSpeed configuration to take arguments from: a dictionary or a JSON file. Each
-            of its keys acts, warns or raises.
+        config: A DeepSpeed configuration, a dictionary or a JSON file, to take arguments from.
         accelerator: As in ``ParallelStrategy``.
         parallel_devices: As in ``ParallelStrategy``.
         cluster_environment: As in ``ParallelStrategy``.
@@ -140,6 +138,7 @@ class ZeROStrategy(SavingStrategy):
         offload_weights: Literal["cpu", "nvme"] | None = None,
         offload_ratio: float = 1.0,
         offload_path: str | Path | None = None,
+        step_in_backward: bool = False,
         restore_weights: bool = True,
         checkpoint: Literal["file", "dcp"] = "file",
         async_checkpoint: bool = False,
@@ -198,6 +197,7 @@ class ZeROStrategy(SavingStrategy):
             stochastic_rounding=stochastic_rounding,
             offload=offload,
             offload_path="" if path is None else str(path),
+            step_in_backward=step_in_backward,
         )
         self.options = options
         self._announced = ""

@@ -1,0 +1,94 @@
+"""The conditions under which nothing comes between a backward pass and the optimizer's step.
+
+Between the two Lightning calls hooks, and clips. A unit that is stepped within the pass has its new
+masters by then, so none of these may look at weights or change gradients; a unit that is stepped
+early is stepped once, by what the optimizer's step would have found. Each condition is a row here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_zero.trainer.precision import ZeROPrecision
+from lightning_zero.trainer.run import callbacks_of
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+_OF_MODULE = (
+    "backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "clip_gradients",
+    "optimizer_step",
+)
+_OF_CALLBACKS = ("on_after_backward", "on_before_optimizer_step")
+_OF_STRATEGY = ("post_backward", "optimizer_step")
+_OWN = [f"{__package__}.{name}" for name in ("memory_monitor", "traffic_monitor")]
+_OF_PRECISION = ("backward", "post_backward", "optimizer_step", "clip_gradients")
+
+
+def obstacle_to_early_steps(trainer: pl.Trainer) -> str | None:
+    """Return what keeps units from being stepped amid a backward pass; ``None`` if nothing does."""
+    return next((found for row in _ROWS for found in row(trainer)), None)
+
+
+def _manual(trainer: pl.Trainer) -> Iterator[str]:
+    if not trainer.lightning_module.automatic_optimization:
+        yield "optimization is manual"
+
+
+def _several_optimizers(trainer: pl.Trainer) -> Iterator[str]:
+    if len(trainer.optimizers) > 1:
+        yield "there are several optimizers"
+
+
+def _clipping(trainer: pl.Trainer) -> Iterator[str]:
+    if trainer.gradient_clip_val:
+        yield "gradients are clipped"
+
+
+def _loss_scale(trainer: pl.Trainer) -> Iterator[str]:
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        yield "the loss is scaled"
+
+
+def _trials(trainer: pl.Trainer) -> Iterator[str]:
+    if any(isinstance(callback, BatchSizeFinder) for callback in callbacks_of(trainer)):
+        yield "BatchSizeFinder goes on from steps that failed"
+
+
+def _hooks(trainer: pl.Trainer) -> Iterator[str]:
+    for things, base, names in (
+        ([trainer.lightning_module], LightningModule, _OF_MODULE),
+        (callbacks_of(trainer), Callback, _OF_CALLBACKS),
+        ([trainer.strategy], DDPStrategy, _OF_STRATEGY),
+        ([trainer.precision_plugin], ZeROPrecision, _OF_PRECISION),
+    ):
+        for thing in things:
+            for name in names:
+                if _is_replaced(thing, base, name):
+                    yield f"{type(thing).__name__} has a {name} of its own"
+
+
+def _is_replaced(thing: Any, base: type, name: str) -> bool:
+    """Return whether a method is not its base's, by a class in between or by assignment."""
+    function = getattr(getattr(thing, name), "__func__", None)
+    # What this package's own monitors do there is to count.
+    return function is not getattr(base, name) and getattr(function, "__module__", "") not in _OWN
+
+
+_ROWS: tuple[Callable[[pl.Trainer], Iterator[str]], ...] = (
+    _manual,
+    _several_optimizers,
+    _clipping,
+    _loss_scale,
+    _trials,
+    _hooks,
+)
