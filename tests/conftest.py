@@ -1,14 +1,22 @@
-"""Fixtures shared by all tests."""
+"""Fixtures shared by all tests.
+
+The process that only hands out tests to others reads this too, so torch is imported later.
+"""
+
+from __future__ import annotations
 
 import gc
 import os
 import resource
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
-from tests.oracle.ranks import Pools
+from tests.oracle.turns import EVERY_STAGE
+
+if TYPE_CHECKING:
+    from tests.oracle.ranks import Pools
 
 
 def pytest_collection_finish() -> None:
@@ -17,21 +25,35 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """One thread, as the ranks have; no core files of ranks that are killed on purpose.
 
     By its variable Lightning and scripts have one too: threads that outnumber the cores wait for
     each other in loops, and a step of a tiny model takes six times as long.
     """
-    torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
+    _let_go_of_locks()
+    if "not slow" not in config.option.markexpr:
+        os.environ[EVERY_STAGE] = "1"
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+
+
+def _let_go_of_locks() -> None:
+    """Have no thread that wakes, of this process or of one that it starts, take another's core.
+
+    While the thread that holds the lock of a connection waits for its core, which a thread of the
+    peer has taken, gloo's thread asks for events without a pause: half of the system's time.
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pools]:
     """`ranks(world_size).run(function, *args)` runs a top-level function on every rank."""
+    from tests.oracle.ranks import Pools
+
     pools = Pools()
     yield pools
     pools.close()
@@ -45,9 +67,11 @@ def _clean_environment() -> Iterator[None]:
     would take themselves for started ones. With more threads, sums have other bits than those of
     the ranks.
     """
+    import torch
+
+    torch.set_num_threads(1)
     before = dict(os.environ)
     yield
-    torch.set_num_threads(1)
     for name in set(os.environ) - set(before):
         del os.environ[name]
     os.environ.update(before)

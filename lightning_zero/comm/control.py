@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 import zlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -39,6 +40,8 @@ _numbers = itertools.count()
 
 MESSAGE_BYTES = 16 * 2**20
 """The most that ``collect`` holds at a time."""
+VALUE_BYTES = 512
+"""The first message of each rank's value in ``gather_objects``."""
 
 
 class Control:
@@ -164,10 +167,27 @@ class Control:
         """Return every rank's ``value``, in the order of the ranks."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
+        pickled = pickle.dumps(value)
+        # Torch's own sends the sizes first; most values have room in the message that says them.
+        own = torch.zeros(VALUE_BYTES, dtype=torch.uint8, device="cpu")
+        own[:8] = torch.tensor([len(pickled)]).view(torch.uint8)
+        fitting = pickled[: VALUE_BYTES - 8]
+        own[8 : 8 + len(fitting)] = torch.frombuffer(bytearray(fitting), dtype=torch.uint8)
         with self.log.at("an exchange of values"):
-            dist.all_gather_object(values, value, group=self._group)
-        return values
+            rows = self._gather_bytes(own)
+            sizes = [int(row[:8].view(torch.int64)) for row in rows]
+            rows = [row[8:] for row in rows]
+            if (most := max(sizes)) > VALUE_BYTES - 8:
+                own = torch.zeros(most, dtype=torch.uint8, device="cpu")
+                own[: len(pickled)] = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
+                rows = self._gather_bytes(own)
+        of_ranks = zip(rows, sizes, strict=True)
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in of_ranks]
+
+    def _gather_bytes(self, own: Tensor) -> list[Tensor]:
+        rows = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(rows, own, group=self._group)
+        return rows
 
     def collect(self, part: Tensor, sizes: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """Bring every rank's bytes to rank 0, one message at a time.
@@ -236,6 +256,9 @@ class Control:
                 board.settle("lost")
             if board.is_settled("lost"):
                 return False
+            board.put("agreed")
+            if self.rank == 0:  # whose end may be the end of the store in which others look
+                board.wait(timeout.total_seconds(), lambda: board.get("agreed"))
         except RuntimeError:
             return False
         # What ended the run has left all of them able to end it together.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_zero import estimate
 from lightning_zero.comm.transport import sum_into
-from tests.oracle.launch import run_forked
+from tests.oracle.launch import run_script
 from tests.oracle.ranks import ROOT, Pools
 from tests.oracle.sharded import padded
 
@@ -60,7 +60,7 @@ def test_contenders_side_by_side(tmp_path: Path) -> None:
     ]
     command = ["--only", *names, *options, "--output", tmp_path]
     script = "examples/benchmarks/compare.py"
-    finished = run_forked(script, *command, timeout=170)
+    finished = run_script(script, *command, timeout=170)
     rows = re.findall(r"^\| ([a-z]\w*) \| [\d.]+ \| [\d.]+ \|", finished.stdout, re.MULTILINE)
     assert rows == names
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
@@ -289,7 +289,7 @@ def test_one_rank_of_many_on_the_fake_backend(tmp_path: Path, world: int) -> Non
 
 def test_files_against_disk_and_memory(tmp_path: Path) -> None:
     words = ["--megabytes", 10, "--width", 512, "--rounds", 2, "--folder", tmp_path]
-    output = run_forked("examples/benchmarks/offload.py", *words, timeout=170).stdout
+    output = run_script("examples/benchmarks/offload.py", *words, timeout=170).stdout
     assert "9 layers, 0.01 GB of weights" in output
     rows = re.findall(r"^\| ([a-z].*) \| ([\d.]+) \| [\d.]+ to [\d.]+ \|$", output, re.MULTILINE)
     assert len(rows) == 8
@@ -309,7 +309,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     ways = ["file", "directory", "dcp"]
     command = ["--megabytes", 3, "--rounds", 1, "--folder", tmp_path, "--only", *ways]
     script = "examples/benchmarks/checkpoint.py"
-    finished = run_forked(script, *command, timeout=170)
+    finished = run_script(script, *command, timeout=170)
     lines = re.findall(r"^([a-z.]+)((?: +[\d.]+){5})$", finished.stdout, re.M)
     assert [name for name, _ in lines] == ways
     assert list(tmp_path.iterdir()) == []
@@ -328,7 +328,7 @@ def test_wires_side_by_side(tmp_path: Path) -> None:
     """Two real ranks: a line and a row for each way and size, with the elements that were sent."""
     command = ["--mib", 0.25, 0.5, "--rounds", 2, "--devices", "cpu", "--output", tmp_path]
     script = "examples/benchmarks/wires.py"
-    finished = run_forked(script, *command, timeout=170)
+    finished = run_script(script, *command, timeout=170)
     line = r"^\| (\w.*?)( \(chosen\))? \| [\d.]+ \| [\d.]+ to [\d.]+ \|"
     lines = [(way, bool(mark)) for way, mark in re.findall(line, finished.stdout, re.MULTILINE)]
     assert lines == [(way, way.startswith("shared memory ")) for way in WAYS] * 2

@@ -174,7 +174,7 @@ def test_gan(example: Example) -> None:
 def test_finetune_offload(tmp_path: Path) -> None:
     """Its limit of memory is a process's; tests/engine/test_offload.py shows that it is one."""
     words = ("examples/finetune_offload.py", "--steps", 2)
-    output = run_script(*words, cwd=tmp_path, timeout=170).stdout
+    output = run_script(*words, cwd=tmp_path, timeout=170, fresh=True).stdout
     assert "67 million parameters, 1.07 GB of weights" in output
     assert "trained, with 0." in output
 

@@ -25,6 +25,7 @@ from tests.oracle.models import Block
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import shard
 from tests.oracle.stack import Stack, build, rows, square
+from tests.oracle.turns import in_turns
 
 WORLD = 2
 Grads = dict[str, Tensor | None]
@@ -58,15 +59,15 @@ def grads_of(engine: Engine) -> Grads:
     return grads
 
 
-WAYS = ((1, "blocks"), (2, "leaves"), (3, "blocks"), (3, "leaves"))
-"""Stage and units."""
+WAYS = {1: ["blocks"], 2: ["leaves"], 3: ["blocks", "leaves"]}
+"""Units by stage."""
 
 
 def sharded(name: str) -> dict[tuple[int, str], Grads]:
-    """The same on this rank, at every stage, through the engine."""
+    """The same on this rank, through the engine."""
     make, case, steps = CASES[name]
     found = {}
-    for stage, units in WAYS:
+    for stage, units in [(s, units) for s in in_turns(name) for units in WAYS[s]]:
         engine = shard(build(make), stage=stage, units=units)
         for step in range(steps):
             case(engine.module, rows(engine.comm.control.rank, step))

@@ -11,7 +11,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from tests.oracle.projects import (
-    STAGES,
     WIDTH,
     Regression,
     Run,
@@ -21,6 +20,7 @@ from tests.oracle.projects import (
     rows,
 )
 from tests.oracle.ranks import Pools
+from tests.oracle.turns import STAGES
 
 
 class WithBuffers(Regression):

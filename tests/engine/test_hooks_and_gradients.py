@@ -16,8 +16,9 @@ from lightning_zero import full_grad, gathered, grad_norm
 from lightning_zero.engine.engine import Engine
 from lightning_zero.parameters.sharded_grad import ShardedGrad
 from lightning_zero.plan.settings import Settings
-from tests.oracle.projects import STAGES, Regression, Run, assert_like_ddp, fit, rows, under_all
+from tests.oracle.projects import Regression, Run, assert_like_ddp, fit, rows, under_all
 from tests.oracle.ranks import Pools
+from tests.oracle.turns import STAGES
 
 
 class Noting(Regression):

@@ -23,7 +23,6 @@ from lightning_zero.plan.plan import RECIPES
 from lightning_zero.plan.settings import Settings
 from tests.oracle.models import Block, Blocks
 from tests.oracle.projects import (
-    STAGES,
     WAYS,
     WIDTH,
     Regression,
@@ -33,6 +32,7 @@ from tests.oracle.projects import (
 )
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import CPU, adamw, shard
+from tests.oracle.turns import STAGES
 
 Watched = dict[str, Any]
 """Weak references by name."""

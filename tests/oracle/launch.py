@@ -1,11 +1,13 @@
 """Scripts in processes of their own: for tests of launchers, commands and examples.
 
-Everything that can run inside a rank of the pool should (ranks.py): a script costs seconds.
+A process begins with everything imported (forks.py) unless it is to be fresh; processes that it
+starts itself, as launchers do, are interpreters of their own, each of which costs seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import os
 import runpy
@@ -15,16 +17,19 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Literal
+from typing import IO, Any, Literal
 
+from tests.oracle.forks import Process
 from tests.oracle.ranks import ROOT, loopback, server, without_pytest
 
 MARK = "LIGHTNING_ZERO_TEST"
+Started = subprocess.Popen[bytes] | Process
 
 
 class ScriptError(Exception):
@@ -56,6 +61,7 @@ def run_script(
     check: bool = True,
     env: Mapping[str, str] | None = None,
     cwd: Path = ROOT,
+    fresh: bool = False,
 ) -> Finished:
     """Run a Python script to its end.
 
@@ -72,6 +78,7 @@ def run_script(
         check: Whether an exit code other than 0 is an error.
         env: Variables to add.
         cwd: The folder to run in.
+        fresh: Whether the first processes too begin as interpreters that have imported nothing.
 
     Raises:
         ScriptError: when time is up, with the stack of every process, or as `check` says.
@@ -97,50 +104,8 @@ def run_script(
         started = {"NPROC": str(1 if launcher == "plain" else nproc)}
         everybodys = {**started, **(env or {})}
         envs = [{**everybodys, **variables} for variables in own]
-        return run_python(*commands, timeout=timeout, check=check, env=envs, cwd=cwd)
-
-
-def run_forked(
-    script: str | Path, *args: object, nproc: int = 2, timeout: float = 120.0
-) -> Finished:
-    """Run a script as `run_script` does, in a process that begins with everything imported.
-
-    For launchers that fork: they start no other interpreter, so that all of it takes a second.
-    Where a script starts interpreters, this saves one of them.
-    """
-    environment = {**without_pytest(os.environ), "NPROC": str(nproc)}
-    environment |= {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": loopback()}
-    # Lightning's launchers set the number of threads where nobody did, and sums follow it.
-    environment |= {"OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory(prefix="script-") as folder:
-        path, printed = _path_of(script, folder), Path(folder) / "output"
-        here, there = Pipe()
-        with printed.open("wb") as output, here, there:
-            process = server(0).start(
-                _be_script,
-                *(path, args),
-                connection=there,
-                output=output,
-                environment=environment,
-            )
-        try:
-            finished = Finished(process.wait(timeout), printed.read_text(errors="replace"), "")
-        except TimeoutError as error:
-            text = printed.read_text(errors="replace")
-            raise ScriptError(f"`{script}` did not end within {timeout:g} s\n{text}") from error
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.stdin.close()
-    if finished.code:
-        raise ScriptError(f"`{script}` ended with code {finished.code}\n{finished.output}")
-    return finished
-
-
-def _be_script(connection: Connection, path: Path, args: Sequence[object]) -> None:
-    """Be the script; it reads nothing from the connection."""
-    connection.close()
-    _run_as_main(path, args)
+        how: dict[str, Any] = {"timeout": timeout, "check": check, "cwd": cwd, "fresh": fresh}
+        return run_python(*commands, env=envs, **how)
 
 
 def run_here(script: str | Path, *args: object, cwd: str | Path) -> str:
@@ -153,19 +118,11 @@ def run_here(script: str | Path, *args: object, cwd: str | Path) -> str:
         stack.callback(os.chdir, os.getcwd())
         os.chdir(cwd)
         printed = io.StringIO()
+        stack.callback(sys.path.__setitem__, slice(None), sys.path[:])
+        stack.callback(setattr, sys, "argv", sys.argv)
         with contextlib.redirect_stdout(printed):
-            _run_as_main(path, args)
+            _be_main([str(path), *map(str, args)])
     return printed.getvalue()
-
-
-def _run_as_main(path: Path, args: Sequence[object]) -> None:
-    before = sys.argv, sys.path[:]
-    sys.argv = [str(path), *map(str, args)]
-    sys.path.insert(0, str(path.parent))
-    try:
-        runpy.run_path(str(path), run_name="__main__")
-    finally:
-        sys.argv, sys.path[:] = before
 
 
 def slurm_variables(task: int, num_tasks: int) -> dict[str, str]:
@@ -191,6 +148,7 @@ def run_python(
     check: bool = True,
     env: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None,
     cwd: Path = ROOT,
+    fresh: bool = False,
 ) -> Finished:
     """Run `python <command>` for each command, all at the same time, to the last one's end.
 
@@ -210,18 +168,15 @@ def run_python(
     own = env if isinstance(env, Sequence) else [env or {}] * len(commands)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="output-")))
-        processes = []
+        processes: list[Started] = []
         stack.callback(_kill, mark, processes)
         for number, (command, variables) in enumerate(zip(commands, own, strict=True)):
-            process = subprocess.Popen(
-                [sys.executable, *command],
-                cwd=cwd,
-                env={**environment, **variables},
-                stdin=subprocess.DEVNULL,
-                stdout=stack.enter_context((folder / f"{number}.out").open("wb")),
-                stderr=stack.enter_context((folder / f"{number}.err").open("wb")),
-                start_new_session=True,
-            )
+            outputs = [
+                stack.enter_context((folder / f"{number}.{end}").open("wb"))
+                for end in ("out", "err")
+            ]
+            start = _start_fresh if fresh else _start_forked
+            process = start(command, outputs, {**environment, **variables}, cwd)
             processes.append(process)
         in_time = _wait(processes, timeout)
         if not in_time:
@@ -235,6 +190,76 @@ def run_python(
     if check and finished.code:
         raise ScriptError(f"`python {words}` ended with code {finished.code}\n{finished.output}")
     return finished
+
+
+def _start_fresh(
+    command: Sequence[str], outputs: Sequence[IO[bytes]], environment: Mapping[str, str], cwd: Path
+) -> Started:
+    """Start an interpreter with a command line."""
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=cwd,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=outputs[0],
+        stderr=outputs[1],
+        start_new_session=True,
+    )
+
+
+def _start_forked(
+    command: Sequence[str], outputs: Sequence[IO[bytes]], environment: Mapping[str, str], cwd: Path
+) -> Started:
+    """Start a process that is as an interpreter with this command line, but for its imports."""
+    out, err = outputs
+    here, there = Pipe()
+    with here, there:
+        return server(0).start(
+            _be_python,
+            *(list(command), err.name, cwd),
+            connection=there,
+            output=out,
+            environment=environment,
+        )
+
+
+def _be_python(connection: Connection, command: list[str], errors: str, cwd: Path) -> None:
+    """Be the interpreter with this command line; it reads nothing from the connection."""
+    connection.close()
+    with open(errors, "ab") as file:
+        os.dup2(file.fileno(), 2)
+    faulthandler.enable()
+    os.chdir(cwd)
+    code = 0
+    try:
+        _be_main(command)
+    except SystemExit as end:
+        if not (end.code is None or isinstance(end.code, int)):
+            print(end.code, file=sys.stderr)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _be_main(command: list[str]) -> None:
+    """Run `-c code`, `-m module` or a path as the main program of this process."""
+    first, *rest = command
+    if first == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        sys.path.insert(0, "")
+        exec(rest[0], {"__name__": "__main__"})
+    elif first == "-m":
+        sys.argv = rest
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = command
+        sys.path.insert(0, str(Path(first).parent))
+        runpy.run_path(first, run_name="__main__")
 
 
 def say(line: str) -> None:
@@ -263,7 +288,7 @@ def _read(folder: Path, pattern: str) -> str:
     return "".join(path.read_text(errors="replace") for path in sorted(folder.glob(pattern)))
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], seconds: float) -> bool:
+def _wait(processes: list[Started], seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while any(process.poll() is None for process in processes):
         if time.monotonic() > deadline:
@@ -272,7 +297,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], seconds: float) -> bool:
     return True
 
 
-def _abort(mark: str, processes: list[subprocess.Popen[bytes]]) -> None:
+def _abort(mark: str, processes: list[Started]) -> None:
     """Have each process print its stack and die, one after another for the sake of the reader."""
     for pid in sorted(_tree(mark, processes)):  # parents first: they must not end their children
         _signal([pid], signal.SIGABRT)
@@ -281,10 +306,14 @@ def _abort(mark: str, processes: list[subprocess.Popen[bytes]]) -> None:
             time.sleep(0.02)
 
 
-def _kill(mark: str, processes: list[subprocess.Popen[bytes]]) -> None:
+def _kill(mark: str, processes: list[Started]) -> None:
     _signal(_tree(mark, processes), signal.SIGKILL)
     for process in processes:
+        with contextlib.suppress(ProcessLookupError):  # those it has forked bear no mark
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
 
 
 def _signal(pids: Iterable[int], number: int) -> None:
@@ -293,7 +322,7 @@ def _signal(pids: Iterable[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def _tree(mark: str, processes: list[subprocess.Popen[bytes]]) -> set[int]:
+def _tree(mark: str, processes: list[Started]) -> set[int]:
     """The processes and all that inherited their mark, sessions of their own included."""
     tree = {process.pid for process in processes if process.poll() is None}
     for path in Path("/proc").glob("[0-9]*/environ"):  # none where there is no /proc

@@ -7,8 +7,8 @@
         runs = ranks(2).run(under_all, train)
         assert_like_ddp(runs)
 
-`under_all` runs a function under "ddp" and under the three stages, in one call of the pool; the
-numbers of DDP are the oracle of all others.
+`under_all` runs a function under "ddp" and under the stages, in one call of the pool; the numbers
+of DDP are the oracle of all others.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.trainer import strategy as strategy_room
 from tests.oracle.models import Block, Blocks
 from tests.oracle.parity import distance_in_ulps
+from tests.oracle.turns import in_turns
 
-STAGES = (1, 2, 3)
 WAYS: dict[str, dict[str, bool]] = {
     "windows": {},
     "point to point": {"windows": False},
@@ -159,9 +159,13 @@ def fit(module: LightningModule, strategy: str | int | Strategy, **options: Any)
 
 
 def under_all(
-    function: Callable[..., Run], *args: Any, stages: Iterable[int] = STAGES, **kwargs: Any
+    function: Callable[..., Run], *args: Any, stages: Iterable[int] | None = None, **kwargs: Any
 ) -> dict[str | int, Run]:
-    """`function(strategy, ...)` under DDP and under each stage."""
+    """`function(strategy, ...)` under DDP and under each stage.
+
+    If no `stages` are given, they are those of `in_turns`.
+    """
+    stages = in_turns(function, *args) if stages is None else stages
     return {name: function(name, *args, **kwargs) for name in ("ddp", *stages)}
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.oracle.launch import ScriptError, is_running, run_forked
+from tests.oracle.launch import ScriptError, is_running, run_script
 from tests.oracle.ranks import Pool, Pools, RankError
 
 
@@ -238,7 +238,9 @@ def test_ranks_do_not_outlive_the_test_process() -> None:
     code = "\n".join(
         [
             "import os, signal, threading, time",
+            "from tests.oracle.launch import MARK",
             "from tests.oracle.ranks import Pool",
+            "del os.environ[MARK]  # by which they would be found and killed",
             "pool, idle = Pool(1), Pool(1)",
             "print('ranks', pool.run(os.getpid)[0], idle.run(os.getpid)[0], flush=True)",
             "threading.Thread(target=pool.run, args=(time.sleep, 60.0), daemon=True).start()",
@@ -247,7 +249,7 @@ def test_ranks_do_not_outlive_the_test_process() -> None:
         ]
     )
     with pytest.raises(ScriptError, match="ended with code -9") as caught:
-        run_forked(code)
+        run_script(code)
     ((busy, idle),) = re.findall(r"^ranks (\d+) (\d+)$", str(caught.value), re.MULTILINE)
     deadline = time.monotonic() + 10.0
     while is_running(int(busy)) or is_running(int(idle)):

@@ -24,7 +24,6 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 
 from tests.oracle.projects import (
-    STAGES,
     Regression,
     Run,
     assert_like_ddp,
@@ -34,6 +33,7 @@ from tests.oracle.projects import (
     under_all,
 )
 from tests.oracle.ranks import Pools
+from tests.oracle.turns import STAGES
 
 HAS_PSUTIL = find_spec("psutil") is not None
 

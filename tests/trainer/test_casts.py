@@ -15,8 +15,9 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero import ZeROStrategy, estimate
-from tests.oracle.projects import STAGES, Run, fit, under_all
+from tests.oracle.projects import Run, fit, under_all
 from tests.oracle.ranks import Pools
+from tests.oracle.turns import STAGES
 
 
 class Projection(nn.Module):
@@ -117,7 +118,7 @@ def _train(strategy: Any, precision: str, **options: Any) -> Run:
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_a_language_model_has_the_bits_of_ddp(ranks: Pools, precision: str) -> None:
     """Two numbers have one order in which they can be summed."""
-    for by_strategy in ranks(2).run(under_all, _train, precision):
+    for by_strategy in ranks(2).run(under_all, _train, precision, stages=STAGES):
         ddp = by_strategy["ddp"]
         half = "bfloat16" if precision == "bf16-mixed" else "float16"
         outputs, _ = ddp.notes

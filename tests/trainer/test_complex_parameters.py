@@ -16,7 +16,6 @@ from lightning_zero.tensors import named_tensors
 from tests.oracle.models import Block
 from tests.oracle.parity import distance_in_ulps
 from tests.oracle.projects import (
-    STAGES,
     WAYS,
     WIDTH,
     Regression,
@@ -30,6 +29,7 @@ from tests.oracle.projects import (
     wired,
 )
 from tests.oracle.ranks import Pools
+from tests.oracle.turns import STAGES
 
 
 class Rotation(Block):

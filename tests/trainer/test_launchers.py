@@ -15,9 +15,10 @@ import torch
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_zero import ZeROStrategy
-from tests.oracle.launch import Finished, run_forked, run_script, slurm_variables
-from tests.oracle.projects import STAGES, Regression, Run, assert_like_ddp, fit, make_trainer, rows
+from tests.oracle.launch import Finished, run_script, slurm_variables
+from tests.oracle.projects import Regression, Run, assert_like_ddp, fit, make_trainer, rows
 from tests.oracle.ranks import Pools
+from tests.oracle.turns import STAGES
 
 # One process of it is the same run under every launcher, so all print the same digest.
 FIT = """
@@ -83,7 +84,7 @@ def _lines(stdout: str) -> list[str]:
 def test_lightning_starts_the_other_process_of_two_jobs_at_once(digest: str) -> None:
     with ThreadPoolExecutor(2) as jobs:
         for finished in jobs.map(
-            lambda name: run_script(FIT, name, timeout=170), ("zero3", "zero1")
+            lambda name: run_script(FIT, name, timeout=170, fresh=True), ("zero3", "zero1")
         ):
             assert _lines(finished.stdout) == [f"rank 0 {digest}", f"rank 1 {digest}"]
 
@@ -94,13 +95,13 @@ def test_two_nodes_of_torchrun(digest: str) -> None:
 
 
 def test_fork_brings_weights_and_metrics_back(digest: str) -> None:
-    lines = _lines(run_forked(FIT, "fail_fork", "zero3_fork", "zero2_notebook").stdout)
+    lines = _lines(run_script(FIT, "fail_fork", "zero3_fork", "zero2_notebook").stdout)
     assert lines == [f"rank 0 {digest}", f"rank 0 {digest}", "rank 1 gave up"]  # sorted
 
 
 @pytest.mark.slow
 def test_spawn_brings_weights_and_metrics_back(digest: str) -> None:
-    lines = _lines(run_script(FIT, "zero3_fork", "zero1_spawn", timeout=170).stdout)
+    lines = _lines(run_script(FIT, "zero3_fork", "zero1_spawn", timeout=170, fresh=True).stdout)
     assert lines == [f"rank 0 {digest}"] * 2
 
 
@@ -113,9 +114,9 @@ ALONE = [
 @pytest.mark.parametrize(
     ("run", "names"),
     [
-        (functools.partial(run_forked, nproc=1), ALONE),
+        (functools.partial(run_script, nproc=1), ALONE),
         pytest.param(
-            functools.partial(run_script, launcher="plain", timeout=170),
+            functools.partial(run_script, launcher="plain", timeout=170, fresh=True),
             ["zero3_spawn", *ALONE],
             marks=pytest.mark.slow,
         ),
@@ -339,5 +340,5 @@ print("rank", cli.trainer.world_size, type(cli.trainer.strategy).__name__)
 def test_yaml_needs_no_import(tmp_path: Path) -> None:
     config = tmp_path / "zero.yaml"
     config.write_text(QUIET.format(world=1, strategy=BY_PATH.format(stage=3, more="")))
-    finished = run_script(WITHOUT_IMPORT, config, launcher="plain", cwd=tmp_path)
+    finished = run_script(WITHOUT_IMPORT, config, launcher="plain", cwd=tmp_path, fresh=True)
     assert _lines(finished.stdout) == ["rank 1 ZeROStrategy"]

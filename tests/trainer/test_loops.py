@@ -186,11 +186,14 @@ def test_what_is_written(ranks: Pools, tmp_path: Path) -> None:
 
 
 def _profile(stage: int, folder: str) -> tuple[list[str], list[str]]:
-    """Our verbs as torch's profiler recorded them, and those of them that its report shows."""
+    """Our verbs as torch's profiler recorded them, and those of them that its report shows.
+
+    Stages are all one to the others, which time Lightning's own calls.
+    """
     folder = f"{folder}/{stage}-{torch.distributed.get_rank()}"
     profiler = PyTorchProfiler(folder, "torch", export_to_chrome=False, row_limit=-1)
     others = SimpleProfiler(folder, "simple"), AdvancedProfiler(folder, "advanced")
-    for each in (profiler, *others):
+    for each in (profiler, *(others if stage == 3 else ())):
         fit(Regression(), stage, data=(rows(32), rows(8)), profiler=each)
     reports = {path.name: path.read_text() for path in Path(folder).iterdir()}
     for name, report in reports.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import pickle
 import sys
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import lightning_zero
-from tests.oracle.launch import Finished, run_forked, run_python, run_script
+from tests.oracle.launch import Finished, run_python, run_script
 from tests.oracle.ranks import ROOT, Pools
 
 NAMES = "from pytorch_lightning.strategies import StrategyRegistry as R; print('zero3' in R)"
@@ -32,25 +33,29 @@ print(pl.__spec__.loader is pl.__loader__)
 
 
 @pytest.mark.parametrize(
-    ("code", "printed"),
+    ("fresh", "code", "printed"),
     [
         (
+            False,
             f"import lightning_zero\n{LOADED}\n{NAMES}\n{TRAINER}",
             ["False", "True", "True", "False", "2 lightning_zero.mirror.trainer.precision", "True"],
         ),
         (
+            True,
             f"import pytorch_lightning, lightning_zero\n{LOADED}\n{NAMES}",
             ["True", "True"],
         ),
         (
+            False,
             f"import lightning_zero\nlightning_zero.mirror.MemoryMonitor\n{LOADED}\n{NAMES}",
             ["True", "True"],
         ),
     ],
     ids=["later", "before", "by us"],
 )
-def test_names_are_there_when_the_mirror_is(code: str, printed: list[str]) -> None:
-    assert run_python(["-c", code]).stdout.splitlines() == printed
+def test_names_are_there_when_the_mirror_is(fresh: bool, code: str, printed: list[str]) -> None:
+    """A process that is not fresh has imported us, and not the other package."""
+    assert run_python(["-c", code], fresh=fresh).stdout.splitlines() == printed
 
 
 def train(strategy: str, **options: Any) -> dict[str, torch.Tensor]:
@@ -170,8 +175,12 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("run", "strategies"),
     [
-        (run_forked, ["zero2_fork"]),
-        pytest.param(run_script, ["zero3_spawn", "zero2_fork"], marks=pytest.mark.slow),
+        (run_script, ["zero2_fork"]),
+        pytest.param(
+            functools.partial(run_script, fresh=True),
+            ["zero3_spawn", "zero2_fork"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_other_launchers_under_the_mirror(

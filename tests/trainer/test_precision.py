@@ -14,7 +14,6 @@ from torch import Tensor
 from lightning_zero import ZeROPrecision, ZeROStrategy
 from lightning_zero.optimizer.loss_scaler import LossScaler
 from tests.oracle.projects import (
-    STAGES,
     Regression,
     Run,
     assert_like_ddp,
@@ -24,6 +23,7 @@ from tests.oracle.projects import (
     under_all,
 )
 from tests.oracle.ranks import Pools
+from tests.oracle.turns import STAGES
 
 PRECISIONS = {
     "64-true": torch.float64,

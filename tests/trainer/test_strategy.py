@@ -18,7 +18,6 @@ from torch.nn import Parameter
 
 from lightning_zero import ZeROPrecision, ZeROStrategy
 from tests.oracle.projects import (
-    STAGES,
     Regression,
     Run,
     assert_like_ddp,
@@ -29,6 +28,7 @@ from tests.oracle.projects import (
     under_all,
 )
 from tests.oracle.ranks import Pools
+from tests.oracle.turns import STAGES
 
 # ------------------------------------------------------------------------------------ the loops
 

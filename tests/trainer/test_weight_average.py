@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from tests.oracle.projects import (
-    STAGES,
     WIDTH,
     Regression,
     Run,
@@ -31,6 +30,7 @@ from tests.oracle.projects import (
     under_all,
 )
 from tests.oracle.ranks import Pools
+from tests.oracle.turns import STAGES
 
 EPOCHS = 4
 
@@ -155,7 +155,7 @@ def _average_in_mixed_precision(strategy: Any) -> Run:
 
 def test_averages_are_of_masters(ranks: Pools) -> None:
     """Averaging bf16 weights would be off by as much as a whole rounding of bf16."""
-    runs = ranks(2).run(under_all, _average_in_mixed_precision)
+    runs = ranks(2).run(under_all, _average_in_mixed_precision, stages=STAGES)
     for rank in runs:
         for stage in STAGES:
             for key, value in rank["ddp"].params.items():
