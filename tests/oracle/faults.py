@@ -44,9 +44,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_zero.comm.communicator import Communicator
+from tests.oracle.forks import server
 from tests.oracle.models import Blocks
 from tests.oracle.projects import WAYS, WIDTH, Regression, make_trainer, rows, wired
-from tests.oracle.ranks import _environment, server
+from tests.oracle.ranks import _environment
 from tests.oracle.sharded import CPU, adamw, shard
 
 Kind = Literal["raise", "kill", "hang", "stall", "barrier"]

@@ -3,25 +3,30 @@
 Importing torch and Lightning costs a process seconds; a fork costs milliseconds. The ranks of a
 real job are interpreters of their own, whose strings hash and whose objects lie elsewhere, so that
 an order which follows either shows. There are two servers for that: neighbours among the ranks come
-from different ones.
+from different ones. Where several processes run tests, all are served by the two that the process
+which starts them has started.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn
 
 IMPORTED = (
     "torch.distributed.checkpoint",
@@ -31,6 +36,9 @@ IMPORTED = (
     "pytest",
     "lightning_zero",
 )
+SHARED = "PYTEST_SERVERS"
+"""The variable that tells the folder of shared servers' addresses."""
+ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 120.0
 LENGTH_BYTES = 4
 
@@ -72,22 +80,62 @@ class Process:
         self._status.close()
 
 
-class Server:
-    """A process that has imported everything and forks on demand; it ends with this process."""
+@cache
+def server(number: int) -> Server:
+    """Return the server of this number, 0 or 1, which now begins to import if it is new."""
+    shared = os.environ.get(SHARED)
+    return Server(f"{shared or _new_folder()}/{number}", is_new=shared is None)
 
-    def __init__(self, environment: Mapping[str, str], cwd: Path) -> None:
-        self._door, there = socket.socketpair()
+
+def share_servers() -> None:
+    """Start both servers for the processes that this one starts, whose servers they become."""
+    for number in (0, 1):
+        server(number)
+    os.environ[SHARED] = _new_folder()
+
+
+@cache
+def _new_folder() -> str:
+    """The folder of the addresses of servers that this process starts."""
+    folder = tempfile.mkdtemp(prefix="servers-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def without_pytest(environment: Iterable[str]) -> dict[str, str]:
+    """The environment of this process less what pytest put into it."""
+    return {name: os.environ[name] for name in environment if not name.startswith("PYTEST")}
+
+
+class Server:
+    """A process that has imported everything and forks on demand; it ends with its last user.
+
+    Args:
+        address: A path by which it is reached.
+        is_new: Whether it is to be started.
+    """
+
+    def __init__(self, address: str, *, is_new: bool) -> None:
+        if is_new:
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(address)
+                listener.listen()
+                self._start(listener)
+        self._door = socket.socket(socket.AF_UNIX)
+        self._door.connect(address)
+
+    def _start(self, listener: socket.socket) -> None:
         code = "from tests.oracle.forks import main; main()"
-        with there:
-            subprocess.Popen(
-                [sys.executable, "-c", code, str(there.fileno())],
-                cwd=cwd,
-                env={**environment, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
-                pass_fds=[there.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+        own = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(listener.fileno())],
+            cwd=ROOT,
+            env={**without_pytest(os.environ), **own},
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     def start(
         self,
@@ -120,42 +168,50 @@ class Server:
 
 
 def main() -> NoReturn:
-    """Import everything and fork whenever a request comes, until the test process goes away."""
+    """Import everything and fork whenever a request comes, until all test processes are gone."""
     for name in IMPORTED:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # pages that the collector does not touch stay shared
-    door = socket.socket(fileno=int(sys.argv[1]))
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    doors = [listener.accept()[0]]
     wakes, woken = socket.socketpair()
     for end in (wakes, woken):
         end.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
-    running: dict[int, Connection] = {}
-    while True:
-        ready = wait([door, wakes])
+    running: dict[int, Running] = {}
+    while doors:
+        ready = wait([listener, wakes, *doors])
         if wakes in ready:
             with contextlib.suppress(BlockingIOError):
                 wakes.recv(4096)
             _report_ended(running)
-        if door in ready:
+        for door in [door for door in doors if door in ready]:
             if (received := _receive(door)) is None:
-                for pid in running:  # those that are stopped would never see their lifeline end
-                    os.kill(pid, signal.SIGCONT)
-                os._exit(0)
+                doors.remove(door)
+                for pid, (_, asked_by) in running.items():
+                    if asked_by is door:  # stopped ones would never see their lifeline end
+                        os.kill(pid, signal.SIGCONT)
+                door.close()
+                continue
             request, fds = received
             status = Connection(fds.pop())
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for end in (door, wakes, woken, status, *running.values()):
+                statuses = [status, *(each.status for each in running.values())]
+                for end in (listener, *doors, wakes, woken, *statuses):
                     end.close()
                 _be(request, *fds)
             for descriptor in fds:
                 os.close(descriptor)
-            running[pid] = status
+            running[pid] = Running(status, door)
             _send(status, pid)
+        if listener in ready:
+            doors.append(listener.accept()[0])
+    os._exit(0)
 
 
 def _receive(door: socket.socket) -> tuple[bytes, list[int]] | None:
@@ -165,11 +221,18 @@ def _receive(door: socket.socket) -> tuple[bytes, list[int]] | None:
     return door.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL), fds
 
 
-def _report_ended(running: dict[int, Connection]) -> None:
+class Running(NamedTuple):
+    """A process that was forked: where its end is told, and who asked for it."""
+
+    status: Connection
+    door: socket.socket
+
+
+def _report_ended(running: dict[int, Running]) -> None:
     for pid in list(running):
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
-            with running.pop(pid) as remote:
+            with running.pop(pid).status as remote:
                 _send(remote, os.waitstatus_to_exitcode(status))
 
 

@@ -25,8 +25,8 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from tests.oracle.forks import Process
-from tests.oracle.ranks import ROOT, loopback, server, without_pytest
+from tests.oracle.forks import ROOT, Process, server, without_pytest
+from tests.oracle.ranks import loopback
 
 MARK = "LIGHTNING_ZERO_TEST"
 Started = subprocess.Popen[bytes] | Process

@@ -44,7 +44,6 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NoReturn
@@ -53,9 +52,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.oracle.forks import Process, Server
+from tests.oracle.forks import ROOT, Process, Server, server, without_pytest
 
-ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 120.0
 MEET_SECONDS = 20.0
 GRACE_SECONDS = 5.0
@@ -260,12 +258,6 @@ class Rank:
             self.process.stdin.close()
 
 
-@cache
-def server(number: int) -> Server:
-    """Return the server of this number, which now begins to import if it is the first call."""
-    return Server({**without_pytest(os.environ), "PYTHONPATH": str(ROOT)}, cwd=ROOT)
-
-
 def _ready(waiting: list[Rank]) -> list[Rank]:
     wait([rank.connection for rank in waiting], timeout=0.2)
     return [rank for rank in waiting if rank.has_answer()]
@@ -300,11 +292,6 @@ def _environment(index: int, world_size: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",  # never used: the default group exists already
     }
-
-
-def without_pytest(environment: Iterable[str]) -> dict[str, str]:
-    """The environment of this process less what pytest put into it."""
-    return {name: os.environ[name] for name in environment if not name.startswith("PYTEST")}
 
 
 def loopback() -> str:
