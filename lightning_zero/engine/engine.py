@@ -197,7 +197,8 @@ class Engine:
         states, batches = States(optimizer), batches_of(units)
         if offload.optimizer == "nvme" and scratch is not None:
             states = StateFiles(optimizer, batches, scratch, self.comm)
-        return UnitStep(batches, states, self.comm.transport.ledger)
+        ledger, is_split = self.comm.transport.ledger, offload.ratio < 1
+        return UnitStep(batches, states, ledger, is_split=is_split)
 
     def _compare_optimizers(self, *new: Optimizer) -> None:
         """Raise on all ranks if the optimizers differ; all call it, where groups have changed."""

@@ -68,6 +68,7 @@ class UnitStep:
         batches: The pieces that are stepped together, one batch after the other.
         states: Where the states rest, of one of torch's own optimizers that step by element.
         ledger: Counts the time of steps on the host; ``None`` for those on the device.
+        is_split: Whether pieces on the device are stepped too, on this rank or another.
 
     Attributes:
         states: The same.
@@ -75,7 +76,12 @@ class UnitStep:
     """
 
     def __init__(
-        self, batches: Sequence[Sequence[Piece]], states: States, ledger: Ledger | None = None
+        self,
+        batches: Sequence[Sequence[Piece]],
+        states: States,
+        ledger: Ledger | None = None,
+        *,
+        is_split: bool = False,
     ) -> None:
         optimizer = states.optimizer
         name = type(optimizer).__name__
@@ -89,6 +95,7 @@ class UnitStep:
         self.states = states
         self.is_sure = False
         self._ledger = ledger
+        self._is_split = is_split
         self._begin = 0.0
         self._number = {id(piece): n for n, batch in enumerate(batches) for piece in batch}
         self._members: Groups | None = None
@@ -107,7 +114,7 @@ class UnitStep:
         """
         is_fused = False
         optimizer = self.states.optimizer
-        if type(optimizer) not in _FUSED:
+        if type(optimizer) not in (_FUSED_EVERYWHERE if self._is_split else _FUSED):
             return False
         for group in optimizer.param_groups:
             is_open = group.get("fused") is None and group.get("foreach") is None
@@ -115,6 +122,11 @@ class UnitStep:
             can_be = not group.get("differentiable") and not isinstance(group["lr"], Tensor)
             if is_open and can_be and all(map(torch.is_floating_point, group["params"])):
                 group["fused"] = is_fused = True
+                for member in group["params"]:
+                    # A fused step counts where it steps; one from a checkpoint may be elsewhere.
+                    state = optimizer.state.get(member, {})
+                    if isinstance(count := state.get("step"), Tensor):
+                        state["step"] = count.to(member.device)
         return is_fused
 
     def take(self, pieces: Iterable[Piece]) -> None:
@@ -245,5 +257,6 @@ def _ids(groups: Groups) -> list[int]:
     return [id(member) for members in groups for member in members]
 
 
-_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-"""What has a fused step on CPUs."""
+_FUSED_EVERYWHERE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+_FUSED = (*_FUSED_EVERYWHERE, torch.optim.Adagrad)
+"""What has a fused step on accelerators too, and what has one on CPUs."""

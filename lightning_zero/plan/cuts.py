@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 from lightning_zero.plan.layout import Layout
 
 
-class Cuts:
-    """Cuts the shards of a rank, one after the other, so that in all a share is offloaded.
+def cuts_of(layouts: Sequence[Layout], ratio: float, rank: int) -> list[int]:
+    """Return how many elements of each of a rank's shards go, so that in all a share does.
 
     Of a shard the first elements go and the others stay. A piece is not cut, as an optimizer has
-    one state for it, so a cut is at the nearest end of a piece, and the shards behind make up for
-    what is too much or too little. Trainable and frozen ones are counted apart::
+    one state for it, so a cut is at the nearest end of a piece. Shards of large pieces are cut
+    first, and the others make up for what is too much or too little, each for its part::
 
-        ratio 0.3   | go |  stay        | go    | stay     | stay      | go ...
-        shards      | unit 0            | unit 1           | unit 2    | unit 3
-
-    Args:
-        ratio: The share.
-        rank: Whose shards.
+        ratio 0.3   | go |  stay        | go      | stay     | stay      |
+        shards      | unit 0            | unit 1             | embedding |
     """
-
-    def __init__(self, ratio: float, rank: int) -> None:
-        self._ratio = ratio
-        self._rank = rank
-        # Elements that are still to go, by whether they are trainable.
-        self._owed = {True: 0.0, False: 0.0}
-
-    def of(self, layout: Layout, *, trainable: bool) -> int:
-        """Return how many elements of the next shard go."""
-        wanted = self._owed[trainable] + self._ratio * layout.shard_numel
+    ends = [sorted(layout.ends(rank), reverse=True) for layout in layouts]
+    largest = [max(b - a for b, a in pairwise(places)) for places in ends]
+    found = [0] * len(layouts)
+    rest = sum(layout.shard_numel for layout in layouts)
+    to_go = ratio * rest
+    for number in sorted(range(len(layouts)), key=largest.__getitem__, reverse=True):
+        numel = layouts[number].shard_numel
+        wanted = to_go * numel / max(1, rest)
         # Of two that are as near the later one: what is offloaded was too large for the device.
-        ends = sorted(layout.ends(self._rank), reverse=True)
-        found = min(ends, key=lambda end: abs(end - wanted))
-        self._owed[trainable] = wanted - found
-        return found
+        found[number] = min(ends[number], key=lambda end: abs(end - wanted))
+        to_go, rest = to_go - found[number], rest - numel
+    return found

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from lightning_zero.plan.casts import uncast_parameters
-from lightning_zero.plan.cuts import Cuts
+from lightning_zero.plan.cuts import cuts_of
 from lightning_zero.plan.layout import Layout
 from lightning_zero.plan.plan import Medium, Plan
 from lightning_zero.plan.settings import Settings
@@ -67,14 +67,21 @@ class UnitSpec(NamedTuple):
 def with_cuts(
     specs: list[UnitSpec], ratio: float, *, num_shards: int, num_copies: int, rank: int
 ) -> list[UnitSpec]:
-    """Return units of whose shards on a rank of a copy a share is offloaded."""
+    """Return units of whose shards on a rank of a copy a share is offloaded.
+
+    Trainable and frozen ones are counted apart.
+    """
     if ratio == 1:
         return specs
-    cuts = Cuts(ratio, rank)
+    found: dict[int, int] = {}
+    for trainable in (True, False):
+        flats = [f for spec in specs for f in spec.flat_parameters if f.trainable is trainable]
+        layouts = [flat.layout(num_shards, num_copies) for flat in flats]
+        cuts = cuts_of(layouts, ratio, rank)
+        found.update((id(flat), cut) for flat, cut in zip(flats, cuts, strict=True))
 
     def cut(flat: FlatSpec) -> FlatSpec:
-        layout = flat.layout(num_shards, num_copies)
-        return flat._replace(num_away=cuts.of(layout, trainable=flat.trainable))
+        return flat._replace(num_away=found[id(flat)])
 
     return [spec._replace(flat_parameters=[*map(cut, spec.flat_parameters)]) for spec in specs]
 

@@ -128,6 +128,42 @@ def near_the_ratio(
     assert held["gradients"] == held["host gradients"] == 0
 
 
+def stepped(name: str) -> tuple[list[set[str]], list[Any]]:
+    """The memories of each call of the kernel in a step, and what groups say of fused steps."""
+    found: list[set[str]] = []
+    case = MODELS["transformer"]
+    model = case.build()
+    kernel = getattr(torch, name)
+    with beside_the_host() as memories:
+
+        def noting(params: list[Tensor], *args: Any, **more: Any) -> Any:
+            found.append({memories.colour(one) for one in params})
+            return kernel(params, *args, **more)
+
+        engine = shard(model, offload=Offload("cpu", "cpu", 0.5))
+        optimizers = [
+            torch.optim.SGD(model.parameters(), 0.1),
+            torch.optim.Adagrad([nn.Parameter()]),
+        ]
+        for optimizer in optimizers:
+            engine.adopt(optimizer)
+        case.loss(model, case.batch(4, 0)).backward()
+        with mock.patch.object(torch, name, noting):
+            optimizers[0].step()
+        engine.close()
+    return found, [optimizer.param_groups[0]["fused"] for optimizer in optimizers]
+
+
+def test_the_devices_share_is_stepped_first(ranks: Pools) -> None:
+    [(found, fused)] = ranks(1).run(stepped, "_fused_sgd_")
+    first, *others = found
+    assert first == {"device"}
+    assert len(others) > 1
+    assert all(memories == {"host"} for memories in others)
+    # Adagrad has a fused step on CPUs only.
+    assert fused == [True, None]
+
+
 def in_copies() -> None:
     for stage, policy in ((2, "reduce"), (3, "local")):
         compare(stage, momentum, [0.6], shard=2, accumulate=2, policy=policy)
