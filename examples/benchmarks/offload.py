@@ -2,6 +2,7 @@
 
     python examples/benchmarks/offload.py                     # a model of 2 GB
     python examples/benchmarks/offload.py --megabytes 100 --rounds 2
+    python examples/benchmarks/offload.py --deepspeed PYTHON --accelerate PYTHON
 
 In each round, one after the other:
 
@@ -13,7 +14,16 @@ In each round, one after the other:
   forgotten before. The limit is the larger of the disk's time and of the computation's.
 * ``step in memory``, ``step in files``: an AdamW step over all elements. The limit is the larger of
   the disk's time, for what the step's ledger says that it read and wrote at once, and of a step in
-  memory. Masters are mapped, and the system writes them when it likes: they are not in the limit.
+  memory. Masters are mapped, and the system writes them when it likes: they are not in the limit,
+  and before each measurement it writes what others have left.
+* ``training in memory``, ``training in files``: forward and backward of one token, and the step.
+* ``fused step``, ``step by unit``: the same step of torch's own optimizer over the same pieces in
+  memory, at once and as it is stepped on an accelerator's host.
+
+With the interpreter of an environment that has DeepSpeed or accelerate, also, in the same rounds:
+
+* ``DeepSpeed step``, ``DeepSpeed training``: of its stage 3, with optimizer states on NVMe.
+* ``accelerate, 1 token`` and ``512``: the forward of its ``disk_offload``.
 
 Medians count; ranges are of all rounds.
 """
@@ -21,6 +31,7 @@ Medians count; ranges are of all rounds.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import statistics
@@ -31,15 +42,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from disk_contenders import Contender
 from machine import description
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint import ModuleLoad, read_safetensors, write_safetensors
 from lightning_zero.comm import StagingMemory, StepTimes
 from lightning_zero.engine import Engine
+from lightning_zero.optimizer import States, UnitStep
 from lightning_zero.plan import Offload, Settings
 
 TOKENS = (1, 512)
+ON_PIECES = ("fused step", "step by unit")
+DEEPSPEED = {"step": "DeepSpeed step", "train": "DeepSpeed training"}
 _REQUEST = 4 * 2**20
 
 
@@ -116,11 +131,28 @@ class Stepping:
         self.engine = Engine(model(width, depth), settings)
         self.optimizer = torch.optim.AdamW(self.engine.module.parameters(), 1e-4, fused=True)
         self.engine.adopt(self.optimizer)
-        self.engine.module(torch.ones(1, width)).sum().backward()
-        self.optimizer.step()
+        self._token = torch.ones(1, width)
+        self.train()
 
     def step(self) -> None:
         self.optimizer.step()
+
+    def train(self) -> None:
+        self.optimizer.zero_grad()
+        self.engine.module(self._token).sum().backward()
+        self.optimizer.step()
+
+    def on_pieces(self) -> tuple[Callable[[], object], Callable[[], object]]:
+        """The step of another optimizer over the pieces: at once, and unit by unit."""
+        optimizer = torch.optim.AdamW(self.engine.sharded.pieces, 1e-4, fused=True)
+        unit_step = UnitStep(self.engine.sharded.pieces_of_units, States(optimizer))
+
+        def by_unit() -> None:
+            unit_step.begin()
+            optimizer.step()
+            unit_step.end()
+
+        return optimizer.step, by_unit
 
 
 @torch.no_grad()
@@ -128,8 +160,11 @@ def forward(module: nn.Module, tokens: Tensor) -> None:
     module(tokens)
 
 
+Contenders = dict[str, Contender]
+
+
 def measured(
-    folder: str, width: int, depth: int, rounds: int
+    folder: str, width: int, depth: int, rounds: int, others: Contenders
 ) -> tuple[dict[str, list[float]], float, StepTimes]:
     """Seconds of each contender, by round; the part of the disk's that steps move; their times."""
     path = Path(folder) / "weights.safetensors"
@@ -146,13 +181,18 @@ def measured(
     stream = streaming(path, files, width, depth)
     places = {"in memory": memory, "in files": files}
     steps = {name: Stepping(settings, width, depth) for name, settings in places.items()}
+    on_pieces = dict(zip(ON_PIECES, steps["in memory"].on_pieces(), strict=True))
     found: dict[str, list[float]] = {}
 
     def note(name: str, function: Callable[[], object]) -> None:
+        os.sync()  # what others have left to be written is not to be in the way
         found.setdefault(name, []).append(timed(function))
 
-    # What the set-up has written is not to be in anybody's way.
-    os.sync()
+    def note_other(name: str, label: str, what: str) -> None:
+        if name in others:
+            os.sync()
+            found.setdefault(label, []).append(others[name].measure(what))
+
     # The first round is left out: checksums are compared in it, and the order of units is learned.
     for _ in range(rounds + 1):
         note("disk reads", disk.read)
@@ -162,13 +202,26 @@ def measured(
             note(f"compute, {count} tokens", functools.partial(forward, whole, tokens))
             forget(path)
             note(f"stream, {count} tokens", functools.partial(forward, stream.module, tokens))
+            note_other("accelerate", f"accelerate, {count} tokens", str(count))
         for name, stepping in steps.items():
             note(f"step {name}", stepping.step)
+        for name, step in on_pieces.items():
+            note(name, step)
+        for name, stepping in steps.items():
+            note(f"training {name}", stepping.train)
+        for what, label in DEEPSPEED.items():
+            note_other("deepspeed", label, what)
     times = steps["in files"].engine.comm.step_times
     for engine in (stream, *(stepping.engine for stepping in steps.values())):
         engine.close(restore=False)
     share = times.bytes_read / of_states.nbytes
     return {name: seconds[1:] for name, seconds in found.items()}, share, times
+
+
+def compare(name: str, seconds: list[float], others: list[float]) -> None:
+    """Print the ratios of rounds."""
+    ratios = [one / other for one, other in zip(seconds, others, strict=True)]
+    print(f"{name}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
 
 
 def report(found: dict[str, list[float]], share: float, times: StepTimes) -> None:
@@ -182,13 +235,16 @@ def report(found: dict[str, list[float]], share: float, times: StepTimes) -> Non
         for count in TOKENS
     }
     disk = [share * seconds for seconds in found["disk reads and writes"]]
-    limits["step in files"] = (disk, found["step in memory"])
+    for doing in ("step", "training"):
+        limits[f"{doing} in files"] = (disk, found[f"{doing} in memory"])
     for name, both in limits.items():
-        ratios = [mine / max(limit) for mine, *limit in zip(found[name], *both, strict=True)]
-        print(
-            f"{name}: {statistics.median(ratios):.2f} of the limit"
-            f" ({min(ratios):.2f} to {max(ratios):.2f})"
-        )
+        compare(f"{name} to the limit", found[name], [*map(max, *both)])
+    compare("step by unit to fused step", *(found[name] for name in reversed(ON_PIECES)))
+    rivals = {f"accelerate, {count} tokens": f"stream, {count} tokens" for count in TOKENS}
+    rivals |= {f"DeepSpeed {doing}": f"{doing} in files" for doing in ("step", "training")}
+    for theirs, ours in rivals.items():
+        if theirs in found:
+            compare(f"{theirs} to {ours}", found[theirs], found[ours])
     print(
         f"a step in files: {middle['step in files'] / middle['step in memory']:.2f} of one in"
         f" memory; it reads {times.bytes_read / 1e9:.2f} GB at {times.read_speed / 1e9:.2f} GB/s"
@@ -203,14 +259,20 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", default=".", help="a folder on the disk that is measured")
+    for name in ("deepspeed", "accelerate"):
+        parser.add_argument(f"--{name}", help=f"an interpreter that has {name}, to compare with it")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    depth = max(1, options.megabytes * 10**6 // (4 * options.width**2))
-    print(
-        f"{description()}; {depth} layers, {4 * depth * options.width**2 / 1e9:.2f} GB of weights"
-    )
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        report(*measured(folder, options.width, depth, options.rounds))
+    width, depth = options.width, max(1, options.megabytes * 10**6 // (4 * options.width**2))
+    print(f"{description()}; {depth} layers, {4 * depth * width**2 / 1e9:.2f} GB of weights")
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder))
+        others: Contenders = {}
+        for name in ("deepspeed", "accelerate"):
+            if (python := getattr(options, name)) is not None:
+                others[name] = Contender(python, name, folder, width, depth)
+                stack.callback(others[name].close)
+        report(*measured(folder, width, depth, options.rounds, others))
 
 
 if __name__ == "__main__":

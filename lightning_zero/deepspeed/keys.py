@@ -59,7 +59,7 @@ _OFFLOAD_SWITCH = "blocks say what is offloaded: write `offload_optimizer` and `
 _ZENFLOW = "every step is whole: nothing is stepped later than the rest; take the key out"
 _MEDIUM = "`none`, `cpu` (the host of an accelerator) or `nvme`"
 _MAPPED = "files are mapped, and the system decides what it keeps in memory"
-_STAGED = "states in files are always read and written beside the step, three batches in memory"
+_STAGED = "states in files are always read and written beside the step, six batches in memory"
 _PATH = "`offload_path`; without offload to `nvme` it is refused"
 
 _OFFLOAD_BLOCK = {

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_zero.comm import in_pages
 from lightning_zero.memory.terms import PieceTerms
 from lightning_zero.optimizer import (
+    Part,
     StateBytes,
     Way,
     batches_of,
@@ -85,26 +86,28 @@ class OptimizerStates:
         ``units`` are the pieces of a rank. Optimizers step one after the other.
         """
         batches = batches_of(units)
-        known = {id(piece.parameter) for batch in batches for piece in batch}
+        known = {id(piece.parameter) for unit in units for piece in unit}
         most = 0
         for held in self._members:
             ids = set(map(id, held))
-            of_batches = [[p for p in batch if id(p.parameter) in ids] for batch in batches]
+            of_batches = [
+                [part for part in batch if id(part.piece.parameter) in ids] for batch in batches
+            ]
             sizes = [self._bytes_in_files(batch) for batch in of_batches if batch]
             # What no engine holds is stepped in a batch of its own.
             sizes += [0] if ids - known else []
             most = max(most, staging_bytes(sizes) if sizes else 0)
         return most
 
-    def _bytes_in_files(self, pieces: Iterable[PieceTerms]) -> int:
+    def _bytes_in_files(self, batch: Iterable[Part[PieceTerms]]) -> int:
         """Return the bytes of the blocks in which the states of a batch lie."""
         sizes: Counter[torch.dtype] = Counter()
         num_entries: dict[torch.dtype, int] = {}
-        for piece in pieces:
-            own, dtype = piece.parameter, piece.parameter.dtype
+        for part in batch:
+            own, dtype = part.piece.parameter, part.piece.parameter.dtype
             state = self._by_parameter.get(id(own))
-            if own.requires_grad and piece.numel and isinstance(state, StateBytes):
-                sizes[dtype] += piece.nbytes
+            if own.requires_grad and part.nbytes and isinstance(state, StateBytes):
+                sizes[dtype] += part.nbytes
                 num_entries[dtype] = max(num_entries.get(dtype, 0), state.num_entries(dtype))
         return sum(num_entries[dtype] * in_pages(size) for dtype, size in sizes.items())
 

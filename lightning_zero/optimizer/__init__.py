@@ -5,6 +5,7 @@ pieces       how an optimizer's groups are pointed at pieces, and its states cut
 owners       steps of whole parameters, for optimizers that mix their elements
 unit_step    steps unit by unit
 states       where the states of such steps rest: memory, or files
+batches      the parts of pieces that are stepped together from files
 staging      memory and threads for what such a step reads from files, and writes back
 rounding     such steps in fp32 of what rests in bf16, rounded by chance
 own_form     state dicts in a form of an optimizer's own, as of wrappers
@@ -18,6 +19,7 @@ loss_scaler  dynamic loss scaling
 ============ ===================================================================================
 """
 
+from lightning_zero.optimizer.batches import Part, batches_of
 from lightning_zero.optimizer.hooks import OptimizerHooks, Removable
 from lightning_zero.optimizer.loss_scaler import LossScaler
 from lightning_zero.optimizer.own_form import own_form_of, whole_members
@@ -36,7 +38,7 @@ from lightning_zero.optimizer.pieces import (
 from lightning_zero.optimizer.probe import way_of
 from lightning_zero.optimizer.rounding import RoundedStates
 from lightning_zero.optimizer.staging import staging_bytes
-from lightning_zero.optimizer.states import StateFiles, States, batches_of
+from lightning_zero.optimizer.states import StateFiles, States
 from lightning_zero.optimizer.taint import Way
 from lightning_zero.optimizer.twin import bare, with_inner
 from lightning_zero.optimizer.unit_step import UnitStep, require_whole_steps, unit_step_of
@@ -44,6 +46,7 @@ from lightning_zero.optimizer.unit_step import UnitStep, require_whole_steps, un
 __all__ = [
     "LossScaler",
     "OptimizerHooks",
+    "Part",
     "Removable",
     "RoundedStates",
     "StateBytes",

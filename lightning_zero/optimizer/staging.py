@@ -1,11 +1,14 @@
 """Staging memory for what a step reads from files and writes back, batch by batch, by threads.
 
-Three slots take turns: one is read to, one stepped in, one written from. They are there while a
-step goes on only::
+Slots take turns. Each is read to, stepped in, written from, and read to again as soon as it is
+written, so that the disk never waits for the step as long as there is something to do. With three
+of them::
 
-    reader    0 | 1 | 2 | 3 |
-    step          0 | 1 | 2 | 3
-    writer            0 | 1 | 2 | 3
+    slot 0    read 0 | step 0 | write 0 | read 3 | step 3 | ...
+    slot 1    read 1          | step 1  | write 1 | read 4 | ...
+    slot 2    read 2                    | step 2  | write 2 | ...
+
+They are there while a step goes on only.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +25,7 @@ from torch import Tensor
 
 from lightning_zero.comm import PAGE, Ledger, StagedFile, StagingMemory
 
-NUM_SLOTS = 3
+NUM_SLOTS = 6
 _NUM_THREADS = 2
 _REQUEST = 4 * 2**20
 assert _REQUEST % PAGE == 0
@@ -54,11 +58,15 @@ class Requests:
         self._begin = 0.0
         self._seconds = 0.0
 
-    def start(self, block: Block, start: int, part: memoryview) -> Future[None]:
-        """Start a request of a part of a block, ``start`` bytes into it."""
-        return self._threads.submit(self._run, block.file, block.start + start, part)
+    def start(
+        self, block: Block, start: int, part: memoryview, before: Sequence[Future[None]]
+    ) -> Future[None]:
+        """Start a request of a part of a block, ``start`` bytes into it, when others have ended."""
+        return self._threads.submit(self._run, before, block.file, block.start + start, part)
 
-    def _run(self, *what: Any) -> None:
+    def _run(self, before: Sequence[Future[None]], *what: Any) -> None:
+        for one in before:
+            one.result()
         with self._lock:
             if not self._num_running:
                 self._begin = time.perf_counter()
@@ -94,12 +102,21 @@ class Slot:
         start = self.places[block] + offset
         return self._memory.tensor[start : start + numel * dtype.itemsize].view(dtype)
 
-    def move(self, requests: Requests) -> None:
-        """Start to read all blocks, or to write them."""
+    def read(self, blocks: Sequence[Block], readers: Requests) -> None:
+        """Start to read blocks, when what was in the slot is written."""
+        ends = [*accumulate((block.nbytes for block in blocks), initial=0)]
+        self.places = dict(zip(blocks, ends, strict=False))
+        self._move(readers, [*self._pending])
+
+    def write(self, writers: Requests) -> None:
+        """Start to write what was read."""
+        self._move(writers, ())
+
+    def _move(self, requests: Requests, before: Sequence[Future[None]]) -> None:
         for block, place in self.places.items():
             for start in range(0, block.nbytes, _REQUEST):
                 part = self._memory.part(place + start, min(_REQUEST, block.nbytes - start))
-                self._pending.append(requests.start(block, start, part))
+                self._pending.append(requests.start(block, start, part, before))
 
     def wait(self) -> None:
         """Return when what was started has ended.
@@ -133,12 +150,11 @@ class Staging:
         self._next = 0
 
     def open(self, batches: Sequence[Sequence[Block]]) -> None:
-        """Make room for the largest batch three times, and start to read the first."""
+        """Make slots with room for the largest batch, and start to read the first batches."""
         self._batches, self._next = batches, 0
         sizes = [sum(block.nbytes for block in batch) for batch in batches]
-        largest = max(sizes)
+        largest, num_slots = max(sizes), min(NUM_SLOTS, len(batches))
         self._ledger.stage(staging_bytes(sizes))
-        num_slots = min(NUM_SLOTS, len(batches))
         try:
             self._slots = [Slot(largest) for _ in range(num_slots)]
         except OSError as error:
@@ -146,18 +162,22 @@ class Staging:
                 f"A step from files stages {num_slots} times the states of its largest batch:"
                 f" {num_slots} x {largest:,} bytes of memory, which are not there."
             ) from error
-        self._read(0)
+        for slot, blocks in zip(self._slots, batches, strict=False):
+            slot.read(blocks, self._readers)
 
-    def _read(self, number: int) -> None:
-        """Start to read a batch, when what was in its slot is written."""
-        slot = self._slots[number % len(self._slots)]
+    def fetch(self) -> Slot:
+        """Return the slot of the next batch, which is read."""
+        slot = self._slots[self._next % len(self._slots)]
+        self._next += 1
         self._wait(slot)
-        places, end = {}, 0
-        for block in self._batches[number]:
-            places[block] = end
-            end += block.nbytes
-        slot.places = places
-        slot.move(self._readers)
+        return slot
+
+    def flush(self, slot: Slot) -> None:
+        """Start to write the batch that was fetched last, and to read another behind it."""
+        slot.write(self._writers)
+        behind = self._next - 1 + len(self._slots)
+        if behind < len(self._batches):
+            slot.read(self._batches[behind], self._readers)
 
     def _wait(self, slot: Slot) -> None:
         begin = time.perf_counter()
@@ -165,19 +185,6 @@ class Staging:
             slot.wait()
         finally:
             self._ledger.spend("waiting", time.perf_counter() - begin)
-
-    def fetch(self) -> Slot:
-        """Return the slot of the next batch, which is read; start to read the one behind."""
-        number, self._next = self._next, self._next + 1
-        if self._next < len(self._batches):
-            self._read(self._next)
-        slot = self._slots[number % len(self._slots)]
-        self._wait(slot)
-        return slot
-
-    def flush(self, slot: Slot) -> None:
-        """Start to write a batch that was stepped."""
-        slot.move(self._writers)
 
     def close(self) -> None:
         """Wait until all is written, and give the slots' memory back.

@@ -10,46 +10,20 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.comm import Communicator, Scratch, StagedFile, in_pages
+from lightning_zero.optimizer.batches import Part
 from lightning_zero.optimizer.pieces import FindPiece, state_bytes
 from lightning_zero.optimizer.staging import Block, Slot, Staging
 from lightning_zero.parameters import Piece
 from lightning_zero.tensors import lasting_tensors, span
-
-_BATCH_BYTES = 32 * 2**20
-"""From so many bytes of pieces on a batch is large enough for the disk to run at its speed."""
-
-
-class HasBytes(Protocol):
-    """A piece, or what stands for one."""
-
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-
-
-Sized = TypeVar("Sized", bound=HasBytes)
-
-
-def batches_of(units: Iterable[Sequence[Sized]]) -> list[list[Sized]]:
-    """Return the pieces of units in batches that are stepped together; large units in several."""
-    batches: list[list[Sized]] = []
-    for unit in units:
-        nbytes = _BATCH_BYTES
-        for piece in unit:
-            if nbytes >= _BATCH_BYTES:
-                batches.append([])
-                nbytes = 0
-            batches[-1].append(piece)
-            nbytes += piece.nbytes
-    return batches
 
 
 class States:
@@ -107,32 +81,43 @@ class States:
         """End a step, also one that failed: all states rest."""
 
 
-class _Home(NamedTuple):
-    """The place of an entry of a piece's state in a file."""
+class _Place(NamedTuple):
+    """The place of a part's numbers in a block."""
 
     block: Block
     offset: int
     numel: int
+
+
+class _Home(NamedTuple):
+    """The place of an entry of a piece's state in a file: one after the other those of its parts.
+
+    Attributes:
+        places: Those of the parts, by the number of their batch.
+    """
+
+    file: StagedFile
+    start: int
+    numel: int
     dtype: torch.dtype
+    places: dict[int, _Place]
 
     def mapped(self) -> Tensor:
         """Return a new view of it: whoever has an earlier one may have pointed it elsewhere."""
-        start = self.block.start + self.offset
         with lasting_tensors():
-            content = self.block.file.mapped[start : start + self.numel * self.dtype.itemsize]
+            content = self.file.mapped[self.start : self.start + self.numel * self.dtype.itemsize]
             return content.view(self.dtype)
 
-    def staged(self, slot: Slot) -> Tensor | None:
-        """Return a view of it in a slot, if it is there."""
-        if self.block not in slot.places:
+    def staged(self, slot: Slot, number: int) -> Tensor | None:
+        """Return a view of the part in a batch, if it is in a slot."""
+        block, offset, numel = self.places[number]
+        if block not in slot.places:
             return None
-        return slot.view(self.block, self.offset, self.numel, self.dtype)
+        return slot.view(block, offset, numel, self.dtype)
 
     def is_shown_by(self, value: Tensor) -> bool:
         """Return whether ``value`` is a view of it."""
-        return (
-            value.data_ptr() == self.block.file.mapped[self.block.start :].data_ptr() + self.offset
-        )
+        return value.data_ptr() == self.file.mapped[self.start :].data_ptr()
 
 
 class StateFiles(States):
@@ -140,7 +125,7 @@ class StateFiles(States):
 
     Args:
         optimizer: The user's.
-        batches: The pieces that are stepped together.
+        batches: The parts of pieces that are stepped together.
         scratch: Where the files are.
         comm: The ranks.
 
@@ -151,13 +136,13 @@ class StateFiles(States):
     def __init__(
         self,
         optimizer: Optimizer,
-        batches: Sequence[Sequence[Piece]],
+        batches: Sequence[Sequence[Part[Piece]]],
         scratch: Scratch,
         comm: Communicator,
     ) -> None:
         super().__init__(optimizer)
         self._batches = batches
-        self._number = {id(piece): n for n, batch in enumerate(batches) for piece in batch}
+        self._in_batches = {id(part.piece) for batch in batches for part in batch}
         self._scratch = scratch
         self._comm = comm
         self.label = type(optimizer).__name__
@@ -165,6 +150,7 @@ class StateFiles(States):
         self._taken: set[int] = set()
         self._staging = Staging(comm.transport.ledger)
         self._fetched: tuple[int, Slot] | None = None
+        self._lent: tuple[Part[Piece], Parameter] | None = None
 
     @property
     @override
@@ -178,10 +164,12 @@ class StateFiles(States):
         nbytes = 0
         for group in self.optimizer.param_groups:
             found = [find_piece(p) for p in group["params"] if not isinstance(p, Piece)]
+            new = {id(piece) for piece in found if piece is not None and piece.requires_grad}
             sizes: Counter[tuple[torch.dtype, int]] = Counter()
-            for piece in found:
-                if piece is not None and piece.requires_grad and id(piece) in self._number:
-                    sizes[piece.dtype, self._number[id(piece)]] += piece.nbytes
+            for number, batch in enumerate(self._batches):
+                for part in batch:
+                    if id(part.piece) in new:
+                        sizes[part.piece.dtype, number] += part.nbytes
             for dtype in {dtype for dtype, _ in sizes}:
                 num_entries = state_bytes(self.optimizer, group, dtype).num_entries(dtype)
                 pages = sum(in_pages(size) for (kind, _), size in sizes.items() if kind is dtype)
@@ -195,45 +183,43 @@ class StateFiles(States):
     @override
     @torch.no_grad()
     def _rest(self, key: str, value: Any, piece: Piece) -> Any:
-        if not is_of_elements(key, value, piece) or id(piece) not in self._number:
+        if not is_of_elements(key, value, piece) or id(piece) not in self._in_batches:
             return super()._rest(key, value, piece)
-        homes = self._homes.setdefault((key, value.dtype), {})
-        if id(piece) not in homes:
-            self._make_homes(homes, value.dtype, piece)
-        home = homes[id(piece)]
+        home = self._home_of(key, value.dtype, piece)
         return value if home.is_shown_by(value) else home.mapped().copy_(value)
 
-    def _home(self, key: str, value: Tensor, piece: Piece) -> _Home | None:
-        """Return the home of an entry, if it has one."""
-        return self._homes.get((key, value.dtype), {}).get(id(piece))
+    def _home_of(self, key: str, dtype: torch.dtype, piece: Piece) -> _Home:
+        """Return the home of an entry, which is made if there is none."""
+        homes = self._homes.setdefault((key, dtype), {})
+        if id(piece) not in homes:
+            self._make_homes(homes, dtype, piece)
+        return homes[id(piece)]
 
     def _make_homes(self, homes: dict[int, _Home], dtype: torch.dtype, piece: Piece) -> None:
         """Make a file for an entry of the states of a piece, and of all others that may have it."""
-        new = [
-            [
-                one
-                for one in batch
-                if one is piece
-                or (
-                    id(one) in self._taken
-                    and id(one) not in homes
-                    and one.dtype is piece.dtype
-                    # Who is frozen has states seldom, but then all others may too.
-                    and (one.requires_grad or not piece.requires_grad)
-                    and one.numel()
-                )
-            ]
-            for batch in self._batches
-        ]
-        sizes = [in_pages(sum(one.numel() for one in batch) * dtype.itemsize) for batch in new]
+
+        def may_have(one: Piece) -> bool:
+            return one is piece or (
+                id(one) in self._taken
+                and id(one) not in homes
+                and one.dtype is piece.dtype
+                # Who is frozen has states seldom, but then all others may too.
+                and (one.requires_grad or not piece.requires_grad)
+                and one.numel() > 0
+            )
+
+        new = [[part for part in batch if may_have(part.piece)] for batch in self._batches]
+        ratio = dtype.itemsize / piece.dtype.itemsize
+        sizes = [in_pages(int(ratio * sum(part.nbytes for part in batch))) for batch in new]
         file, start = StagedFile(self._scratch, sum(sizes)), 0
-        for batch, size in zip(new, sizes, strict=True):
-            if not batch:
-                continue
+        for number, (batch, size) in enumerate(zip(new, sizes, strict=True)):
             block, offset = Block(file, start, size), 0
-            for one in batch:
-                homes[id(one)] = _Home(block, offset, one.numel(), dtype)
-                offset += one.numel() * dtype.itemsize
+            for part in batch:
+                one, numel = part.piece, part.nbytes // part.piece.dtype.itemsize
+                home = _Home(file, start + offset, one.numel(), dtype, {})
+                home = homes.setdefault(id(one), home)
+                home.places[number] = _Place(block, offset, numel)
+                offset += numel * dtype.itemsize
             start += size
 
     # -- a step ----------------------------------------------------------------------------------
@@ -249,14 +235,12 @@ class StateFiles(States):
     def _blocks_in_use(self, number: int) -> list[Block]:
         """Return where the states of a batch rest; those that were replaced lie nowhere else."""
         found: dict[Block, None] = {}
-        for state, key, value, piece in self._entries(number):
-            home = self._home(key, value, piece)
-            if home is None:
-                continue
-            found[home.block] = None
-            if not home.is_shown_by(value):
-                # It may show the home of another, which changes before its batch is stepped.
-                state[key] = value.clone()
+        for part, state in self._states(number):
+            for key, value, home in self._in_files(state, part.piece):
+                found[home.places[number].block] = None
+                if not home.is_shown_by(value) and not part.start:
+                    # It may show the home of another, which changes before its batch is stepped.
+                    state[key] = value.clone()
         return [*found]
 
     @override
@@ -265,11 +249,46 @@ class StateFiles(States):
     def fetch(self, number: int) -> None:
         slot = self._staging.fetch()
         self._fetched = number, slot
-        for state, key, value, piece in self._entries(number):
-            home = self._home(key, value, piece)
-            if home is not None and (staged := home.staged(slot)) is not None:
+        for part, state in self._states(number):
+            if not part.is_cut:
+                state.update(self._staged(number, slot, part, state))
+        for part in self._batch(number):
+            if part.is_cut:
+                self._lend(number, slot, part)
+
+    def _staged(
+        self, number: int, slot: Slot, part: Part[Piece], state: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
+        """Return those entries of a part's state in staging memory that are to be there."""
+        found = {}
+        for key, value, home in self._in_files(state, part.piece):
+            if (staged := home.staged(slot, number)) is not None:
                 # Who has replaced it between steps has left the file behind.
-                state[key] = staged if home.is_shown_by(value) else staged.copy_(value)
+                is_home = home.is_shown_by(value)
+                found[key] = staged if is_home else staged.copy_(_cut(value, part))
+        return found
+
+    def _lend(self, number: int, slot: Slot, part: Part[Piece]) -> None:
+        """Let the optimizer step a part in the place of the piece, with its gradient and state."""
+        piece, states = part.piece, self.optimizer.state
+        grad = piece.grad
+        stand_in = Parameter(_cut(piece.detach(), part), requires_grad=False)
+        for group in self.optimizer.param_groups:
+            for index, member in enumerate(group["params"]):
+                if member is piece:
+                    group["params"][index] = stand_in
+                    self._lent = part, stand_in
+        if self._lent is None or grad is None:
+            return
+        stand_in.grad = _cut(grad, part)
+        if piece in states:
+            # Each part takes the same step: all but the last count for themselves.
+            states[stand_in] = {
+                key: value.clone() if isinstance(value, Tensor) and not part.is_last else value
+                for key, value in states[piece].items()
+                if not is_of_elements(key, value, piece)
+            }
+            states[stand_in].update(self._staged(number, slot, part, states[piece]))
 
     @override
     @span("flush")
@@ -277,37 +296,84 @@ class StateFiles(States):
     def flush(self, number: int) -> None:
         assert self._fetched is not None
         _, slot = self._fetched
-        for state, key, value, piece in self._entries(number):
-            home = self._home(key, value, piece)
-            if home is None or (staged := home.staged(slot)) is None:
-                state[key] = self._rest(key, value, piece)  # it is new
-                continue
-            if value.data_ptr() != staged.data_ptr():
-                staged.copy_(value)
-            state[key] = home.mapped()
+        self._take_back(number, slot)
+        for part, state in self._states(number):
+            if not part.is_cut:
+                for key, value in self._of_elements(state, part.piece):
+                    state[key] = self._kept_in_file(number, slot, part, key, value)
         self._fetched = None
         self._staging.flush(slot)
 
-    def _entries(self, number: int) -> Iterator[tuple[dict[str, Any], str, Tensor, Piece]]:
-        """Yield the entries of a batch's states that rest in files."""
+    def _kept_in_file(
+        self, number: int, slot: Slot, part: Part[Piece], key: str, value: Tensor
+    ) -> Tensor:
+        """Keep an entry of a part's state; returns the view of the piece's in its file."""
+        home = self._home_of(key, value.dtype, part.piece)
+        staged = home.staged(slot, number)
+        if staged is None:  # it is new
+            _cut(home.mapped(), part).copy_(value)
+        elif value.data_ptr() != staged.data_ptr():
+            staged.copy_(value)
+        return home.mapped()
+
+    def _take_back(self, number: int, slot: Slot) -> None:
+        """Keep the state of a part that was lent; of the last one, what is the piece's."""
+        if self._lent is None:
+            return
+        (part, stand_in), self._lent = self._lent, None
+        state = self.optimizer.state.pop(stand_in, {})
+        for key, value in self._of_elements(state, stand_in):
+            state[key] = self._kept_in_file(number, slot, part, key, value)
+        if state and part.is_last:
+            self.optimizer.state[part.piece] = state
+
+    def _batch(self, number: int) -> Sequence[Part[Piece]]:
+        """Return the parts in a batch; what is in none has one without."""
+        return self._batches[number] if number >= 0 else ()
+
+    def _states(self, number: int) -> Iterator[tuple[Part[Piece], dict[str, Any]]]:
+        """Yield the states of a batch's pieces."""
         states = self.optimizer.state
-        for piece in self._batches[number] if number >= 0 else ():
-            if piece in states:
-                state = states[piece]
-                for key, value in [*state.items()]:
-                    if is_of_elements(key, value, piece):
-                        yield state, key, value, piece
+        for part in self._batch(number):
+            if part.piece in states:
+                yield part, states[part.piece]
+
+    def _of_elements(
+        self, state: Mapping[str, Any], piece: Parameter
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the entries of a state that rest in files."""
+        for key, value in [*state.items()]:
+            if is_of_elements(key, value, piece):
+                yield key, value
+
+    def _in_files(
+        self, state: Mapping[str, Any], piece: Piece
+    ) -> Iterator[tuple[str, Tensor, _Home]]:
+        """Yield the entries of a state that have a home."""
+        for key, value in self._of_elements(state, piece):
+            home = self._homes.get((key, value.dtype), {}).get(id(piece))
+            if home is not None:
+                yield key, value, home
 
     @override
     def close(self) -> None:
+        if self._lent is not None:  # of a step that failed
+            self.optimizer.state.pop(self._lent[1], None)
+            self._lent = None
         if self._fetched is not None:
             number, slot = self._fetched
             self._fetched = None
-            for state, key, value, piece in self._entries(number):
-                home = self._home(key, value, piece)
-                if home is not None and home.staged(slot) is not None:
-                    state[key] = home.mapped()
+            for part, state in self._states(number):
+                for key, _, home in self._in_files(state, part.piece):
+                    if not part.is_cut and home.staged(slot, number) is not None:
+                        state[key] = home.mapped()
         self._staging.close()
+
+
+def _cut(values: Tensor, part: Part[Piece]) -> Tensor:
+    """Return the values of a part among those of its piece."""
+    itemsize = part.piece.dtype.itemsize
+    return values[part.start // itemsize : part.stop // itemsize]
 
 
 def _as_loaded(key: str, value: Any, piece: Piece) -> Any:
@@ -315,7 +381,7 @@ def _as_loaded(key: str, value: Any, piece: Piece) -> Any:
     return value.to(piece.dtype) if is_cast and value.is_floating_point() else value
 
 
-def is_of_elements(key: str, value: Any, piece: Piece) -> bool:
+def is_of_elements(key: str, value: Any, piece: Tensor) -> bool:
     """Return whether an entry of a piece's state has one number for each element."""
     return (
         isinstance(value, Tensor)

@@ -65,7 +65,8 @@ class UnitStep:
     """Steps an optimizer unit by unit.
 
     Args:
-        batches: The pieces that are stepped together, one batch after the other.
+        batches: The pieces that are stepped together, one batch after the other. One that is in
+            several batches is stepped part by part, of which ``states`` lends it one at a time.
         states: Where the states rest, of one of torch's own optimizers that step by element.
         ledger: Counts the time of steps on the host; ``None`` for those on the device.
         is_split: Whether pieces on the device are stepped too, on this rank or another.
@@ -97,7 +98,10 @@ class UnitStep:
         self._ledger = ledger
         self._is_split = is_split
         self._begin = 0.0
-        self._number = {id(piece): n for n, batch in enumerate(batches) for piece in batch}
+        self._numbers: dict[int, list[int]] = {}
+        for number, batch in enumerate(batches):
+            for piece in batch:
+                self._numbers.setdefault(id(piece), []).append(number)
         self._members: Groups | None = None
         # Of the step under way; the first is the next, the last is the user's own call's.
         self._left: dict[int, Groups] = {}
@@ -234,8 +238,8 @@ class UnitStep:
         batches: dict[int, Groups] = {}
         for index, group in enumerate(groups):
             for member in group["params"]:
-                number = self._number.get(id(member), _OTHERS)
-                batches.setdefault(number, [[] for _ in groups])[index].append(member)
+                for number in self._numbers.get(id(member), [_OTHERS]):
+                    batches.setdefault(number, [[] for _ in groups])[index].append(member)
         return dict(sorted(batches.items())) or {_OTHERS: [[] for _ in groups]}
 
     def _narrow(self, groups: Groups) -> None:

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_zero.comm import Communicator, Outcome, Scratch, Shared, SyncPoint, Work
 from lightning_zero.parameters.stores import Store
 from lightning_zero.plan import Layout, Plan
-from lightning_zero.tensors import lasting_tensors
+from lightning_zero.tensors import ask_for_large_pages, lasting_tensors
 
 NUM_THREADS = 2
 _AT_ONCE_BYTES = 4 * 2**20
@@ -114,6 +114,7 @@ class Stream(Store):
             return Shared(nothing.expand(self.layout.shard_numel))
 
     def _read(self, out: Tensor, *, unit: str, tag: int) -> Work:
+        ask_for_large_pages(out)
         return self._reader.start(unit, self._parts(out))
 
     def _parts(self, out: Tensor) -> Iterator[Callable[[], None]]:

@@ -6,12 +6,14 @@ nested      the tensors in nested values
 properties  what can be done to a tensor, by what it needs of the tensor's memory
 chunks      parts of large tensors that are worked on one after the other
 storages    memory that is counted for as long as somebody holds it
+large_pages memory that is taken in large pages
 profiling   the package's verbs as named ranges in a profile
 internals   every private name of torch in use, with its reason
 =========== ====================================================================================
 """
 
 from lightning_zero.tensors.chunks import numel_at_a_time
+from lightning_zero.tensors.large_pages import ask_for_large_pages
 from lightning_zero.tensors.lasting import lasting_tensors
 from lightning_zero.tensors.nested import named_tensors, tensors_in
 from lightning_zero.tensors.profiling import span, unseen
@@ -19,6 +21,7 @@ from lightning_zero.tensors.storages import Storages
 
 __all__ = [
     "Storages",
+    "ask_for_large_pages",
     "lasting_tensors",
     "named_tensors",
     "numel_at_a_time",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import os
 import re
+import subprocess
 import sys
 from math import nan
 from pathlib import Path
@@ -292,16 +294,40 @@ def test_files_against_disk_and_memory(tmp_path: Path) -> None:
     output = run_script("examples/benchmarks/offload.py", *words, timeout=170).stdout
     assert "9 layers, 0.01 GB of weights" in output
     rows = re.findall(r"^\| ([a-z].*) \| ([\d.]+) \| [\d.]+ to [\d.]+ \|$", output, re.MULTILINE)
-    assert len(rows) == 8
-    ratios = re.findall(r"^(.*): ([\d.]+) of the limit", output, re.MULTILINE)
+    assert len(rows) == 12
+    ratios = re.findall(r"^(.*): ([\d.]+) \([\d.]+ to [\d.]+\)$", output, re.MULTILINE)
     assert [name for name, _ in ratios] == [
-        "stream, 1 tokens",
-        "stream, 512 tokens",
-        "step in files",
+        "stream, 1 tokens to the limit",
+        "stream, 512 tokens to the limit",
+        "step in files to the limit",
+        "training in files to the limit",
+        "step by unit to fused step",
     ]
     assert all(float(ratio) > 0 for _, ratio in ratios)
     assert re.search(r"it reads 0\.02 GB at [\d.]+ GB/s and writes at [\d.]+ at once", output)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_another_package_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    contender = load("disk_contenders").Contender(
+        sys.executable, "accelerate", str(tmp_path), 16, 2
+    )
+    assert 0 < contender.measure("1") < 60
+    contender.close()
+
+
+def test_a_package_that_an_interpreter_lacks_is_named(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("def set_num_threads(_): pass")
+    script = Path("examples/benchmarks/disk_contenders.py").resolve()
+    command = [sys.executable, "-S", script, "deepspeed", tmp_path, 8, 1]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    finished = subprocess.run(
+        [*map(str, command)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 1
+    assert "No module named 'deepspeed'" in finished.stderr
+    assert "Install deepspeed there, or leave --deepspeed out." in finished.stderr
 
 
 def test_checkpoints(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.optimizer import UnitStep, require_whole_steps
-from lightning_zero.optimizer import states as states_of_steps
+from lightning_zero.optimizer import batches as batches_of_steps
 from lightning_zero.plan import RECIPES, Offload
 from lightning_zero.plan.settings import Settings
 from tests.oracle.models import MODELS, Case, numbers, square_loss
@@ -62,8 +62,15 @@ class Shared(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
+def wide() -> nn.Module:
+    """Layers whose weights are stepped part by part, if batches are small."""
+    layers = [nn.Sequential(nn.Linear(200, 200), nn.Tanh()) for _ in range(4)]
+    return nn.Sequential(*layers, nn.Linear(200, 3))
+
+
 CASES = {
     **MODELS,
+    "wide": Case(wide, numbers(200, out=3), square_loss),
     "recomputed": Case(Recomputed, numbers(16, out=3), square_loss),
     "shared": Case(Shared, numbers(16, out=3), square_loss),
 }
@@ -165,7 +172,7 @@ def assert_equal(found: Any, expected: Any) -> None:
 
 
 def compare(folder: str, case: str, **how: Any) -> None:
-    with patch.object(states_of_steps, "_BATCH_BYTES", 1), counted() as found:
+    with patch.object(batches_of_steps, "_BATCH_BYTES", 1), counted() as found:
         expected = Run(case, folder, is_early=False, **how).result()
         assert not found
         assert_equal(Run(case, folder, is_early=True, **how).result(), expected)
@@ -177,6 +184,7 @@ def compare_some(folder: str) -> None:
     compare(folder, "transformer", stage=2, precision="bf16-mixed", accumulate=3)
     compare(folder, "recomputed", stage=3, accumulate=3)
     compare(folder, "tied_blocks", stage=3, name="adagrad")
+    compare(folder, "wide", stage=3)
 
 
 def compare_all(folder: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import gc
+import inspect
 import os
 import resource
 from collections import Counter
@@ -24,8 +25,9 @@ from lightning_zero.checkpoint.state import module_state
 from lightning_zero.comm import StagedFile, StagingMemory, in_pages
 from lightning_zero.comm.scratch import Scratch
 from lightning_zero.engine.engine import Engine
-from lightning_zero.optimizer import batches_of
-from lightning_zero.optimizer import states as states_of_steps
+from lightning_zero.optimizer import batches as batches_of_steps
+from lightning_zero.optimizer import batches_of, staging
+from lightning_zero.optimizer.probe import ELEMENT_WISE
 from lightning_zero.optimizer.staging import NUM_SLOTS
 from lightning_zero.plan import RECIPES, Offload
 from lightning_zero.plan.settings import Settings
@@ -336,7 +338,7 @@ def change(engine: Engine, optimizer: Optimizer) -> None:
 def in_small_batches(folder: str, is_direct: bool) -> None:
     """More batches than slots; what users make of states between steps counts."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(states_of_steps, "_BATCH_BYTES", 1)
+        monkeypatch.setattr(batches_of_steps, "_BATCH_BYTES", 1)
         if not is_direct:
             without_direct_requests(monkeypatch)
         found = []
@@ -363,6 +365,59 @@ def in_small_batches(folder: str, is_direct: bool) -> None:
 @pytest.mark.parametrize("is_direct", [True, False])
 def test_small_batches_and_changed_states(ranks: Pools, tmp_path: Path, is_direct: bool) -> None:
     ranks(2).run(in_small_batches, str(tmp_path), is_direct)
+
+
+def wide() -> nn.Module:
+    """Pieces of several batches of the smallest size, and of a part of one, one of them frozen."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 130), nn.Linear(130, 9))
+    model[1].weight.requires_grad_(False)
+    return model
+
+
+def stepped_four_times(cls: type[Optimizer], **files: Any) -> list[Tensor]:
+    """Weights and states after steps between which states are changed, and one without gradient."""
+    model = wide()
+    engine = Engine(model, Settings(units=(nn.Linear,), **files))
+    has_fused = "fused" in inspect.signature(cls).parameters
+    optimizer = cls(model.parameters(), lr=1e-2, **({"fused": True} if has_fused else {}))
+    engine.adopt(optimizer)
+    first = next(iter(engine.sharded.pieces))
+    for number in range(4):
+        row = torch.full((3, 200), 0.1 * (number + 1))
+        model(row).pow(2).sum().backward()
+        if number == 2:
+            first.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        for index, (key, value) in enumerate([*optimizer.state[first].items()]):
+            if torch.is_tensor(value) and value.dim():
+                optimizer.state[first][key] = value.mul_(0.9) if index % 2 else value * 0.9
+    assert {id(p) for p in optimizer.state} <= {id(p) for p in engine.sharded.pieces}
+    found = [
+        torch.as_tensor(value).clone()
+        for piece in engine.sharded.pieces
+        for value in optimizer.state.get(piece, {}).values()
+        if value is not None
+    ]
+    engine.close()
+    return [*found, *(p.detach() for p in model.parameters())]
+
+
+def test_pieces_that_are_cut_step_as_whole_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches_of_steps, "_BATCH_BYTES", 1)
+    monkeypatch.setattr(staging, "NUM_SLOTS", 2)
+    parts = batches_of([[p for p in wide().parameters() if p.requires_grad]])
+    assert sum(part.is_cut for batch in parts for part in batch) == 3
+    for cls in ELEMENT_WISE:
+        in_files, in_memory = (
+            stepped_four_times(cls, **offload(3, str(tmp_path))),
+            stepped_four_times(cls),
+        )
+        assert len(in_files) == len(in_memory)
+        assert all(map(torch.equal, in_files, in_memory)), cls
 
 
 @pytest.mark.parametrize(("method", "words"), [("preadv", "Reading"), ("pwritev", "Writing")])
@@ -464,7 +519,7 @@ def without_room_for_all(folder: str) -> list[str]:
     engine = shard(model, **offload(3, folder))
     first, *others = model.parameters()
     batches = batches_of(engine.sharded.pieces_of_units)
-    sizes = [sum(p.nbytes for p in batch if p.parameter is not first) for batch in batches]
+    sizes = [sum(p.nbytes for p in batch if p.piece.parameter is not first) for batch in batches]
     room = 2 * 3 * sum(map(in_pages, sizes))
     real, told = os.statvfs, []
     os.statvfs = lambda _: SimpleNamespace(f_bavail=room, f_frsize=1)  # type: ignore
@@ -578,7 +633,7 @@ def test_states_that_exceed_a_limit_of_memory_train_from_files(
     ("change", "words"),
     [
         ({"offload": Offload("cpu", "nvme")}, "weights rest beside their masters"),
-        ({"offload": Offload("nvme", "nvme", 0.5)}, "Expected all to be offloaded"),
+        ({"offload": Offload("nvme", "nvme", 0.5)}, "accelerator='cpu' has none"),
         ({"offload": Offload("nvme", "nvme"), "stage": 2}, "so offload_weights has no meaning"),
         (
             {"offload": Offload("nvme"), "device": torch.device("cuda")},

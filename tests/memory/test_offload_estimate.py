@@ -19,7 +19,7 @@ from lightning_zero.memory import Offload, format_bytes
 from lightning_zero.memory.advice import Limits, advise
 from lightning_zero.memory.model import ModelPlan
 from lightning_zero.memory.prediction import NO_OFFLOAD_YET, Estimate, compare, named_offloads
-from lightning_zero.optimizer import states
+from lightning_zero.optimizer import batches
 from lightning_zero.plan import RECIPES, Settings
 from tests.oracle.command import run
 from tests.oracle.painted import beside_the_host
@@ -134,12 +134,12 @@ def test_what_is_on_its_way() -> None:
     assert mixed.resting["gradients"] == 0
     assert mixed.host["gradients"] == 4 * 5 * shard
 
-    # On the host states are stepped where they are; from files in staging memory for three units,
+    # On the host states are stepped where they are; from files in staging memory for four units,
     # with both of Adam's in a page of its own.
     assert of_chain(stage=2, offload="cpu").host["staging"] == 0
     in_files = of_chain(offload="nvme", device="cuda")
     assert {m.phase: m.host["staging"] for m in in_files.snapshots if m.host["staging"]} == {
-        "step": 3 * 2 * 4096
+        "step": 4 * 2 * 4096
     }
 
     # From the second microbatch on gradients are added on the host.
@@ -380,7 +380,7 @@ def staged(folder: str, optimizer: str, batch_bytes: int) -> tuple[int, int, int
     """Staging memory: at most, after the step, by the ledger, and as predicted."""
     make = MAKERS[optimizer]
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(states, "_BATCH_BYTES", batch_bytes)
+        monkeypatch.setattr(batches, "_BATCH_BYTES", batch_bytes)
         held = Held(monkeypatch)
         model = large()
         files = {"offload": Offload.of_stage(3, "nvme"), "offload_path": folder}
