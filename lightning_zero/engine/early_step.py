@@ -40,13 +40,16 @@ from lightning_zero.parameters import Piece
 
 
 class EarlyStep:
-    """Steps units in the order of their reductions, each when its own has ended."""
+    """Steps units in the order of their reductions, each when its own has ended.
+
+    Attributes:
+        is_on: Whether units are stepped in this pass on any rank.
+    """
 
     def __init__(self, sharded: ShardedModel) -> None:
         self._sharded = sharded
         self._is_allowed = False
-        # Whether units are stepped in this pass on any rank.
-        self._is_on = False
+        self.is_on = False
         # Those that are not stepped yet, the next first; none when the early step has ended.
         self._turns: list[Unit] = []
         self._read: list[tuple[Piece, Tensor | None, int]] = []
@@ -75,13 +78,11 @@ class EarlyStep:
 
     def begin(self, turns: Sequence[Unit]) -> None:
         """Begin with a pass in which all ranks want it, of units in the order of reductions."""
-        self._is_on, self._turns = True, [*turns]
+        self.is_on, self._turns = True, [*turns]
         self._groups = self._hyperparameters()
 
     def require_final(self, unit: Unit) -> None:
         """Note that the reduction of a unit begins; raise if its gradients had been final."""
-        if not self._is_on:
-            return
         if unit.weights.masters is not Masters.OLD:
             raise RuntimeError(
                 f"A gradient of {unit.label!r} came when, by step_in_backward=True, the unit may"
@@ -107,7 +108,7 @@ class EarlyStep:
 
     def check(self) -> None:
         """Raise if the optimizer's step finds other values than units were stepped with."""
-        if not self._is_on:
+        if not self.is_on:
             return
         if self._groups != self._hyperparameters():
             raise _differs("hyperparameters of the optimizer")
@@ -125,9 +126,9 @@ class EarlyStep:
 
     def end(self) -> None:
         """End a step, or a pass that an exception ended."""
-        if not self._is_on:
+        if not self.is_on:
             return
-        self._is_on, self._turns, self._read = False, [], []
+        self.is_on, self._turns, self._read = False, [], []
         for unit in self._sharded.units:
             unit.weights.masters = Masters.OLD
 

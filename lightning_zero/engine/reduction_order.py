@@ -112,9 +112,10 @@ class ReductionOrder:
         before, self._under_way = self._under_way, unit
         if before is not None:
             before.gradients.finish()
-        self._early_step.require_final(unit)
+        if self._early_step.is_on:
+            self._early_step.require_final(unit)
         unit.gradients.reduce()
-        if before is not None:
+        if before is not None and self._early_step.is_on:
             self._early_step.step(before)
 
     def finish(self) -> None:

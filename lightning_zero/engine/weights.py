@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -112,7 +113,8 @@ class Weights:
 
     @span("unshard")
     def _gather(self, *, only_stepped: bool = False) -> None:
-        self._require_old()
+        if self.masters is not Masters.OLD:  # not by a call: each unit comes here in each step
+            self._refuse_new()
         self._rest_beneath = False
         self._works = []
         for tag, flat in enumerate(self._flats, self._first_tag):
@@ -123,10 +125,13 @@ class Weights:
     def _require_old(self) -> None:
         """Raise where masters would be read of which ranks may have stepped their parts."""
         if self.masters is not Masters.OLD:
-            raise RuntimeError(
-                f"The weights of {self.label!r} are needed once more in a step in which, by"
-                " step_in_backward=True, they may be new already. Leave it out."
-            )
+            self._refuse_new()
+
+    def _refuse_new(self) -> NoReturn:
+        raise RuntimeError(
+            f"The weights of {self.label!r} are needed once more in a step in which, by"
+            " step_in_backward=True, they may be new already. Leave it out."
+        )
 
     def wait(self) -> None:
         """Make the weights readable; they must be whole or in flight."""
@@ -219,7 +224,7 @@ class Weights:
         """Copy what users changed in whole weights to the masters, on all ranks."""
         if self.is_edited:
             if self.masters is Masters.STEPPED:
-                self._require_old()
+                self._refuse_new()
             with self._flats[0].store.comm.exclusive(SyncPoint.EDIT):
                 self.store_edits()
 

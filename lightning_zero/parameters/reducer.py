@@ -14,6 +14,7 @@ what is the same in all of them leaves it what it is.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -329,7 +330,8 @@ class GradShard:
             return False
         (fresh, flush), self._fresh = self._fresh, None
         flush.wait()
-        self._installed = while_viewed(fresh)
+        # Not always by the function: each unit comes here in each step.
+        self._installed = weakref.ref(fresh) if isinstance(fresh, Tensor) else while_viewed(fresh)
         for piece, has_grad in zip(self._pieces, has_grads, strict=True):
             if has_grad:
                 part = piece.range.in_shard
