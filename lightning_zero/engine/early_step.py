@@ -13,7 +13,8 @@ those of a step behind the pass:
 a unit's masters are read no more        all ranks have sent all gradients of it; a later gather in
                                          this step raises
 its gradients are final                  the pass is in the closure of the only optimizer's step,
-                                         and none is missing; one that comes late raises
+                                         and none was missing when their reduction began; one that
+                                         comes when the unit is stepped raises
 nothing comes between pass and step      whoever enters :meth:`EarlyStep.allowed` says so; other
                                          gradients or hyperparameters in the step raise
 weights were not edited                  else the unit is stepped behind the pass
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -52,7 +54,9 @@ class EarlyStep:
         self.is_on = False
         # Those that are not stepped yet, the next first; none when the early step has ended.
         self._turns: list[Unit] = []
-        self._read: list[tuple[Piece, Tensor | None, int]] = []
+        # Those that had all gradients of this rank when their reduction began.
+        self._complete: set[Unit] = set()
+        self._lent: list[Lent] = []
         self._groups: list[rank_check.Description] = []
 
     @contextlib.contextmanager
@@ -81,30 +85,39 @@ class EarlyStep:
         self.is_on, self._turns = True, [*turns]
         self._groups = self._hyperparameters()
 
-    def require_final(self, unit: Unit) -> None:
-        """Note that the reduction of a unit begins; raise if its gradients had been final."""
-        if unit.weights.masters is not Masters.OLD:
+    def note(self, unit: Unit) -> None:
+        """Note that the reduction of a unit begins; raise if it is stepped already."""
+        if unit.weights.masters is Masters.STEPPED:
             raise RuntimeError(
-                f"A gradient of {unit.label!r} came when, by step_in_backward=True, the unit may"
-                " have been stepped already, as all of its gradients had come once. Leave it out."
+                f"A gradient of {unit.label!r} came when, by step_in_backward=True, the unit was"
+                " stepped already, as all of its gradients had come once. Leave it out."
             )
         unit.weights.masters = Masters.PASSING
+        if unit.gradients.are_complete:
+            self._complete.add(unit)
 
     def step(self, unit: Unit) -> None:
         """Step a unit whose reduction has ended, if it is its turn and it may be."""
         if not self._turns:
             return
-        is_final = self._turns[0] is unit and unit.gradients.are_complete
+        is_final = self._turns[0] is unit and unit in self._complete
         if not is_final or unit.weights.is_edited or self._step is None:
-            self._turns = []
+            self.stop()
             return
+        pieces = _pieces(unit)
+        have_any = [piece.reduced is not None for piece in pieces]
         unit.gradients.lend()
-        for piece in _pieces(unit):
+        for piece, had_any in zip(pieces, have_any, strict=True):
             gradient = piece.reduced
-            self._read.append((piece, gradient, 0 if gradient is None else gradient._version))
+            version = 0 if gradient is None else gradient._version
+            self._lent.append(Lent(piece, gradient, version, is_first=not had_any))
         unit.weights.masters = Masters.STEPPED
         self._step.step_ahead([_pieces(one) for one in self._turns])
         self._turns.pop(0)
+
+    def stop(self) -> None:
+        """Leave all units that are not stepped yet to the optimizer's step."""
+        self._turns = []
 
     def check(self) -> None:
         """Raise if the optimizer's step finds other values than units were stepped with."""
@@ -112,23 +125,26 @@ class EarlyStep:
             return
         if self._groups != self._hyperparameters():
             raise _differs("hyperparameters of the optimizer")
-        for piece, gradient, version in self._read:
-            now = piece.reduced
-            if now is None or gradient is None:
-                is_same = now is gradient
-            else:
-                is_same = now.data_ptr() == gradient.data_ptr() and now._version == version
-            if not is_same:
-                raise _differs(f"the gradient of {piece.range.slot.name!r}")
+        for lent in self._lent:
+            if not lent.is_as_it_was:
+                raise _differs(f"the gradient of {lent.piece.range.slot.name!r}")
         for unit in self._sharded.units:
             if unit.weights.masters is Masters.STEPPED and unit.weights.is_edited:
                 raise _differs(f"weights of {unit.label!r}")
 
+    def abandon(self) -> None:
+        """End a pass that an exception ended: its gradients are nobody's."""
+        for lent in self._lent:
+            if lent.is_first:
+                lent.piece.reduced = None
+        self.end()
+
     def end(self) -> None:
-        """End a step, or a pass that an exception ended."""
+        """End a step."""
         if not self.is_on:
             return
-        self.is_on, self._turns, self._read = False, [], []
+        self.stop()
+        self.is_on, self._complete, self._lent = False, set(), []
         for unit in self._sharded.units:
             unit.weights.masters = Masters.OLD
 
@@ -139,12 +155,37 @@ class EarlyStep:
         ]
 
 
+class Lent(NamedTuple):
+    """A gradient that a piece was stepped with before the pass had ended.
+
+    Attributes:
+        piece: The piece.
+        gradient: What it got; ``None`` if no rank has any.
+        version: How often that had been changed.
+        is_first: Whether the piece had none from earlier passes.
+    """
+
+    piece: Piece
+    gradient: Tensor | None
+    version: int
+    is_first: bool
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """Return whether the piece has the same, unchanged."""
+        now = self.piece.reduced
+        if now is None or self.gradient is None:
+            return now is self.gradient
+        is_there = now.data_ptr() == self.gradient.data_ptr()
+        return is_there and now._version == self.version
+
+
 def _pieces(unit: Unit) -> list[Piece]:
     return [piece for flat in unit.flat_parameters for piece in flat.pieces]
 
 
 def _differs(what: str) -> RuntimeError:
     return RuntimeError(
-        f"Between the backward pass and the optimizer's step something has changed {what}, of which"
-        " units were stepped in the pass already, by step_in_backward=True. Leave it out."
+        f"Between the backward pass and the optimizer's step something has changed {what}, by which"
+        " units may have been stepped in the pass already (step_in_backward=True). Leave it out."
     )

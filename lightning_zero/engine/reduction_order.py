@@ -113,7 +113,7 @@ class ReductionOrder:
         if before is not None:
             before.gradients.finish()
         if self._early_step.is_on:
-            self._early_step.require_final(unit)
+            self._early_step.note(unit)
         unit.gradients.reduce()
         if before is not None and self._early_step.is_on:
             self._early_step.step(before)
@@ -132,9 +132,11 @@ class ReductionOrder:
         agreed = torch.tensor(flags, dtype=torch.uint8, device="cpu")
         self._comm.control.call(SyncPoint.END, agreed).wait()
         agreed_flags = [flag > 0 for flag in agreed.tolist()]
-        for unit in self._units:
-            if agreed_flags[unit.index]:
-                self._reduce(unit)
+        again = [unit for unit in self._units if agreed_flags[unit.index]]
+        if again:
+            self._early_step.stop()
+        for unit in again:
+            self._reduce(unit)
         if self._under_way is not None:
             self._under_way.gradients.finish()
         self._under_way = None
@@ -146,6 +148,6 @@ class ReductionOrder:
 
     def abandon(self) -> None:
         """Forget a backward pass that an exception ended."""
-        self._early_step.end()
+        self._early_step.abandon()
         # Not waited for: the others may be gone, or wait for this rank.
         self._under_way = self._left = self._work = None

@@ -41,7 +41,7 @@ from lightning_zero.optimizer.staging import staging_bytes
 from lightning_zero.optimizer.states import StateFiles, States
 from lightning_zero.optimizer.taint import Way
 from lightning_zero.optimizer.twin import bare, with_inner
-from lightning_zero.optimizer.unit_step import UnitStep, require_whole_steps, unit_step_of
+from lightning_zero.optimizer.unit_step import UnitStep, are_torn, require_whole_steps, unit_step_of
 
 __all__ = [
     "LossScaler",
@@ -55,6 +55,7 @@ __all__ = [
     "UnitStep",
     "Way",
     "WholeStep",
+    "are_torn",
     "bare",
     "batches_of",
     "cut_state",

@@ -53,6 +53,12 @@ def unit_step_of(optimizer: Optimizer) -> UnitStep | None:
     return _steps.get(optimizer)
 
 
+def are_torn(optimizers: Iterable[Optimizer]) -> bool:
+    """Return whether a step of one of them ended half-way, on this rank."""
+    steps = map(unit_step_of, optimizers)
+    return any(step is not None and step.is_torn for step in steps)
+
+
 def require_whole_steps(optimizers: Iterable[Optimizer]) -> None:
     """Raise a ``RuntimeError`` if a step of one of them ended half-way."""
     for optimizer in optimizers:
@@ -74,6 +80,8 @@ class UnitStep:
     Attributes:
         states: The same.
         is_sure: Whether a step is under way that only waits for its closure.
+        is_torn: Whether some units are stepped and others not: amid a step, and for ever behind one
+            that ended half-way.
     """
 
     def __init__(
@@ -105,7 +113,7 @@ class UnitStep:
         self._members: Groups | None = None
         # Of the step under way; the first is the next, the last is the user's own call's.
         self._left: dict[int, Groups] = {}
-        self._is_torn = False
+        self.is_torn = False
         # Torch patches the class once, to call the hooks; below is the step itself.
         self._step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
         self._is_fused = self._fuse()
@@ -147,7 +155,7 @@ class UnitStep:
     def check(self) -> None:
         """Raise a ``RuntimeError`` if a step ended half-way."""
         self.remove()
-        if self._is_torn:
+        if self.is_torn:
             raise RuntimeError(
                 f"A step of {type(self.states.optimizer).__name__} ended half-way: some units are"
                 " stepped, others not. Resume from the last checkpoint."
@@ -156,7 +164,6 @@ class UnitStep:
     def remove(self) -> None:
         """Let the param groups hold all members, also behind a step that ended half-way."""
         if self._members is not None:
-            self._is_torn = True
             self._narrow(self._members)
             self._members = None
             with contextlib.suppress(OSError):  # the step has raised it
@@ -196,6 +203,7 @@ class UnitStep:
         self.states.close()
         self._narrow(self._members)
         self._members = None
+        self.is_torn = False
         self._spend()
 
     def _open(self, order: Sequence[Piece]) -> None:
@@ -211,7 +219,7 @@ class UnitStep:
                 return min((places.get(one, len(places)) for one in ids), default=len(places))
 
             batches = {number: batches[number] for number in sorted(batches, key=place_of)}
-        # Until here nothing is torn: who lacks the memory for it may try again.
+        # Nothing is torn: who lacks the memory for it may try again.
         self.states.open([*batches])
         self._left = batches
         self._members = [[*group["params"]] for group in optimizer.param_groups]
@@ -224,6 +232,7 @@ class UnitStep:
 
     def _fetch_next(self) -> int:
         number, groups = next(iter(self._left.items()))
+        self.is_torn = True
         self._narrow(groups)
         self.states.fetch(number)
         return number

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch.optim import Optimizer
 
 from lightning_zero.checkpoint import ModuleLoad, Saver
 from lightning_zero.comm import Communicator
+from lightning_zero.optimizer import are_torn
 from lightning_zero.trainer.callbacks import AdaptedCallbacks
 from lightning_zero.trainer.options import Options
 from lightning_zero.trainer.precision import ZeROPrecision
@@ -77,10 +80,25 @@ class Run:
             callbacks, self.callbacks = self.callbacks, None
             callbacks.remove()
 
-    def may_gather(self) -> bool:
-        """Return whether all ranks are still there, after an exception too; warn if not."""
-        if not self.has_failed or self.comm.control.has_all_ranks(_PEERS_TIMEOUT):
+    def may_gather(self, optimizers: Iterable[Optimizer]) -> bool:
+        """Return whether weights can be made whole, after an exception too; warn if not.
+
+        All ranks must be there, and no step of ``optimizers`` may have ended half-way on any.
+        """
+        if not self.has_failed:
             return True
+        board = self.comm.control.board
+        with contextlib.suppress(RuntimeError):  # of a store that is gone
+            if are_torn(optimizers):
+                board.settle("torn")
+        if self.comm.control.has_all_ranks(_PEERS_TIMEOUT):
+            if not board.is_settled("torn"):
+                return True
+            log.warning(
+                "A step of an optimizer ended half-way, so whole weights would be new in parts and"
+                " old in others. The parameters stay at rest. Continue from a checkpoint."
+            )
+            return False
         # Any rank may be the one that survived, so each says it.
         log.warning(
             "Other ranks did not survive the exception, so the weights they held are lost and"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero.optimizer import UnitStep, require_whole_steps
+from lightning_zero.optimizer import UnitStep, require_whole_steps, staging
 from lightning_zero.optimizer import batches as batches_of_steps
 from lightning_zero.plan import RECIPES, Offload
 from lightning_zero.plan.settings import Settings
@@ -62,6 +62,21 @@ class Shared(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
+class Borrowed(nn.Module):
+    """The root computes with the weights of a block, whose gradients so come late in the pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.linear(x, self.blocks[2].weight)  # type: ignore[arg-type]
+        for block in self.blocks:
+            x = block(x).tanh()
+        return self.head(x)  # type: ignore[no-any-return]
+
+
 def wide() -> nn.Module:
     """Layers whose weights are stepped part by part, if batches are small."""
     layers = [nn.Sequential(nn.Linear(200, 200), nn.Tanh()) for _ in range(4)]
@@ -72,6 +87,7 @@ CASES = {
     **MODELS,
     "wide": Case(wide, numbers(200, out=3), square_loss),
     "recomputed": Case(Recomputed, numbers(16, out=3), square_loss),
+    "borrowed": Case(Borrowed, numbers(16, out=3), square_loss),
     "shared": Case(Shared, numbers(16, out=3), square_loss),
 }
 
@@ -185,6 +201,8 @@ def compare_some(folder: str) -> None:
     compare(folder, "recomputed", stage=3, accumulate=3)
     compare(folder, "tied_blocks", stage=3, name="adagrad")
     compare(folder, "wide", stage=3)
+    compare(folder, "borrowed", stage=2)
+    compare(folder, "borrowed", stage=3)
 
 
 def compare_all(folder: str) -> None:
@@ -298,6 +316,20 @@ def test_a_unit_that_comes_again_in_the_pass_is_found(
     slow = Run("shared", str(tmp_path), is_early=False, stage=stage)
     slow.step(0)
     slow.engine.close(restore=False)
+
+
+def test_who_lacks_the_memory_may_try_again(tmp_path: Path) -> None:
+    """Gradients of the pass that failed are not added to those of the next."""
+    expected = Run("recomputed", str(tmp_path), is_early=False).result()
+    run = Run("recomputed", str(tmp_path), is_early=True)
+    lacking = patch.object(staging, "Slot", side_effect=OSError("no memory"))
+    with lacking, pytest.raises(MemoryError):
+        run.step(0)
+    run.engine.reset()
+    require_whole_steps([run.optimizer])
+    run.model.zero_grad()
+    run.losses.clear()
+    assert_equal(run.result(), expected)
 
 
 def test_an_error_in_the_pass_leaves_a_torn_step(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 from unittest.mock import patch
 
 import pytest
@@ -224,9 +224,29 @@ class Fails(Model):
         return loss
 
 
+class Seen(Callback):
+    """Notes what is left of the run."""
+
+    engines: ClassVar[list[Any]] = []
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.engines.append(cast(ZeROStrategy, trainer.strategy).engine)
+
+
 def torn(folder: str) -> None:
     with pytest.raises(RuntimeError, match="ended half-way"):
         fit(folder, Fails, OnExceptionCheckpoint(folder), enable_checkpointing=True)
+
+
+def left_by_an_exception(folder: str) -> list[bool]:
+    for is_early in (True, False):
+        with pytest.raises(ZeroDivisionError):
+            fit(folder, Fails, Seen(), is_early=is_early)
+    return [engine.is_restored for engine in Seen.engines]
+
+
+def test_a_module_that_is_stepped_in_parts_is_not_made_whole(ranks: Pools, tmp_path: Any) -> None:
+    assert ranks(1).run(left_by_an_exception, str(tmp_path)) == [[False, True]]
 
 
 def test_an_exception_amid_backward_is_told_as_torn_and_not_saved(
