@@ -119,7 +119,9 @@ def add_estimate_command(commands: Any) -> None:
         help="also predict zero2_offload and zero3_offload (cpu), zero3_nvme (nvme); only the last"
         " is there, with --device cpu",
     )
-    parser.add_argument("--offload-ratio", type=float, default=1.0, help="the share offloaded")
+    parser.add_argument(
+        "--offload-ratio", type=float, help="the share offloaded; by default as in the YAML, else 1"
+    )
     parser.add_argument(
         "--cluster",
         type=Cluster.parse,
@@ -181,7 +183,7 @@ def _asked(options: argparse.Namespace) -> _Asked:
 
 def _print_times(options: argparse.Namespace, asked: _Asked) -> int:
     """Print the times of a step on ``--cluster``; returns the exit code."""
-    names = ("offload", "host_memory", "ranks", "report")
+    names = ("offload", "offload_ratio", "host_memory", "ranks", "report")
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
     given += [name for name in ("offload_optimizer", "offload_weights") if asked.chosen.get(name)]
     if given:
@@ -206,12 +208,7 @@ def run(options: argparse.Namespace) -> int:
     asked = subject, settings, chosen, trainer = _asked(options)
     if options.cluster is not None:
         return _print_times(options, asked)
-    offloads = named_offloads(*dict.fromkeys(options.offload), ratio=options.offload_ratio)
-    media = [chosen.pop(name, None) for name in ("offload_optimizer", "offload_weights")]
-    ratio = chosen.pop("offload_ratio", 1.0)
-    if any(media):
-        own = (chosen.get("stage", 3), Offload(media[0], media[1], ratio))
-        offloads += [own] if own not in offloads else []
+    offloads = _offloads(options, chosen)
     device, host = (
         parse_bytes(text) if text else None for text in (options.device_memory, options.host_memory)
     )
@@ -235,6 +232,25 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _offloads(options: argparse.Namespace, chosen: dict[str, Any]) -> list[tuple[int, Offload]]:
+    """Return the offloads that the options name, and that of a configuration, with their stages."""
+    ratio, of_config = options.offload_ratio, chosen.pop("offload_ratio", 1.0)
+    offloads = named_offloads(
+        *dict.fromkeys(options.offload), ratio=1.0 if ratio is None else ratio
+    )
+    media = [chosen.pop(name, None) for name in ("offload_optimizer", "offload_weights")]
+    if any(media):
+        offload = Offload(media[0], media[1], of_config if ratio is None else ratio)
+        own = (chosen.get("stage", 3), offload)
+        offloads += [own] if own not in offloads else []
+    if ratio is not None and not offloads:
+        raise ValueError(
+            f"--offload-ratio {ratio} has no meaning where nothing is offloaded. Leave it out, or"
+            " give --offload."
+        )
+    return offloads
+
+
 def _beside_the_device(found: list[Estimate], limits: Limits) -> Iterator[str]:
     """Describe host memory and files."""
     whole = format_bytes(found[0].whole)
@@ -249,6 +265,10 @@ def _beside_the_device(found: list[Estimate], limits: Limits) -> Iterator[str]:
             f"{offloaded.name}, {format_ranks(offloaded.world_size)}: {num} on a node, with"
             f" {format_bytes(num * offloaded.host_peak)} of host memory in a step{files}."
         )
+        least, most = offloaded.shares_away
+        if least < most:
+            yield f"Of masters and states its ranks offload {least:.1%} to {most:.1%}; the figures"
+            yield "are of rank 0."
     if not all(one.can_run for one in found):
         yield NO_OFFLOAD_YET
 

@@ -197,6 +197,20 @@ class Config:
             )
         return stage
 
+    def ratio(self, given: float, optimizer: str | None) -> float:
+        """Return the strategy's ``offload_ratio``, which was ``given``.
+
+        DeepSpeed's key acts on nothing where ``optimizer``, its medium, is ``None``.
+        """
+        if optimizer is None and (value := self.arguments.pop("offload_ratio", None)) is not None:
+            self.warnings.append(
+                "zero_optimization.offload_optimizer.ratio in the DeepSpeed configuration is"
+                f" {_shown(value)} and has no effect: offload_optimizer has no device, so no states"
+                " are offloaded."
+            )
+        ratio: float = self.argument("offload_ratio", given)
+        return ratio
+
     def check_precision(self, precision: str) -> None:
         """Raise a ``ValueError`` unless the Trainer's ``precision`` is what is asked for."""
         for name, is_enabled in self.enabled.items():

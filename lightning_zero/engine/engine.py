@@ -194,13 +194,13 @@ class Engine:
         if offload is None:
             return UnitStep(units, RoundedStates(optimizer))
         units = [[piece for piece in pieces if not piece.stays] for pieces in units]
-        ledger, is_split = self.comm.transport.ledger, offload.ratio < 1
+        ledger = self.comm.transport.ledger
         if offload.optimizer != "nvme" or scratch is None:
-            return UnitStep(units, States(optimizer), ledger, is_split=is_split)
+            return UnitStep(units, States(optimizer), ledger)
         batches = batches_of(units)
         states = StateFiles(optimizer, batches, scratch, self.comm)
         pieces_of_batches = [[part.piece for part in batch] for batch in batches]
-        return UnitStep(pieces_of_batches, states, ledger, is_split=is_split)
+        return UnitStep(pieces_of_batches, states, ledger)
 
     def _compare_optimizers(self, *new: Optimizer) -> None:
         """Raise on all ranks if the optimizers differ; all call it, where groups have changed."""

@@ -27,6 +27,7 @@ from lightning_zero.plan import (
     Recipe,
     Settings,
     UnitPolicy,
+    shares_away,
     specify_units,
     with_cuts,
 )
@@ -191,12 +192,13 @@ class ModelPlan:
         on_rank = {"num_shards": num_shards, "num_copies": world_size // num_shards, "rank": place}
         if offload is not None and self.has_units:
             specs = with_cuts(specs, offload.ratio, **on_rank)
+        on_host = offload is not None and offload.is_mapped(self.device)
         terms = terms_of_specs(
             specs,
             lambda parameter, numel: self.state_bytes(parameter, numel, place, num_shards),
             **on_rank,
             offload=offload,
-            on_host=offload is not None and offload.is_mapped(self.device),
+            on_host=on_host,
         )
         plans = (flat.plan for spec in specs for flat in spec.flat_parameters)
         is_local = not next(plans).reduces_every_microbatch
@@ -206,7 +208,10 @@ class ModelPlan:
         if self.device.type == "cpu":
             shares_memory = shares_memory and num_shards > 1 and num_backward in (None, num_shards)
             transport = DrySharedMemory() if shares_memory else DryMessages()
-        is_staged = offload is not None and offload.stages_states(self.device)
+        staged = 0
+        if offload is not None and offload.stages_states(self.device):
+            pieces = pieces_of_specs(specs, offload, **on_rank, on_host=on_host)
+            staged = self._states.staged(pieces)
         on_message = None if timeline is None else timeline.begin
         return sharded_step(
             self.events(is_cast=True),
@@ -215,13 +220,20 @@ class ModelPlan:
             DryCommunicator(rank, world_size, transport, num_shards, num_backward, on_message),
             terms,
             buffers=self._buffers,
-            staged=self._states.staged(pieces_of_specs(specs, **on_rank)) if is_staged else 0,
+            staged=staged,
             is_early=step_in_backward,
             stepped=self._states.stepped(place, num_shards) + max(unit.lent for unit in terms),
             num_microbatches=num_microbatches,
             adds_gradients=num_microbatches > 1 and not is_local,
             timeline=timeline,
         )
+
+    def shares_away(self, ratio: float, num_shards: int, num_copies: int = 1) -> list[float]:
+        """Return the share of masters and states that each rank of a copy offloads."""
+        if not self.has_units:
+            return [ratio]  # of a mere number of parameters, which may be cut anywhere
+        specs = specify_units(self.module, Settings(3, self.recipe, device=_META, **self._cut))
+        return shares_away(specs, ratio, num_shards=num_shards, num_copies=num_copies)
 
     def _under_ddp(self, *, adds_gradients: bool) -> list[Snapshot]:
         parameters = list(self.module.parameters())

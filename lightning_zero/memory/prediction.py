@@ -14,7 +14,7 @@ from lightning_zero.memory.model import ModelPlan
 from lightning_zero.memory.snapshots import Snapshot
 from lightning_zero.memory.states import Optimizers
 from lightning_zero.memory.terms import AWAY_ROWS, HOST_KINDS, KINDS, RESTING, Kinds
-from lightning_zero.plan import MIN_NUMEL, Offload, UnitPolicy
+from lightning_zero.plan import MIN_NUMEL, Offload, Settings, UnitPolicy
 
 _OF_STAGE_3 = ("reshard_after_forward", "backward_shard")
 NO_OFFLOAD_YET = (
@@ -39,6 +39,8 @@ class Estimate:
             is built on ``meta``, and after ``fit``, unless ``restore_weights=False``.
         is_on_host: Whether the device is the host itself.
         offload: What rests outside the device.
+        shares_away: The least and the most of its masters and states that a rank offloads: pieces
+            of parameters are not cut, so ranks differ, and all other figures are of one.
         can_run: Whether a strategy does it; else this is the plan's formula, which no run has
             confirmed.
     """
@@ -53,6 +55,7 @@ class Estimate:
     whole: int = 0
     is_on_host: bool = False
     offload: Offload | None = None
+    shares_away: tuple[float, float] = (1.0, 1.0)
     can_run: bool = True
 
     @property
@@ -190,7 +193,8 @@ def estimate(
         step_in_backward: As in ``ZeROStrategy``, where nothing keeps units from it.
         shares_memory: The ranks are on one host's CPUs and read each other's reduce buffers, which
             then stay from step to step; ``unreduced`` is the most that they can be.
-        rank: The rank that is asked about; they differ by what is padding.
+        rank: The rank that is asked about; they differ by what is padding, and where a ratio is
+            offloaded by the pieces that they have (``Estimate.shares_away``).
         device: Where the model will run: ``"cpu"`` or ``"cuda"``.
     """
     model = ModelPlan(
@@ -219,6 +223,12 @@ def estimate_of(
     """Return the estimate of a stage; ``settings`` as in ``ModelPlan.snapshots``."""
     if isinstance(offload, str):
         offload = Offload.of_stage(stage, offload)
+    snapshots = tuple(model.snapshots(stage, world_size, offload=offload, **settings))
+    shares = [1.0]
+    if offload is not None and offload.ratio < 1:
+        division = Settings(stage, shard=settings.get("shard", "all")).division(world_size)
+        num_shards = division["num_shards"]
+        shares = model.shares_away(offload.ratio, num_shards, world_size // num_shards)
     return Estimate(
         stage,
         world_size,
@@ -226,11 +236,12 @@ def estimate_of(
         model.num_parameters,
         has_units=model.has_units,
         has_activations=model.has_activations,
-        snapshots=tuple(model.snapshots(stage, world_size, offload=offload, **settings)),
+        snapshots=snapshots,
         whole=model.nbytes,
         is_on_host=model.device.type == "cpu"
         and (offload is None or offload.is_mapped(model.device)),
         offload=offload,
+        shares_away=(min(shares), max(shares)),
         can_run=offload is None or offload.runs_on(model.device),
     )
 

@@ -49,14 +49,26 @@ class PieceTerms(NamedTuple):
 
 
 def pieces_of_specs(
-    specs: Iterable[UnitSpec], *, num_shards: int, num_copies: int, rank: int
+    specs: Iterable[UnitSpec],
+    offload: Offload,
+    *,
+    num_shards: int,
+    num_copies: int,
+    rank: int,
+    on_host: bool,
 ) -> list[list[PieceTerms]]:
-    """Return the pieces that a rank of a copy will have, by unit, but for those that stay."""
+    """Return the pieces that a rank of a copy will have, by unit, but for those that stay.
+
+    ``on_host`` if what is offloaded is so from a device that is the host itself.
+    """
     found = []
     for spec in specs:
         pieces: list[PieceTerms] = []
         for flat in spec.flat_parameters:
-            layout, itemsize = flat.layout(num_shards, num_copies), flat.plan.master.dtype.itemsize
+            plan = offload.of(flat.plan, trainable=flat.trainable, on_host=on_host)
+            if plan.states is Medium.DEVICE:
+                continue
+            layout, itemsize = flat.layout(num_shards, num_copies), plan.master.dtype.itemsize
             for index, (_, parameter) in enumerate(flat.named):
                 if flat.stays(layout, index, rank):
                     continue

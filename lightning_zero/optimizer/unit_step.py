@@ -23,6 +23,7 @@ be stepped or saved any more.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -75,7 +76,6 @@ class UnitStep:
             several batches is stepped part by part, of which ``states`` lends it one at a time.
         states: Where the states rest, of one of torch's own optimizers that step by element.
         ledger: Counts the time of steps on the host; ``None`` for those on the device.
-        is_split: Whether pieces on the device are stepped too, on this rank or another.
 
     Attributes:
         states: The same.
@@ -85,12 +85,7 @@ class UnitStep:
     """
 
     def __init__(
-        self,
-        batches: Sequence[Sequence[Piece]],
-        states: States,
-        ledger: Ledger | None = None,
-        *,
-        is_split: bool = False,
+        self, batches: Sequence[Sequence[Piece]], states: States, ledger: Ledger | None = None
     ) -> None:
         optimizer = states.optimizer
         name = type(optimizer).__name__
@@ -104,7 +99,6 @@ class UnitStep:
         self.states = states
         self.is_sure = False
         self._ledger = ledger
-        self._is_split = is_split
         self._begin = 0.0
         self._numbers: dict[int, list[int]] = {}
         for number, batch in enumerate(batches):
@@ -113,33 +107,25 @@ class UnitStep:
         self._members: Groups | None = None
         # Of the step under way; the first is the next, the last is the user's own call's.
         self._left: dict[int, Groups] = {}
+        self._to_fuse: list[dict[str, Any]] = []
         self.is_torn = False
         # Torch patches the class once, to call the hooks; below is the step itself.
         self._step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
-        self._is_fused = self._fuse()
         _steps[optimizer] = self
 
-    def _fuse(self) -> bool:
-        """Let groups whose user left it open step by one pass over their memory.
+    def _open_groups(self) -> list[dict[str, Any]]:
+        """Return the groups that may step by one pass over their memory, if nobody has said.
 
         Torch's default on a CPU passes over it once for each operation.
         """
-        is_fused = False
-        optimizer = self.states.optimizer
-        if type(optimizer) not in (_FUSED_EVERYWHERE if self._is_split else _FUSED):
-            return False
-        for group in optimizer.param_groups:
+        optimizer, found = self.states.optimizer, []
+        for group in optimizer.param_groups if type(optimizer) in _FUSED else ():
             is_open = group.get("fused") is None and group.get("foreach") is None
             # Not every fused step takes a rate in a tensor, and none complex numbers.
             can_be = not group.get("differentiable") and not isinstance(group["lr"], Tensor)
             if is_open and can_be and all(map(torch.is_floating_point, group["params"])):
-                group["fused"] = is_fused = True
-                for member in group["params"]:
-                    # A fused step counts where it steps; one from a checkpoint may be elsewhere.
-                    state = optimizer.state.get(member, {})
-                    if isinstance(count := state.get("step"), Tensor):
-                        state["step"] = count.to(member.device)
-        return is_fused
+                found.append(group)
+        return found
 
     def take(self, pieces: Iterable[Piece]) -> None:
         """Note the pieces that the optimizer holds."""
@@ -208,7 +194,6 @@ class UnitStep:
 
     def _open(self, order: Sequence[Piece]) -> None:
         """Begin a step of all batches, first of those with pieces that come first in an order."""
-        self._fuse()
         optimizer = self.states.optimizer
         batches = self._cut()
         if order:
@@ -221,7 +206,7 @@ class UnitStep:
             batches = {number: batches[number] for number in sorted(batches, key=place_of)}
         # Nothing is torn: who lacks the memory for it may try again.
         self.states.open([*batches])
-        self._left = batches
+        self._left, self._to_fuse = batches, self._open_groups()
         self._members = [[*group["params"]] for group in optimizer.param_groups]
 
     def _step_next(self) -> None:
@@ -233,7 +218,8 @@ class UnitStep:
     def _fetch_next(self) -> int:
         number, groups = next(iter(self._left.items()))
         self.is_torn = True
-        self._narrow(groups)
+        self._narrow(groups, is_batch=number != _OTHERS)
+        self._move_counts()
         self.states.fetch(number)
         return number
 
@@ -251,14 +237,28 @@ class UnitStep:
                     batches.setdefault(number, [[] for _ in groups])[index].append(member)
         return dict(sorted(batches.items())) or {_OTHERS: [[] for _ in groups]}
 
-    def _narrow(self, groups: Groups) -> None:
+    def _narrow(self, groups: Groups, *, is_batch: bool = False) -> None:
+        """Let the param groups hold these members, and fuse the steps of batches alone."""
         for group, members in zip(self.states.optimizer.param_groups, groups, strict=True):
             group["params"][:] = members
+        for group in self._to_fuse:
+            group["fused"] = is_batch or None
+
+    def _move_counts(self) -> None:
+        """Let fused steps find counts where they step; those of a checkpoint may be elsewhere."""
+        optimizer = self.states.optimizer
+        fused = (group["params"] for group in optimizer.param_groups if group.get("fused"))
+        for member in itertools.chain.from_iterable(fused):
+            count = optimizer.state.get(member, {}).get("step")
+            if isinstance(count, Tensor) and count.device != member.device:
+                optimizer.state[member]["step"] = count.to(member.device, torch.float32)
 
     def describe(self, _: str = "") -> str:
         """Return what is done, in a line."""
         name = type(self.states.optimizer).__name__
-        fused = " fused=True was switched on, as nobody had said." if self._is_fused else ""
+        fused = (
+            " They are stepped with fused=True, as nobody has said." if self._open_groups() else ""
+        )
         pieces = pieces_of(self.states.optimizer)
         staying = sum(piece.numel() for piece in pieces if piece.stays)
         share = staying / max(1, sum(piece.numel() for piece in pieces))
@@ -270,6 +270,5 @@ def _ids(groups: Groups) -> list[int]:
     return [id(member) for members in groups for member in members]
 
 
-_FUSED_EVERYWHERE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-_FUSED = (*_FUSED_EVERYWHERE, torch.optim.Adagrad)
-"""What has a fused step on accelerators too, and what has one on CPUs."""
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+"""What has a fused step on CPUs."""

@@ -61,7 +61,7 @@ class Piece(Parameter):
         parameter: The parameter on the module that this is a piece of.
         range: Which of its elements.
         gradient: What the parameter's ``grad`` shows.
-        stays: Whether it rests on the device though others of its unit are offloaded.
+        stays: Whether it rests on the device though others are offloaded.
     """
 
     parameter: Parameter

@@ -98,8 +98,8 @@ class Store:
         return self.shared.own
 
     def stays(self, in_shard: slice) -> bool:
-        """Return whether a piece rests on the device though others of its shard are elsewhere."""
-        return False
+        """Return whether a piece and its states rest on the device though others are offloaded."""
+        return self.plan.states is self.plan.master.medium is Medium.DEVICE
 
     def row(self, kind: str, piece: Piece) -> str:
         """Return the name by which a kind of bytes of a piece is counted."""
@@ -233,7 +233,8 @@ class HostStore(Store):
     def _fetch(self, out: Tensor, *, unit: str, tag: int) -> Work:
         axis, away = self.comm.mesh.shard, self.shared.own
         own = out.view(axis.size, -1)[axis.rank]
-        own[self._num_away :].copy_(self._here)
+        if self._here.numel():
+            own[self._num_away :].copy_(self._here)
         self.comm.transport.ledger.note(unit, "up", self._num_away, away.element_size())
         gather = functools.partial(self.gather, out, Shared(own), unit=unit, tag=tag)
         return self.comm.host_copies.up(own[: self._num_away], away, gather)
@@ -252,16 +253,19 @@ class HostStore(Store):
         """Start to bring a unit's reduced shard down, added to what rests, as every store does."""
         copies, num_away = self.comm.host_copies, self._num_away
         self.comm.transport.ledger.note(unit, "down", num_away, source.element_size())
-        leaving, staying = source[:num_away], source[num_away:]
-        landing = self._landing()
-        if resting is None:
+        landing, here, leaving = self._landing(), self._here, source
+        if here.numel():
+            leaving, here = source[:num_away], source[num_away:]
+        if resting is not None:
+            assert isinstance(resting, SplitShard)
+            if here.numel():
+                resting.here.add_(here)
+            add = functools.partial(resting.away.add_, landing)
+            return resting, copies.down(landing, leaving, add)
+        if here.numel():
             # A view would keep what has left.
-            here = staying.clone() if num_away else source
-            return SplitShard(landing, here), copies.down(landing, leaving)
-        assert isinstance(resting, SplitShard)
-        resting.here.add_(staying)
-        add = functools.partial(resting.away.add_, landing)
-        return resting, copies.down(landing, leaving, add)
+            here = here.clone() if num_away else source
+        return SplitShard(landing, here), copies.down(landing, leaving)
 
     @override
     def join(self, resting: Shard, *, unit: str, tag: int) -> Work:

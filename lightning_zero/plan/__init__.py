@@ -13,7 +13,13 @@ from lightning_zero.plan.casts import CAST_WEIGHTS
 from lightning_zero.plan.layout import ALIGNMENT, Layout, Slot
 from lightning_zero.plan.plan import RECIPES, Home, Medium, Offload, Placement, Plan, Recipe
 from lightning_zero.plan.settings import Settings, as_dtype
-from lightning_zero.plan.unit_specs import FlatSpec, UnitSpec, specify_units, with_cuts
+from lightning_zero.plan.unit_specs import (
+    FlatSpec,
+    UnitSpec,
+    shares_away,
+    specify_units,
+    with_cuts,
+)
 from lightning_zero.plan.units import MIN_NUMEL, UnitPolicy, find_units
 
 __all__ = [
@@ -35,6 +41,7 @@ __all__ = [
     "UnitSpec",
     "as_dtype",
     "find_units",
+    "shares_away",
     "specify_units",
     "with_cuts",
 ]

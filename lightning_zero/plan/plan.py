@@ -231,7 +231,8 @@ class Offload:
                 raise ValueError(f"Expected offload of {name} to 'cpu' or 'nvme', got {value!r}.")
         if self.optimizer is None and self.weights is None:
             raise ValueError("Expected offload of the optimizer, of the weights or of both.")
-        if not 0 < self.ratio <= 1:
+        is_number = isinstance(self.ratio, (int, float)) and not isinstance(self.ratio, bool)
+        if not is_number or not 0 < self.ratio <= 1:
             raise ValueError(
                 f"Expected offload_ratio above 0 and up to 1, got {self.ratio!r}. To offload"
                 " nothing, leave offload_optimizer and offload_weights out."

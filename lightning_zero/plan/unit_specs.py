@@ -86,6 +86,16 @@ def with_cuts(
     return [spec._replace(flat_parameters=[*map(cut, spec.flat_parameters)]) for spec in specs]
 
 
+def shares_away(
+    specs: list[UnitSpec], ratio: float, *, num_shards: int, num_copies: int
+) -> list[float]:
+    """Return the share of trainable shards that each rank of a copy offloads."""
+    flats = [flat for spec in specs for flat in spec.flat_parameters if flat.trainable]
+    layouts = [flat.layout(num_shards, num_copies) for flat in flats]
+    numel = sum(layout.shard_numel for layout in layouts)
+    return [sum(cuts_of(layouts, ratio, rank)) / max(1, numel) for rank in range(num_shards)]
+
+
 def specify_units(module: nn.Module, settings: Settings) -> list[UnitSpec]:
     """Cut ``module`` into units as ``settings`` say; the root comes last."""
     modules = find_units(module, settings.units, settings.min_num_params)

@@ -164,10 +164,10 @@ class ZeROStrategy(SavingStrategy):
         )
         self.config = Config.read(config)
         offload = options.offload(
-            self.config.argument("offload_optimizer", offload_optimizer),
+            optimizer := self.config.argument("offload_optimizer", offload_optimizer),
             self.config.argument("offload_weights", offload_weights),
             path := self.config.argument("offload_path", offload_path),
-            self.config.argument("offload_ratio", offload_ratio),
+            self.config.ratio(offload_ratio, optimizer),
         )
         super().__init__(
             accelerator=accelerator,

@@ -143,6 +143,14 @@ def test_offload_blocks_act_refuse_or_ask_for_nothing() -> None:
     blocks["offload_optimizer"] = {**on, "ratio": 0.5}
     settings = ZeROStrategy(config={"zero_optimization": blocks}).settings
     assert settings.offload == Offload("nvme", "nvme", 0.5)
+    for device in ({}, {"device": "auto"}):
+        blocks["offload_optimizer"] = {**device, "ratio": 0.5}
+        strategy = ZeROStrategy(config={"zero_optimization": blocks})
+        assert strategy.settings.offload == Offload(weights="nvme")
+        assert (
+            "offload_optimizer.ratio in the DeepSpeed configuration is 0.5 and has no effect"
+            in (" ".join(strategy.config.warnings))
+        )
     for ratio in (0, 1.5):
         with pytest.raises(ValueError, match=r"offload_optimizer\.ratio .* above 0 and up to 1"):
             read({**on, "ratio": ratio}, on)

@@ -21,6 +21,7 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.host_copies import HostCopies, Landing
 from lightning_zero.comm.traffic import sum_of
 from lightning_zero.engine.engine import Engine
+from lightning_zero.optimizer import States, UnitStep, clip
 from lightning_zero.plan import Offload
 from lightning_zero.plan.settings import Settings
 from tests.oracle.models import MODELS
@@ -128,12 +129,12 @@ def near_the_ratio(
     assert held["gradients"] == held["host gradients"] == 0
 
 
-def stepped(name: str) -> tuple[list[set[str]], list[Any]]:
-    """The memories of each call of the kernel in a step, and what groups say of fused steps."""
+def stepped(fused: bool | None) -> list[set[str]]:
+    """The memories of each call of the fused kernel in a step."""
     found: list[set[str]] = []
     case = MODELS["transformer"]
     model = case.build()
-    kernel = getattr(torch, name)
+    kernel = torch._fused_sgd_
     with beside_the_host() as memories:
 
         def noting(params: list[Tensor], *args: Any, **more: Any) -> Any:
@@ -141,27 +142,91 @@ def stepped(name: str) -> tuple[list[set[str]], list[Any]]:
             return kernel(params, *args, **more)
 
         engine = shard(model, offload=Offload("cpu", "cpu", 0.5))
-        optimizers = [
-            torch.optim.SGD(model.parameters(), 0.1),
-            torch.optim.Adagrad([nn.Parameter()]),
-        ]
-        for optimizer in optimizers:
-            engine.adopt(optimizer)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=fused)
+        engine.adopt(optimizer)
         case.loss(model, case.batch(4, 0)).backward()
-        with mock.patch.object(torch, name, noting):
-            optimizers[0].step()
+        with mock.patch.object(torch, "_fused_sgd_", noting):
+            optimizer.step()
+        assert optimizer.param_groups[0]["fused"] is fused
         engine.close()
-    return found, [optimizer.param_groups[0]["fused"] for optimizer in optimizers]
+    return found
 
 
-def test_the_devices_share_is_stepped_first(ranks: Pools) -> None:
-    [(found, fused)] = ranks(1).run(stepped, "_fused_sgd_")
-    first, *others = found
+def test_the_devices_share_is_stepped_first_as_torch_would(ranks: Pools) -> None:
+    """Only what is stepped on the host is fused, unless the user says so."""
+    [[first, *others]] = ranks(1).run(stepped, True)
     assert first == {"device"}
     assert len(others) > 1
     assert all(memories == {"host"} for memories in others)
-    # Adagrad has a fused step on CPUs only.
-    assert fused == [True, None]
+    assert ranks(1).run(stepped, None) == [others]
+
+
+@pytest.mark.parametrize("fused", [True, None])
+def test_fused_steps_find_counts_where_they_step(fused: bool | None) -> None:
+    """A checkpoint of a run that was not fused has them on the host; ``meta`` plays a device."""
+    staying, leaving = [nn.Parameter(torch.ones(3, device="meta")) for _ in range(2)]
+    optimizer = torch.optim.AdamW([staying, leaving], fused=None)
+    states = {n: {"step": torch.tensor(2.0, dtype=torch.float64)} for n in range(2)}
+    group = {**optimizer.state_dict()["param_groups"][0], "fused": None}
+    optimizer.load_state_dict({"state": states, "param_groups": [group]})
+    optimizer.param_groups[0]["fused"] = fused
+    counts = [optimizer.state[one] for one in (staying, leaving)]
+    pieces: Any = [[leaving]]
+    unit_step = UnitStep(pieces, States(optimizer))
+    with mock.patch.object(torch.optim.AdamW.step, "__wrapped__") as step:
+        step.side_effect = lambda _: seen.append(optimizer.param_groups[0]["fused"])
+        seen: list[bool | None] = []
+        unit_step._step = step
+        unit_step.begin()
+    assert seen == [fused]
+    assert optimizer.param_groups[0] == {**group, "fused": True, "params": [leaving]}
+    unit_step.end()
+    assert optimizer.param_groups[0] == {**group, "fused": fused, "params": [staying, leaving]}
+    devices = [count["step"].device.type for count in counts]
+    assert devices == ["meta" if fused else "cpu", "meta"]
+    assert counts[1]["step"].dtype is torch.float32
+
+
+def unfrozen(stage: int, folder: str) -> None:
+    """What was frozen at setup rests on the device, and goes on so when it is trained."""
+
+    def run(**settings: Any) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+        module[0].requires_grad_(False)
+        engine = Engine(module, Settings(stage, units=(nn.Linear,), **settings))
+        optimizer = torch.optim.SGD(
+            [p for p in module.parameters() if p.requires_grad], 0.05, momentum=0.9, fused=True
+        )
+        engine.adopt(optimizer)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            module(torch.full((2, 8), 0.1 * (step + 1))).square().sum().backward()
+            pieces = engine.sharded.pieces
+            clip.clip_by_norm(pieces, engine.comm, 0.1)
+            clip.clip_by_value(pieces, 0.01)
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 0.05)
+            optimizer.step()
+            if step == 0:
+                module[0].requires_grad_(True)
+                optimizer.add_param_group({"params": list(module[0].parameters())})
+        held = engine.sharded.memory()
+        own = [piece for flat in engine.sharded.units[0].flat_parameters for piece in flat.pieces]
+        if settings:
+            assert held["states"] == sum(piece.nbytes for piece in own)
+        engine.close()
+        return dict(module.state_dict())
+
+    expected = run()
+    for medium in ("cpu", "nvme"):
+        with beside_the_host():
+            actual = run(offload=Offload(medium), offload_path=folder)
+        assert all(torch.equal(value, expected[name]) for name, value in actual.items())
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_is_unfrozen_later_stays(ranks: Pools, tmp_path: Any, stage: int) -> None:
+    ranks(2).run(unfrozen, stage, str(tmp_path))
 
 
 def in_copies() -> None:

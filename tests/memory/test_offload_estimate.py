@@ -180,8 +180,31 @@ def test_a_bad_offload_is_named(change: dict[str, Any], message: str) -> None:
 def test_an_offload_of_nothing_is_named() -> None:
     with pytest.raises(ValueError, match="Expected offload of the optimizer, of the weights"):
         Offload()
-    with pytest.raises(ValueError, match=r"Expected offload_ratio above 0 and up to 1, got 0\."):
-        Offload("cpu", ratio=0)
+    for ratio in (0, "0.5", None, True, float("nan")):
+        text = f"Expected offload_ratio above 0 and up to 1, got {ratio!r}. To offload"
+        with pytest.raises(ValueError, match=re.escape(text)):
+            Offload("cpu", ratio=ratio)  # type: ignore[arg-type]
+
+
+def test_ranks_differ_by_their_pieces(capsys: Any) -> None:
+    half = Offload("cpu", "cpu", 0.5)
+
+    def of_rank(rank: int) -> Estimate:
+        return estimate(
+            lambda: nn.Linear(64, 40), world_size=2, offload=half, optimizer="sgd", rank=rank
+        )
+
+    ranks = [of_rank(rank) for rank in range(2)]
+    away = [one.host["weights"] / (one.host["weights"] + one.resting["weights"]) for one in ranks]
+    assert ranks[0].shares_away == ranks[1].shares_away == (min(away), max(away))
+    assert away[0] != away[1]
+    assert estimate(P, offload=half).shares_away == (0.5, 0.5)
+    words = ["torch.nn:Linear", "--args", "in_features=64", "out_features=40", "--optimizer", "sgd"]
+    words += ["--ranks", "2", "--offload", "cpu"]
+    _, out, _ = run(capsys, *words, "--offload-ratio", "0.5")
+    line = f"its ranks offload {min(away):.1%} to {max(away):.1%}; the figures\nare of rank 0."
+    assert out.count(line) == 2
+    assert "the figures" not in run(capsys, *words)[1]
 
 
 def test_columns_have_the_strategies_names() -> None:
@@ -273,15 +296,16 @@ def test_command_knows_the_nodes_of_a_configuration(capsys: Any, tmp_path: Any) 
 
 def test_command_reads_the_offload_of_a_configuration(capsys: Any, tmp_path: Any) -> None:
     config = tmp_path / "config.yaml"
-    files = "offload_optimizer: nvme, offload_weights: nvme, offload_path: /a"
+    files = "offload_optimizer: nvme, offload_weights: nvme, offload_path: /a, offload_ratio: 0.5"
     config.write_text(
         "trainer: {devices: 2, strategy: {class_path: lightning_zero.ZeROStrategy, init_args:"
         f" {{stage: 3, {files}}}}}}}\n"
     )
     words = [str(config), "--model", "torch.nn:Linear", "--args", "in_features=8"]
-    code, out, _ = run(capsys, *words, "out_features=8")
-    assert code == 0
-    assert "zero3_nvme, 2 ranks: 2 on a node, with" in out
+    for more, name in (([], "zero3_nvme 50%"), (["--offload-ratio", "1"], "zero3_nvme")):
+        code, out, _ = run(capsys, *words, "out_features=8", *more)
+        assert code == 0
+        assert f"{name}, 2 ranks: 2 on a node, with" in out
     assert "disk states" in out
     assert NO_OFFLOAD_YET not in out
     assert "Not read" not in out
@@ -292,6 +316,7 @@ def test_command_reads_the_offload_of_a_configuration(capsys: Any, tmp_path: Any
     [
         (["10B", "--host-memory", "1TB"], "together with --device-memory"),
         (["10B", "--offload", "cpu", "--offload-ratio", "2"], "Expected offload_ratio above 0"),
+        (["10B", "--offload-ratio", "0.5"], "--offload-ratio 0.5 has no meaning where nothing"),
         (["10B", "--ranks-per-node", "0"], "Expected ranks per node >= 1, got 0."),
     ],
 )
