@@ -1,6 +1,6 @@
 """Weights and states in files, against the disk and against memory, on one rank.
 
-    python examples/benchmarks/offload.py                     # a model of 2 GB
+    python examples/benchmarks/offload.py              # a model of 1 GB, in 10 GB of memory
     python examples/benchmarks/offload.py --megabytes 100 --rounds 2
     python examples/benchmarks/offload.py --deepspeed PYTHON --accelerate PYTHON
 
@@ -12,10 +12,11 @@ In each round, one after the other:
 * ``compute``: a forward with weights in memory, of 1 and of 512 tokens.
 * ``stream``: the same with weights that are read from their checkpoint, which the system has
   forgotten before. The limit is the larger of the disk's time and of the computation's.
-* ``step in memory``, ``step in files``: an AdamW step over all elements. The limit is the larger of
-  the disk's time, for what the step's ledger says that it read and wrote at once, and of a step in
-  memory. Masters are mapped, and the system writes them when it likes: they are not in the limit,
-  and before each measurement it writes what others have left.
+* ``step in memory``, ``step with states in files``, ``step in files``: an AdamW step over all
+  elements. The limit is the larger of the disk's time, for what the step's ledger says that it read
+  and wrote at once, and of a step in memory. Where masters are in files too they are mapped, and
+  the system writes them when it likes: they are not in the limit, and before each measurement it
+  writes what others have left.
 * ``training in memory``, ``training in files``: forward and backward of one token, and the step.
 * ``fused step``, ``step by unit``: the same step of torch's own optimizer over the same pieces in
   memory, at once and as it is stepped on an accelerator's host.
@@ -53,6 +54,7 @@ from lightning_zero.optimizer import States, UnitStep
 from lightning_zero.plan import Offload, Settings
 
 TOKENS = (1, 512)
+STATES_ALONE = "with states in files"
 ON_PIECES = ("fused step", "step by unit")
 DEEPSPEED = {"step": "DeepSpeed step", "train": "DeepSpeed training"}
 _REQUEST = 4 * 2**20
@@ -179,7 +181,8 @@ def measured(
     for parameter in whole.parameters():
         parameter.data = parameter.data.clone()
     stream = streaming(path, files, width, depth)
-    places = {"in memory": memory, "in files": files}
+    states = Settings(units=units, offload=Offload("nvme", None), offload_path=folder)
+    places = {"in memory": memory, STATES_ALONE: states, "in files": files}
     steps = {name: Stepping(settings, width, depth) for name, settings in places.items()}
     on_pieces = dict(zip(ON_PIECES, steps["in memory"].on_pieces(), strict=True))
     found: dict[str, list[float]] = {}
@@ -207,8 +210,8 @@ def measured(
             note(f"step {name}", stepping.step)
         for name, step in on_pieces.items():
             note(name, step)
-        for name, stepping in steps.items():
-            note(f"training {name}", stepping.train)
+        for name in ("in memory", "in files"):
+            note(f"training {name}", steps[name].train)
         for what, label in DEEPSPEED.items():
             note_other("deepspeed", label, what)
     times = steps["in files"].engine.comm.step_times
@@ -235,6 +238,7 @@ def report(found: dict[str, list[float]], share: float, times: StepTimes) -> Non
         for count in TOKENS
     }
     disk = [share * seconds for seconds in found["disk reads and writes"]]
+    limits[f"step {STATES_ALONE}"] = (disk, found["step in memory"])
     for doing in ("step", "training"):
         limits[f"{doing} in files"] = (disk, found[f"{doing} in memory"])
     for name, both in limits.items():
@@ -255,7 +259,7 @@ def report(found: dict[str, list[float]], share: float, times: StepTimes) -> Non
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--megabytes", type=int, default=2000)
+    parser.add_argument("--megabytes", type=int, default=1000)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", default=".", help="a folder on the disk that is measured")

@@ -294,11 +294,12 @@ def test_files_against_disk_and_memory(tmp_path: Path) -> None:
     output = run_script("examples/benchmarks/offload.py", *words, timeout=170).stdout
     assert "9 layers, 0.01 GB of weights" in output
     rows = re.findall(r"^\| ([a-z].*) \| ([\d.]+) \| [\d.]+ to [\d.]+ \|$", output, re.MULTILINE)
-    assert len(rows) == 12
+    assert len(rows) == 13
     ratios = re.findall(r"^(.*): ([\d.]+) \([\d.]+ to [\d.]+\)$", output, re.MULTILINE)
     assert [name for name, _ in ratios] == [
         "stream, 1 tokens to the limit",
         "stream, 512 tokens to the limit",
+        "step with states in files to the limit",
         "step in files to the limit",
         "training in files to the limit",
         "step by unit to fused step",
