@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from torch.optim import Optimizer
 
 from lightning_zero.checkpoint import ModuleLoad, Saver
 from lightning_zero.comm import Communicator
+from lightning_zero.engine import Engine
 from lightning_zero.optimizer import are_torn
 from lightning_zero.trainer.callbacks import AdaptedCallbacks
 from lightning_zero.trainer.options import Options
@@ -80,16 +80,16 @@ class Run:
             callbacks, self.callbacks = self.callbacks, None
             callbacks.remove()
 
-    def may_gather(self, optimizers: Iterable[Optimizer]) -> bool:
+    def may_gather(self, engine: Engine) -> bool:
         """Return whether weights can be made whole, after an exception too; warn if not.
 
-        All ranks must be there, and no step of ``optimizers`` may have ended half-way on any.
+        All ranks must be there, and no optimizer's step may have ended half-way on any.
         """
         if not self.has_failed:
             return True
         board = self.comm.control.board
         with contextlib.suppress(RuntimeError):  # of a store that is gone
-            if are_torn(optimizers):
+            if are_torn(engine.sharded.optimizers):
                 board.settle("torn")
         if self.comm.control.has_all_ranks(_PEERS_TIMEOUT):
             if not board.is_settled("torn"):

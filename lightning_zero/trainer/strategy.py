@@ -365,8 +365,7 @@ class ZeROStrategy(SavingStrategy):
     def _end_engine(self) -> None:
         if self.engine is None or self.engine.is_closed:
             return
-        optimizers = self.engine.sharded.optimizers
-        restores = self._current.restores and self._current.may_gather(optimizers)
+        restores = self._current.restores and self._current.may_gather(self.engine)
         try:
             if restores and self._current.callbacks is not None:
                 self._current.callbacks.gather()
