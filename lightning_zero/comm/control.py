@@ -170,7 +170,7 @@ class Control:
         pickled = pickle.dumps(value)
         # Torch's own sends the sizes first; most values have room in the message that says them.
         own = torch.zeros(VALUE_BYTES, dtype=torch.uint8, device="cpu")
-        own[:8] = torch.tensor([len(pickled)]).view(torch.uint8)
+        own[:8] = torch.tensor([len(pickled)], device="cpu").view(torch.uint8)
         fitting = pickled[: VALUE_BYTES - 8]
         own[8 : 8 + len(fitting)] = torch.frombuffer(bytearray(fitting), dtype=torch.uint8)
         with self.log.at("an exchange of values"):
@@ -241,26 +241,27 @@ class Control:
             other._group = None
         self._separated = []
 
-    def has_all_ranks(self, timeout: timedelta) -> bool:
-        """Return whether every rank can be reached and calls this too, within ``timeout``.
+    def last_words(self, timeout: timedelta, words: str = "") -> list[str] | None:
+        """Return every rank's ``words``, if all can be reached and call this within ``timeout``.
 
         Asked through the store: a collective that a rank never joins could not be given up.
         """
         board = self.board
         try:
-            board.put("reached")
+            board.put("reached", words)
             if self.watchdog.has_given_up or not board.wait(
                 timeout.total_seconds(),
                 lambda: board.is_settled("lost") or board.get("reached"),
             ):
                 board.settle("lost")
-            if board.is_settled("lost"):
-                return False
+            found = None if board.is_settled("lost") else board.get("reached")
+            if found is None:
+                return None
             board.put("agreed")
             if self.rank == 0:  # whose end may be the end of the store in which others look
                 board.wait(timeout.total_seconds(), lambda: board.get("agreed"))
         except RuntimeError:
-            return False
+            return None
         # What ended the run has left all of them able to end it together.
         self.watchdog.pardon()
-        return True
+        return found

@@ -86,12 +86,7 @@ class EarlyStep:
         self._groups = self._hyperparameters()
 
     def note(self, unit: Unit) -> None:
-        """Note that the reduction of a unit begins; raise if it is stepped already."""
-        if unit.weights.masters is Masters.STEPPED:
-            raise RuntimeError(
-                f"A gradient of {unit.label!r} came when, by step_in_backward=True, the unit was"
-                " stepped already, as all of its gradients had come once. Leave it out."
-            )
+        """Note that the reduction of a unit begins."""
         unit.weights.masters = Masters.PASSING
         if unit.gradients.are_complete:
             self._complete.add(unit)
@@ -115,9 +110,25 @@ class EarlyStep:
         self._step.step_ahead([_pieces(one) for one in self._turns])
         self._turns.pop(0)
 
-    def stop(self) -> None:
-        """Leave all units that are not stepped yet to the optimizer's step."""
+    @property
+    def stepped(self) -> list[bool]:
+        """For each unit, whether it is stepped already."""
+        return [unit.weights.masters is Masters.STEPPED for unit in self._sharded.units]
+
+    def stop(self, late: Sequence[Unit] = (), stepped: Sequence[bool] = ()) -> None:
+        """Leave all units that are not stepped yet to the optimizer's step.
+
+        Raises:
+            RuntimeError: On all ranks, of ``late`` units, of which gradients are still to be added,
+                some rank has ``stepped`` one.
+        """
         self._turns = []
+        for unit in late:
+            if stepped and stepped[unit.index]:
+                raise RuntimeError(
+                    f"A gradient of {unit.label!r} came when, by step_in_backward=True, the unit"
+                    " was stepped already, as all of its gradients had come once. Leave it out."
+                )
 
     def check(self) -> None:
         """Raise if the optimizer's step finds other values than units were stepped with."""

@@ -49,7 +49,7 @@ class ReductionOrder:
         self._early_step = early_step
         num_parameters = sum(len(unit.gradients.parameters) for unit in units)
         most = max(num_parameters, len(units) + ChangeCheck.NUM_FLAGS + 1)
-        comm.control.reserve(len(units) + most)
+        comm.control.reserve(2 * len(units) + most)
         self._change_check = change_check
         gives_back = any(unit.weights.gives_back for unit in units)
         self._unit_check = UnitCheck([unit.label for unit in units], comm, is_due=gives_back)
@@ -129,12 +129,14 @@ class ReductionOrder:
         flags = [unit.gradients.are_pending for unit in self._units]
         for unit in self._units:
             flags += unit.gradients.held
+        if self._early_step.is_on:
+            flags += self._early_step.stepped
         agreed = torch.tensor(flags, dtype=torch.uint8, device="cpu")
         self._comm.control.call(SyncPoint.END, agreed).wait()
         agreed_flags = [flag > 0 for flag in agreed.tolist()]
         again = [unit for unit in self._units if agreed_flags[unit.index]]
-        if again:
-            self._early_step.stop()
+        if again and self._early_step.is_on:
+            self._early_step.stop(again, agreed_flags[-len(self._units) :])
         for unit in again:
             self._reduce(unit)
         if self._under_way is not None:

@@ -124,8 +124,8 @@ class Slot:
         Raises:
             OSError: It failed.
         """
+        wait(self._pending)  # before they are forgotten: an interrupt comes here
         pending, self._pending = self._pending, []
-        wait(pending)
         for one in pending:
             one.result()
 

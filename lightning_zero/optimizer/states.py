@@ -281,14 +281,17 @@ class StateFiles(States):
         if self._lent is None or grad is None:
             return
         stand_in.grad = _cut(grad, part)
-        if piece in states:
-            # Each part takes the same step: all but the last count for themselves.
-            states[stand_in] = {
-                key: value.clone() if isinstance(value, Tensor) and not part.is_last else value
-                for key, value in states[piece].items()
-                if not is_of_elements(key, value, piece)
-            }
-            states[stand_in].update(self._staged(number, slot, part, states[piece]))
+        if piece not in states:
+            return
+        staged, lent = self._staged(number, slot, part, states[piece]), states[stand_in]
+        for key, value in states[piece].items():
+            if is_of_elements(key, value, piece):
+                # What came into memory since the last step has no place in the slot.
+                lent[key] = staged[key] if key in staged else _cut(value, part).clone()
+            else:
+                # Each part takes the same step: all but the last count for themselves.
+                is_own = isinstance(value, Tensor) and not part.is_last
+                lent[key] = value.clone() if is_own else value
 
     @override
     @span("flush")
@@ -325,7 +328,9 @@ class StateFiles(States):
         for key, value in self._of_elements(state, stand_in):
             state[key] = self._kept_in_file(number, slot, part, key, value)
         if state and part.is_last:
-            self.optimizer.state[part.piece] = state
+            own = self.optimizer.state[part.piece]
+            own.clear()
+            own.update(state)
 
     def _batch(self, number: int) -> Sequence[Part[Piece]]:
         """Return the parts in a batch; what is in none has one without."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -87,12 +86,10 @@ class Run:
         """
         if not self.has_failed:
             return True
-        board = self.comm.control.board
-        with contextlib.suppress(RuntimeError):  # of a store that is gone
-            if are_torn(engine.sharded.optimizers):
-                board.settle("torn")
-        if self.comm.control.has_all_ranks(_PEERS_TIMEOUT):
-            if not board.is_settled("torn"):
+        is_torn = are_torn(engine.sharded.optimizers)
+        found = self.comm.control.last_words(_PEERS_TIMEOUT, "torn" if is_torn else "whole")
+        if found is not None:
+            if "torn" not in found:
                 return True
             log.warning(
                 "A step of an optimizer ended half-way, so whole weights would be new in parts and"

@@ -70,8 +70,11 @@ class Borrowed(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
         self.head = nn.Linear(16, 3)
 
+    borrows = True
+
     def forward(self, x: Tensor) -> Tensor:
-        x = nn.functional.linear(x, self.blocks[2].weight)  # type: ignore[arg-type]
+        if self.borrows:
+            x = nn.functional.linear(x, self.blocks[2].weight)  # type: ignore[arg-type]
         for block in self.blocks:
             x = block(x).tanh()
         return self.head(x)  # type: ignore[no-any-return]
@@ -316,6 +319,21 @@ def test_a_unit_that_comes_again_in_the_pass_is_found(
     slow = Run("shared", str(tmp_path), is_early=False, stage=stage)
     slow.step(0)
     slow.engine.close(restore=False)
+
+
+def borrowed_by_one(folder: str) -> str:
+    run = Run("borrowed", folder, is_early=True, stage=2)
+    run.model.borrows = run.engine.comm.control.rank == 1
+    with pytest.raises(RuntimeError) as raised:
+        run.step(0)
+    run.engine.reset()
+    run.engine.close(restore=False)
+    return str(raised.value)
+
+
+def test_a_gradient_that_is_late_on_one_rank_is_told_on_all(ranks: Pools, tmp_path: Path) -> None:
+    texts = ranks(2).run(borrowed_by_one, str(tmp_path))
+    assert ["came when, by step_in_backward=True" in text for text in texts] == [True, True]
 
 
 def test_who_lacks_the_memory_may_try_again(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import fcntl
 import gc
@@ -19,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_zero.checkpoint.optimizer_state import optimizer_state
 from lightning_zero.checkpoint.state import module_state
@@ -418,6 +420,50 @@ def test_pieces_that_are_cut_step_as_whole_ones(
         )
         assert len(in_files) == len(in_memory)
         assert all(map(torch.equal, in_files, in_memory)), cls
+
+
+def stepped_with_loaded_states(
+    state: dict[str, Any], build: Callable[[Any], Optimizer], **files: Any
+) -> tuple[dict[str, Any], list[Tensor]]:
+    """A step from states that came into memory, another from such in twice as many bits."""
+    model = wide()
+    engine = Engine(model, Settings(units=(nn.Linear,), **files))
+    optimizer = build(model.parameters())
+    engine.adopt(optimizer)
+    if state:
+        optimizer.load_state_dict(copy.deepcopy(state))  # torch keeps its tensors
+    for number in range(2):
+        model(torch.full((3, 200), 0.1)).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if state and number == 0:
+            first = optimizer.state[next(iter(engine.sharded.pieces))]
+            for key in [key for key, value in first.items() if key == "momentum_buffer"]:
+                first[key] = first[key].double()
+    found = copy.deepcopy(optimizer.state_dict())
+    engine.close()
+    return found, [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, foreach=False),
+        lambda p: torch.optim.AdamW(p, 0.1, fused=True),
+    ],
+)
+def test_states_without_a_file_are_stepped_with_pieces_that_are_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: Callable[[Any], Optimizer]
+) -> None:
+    monkeypatch.setattr(batches_of_steps, "_BATCH_BYTES", 1)
+    state, _ = stepped_with_loaded_states({}, build)
+    expected, weights = stepped_with_loaded_states(state, build)
+    found, shown = stepped_with_loaded_states(state, build, **offload(3, str(tmp_path)))
+    assert all(map(torch.equal, shown, weights))
+    of_files, of_memory = (tree_leaves(each["state"]) for each in (found, expected))
+    assert len(of_files) == len(of_memory)
+    for one, other in zip(of_files, of_memory, strict=True):
+        assert one == other if not torch.is_tensor(one) else torch.equal(one, other)
 
 
 @pytest.mark.parametrize(("method", "words"), [("preadv", "Reading"), ("pwritev", "Writing")])

@@ -234,8 +234,8 @@ def part_in_a_meeting() -> None:
         with pytest.raises(RuntimeError, match="The ranks have parted"):
             comm.control.call(odd).wait()
     # Weights that met the wrong ones cannot be put together again; by their tags others can.
-    assert not apart.control.has_all_ranks(timedelta(seconds=60))
-    assert together.control.has_all_ranks(timedelta(seconds=60))
+    assert apart.control.last_words(timedelta(seconds=60)) is None
+    assert together.control.last_words(timedelta(seconds=60)) is not None
 
 
 def test_nothing_is_restored_over_collectives_out_of_step(ranks: Pools) -> None:
