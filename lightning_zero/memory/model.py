@@ -19,7 +19,7 @@ from lightning_zero.memory.dry_run import Microbatch, Step, meta_copy
 from lightning_zero.memory.snapshots import Snapshot
 from lightning_zero.memory.states import Optimizers, OptimizerStates, optimizers_for
 from lightning_zero.memory.steps import replicated_step, sharded_step, without_units
-from lightning_zero.memory.terms import KINDS, pieces_of_specs, terms_of_specs
+from lightning_zero.memory.terms import KINDS, PieceTerms, pieces_of_specs, terms_of_specs
 from lightning_zero.memory.trace import Event
 from lightning_zero.plan import (
     RECIPES,
@@ -175,10 +175,7 @@ class ModelPlan:
         timeline: Timeline | None = None,
         **settings: Any,
     ) -> list[Snapshot]:
-        """Return a step at a stage (0 is DDP) over so many ranks; ``settings`` are the engine's.
-
-        What the engine does in it is noted in ``timeline``.
-        """
+        """Return a step at a stage (0: DDP) by the engine's ``settings``, told to ``timeline``."""
         _require_sense(stage, world_size, rank, offload)
         if stage == 0:
             return self._under_ddp(adds_gradients=num_microbatches > 1)
@@ -204,14 +201,11 @@ class ModelPlan:
         is_local = not next(plans).reduces_every_microbatch
         if not self.has_units:
             return without_units(terms, is_kept=is_local and num_microbatches > 1)
-        transport: DryTransport = DryTransport()
-        if self.device.type == "cpu":
-            shares_memory = shares_memory and num_shards > 1 and num_backward in (None, num_shards)
-            transport = DrySharedMemory() if shares_memory else DryMessages()
-        staged = 0
+        reads_peers = shares_memory and num_shards > 1 and num_backward in (None, num_shards)
+        transport = self._transport(reads_peers=reads_peers)
+        pieces: list[list[PieceTerms]] = []
         if offload is not None and offload.stages_states(self.device):
             pieces = pieces_of_specs(specs, offload, **on_rank, on_host=on_host)
-            staged = self._states.staged(pieces)
         on_message = None if timeline is None else timeline.begin
         return sharded_step(
             self.events(is_cast=True),
@@ -220,13 +214,18 @@ class ModelPlan:
             DryCommunicator(rank, world_size, transport, num_shards, num_backward, on_message),
             terms,
             buffers=self._buffers,
-            staged=staged,
+            staged=self._states.staged(pieces) if pieces else 0,
             is_early=step_in_backward,
             stepped=self._states.stepped(place, num_shards) + max(unit.lent for unit in terms),
             num_microbatches=num_microbatches,
             adds_gradients=num_microbatches > 1 and not is_local,
             timeline=timeline,
         )
+
+    def _transport(self, *, reads_peers: bool) -> DryTransport:
+        if self.device.type != "cpu":
+            return DryTransport()
+        return DrySharedMemory() if reads_peers else DryMessages()
 
     def shares_away(self, ratio: float, num_shards: int, num_copies: int = 1) -> list[float]:
         """Return the share of masters and states that each rank of a copy offloads."""

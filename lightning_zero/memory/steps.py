@@ -19,14 +19,14 @@ From files it is stepped in staging memory on the host, which is there in that s
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
 from lightning_zero.comm import DryCommunicator
 from lightning_zero.memory.cluster import Timeline
 from lightning_zero.memory.replay import replay
-from lightning_zero.memory.snapshots import Segments, Snapshot
+from lightning_zero.memory.snapshots import Segment, Segments, Snapshot
 from lightning_zero.memory.terms import KINDS, RESTING, Kinds, UnitTerms
 from lightning_zero.memory.trace import Event, Kind
 from lightning_zero.plan import Medium, Settings
@@ -85,18 +85,24 @@ def sharded_step(
     run = functools.partial(replay, events, module, settings, comm)
     segments = run(num_microbatches=num_microbatches, held=held, timeline=timeline)
     added = sum(sorted(unit.flushed for unit in units)[-_IN_FLIGHT:]) if adds_gradients else 0
-    found, gone_backward = [], set[str]()
-    for segment in segments:
-        if segment.is_backward and segment.unit is not None:
-            gone_backward.add(segment.unit)
-        early = staged if is_early and len(gone_backward) > 1 else 0
-        staging = segment.is_backward * (added + early)
+    found = []
+    for segment, is_stepping in zip(segments, _are_stepping(segments), strict=True):
+        staging = segment.is_backward * added + (staged if is_early and is_stepping else 0)
         found.append(segment.snapshot({**host, "staging": staging}, disk))
     rest = held(cast=0)
     if stepped or staged:
         kinds = {**rest, "gathered": rest["gathered"] + stepped}
         found.append(Snapshot("", "step", kinds, {**host, "staging": staged}, disk))
     return [*found, Snapshot("", "rest", rest, {**host, "staging": 0}, disk)]
+
+
+def _are_stepping(segments: Sequence[Segment]) -> Iterator[bool]:
+    """Yield for each segment whether a unit may be stepped in it, as another has gone backward."""
+    gone_backward = set[str]()
+    for segment in segments:
+        if segment.is_backward and segment.unit is not None:
+            gone_backward.add(segment.unit)
+        yield segment.is_backward and len(gone_backward) > 1
 
 
 def replicated_step(
