@@ -147,7 +147,7 @@ class Stepping:
     def on_pieces(self) -> tuple[Callable[[], object], Callable[[], object]]:
         """The step of another optimizer over the pieces: at once, and unit by unit."""
         optimizer = torch.optim.AdamW(self.engine.sharded.pieces, 1e-4, fused=True)
-        unit_step = UnitStep(self.engine.sharded.pieces_of_units, States(optimizer))
+        unit_step = UnitStep([unit.pieces for unit in self.engine.sharded.units], States(optimizer))
 
         def by_unit() -> None:
             unit_step.begin()

@@ -42,6 +42,7 @@ class Backward:
         early_step: EarlyStep,
     ) -> None:
         self._sharded = sharded
+        self._units = sharded.units
         self._step = step
         self._prefetcher = prefetcher
         self._join = join
@@ -73,8 +74,8 @@ class Backward:
         The first pass finds it whole. A second one over the same graph comes when the step has
         ended.
         """
-        pinned = [unit.index for unit in self._sharded.units if unit.weights.is_pinned]
-        held = [len(self._sharded.units) - 1, *pinned]
+        pinned = [unit.index for unit in self._units if unit.weights.is_pinned]
+        held = [len(self._units) - 1, *pinned]
         hook = functools.partial(self._on_step_grad, held)
         if len(outputs) == 1:
             outputs[0].register_hook(hook)  # type: ignore[no-untyped-call]
@@ -83,10 +84,9 @@ class Backward:
 
     def _on_held_grad(self, indices: Iterable[int], _: Tensor) -> None:
         """Find weights whole, mostly: each child of the module has such an event in each pass."""
-        units = self._sharded.units
         if self._step.phase is Phase.BACKWARD:
             for index in indices:
-                if units[index].weights.state is not State.WHOLE:
+                if self._units[index].weights.state is not State.WHOLE:
                     break
             else:
                 return
@@ -95,7 +95,7 @@ class Backward:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _unshard_again(self, indices: Iterable[int]) -> None:
         self.begin()
-        weights = [self._sharded.units[index].weights for index in indices]
+        weights = [self._units[index].weights for index in indices]
         for each in weights:
             each.unshard()
         for each in weights:
@@ -119,7 +119,7 @@ class Backward:
         self._reduces = self.syncs or self._always_reduces
         reach = Reach.ALL if self.syncs else Reach.COPY if self._reduces else Reach.RANK
         with internals.as_plain_tensors():
-            for unit in self._sharded.units:
+            for unit in self._units:
                 unit.gradients.expect(reach)
         if self._reduces:
             is_last = self.syncs and not self._step.keeps_graph
@@ -128,7 +128,7 @@ class Backward:
 
     def _on_outputs_grad(self, call: Call, _: Any) -> None:
         """Make a unit whole for its backward."""
-        unit: Unit = call.find_unit()
+        unit = self._units[call.unit]
         self.begin()
         unit.calls.in_backward.add(call)
         self._prefetcher.need(unit, is_backward=True)
@@ -139,7 +139,7 @@ class Backward:
 
     def _on_inputs_grad(self, call: Call, _: Any = None) -> None:
         """Reshard a unit behind its backward."""
-        unit: Unit = call.find_unit()
+        unit = self._units[call.unit]
         if call in unit.calls.running:
             return  # its forward, which still runs, wants a gradient of its own inputs
         unit.calls.end_backward(call)
@@ -153,7 +153,7 @@ class Backward:
 
     def _on_leaf_inputs_grad(self, call: Call) -> None:
         """End the backward of a call whose inputs are leaves, if its gradients are there too."""
-        unit: Unit = call.find_unit()
+        unit = self._units[call.unit]
         unit.calls.end_backward(call, is_certain=False)
         if unit.gradients.are_complete and not unit.calls.awaited:
             self._on_inputs_grad(call)
@@ -171,7 +171,7 @@ class Backward:
             self._order.advance()
         # A frozen weight may still be wanted for the gradient of something before it.
         is_done = unit.gradients.are_all_wanted and not unit.calls.awaited
-        if is_done and unit is not self._sharded.units[-1]:
+        if is_done and unit is not self._units[-1]:
             unit.weights.reshard()
 
     def _refuse_graph(self, unit: Unit) -> None:
@@ -190,16 +190,16 @@ class Backward:
         if self._reduces:
             self._order.finish()
         else:
-            for unit in self._sharded.units:
+            for unit in self._units:
                 unit.gradients.show_local()
         for transport in self._sharded.comm.transports.values():
             transport.release_scratch()
-        for unit in self._sharded.units:
+        for unit in self._units:
             unit.calls.end_pass()
         if ends_step:
             self._step.close()
             return
-        for unit in self._sharded.units[:-1]:
+        for unit in self._units[:-1]:
             unit.weights.reshard()
 
     def abandon(self) -> None:

@@ -26,13 +26,13 @@ class Call:
     """One call of a unit's forward.
 
     Attributes:
-        find_unit: Returns the unit while it lives; the handlers of a call's events keep it alive.
+        unit: The unit's index.
     """
 
-    __slots__ = ("find_unit",)
+    __slots__ = ("unit",)
 
-    def __init__(self, find_unit: Callable[[], Any]) -> None:
-        self.find_unit = find_unit
+    def __init__(self, unit: int) -> None:
+        self.unit = unit
 
 
 class Events(NamedTuple):
@@ -53,6 +53,9 @@ class Events(NamedTuple):
 class Calls:
     """The calls of a unit's forward, from their begin to the end of their backward.
 
+    Args:
+        unit: The unit's index.
+
     Attributes:
         running: The calls whose forward runs now, the innermost last.
         awaited: The calls whose inputs' gradients will mark the end of their backward.
@@ -60,8 +63,8 @@ class Calls:
         have_run: Whether this rank used the unit's weights in this step, by a call or otherwise.
     """
 
-    def __init__(self, find_unit: Callable[[], Any]) -> None:
-        self._find_unit = find_unit
+    def __init__(self, unit: int) -> None:
+        self._unit = unit
         self.running: list[Call] = []
         self.awaited: set[Call] = set()
         self.in_backward: set[Call] = set()
@@ -71,7 +74,7 @@ class Calls:
     def begin(self, arguments: Any, events: Events) -> None:
         """Begin a forward; listen for the gradients of the inputs among its ``arguments``."""
         self.have_run = True
-        call = Call(self._find_unit)
+        call = Call(self._unit)
         self.running.append(call)
         inputs = _inputs(arguments) if arguments else []
         if not inputs:

@@ -99,7 +99,7 @@ class EarlyStep:
         if not is_final or unit.weights.is_edited or self._step is None:
             self.stop()
             return
-        pieces = _pieces(unit)
+        pieces = unit.pieces
         have_any = [piece.reduced is not None for piece in pieces]
         unit.gradients.lend()
         for piece, had_any in zip(pieces, have_any, strict=True):
@@ -107,7 +107,7 @@ class EarlyStep:
             version = 0 if gradient is None else gradient._version
             self._lent.append(Lent(piece, gradient, version, is_first=not had_any))
         unit.weights.masters = Masters.STEPPED
-        self._step.step_ahead([_pieces(one) for one in self._turns])
+        self._step.step_ahead([one.pieces for one in self._turns])
         self._turns.pop(0)
 
     @property
@@ -189,10 +189,6 @@ class Lent(NamedTuple):
             return now is self.gradient
         is_there = now.data_ptr() == self.gradient.data_ptr()
         return is_there and now._version == self.version
-
-
-def _pieces(unit: Unit) -> list[Piece]:
-    return [piece for flat in unit.flat_parameters for piece in flat.pieces]
 
 
 def _differs(what: str) -> RuntimeError:

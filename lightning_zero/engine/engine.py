@@ -190,7 +190,7 @@ class Engine:
 
     def _by_unit(self, optimizer: Optimizer) -> UnitStep:
         offload, scratch = self.sharded.settings.offload, self.sharded.scratch
-        units = self.sharded.pieces_of_units
+        units = [unit.pieces for unit in self.sharded.units]
         if offload is None:
             return UnitStep(units, RoundedStates(optimizer))
         units = [[piece for piece in pieces if not piece.stays] for pieces in units]

@@ -336,13 +336,6 @@ class ShardedModel:
         """This rank's pieces of every parameter."""
         return [piece for flat in self.flats for piece in flat.pieces]
 
-    @property
-    def pieces_of_units(self) -> list[list[Piece]]:
-        """This rank's pieces of the parameters of each unit."""
-        return [
-            [piece for flat in unit.flat_parameters for piece in flat.pieces] for unit in self.units
-        ]
-
     def describe(self) -> str:
         """Return the units with their sizes, equal ones that follow each other in one line."""
 

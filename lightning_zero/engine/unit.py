@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 from torch import nn
@@ -10,7 +9,7 @@ from torch import nn
 from lightning_zero.engine.backward_events import Calls
 from lightning_zero.engine.gradients import Gradients
 from lightning_zero.engine.weights import State, Weights
-from lightning_zero.parameters import FlatParameters
+from lightning_zero.parameters import FlatParameters, Piece
 
 _MAX_GROUPS = 16
 """The most groups of parameters that a unit can have; the tags of its messages are below it."""
@@ -41,8 +40,13 @@ class Unit:
         first_tag = _MAX_GROUPS * index + 1
         self.weights = Weights(self.label, self.flat_parameters, first_tag)
         self.gradients = Gradients(self.label, self.flat_parameters, first_tag)
-        self.calls = Calls(weakref.ref(self))
+        self.calls = Calls(index)
         self.is_inlined = False
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """This rank's pieces of the parameters."""
+        return [piece for flat in self.flat_parameters for piece in flat.pieces]
 
     @property
     def will_reshard(self) -> bool:

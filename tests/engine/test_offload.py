@@ -348,7 +348,7 @@ def in_small_batches(folder: str, is_direct: bool) -> None:
             model = MODELS["transformer"].build()
             engine = shard(model, **files)
             if files:
-                assert len(batches_of(engine.sharded.pieces_of_units)) > 2 * NUM_SLOTS
+                assert len(batches_of([unit.pieces for unit in engine.sharded.units])) > 2 * NUM_SLOTS
             optimizer = make("sgd", model)
             engine.adopt(optimizer)
             for _ in range(2):
@@ -490,7 +490,7 @@ def test_bytes_of_files_are_in_the_traffic_and_waits_in_a_profile(tmp_path: Path
     assert engine.comm.traffic["optimizer", "read"].bytes == 0
     with torch.profiler.profile() as profile:
         step(engine, optimizer)
-    batches = batches_of(engine.sharded.pieces_of_units)
+    batches = batches_of([unit.pieces for unit in engine.sharded.units])
     nbytes = 2 * sum(in_pages(sum(piece.nbytes for piece in batch)) for batch in batches)
     for verb in ("read", "write"):
         assert engine.comm.traffic["optimizer", verb].bytes == nbytes
@@ -564,7 +564,7 @@ def without_room_for_all(folder: str) -> list[str]:
     model = MODELS["transformer"].build()
     engine = shard(model, **offload(3, folder))
     first, *others = model.parameters()
-    batches = batches_of(engine.sharded.pieces_of_units)
+    batches = batches_of([unit.pieces for unit in engine.sharded.units])
     sizes = [sum(p.nbytes for p in batch if p.piece.parameter is not first) for batch in batches]
     room = 2 * 3 * sum(map(in_pages, sizes))
     real, told = os.statvfs, []
