@@ -20,6 +20,7 @@ buffers                   buffers of the module, which follow rank 0's
 materialize               models built on the meta device
 activation_checkpointing  recomputation of modules
 activation_offload        activations that wait in host memory
+replacements              methods of other objects, replaced until they are given back
 access                    the public functions
 """
 
@@ -31,6 +32,7 @@ from lightning_zero.engine.engine import Engine, engine_of
 from lightning_zero.engine.materialize import forget_values
 from lightning_zero.engine.oom_trials import OomTrials
 from lightning_zero.engine.rank_check import Description, differences, optimizer_description
+from lightning_zero.engine.replacements import Replacements
 
 __all__ = [
     "ActivationCheckpointing",
@@ -38,6 +40,7 @@ __all__ = [
     "Description",
     "Engine",
     "OomTrials",
+    "Replacements",
     "broadcast_buffers",
     "differences",
     "engine_of",

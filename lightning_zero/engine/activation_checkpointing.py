@@ -5,15 +5,16 @@ Chen et al., *Training Deep Nets with Sublinear Memory Cost*, 2016.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_zero.engine.replacements import Replacements
 
-class ActivationCheckpointing:
+
+class ActivationCheckpointing(Replacements):
     """Modules whose ``forward`` is checkpointed, non-reentrantly and with the RNG state kept.
 
     Only ``forward`` is wrapped, so module hooks run once per call and not again in the
@@ -21,9 +22,9 @@ class ActivationCheckpointing:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = list(modules)
-        for module in self._modules:
-            module.forward = functools.partial(_checkpointed, module.forward)
+        super().__init__()
+        for module in modules:
+            self.wrap(module, "forward", _checkpointed)
 
     @classmethod
     def chosen(
@@ -45,16 +46,6 @@ class ActivationCheckpointing:
             names = ", ".join(wanted.__name__ for wanted in classes)
             raise ValueError(f"activation_checkpointing={names}: the model has no such module.")
         return cls(found)
-
-    def remove(self) -> None:
-        """Give the modules their own ``forward`` back."""
-        for module in self._modules:
-            inner = module.forward.args[0]  # type: ignore[attr-defined]
-            if getattr(inner, "__func__", None) is type(module).forward:
-                del module.forward
-            else:
-                module.forward = inner
-        self._modules = []
 
 
 def _checkpointed(forward: Any, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,6 @@
 - ``graph_logging``: loggers that draw the model's graph
 - ``memory_monitor``, ``traffic_monitor``: callbacks that log bytes
 - ``writing_bar``: a progress bar while weights are written to files
-- ``replacements``: methods of other objects, replaced until they are given back
 - ``internals``: every private name of Lightning in use
 """
 

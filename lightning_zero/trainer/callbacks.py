@@ -24,10 +24,9 @@ from lightning.pytorch.utilities.memory import is_oom_error
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_zero.engine import Engine, OomTrials
+from lightning_zero.engine import Engine, OomTrials, Replacements
 from lightning_zero.parameters import Piece
 from lightning_zero.trainer import internals, weight_average
-from lightning_zero.trainer.replacements import Replacements
 from lightning_zero.trainer.weight_average import Average
 
 try:

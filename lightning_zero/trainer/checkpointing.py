@@ -43,10 +43,6 @@ from lightning_zero.trainer.run import callbacks_of
 from lightning_zero.trainer.steps import SteppingStrategy
 
 
-def _do_nothing() -> None:
-    pass
-
-
 class SavingStrategy(SteppingStrategy):
     """Checkpoints of a sharded module: saved without gathering, loaded when it has been sharded.
 
@@ -106,7 +102,7 @@ class SavingStrategy(SteppingStrategy):
                 self.checkpoint_io, AsyncCheckpointIO
             )
             # After fit there is nothing to go on with, and nobody who would wait for the thread.
-            is_running = self.engine is not None and not self.engine.is_closed
+            is_running = self._open_engine is not None
             saver.save(
                 checkpoint,
                 str(filepath),
@@ -243,11 +239,7 @@ class SavingStrategy(SteppingStrategy):
         with self._naming_the_file():
             run.load.call(run.pending[0]["state_dict"], strict=run.pending[1])
         run.pending = None
-        return {} if self._has_engine else run.load.take_sources()
-
-    @property
-    def _has_engine(self) -> bool:
-        return self.engine is not None and not self.engine.is_closed
+        return {} if self._open_engine is not None else run.load.take_sources()
 
     def _load_pending(self, trainer: pl.Trainer) -> None:
         """Load what was read before setup, unless the Trainer will refuse it in a moment."""
@@ -261,14 +253,16 @@ class SavingStrategy(SteppingStrategy):
         if pending is None:
             return
         checkpoint, strict = pending
-        before = _do_nothing
-        if self._is_fitting:
-            if "optimizer_states" not in checkpoint:
-                return
+        if self._is_fitting and "optimizer_states" not in checkpoint:
+            return
+
+        def check() -> None:
             # Finetuning callbacks bring the param groups of the checkpoint later, in on_fit_start.
-            if not any(isinstance(callback, BaseFinetuning) for callback in callbacks_of(trainer)):
-                before = functools.partial(self._check_optimizers, checkpoint)
-        self._load_weights(checkpoint, strict, before)
+            finetunes = any(isinstance(each, BaseFinetuning) for each in callbacks_of(trainer))
+            if self._is_fitting and not finetunes:
+                self._check_optimizers(checkpoint)
+
+        self._load_weights(checkpoint, strict, check)
         if run.callbacks is not None:
             run.callbacks.load()
 
@@ -276,12 +270,12 @@ class SavingStrategy(SteppingStrategy):
         self,
         checkpoint: Mapping[str, Any],
         strict: bool,
-        before: Callable[[], None] = _do_nothing,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         with self._naming_the_file():
             load_module_state(
                 self._module,
-                self.engine if self._has_engine else None,
+                self._open_engine,
                 checkpoint["state_dict"],
                 strict=strict,
                 before=before,

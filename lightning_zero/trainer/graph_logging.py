@@ -12,32 +12,22 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
-from lightning_zero.engine import Engine
+from lightning_zero.engine import Engine, Replacements
 from lightning_zero.trainer import internals
-from lightning_zero.trainer.replacements import Replacements
 
 
-class LoggedGraphs:
-    """Loggers whose ``log_graph`` gets a whole module on rank 0, until :meth:`remove`.
+def log_whole_graphs(loggers: Iterable[Any], engine: Engine) -> Replacements:
+    """Let the ``log_graph`` of the Trainer's ``loggers`` get a whole module on rank 0.
 
     It holds two whole models there, and one on the other ranks, as long as it takes.
-
-    Args:
-        loggers: The Trainer's.
-        engine: What shards the module.
     """
-
-    def __init__(self, loggers: Iterable[Any], engine: Engine) -> None:
-        drawing = [logger for logger in loggers if _draws(logger)]
-        # To gather takes all ranks: of loggers that only some have, no rank draws a whole module.
-        is_everywhere = len(set(engine.comm.control.gather_objects(len(drawing)))) == 1
-        self._replaced = Replacements()
-        for logger in drawing if is_everywhere else ():
-            self._replaced.wrap(logger, "log_graph", _log_whole, engine)
-
-    def remove(self) -> None:
-        """Give the loggers their own method back."""
-        self._replaced.remove()
+    drawing = [logger for logger in loggers if _draws(logger)]
+    # To gather takes all ranks: of loggers that only some have, no rank draws a whole module.
+    is_everywhere = len(set(engine.comm.control.gather_objects(len(drawing)))) == 1
+    replaced = Replacements()
+    for logger in drawing if is_everywhere else ():
+        replaced.wrap(logger, "log_graph", _log_whole, engine)
+    return replaced
 
 
 def _draws(logger: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,14 +60,13 @@ class Options:
                 " restore_weights=False contradicts. Leave one of them out."
             )
 
-    def around_units(self, engine: Engine) -> list[ActivationCheckpointing | ActivationOffload]:
-        """Let units checkpoint and offload activations; returns what does, the outer first."""
+    def wrap_units(self, engine: Engine, until: ExitStack) -> None:
+        """Let units checkpoint and offload activations ``until`` that ends."""
         units = engine.sharded.units
         choice, modules = self.activation_checkpointing, [unit.module for unit in units[:-1]]
-        checkpointing = ActivationCheckpointing.chosen(choice, engine.module, modules)
-        if not self.activation_offload:
-            return [checkpointing]
-        return [ActivationOffload.beside(engine.comm, units), checkpointing]
+        until.callback(ActivationCheckpointing.chosen(choice, engine.module, modules).remove)
+        if self.activation_offload:
+            until.callback(ActivationOffload.beside(engine.comm, units).remove)
 
     def offload(
         self, optimizer: str | None, weights: str | None, path: str | Path | None, ratio: float

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
@@ -27,13 +28,6 @@ log = logging.getLogger(__name__)
 _PEERS_TIMEOUT = timedelta(seconds=5)
 
 
-class Removable(Protocol):
-    """Anything that stands in for something of the user's or of Lightning's."""
-
-    def remove(self) -> None:
-        """Give back what was there before."""
-
-
 @dataclass
 class Run:
     """The state of a strategy for one call of ``fit``, ``validate``, ``test`` or ``predict``.
@@ -45,7 +39,7 @@ class Run:
         saver: Writes checkpoints.
         callbacks: The Trainer's callbacks, as long as they are adapted.
         signals: Answers signals on all ranks together, in ``fit``.
-        stand_ins: Removed at teardown, the first one first.
+        stand_ins: At teardown gives back what was there before, the last one first.
         is_set_up: Whether weights can be loaded at once.
         pending: A checkpoint that was read before, and whether its names must be exact.
         load: A load of it whose values are not copied yet.
@@ -59,7 +53,7 @@ class Run:
     saver: Saver
     callbacks: AdaptedCallbacks | None = None
     signals: Signals | None = None
-    stand_ins: list[Removable] = field(default_factory=list)
+    stand_ins: ExitStack = field(default_factory=ExitStack)
     is_set_up: bool = False
     pending: tuple[Mapping[str, Any], bool] | None = None
     load: ModuleLoad | None = None
@@ -67,11 +61,6 @@ class Run:
     has_agreed_to_load: bool = False
     has_failed: bool = False
     restores: bool = True
-
-    def take_stand_ins(self) -> list[Callable[[], None]]:
-        """Return how each stand-in is removed; there are none afterwards."""
-        stand_ins, self.stand_ins, self.signals = self.stand_ins, [], None
-        return [stand_in.remove for stand_in in stand_ins]
 
     def remove_callbacks(self) -> None:
         """Give the Trainer's callbacks their own hooks back."""

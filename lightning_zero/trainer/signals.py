@@ -21,8 +21,8 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_zero.comm import Control
+from lightning_zero.engine import Replacements
 from lightning_zero.trainer import internals
-from lightning_zero.trainer.replacements import Replacements
 
 log = logging.getLogger(__name__)
 

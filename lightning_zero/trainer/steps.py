@@ -38,6 +38,11 @@ class SteppingStrategy(RankStrategy):
         return {**super().__getstate__(), "engine": None, "_run": None}
 
     @property
+    def _open_engine(self) -> Engine | None:
+        """The engine while it shards the module."""
+        return None if self.engine is None or self.engine.is_closed else self.engine
+
+    @property
     def _module(self) -> pl.LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module

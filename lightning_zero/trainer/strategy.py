@@ -30,7 +30,7 @@ from lightning_zero.trainer import internals
 from lightning_zero.trainer.callbacks import AdaptedCallbacks
 from lightning_zero.trainer.checkpointing import SavingStrategy
 from lightning_zero.trainer.deepspeed_config import Demands
-from lightning_zero.trainer.graph_logging import LoggedGraphs
+from lightning_zero.trainer.graph_logging import log_whole_graphs
 from lightning_zero.trainer.options import START_METHODS, STRATEGIES, Options
 from lightning_zero.trainer.precision import ZeROPrecision
 from lightning_zero.trainer.run import Run, callbacks_of, facts_of
@@ -269,10 +269,10 @@ class ZeROStrategy(SavingStrategy):
         run.restores = self.options.restore_weights and not (is_blank and sources)
         if run.callbacks is not None:
             run.callbacks.attach(self.engine)
-        run.stand_ins.append(LoggedGraphs(trainer.loggers, self.engine))
+        run.stand_ins.callback(log_whole_graphs(trainer.loggers, self.engine).remove)
         if is_fitting:
             run.signals = Signals(trainer, self.engine.comm.control)
-            run.stand_ins.append(run.signals)
+            run.stand_ins.callback(run.signals.remove)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self._load_pending(trainer)
@@ -285,9 +285,8 @@ class ZeROStrategy(SavingStrategy):
         sources: Mapping[int, Source] = MappingProxyType({}),
     ) -> Engine:
         """Return the run's engine, which is made when it is first asked for."""
-        if self._has_engine:
-            assert self.engine is not None
-            return self.engine
+        if self._open_engine is not None:
+            return self._open_engine
         settings = dataclasses.replace(
             self.settings,
             recipe=self.precision_plugin.recipe,
@@ -304,7 +303,7 @@ class ZeROStrategy(SavingStrategy):
         broadcast_buffers(module, run.comm)
         self.precision_plugin.comm = self.engine.comm
         self.model = module
-        run.stand_ins += self.options.around_units(self.engine)
+        self.options.wrap_units(self.engine, run.stand_ins)
         if (units := self.engine.sharded.describe()) != self._announced:
             self._announced = units
             rank_zero_info(units)
@@ -336,8 +335,8 @@ class ZeROStrategy(SavingStrategy):
         if self._run is not None:
             self._run.has_failed = True
             self._run.comm.control.watchdog.end(exception)
-        if self.engine is not None and not self.engine.is_closed:
-            self.engine.reset()
+        if self._open_engine is not None:
+            self._open_engine.reset()
 
     @override
     def teardown(self) -> None:
@@ -348,8 +347,7 @@ class ZeROStrategy(SavingStrategy):
         with ExitStack() as endings:
             for end in reversed(
                 [
-                    *(run.take_stand_ins() if run else ()),
-                    *((run.saver.close,) if run else ()),
+                    *((run.stand_ins.close, run.saver.close) if run else ()),
                     self._end_engine,
                     *((run.remove_callbacks,) if run else ()),
                     self._move_to_host,
@@ -363,14 +361,16 @@ class ZeROStrategy(SavingStrategy):
                 endings.callback(end)
 
     def _end_engine(self) -> None:
-        if self.engine is None or self.engine.is_closed:
+        engine = self._open_engine
+        if engine is None:
             return
-        restores = self._current.restores and self._current.may_gather(self.engine)
+        run = self._current
+        restores = run.restores and run.may_gather(engine)
         try:
-            if restores and self._current.callbacks is not None:
-                self._current.callbacks.gather()
+            if restores and run.callbacks is not None:
+                run.callbacks.gather()
         finally:
-            self.engine.close(restore=restores)
+            engine.close(restore=restores)
 
     def _move_to_host(self) -> None:
         """Leave the optimizers, and the module if it is whole, as DDP leaves them."""

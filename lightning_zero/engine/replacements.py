@@ -11,13 +11,14 @@ class Replacements:
     """Methods that stand in for those of other objects until :meth:`remove`."""
 
     def __init__(self) -> None:
-        self._places: list[tuple[Any, str]] = []
+        self._places: list[tuple[Any, str, Any]] = []
 
     def put(self, owner: Any, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Replace ``owner.name`` by ``function`` and return the method that was there."""
         inner: Callable[..., Any] = getattr(owner, name)
+        # Somebody else may have put one on the object itself.
+        self._places.append((owner, name, vars(owner).get(name)))
         setattr(owner, name, function)
-        self._places.append((owner, name))
         return inner
 
     def wrap(self, owner: Any, name: str, around: Callable[..., Any], *args: Any) -> None:
@@ -26,6 +27,9 @@ class Replacements:
 
     def remove(self) -> None:
         """Give all objects their own methods back."""
-        for owner, name in self._places:
-            delattr(owner, name)
+        for owner, name, before in reversed(self._places):
+            if before is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
         self._places = []
