@@ -23,11 +23,12 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities.memory import is_oom_error
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_zero.engine import Engine, OomTrials, Replacements
 from lightning_zero.parameters import Piece
-from lightning_zero.trainer import internals, weight_average
-from lightning_zero.trainer.weight_average import Average
+from lightning_zero.trainer import internals
+from lightning_zero.trainer.weight_average import Average, is_by_element
 
 try:
     from lightning.pytorch.callbacks import WeightAveraging
@@ -116,8 +117,9 @@ class AdaptedCallbacks:
         if isinstance(callback, StochasticWeightAveraging):
             average = averaged.copy
         else:
-            options = internals.average_options(callback)
-            average = weight_average.averaged_model(averaged, **options)
+            # The average is there already: torch would make a copy of the whole module.
+            average = AveragedModel(nn.Module(), **_options(callback))
+            average.module = averaged.copy
         internals.set_average(callback, average)
         for cls, methods in _AVERAGING.items():
             for name, modify in methods.items() if isinstance(callback, cls) else ():
@@ -213,7 +215,7 @@ def _is_by_element(callback: Any) -> bool:
     if cls is None:
         return False
     reasons = [f"{type(callback).__name__} overrides {name}" for name in _overridden(callback, cls)]
-    if not reasons and not weight_average.is_by_element(_updates(callback)):
+    if not reasons and not is_by_element(_options(callback)):
         reasons = ["its averaging function does not treat each element by itself"]
     if reasons:
         rank_zero_warn(
@@ -232,12 +234,11 @@ def _overridden(callback: Any, cls: type[Callback]) -> Iterator[str]:
             yield name
 
 
-def _updates(callback: Any) -> Any:
+def _options(callback: Any) -> dict[str, Any]:
+    """Return the arguments of an ``AveragedModel`` that averages as a callback does."""
     if isinstance(callback, StochasticWeightAveraging):
-        return weight_average.counted_average(
-            callback.update_parameters, internals.average_function(callback)
-        )
-    return weight_average.torch_average(internals.average_options(callback))
+        return {"avg_fn": internals.average_function(callback)}
+    return internals.average_options(callback)
 
 
 class _Uncopied(dict[str, Any]):

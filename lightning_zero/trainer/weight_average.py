@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -192,45 +192,16 @@ class Pieces:
         yield self
 
 
-class _Prepared(nn.Module):
-    """Hands over a copy that exists already to whoever copies this."""
+def is_by_element(options: Mapping[str, Any]) -> bool:
+    """Return whether ``AveragedModel(**options)`` averages halves of a tensor as it does a whole.
 
-    def __init__(self, prepared: nn.Module) -> None:
-        super().__init__()
-        self._prepared = [prepared]
-
-    def __deepcopy__(self, memo: Any) -> nn.Module:
-        return self._prepared[0]
-
-
-def averaged_model(average: Average, **options: Any) -> AveragedModel:
-    """Torch's ``AveragedModel(**options)`` on the pieces of ``average``."""
-    return AveragedModel(_Prepared(average.copy), **options)
-
-
-# -- what may be averaged in pieces ----------------------------------------------------------------
-
-
-class _Toy(nn.Module):
-    def __init__(self, value: Tensor) -> None:
-        super().__init__()
-        self.value = Parameter(value.clone())
-
-
-Update = Callable[[nn.Module, nn.Module], object]
-
-
-def is_by_element(start: Callable[[nn.Module], tuple[nn.Module, Update]]) -> bool:
-    """Return whether averaging two halves of a tensor is the same as averaging the whole.
-
-    Args:
-        start: Makes of a first module the average and the function that updates it by another.
+    Then each rank may average its pieces by itself.
     """
     values = [torch.linspace(-1, 1, 24).mul(step + 1).cos().view(6, 4) for step in range(3)]
     try:
-        expected = _average(start, values).flatten()
+        expected = _average(options, values).flatten()
         halves = [
-            _average(start, [value.flatten()[part] for value in values])
+            _average(options, [value.flatten()[part] for value in values])
             for part in (slice(0, 9), slice(9, 24))
         ]
     except Exception:
@@ -238,43 +209,14 @@ def is_by_element(start: Callable[[nn.Module], tuple[nn.Module, Update]]) -> boo
     return torch.allclose(torch.cat(halves), expected, rtol=1e-5, atol=1e-7)
 
 
-def _average(
-    start: Callable[[nn.Module], tuple[nn.Module, Update]], values: Sequence[Tensor]
-) -> Tensor:
-    average, update = start(_Toy(values[0]))
+def _average(options: Mapping[str, Any], values: Sequence[Tensor]) -> Tensor:
+    # A function of the user's may count its calls.
+    average = AveragedModel(_module_of(values[0]), **copy.deepcopy(dict(options)))
     for value in values:
-        update(average, _Toy(value))
+        average.update_parameters(_module_of(value))
     (result,) = average.parameters()
     return result.detach()
 
 
-def torch_average(options: Mapping[str, Any]) -> Callable[[nn.Module], tuple[nn.Module, Update]]:
-    """Describe for :func:`is_by_element` how ``AveragedModel(**options)`` averages."""
-
-    def start(first: nn.Module) -> tuple[nn.Module, Update]:
-        model = AveragedModel(first, **copy.deepcopy(dict(options)))
-        return model, lambda _, other: model.update_parameters(other)
-
-    return start
-
-
-def counted_average(
-    update: Callable[..., object], avg_fn: Callable[..., Tensor]
-) -> Callable[[nn.Module], tuple[nn.Module, Update]]:
-    """Describe for :func:`is_by_element` how ``update(..., num_averaged, avg_fn)`` averages."""
-
-    def start(first: nn.Module) -> tuple[nn.Module, Update]:
-        num_averaged = torch.tensor(0)
-        return first, functools.partial(_counted, update, num_averaged, copy.deepcopy(avg_fn))
-
-    return start
-
-
-def _counted(
-    update: Callable[..., object],
-    num_averaged: Tensor,
-    avg_fn: Callable[..., Tensor],
-    average: nn.Module,
-    module: nn.Module,
-) -> None:
-    update(average, module, num_averaged, avg_fn)
+def _module_of(value: Tensor) -> nn.Module:
+    return nn.ParameterList([value.clone()])
