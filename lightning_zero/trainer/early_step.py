@@ -2,12 +2,12 @@
 
 Between the two Lightning calls hooks, and clips. A unit that is stepped within the pass has its new
 masters by then, so none of these may look at weights or change gradients; a unit that is stepped
-early is stepped once, by what the optimizer's step would have found. Each condition is a row here.
+early is stepped once, by what the optimizer's step would have found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -36,38 +36,24 @@ _OF_PRECISION = ("backward", "post_backward", "optimizer_step", "clip_gradients"
 
 def obstacle_to_early_steps(trainer: pl.Trainer) -> str | None:
     """Return what keeps units from being stepped amid a backward pass; ``None`` if nothing does."""
-    return next((found for row in _ROWS for found in row(trainer)), None)
+    return next(_obstacles(trainer), None)
 
 
-def _manual(trainer: pl.Trainer) -> Iterator[str]:
+def _obstacles(trainer: pl.Trainer) -> Iterator[str]:
+    callbacks = callbacks_of(trainer)
     if not trainer.lightning_module.automatic_optimization:
         yield "optimization is manual"
-
-
-def _several_optimizers(trainer: pl.Trainer) -> Iterator[str]:
     if len(trainer.optimizers) > 1:
         yield "there are several optimizers"
-
-
-def _clipping(trainer: pl.Trainer) -> Iterator[str]:
     if trainer.gradient_clip_val:
         yield "gradients are clipped"
-
-
-def _loss_scale(trainer: pl.Trainer) -> Iterator[str]:
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         yield "the loss is scaled"
-
-
-def _trials(trainer: pl.Trainer) -> Iterator[str]:
-    if any(isinstance(callback, BatchSizeFinder) for callback in callbacks_of(trainer)):
+    if any(isinstance(callback, BatchSizeFinder) for callback in callbacks):
         yield "BatchSizeFinder goes on from steps that failed"
-
-
-def _hooks(trainer: pl.Trainer) -> Iterator[str]:
     for things, base, names in (
         ([trainer.lightning_module], LightningModule, _OF_MODULE),
-        (callbacks_of(trainer), Callback, _OF_CALLBACKS),
+        (callbacks, Callback, _OF_CALLBACKS),
         ([trainer.strategy], DDPStrategy, _OF_STRATEGY),
         ([trainer.precision_plugin], ZeROPrecision, _OF_PRECISION),
     ):
@@ -82,13 +68,3 @@ def _is_replaced(thing: Any, base: type, name: str) -> bool:
     function = getattr(getattr(thing, name), "__func__", None)
     # What this package's own monitors do there is to count.
     return function is not getattr(base, name) and getattr(function, "__module__", "") not in _OWN
-
-
-_ROWS: tuple[Callable[[pl.Trainer], Iterator[str]], ...] = (
-    _manual,
-    _several_optimizers,
-    _clipping,
-    _loss_scale,
-    _trials,
-    _hooks,
-)
