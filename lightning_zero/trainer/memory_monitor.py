@@ -15,7 +15,8 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_zero.comm import Ledger, StepTimes
+from lightning_zero.comm import StepTimes
+from lightning_zero.engine import Engine
 from lightning_zero.memory import (
     AWAY_ROWS,
     KINDS,
@@ -163,9 +164,9 @@ class MemoryMonitor(Callback):
 
     def _look(self, point: str, trainer: pl.Trainer) -> None:
         held = {**held_by(trainer), **allocated_on(trainer.strategy.root_device)}
-        if point == "step" and (ledger := _ledger_of(trainer)) is not None:
+        if point == "step" and (engine := _engine_of(trainer)) is not None:
             # It is given back by now.
-            held[_STAGING] = ledger.most_staged
+            held[_STAGING] = engine.comm.transport.ledger.most_staged
         self._most.update(point, held)
         self._is_logged = False
         if point == "step":
@@ -174,11 +175,11 @@ class MemoryMonitor(Callback):
     # -- the prediction --------------------------------------------------------------------------
 
     def _foresee(self, trainer: pl.Trainer, batch: Any) -> None:
-        strategy = trainer.strategy
-        if not isinstance(strategy, ZeROStrategy) or strategy.engine is None:
+        strategy, engine = trainer.strategy, _engine_of(trainer)
+        if not isinstance(strategy, ZeROStrategy) or engine is None:
             self.predict = False
             return
-        chosen, mesh = strategy.settings, strategy.engine.comm.mesh
+        chosen, mesh = strategy.settings, engine.comm.mesh
         self._settings: dict[str, Any] = {
             "num_microbatches": trainer.accumulate_grad_batches,
             "prefetch": chosen.prefetch,
@@ -193,40 +194,32 @@ class MemoryMonitor(Callback):
             and obstacle_to_early_steps(trainer) is None,
             "shard": mesh.shard.size if mesh.replicate.size > 1 else "all",
             "backward_shard": None if mesh.backward is None else mesh.backward.size,
-            "shares_memory": strategy.engine.comm.transport.reads_peers,
+            "shares_memory": engine.comm.transport.reads_peers,
         }
         for given, what in ((batch, "activations"), (None, "memory")):
             try:
-                self._subject = self._subject_of(strategy, trainer, given)
-                self.predicted = self._estimate(strategy)
+                self._subject = ModelPlan.of_engine(
+                    engine,
+                    [internals.unwrapped(optimizer) for optimizer in trainer.optimizers],
+                    precision=str(strategy.precision_plugin.precision),
+                    batch=given,
+                )
+                self.predicted = estimate_of(
+                    self._subject,
+                    chosen.stage,
+                    strategy.world_size,
+                    rank=strategy.global_rank,
+                    offload=chosen.offload,
+                    **self._settings,
+                )
                 return
             except ValueError as error:
                 rank_zero_warn(f"MemoryMonitor predicts no {what}: {error}")
         self._subject, self.predict = None, False
 
-    def _estimate(self, strategy: ZeROStrategy) -> Estimate:
-        assert self._subject is not None
-        return estimate_of(
-            self._subject,
-            strategy.settings.stage,
-            strategy.world_size,
-            rank=strategy.global_rank,
-            offload=strategy.settings.offload,
-            **self._settings,
-        )
-
-    def _subject_of(self, strategy: ZeROStrategy, trainer: pl.Trainer, batch: Any) -> ModelPlan:
-        assert strategy.engine is not None
-        return ModelPlan.of_engine(
-            strategy.engine,
-            [internals.unwrapped(optimizer) for optimizer in trainer.optimizers],
-            precision=str(strategy.precision_plugin.precision),
-            batch=batch,
-        )
-
     def _explain(self, trainer: pl.Trainer) -> None:
         """Say of every kind that differs from its prediction what holds it."""
-        engine = getattr(trainer.strategy, "engine", None)
+        engine = _engine_of(trainer)
         if engine is None or self._subject is None or self.predicted is None or not self._own:
             return
         # After the last look hooks of the module may have changed what is held.
@@ -258,22 +251,16 @@ class MemoryMonitor(Callback):
         if not self._is_logged:
             self.on_train_epoch_end(trainer, pl_module)
         self._explain(trainer)
-        if (ledger := _ledger_of(trainer)) is not None:
-            self.times = ledger.total_times
+        if (engine := _engine_of(trainer)) is not None:
+            self.times = engine.comm.transport.ledger.total_times
         rank_zero_info(self.text(trainer.world_size))
         if self.report is not None and trainer.is_global_zero:
-            stages = []
-            strategy = trainer.strategy
-            if self._subject is not None and isinstance(strategy, ZeROStrategy) and strategy.engine:
-                stages = compare(
-                    self._subject,
-                    (0, 1, 2, 3),
-                    [trainer.world_size],
-                    **self._settings,
-                )
+            subject, stages = self._subject, []
+            if subject is not None:
+                stages = compare(subject, (0, 1, 2, 3), [trainer.world_size], **self._settings)
             write_report(
                 self.report,
-                subject="a rank" if self._subject is None else self._subject.describe(),
+                subject="a rank" if subject is None else subject.describe(),
                 measured=self.measured,
                 held=self._own,
                 predicted=self.predicted,
@@ -323,11 +310,8 @@ class MemoryMonitor(Callback):
         return lines
 
 
-def _ledger_of(trainer: pl.Trainer) -> Ledger | None:
-    strategy = trainer.strategy
-    if not isinstance(strategy, ZeROStrategy) or strategy.engine is None:
-        return None
-    return strategy.engine.comm.transport.ledger
+def _engine_of(trainer: pl.Trainer) -> Engine | None:
+    return trainer.strategy.engine if isinstance(trainer.strategy, ZeROStrategy) else None
 
 
 def held_by(trainer: pl.Trainer) -> dict[str, int]:
