@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -44,9 +45,6 @@ from lightning_zero.optimizer import (
 )
 from lightning_zero.parameters import Piece, Source
 from lightning_zero.plan import Settings
-
-_NO_FACTS: rank_check.Facts = {}
-_NO_SOURCES: Mapping[int, Source] = {}
 
 
 class Engine:
@@ -79,8 +77,8 @@ class Engine:
         settings: Settings,
         comm: Communicator | None = None,
         *,
-        facts: rank_check.Facts = _NO_FACTS,
-        sources: Mapping[int, Source] = _NO_SOURCES,
+        facts: rank_check.Facts = MappingProxyType({}),
+        sources: Mapping[int, Source] = MappingProxyType({}),
         on_written: Progress = lambda written, nbytes: None,
     ) -> None:
         self.module = module

@@ -8,7 +8,6 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -62,8 +61,8 @@ class ShardedModel:
         module: nn.Module,
         settings: Settings,
         comm: Communicator,
-        sources: Mapping[int, Source] = MappingProxyType({}),
-        on_written: Progress = lambda written, nbytes: None,
+        sources: Mapping[int, Source],
+        on_written: Progress,
     ) -> None:
         self.module = module
         self.settings = settings

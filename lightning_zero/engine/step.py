@@ -134,12 +134,9 @@ class Step:
         for store in self._keepers:
             store.forget()
         if not self.is_inside:
-            self.show_masters()
-
-    def show_masters(self) -> None:
-        """Let code between steps see masters, where a step computes with copies of them."""
-        for weights in self._copies:
-            weights.hide_copies()
+            # Code between steps shall see masters.
+            for weights in self._copies:
+                weights.hide_copies()
 
     def interrupt(self) -> None:
         """Leave all forwards and backward passes, which an exception ended."""

@@ -348,7 +348,9 @@ def in_small_batches(folder: str, is_direct: bool) -> None:
             model = MODELS["transformer"].build()
             engine = shard(model, **files)
             if files:
-                assert len(batches_of([unit.pieces for unit in engine.sharded.units])) > 2 * NUM_SLOTS
+                assert (
+                    len(batches_of([unit.pieces for unit in engine.sharded.units])) > 2 * NUM_SLOTS
+                )
             optimizer = make("sgd", model)
             engine.adopt(optimizer)
             for _ in range(2):
