@@ -60,7 +60,7 @@ class RoundedStates(States):
 
     @override
     @torch.no_grad()
-    def flush(self, number: int) -> None:
+    def flush(self) -> None:
         for piece, stand_in in self._lent.items():
             entries = self.optimizer.state.pop(stand_in, {})
             noise = self._noise(piece, entries.get("step"))

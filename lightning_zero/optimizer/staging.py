@@ -165,19 +165,22 @@ class Staging:
         for slot, blocks in zip(self._slots, batches, strict=False):
             slot.read(blocks, self._readers)
 
-    def fetch(self) -> Slot:
-        """Return the slot of the next batch, which is read."""
-        slot = self._slots[self._next % len(self._slots)]
-        self._next += 1
-        self._wait(slot)
-        return slot
+    @property
+    def fetched(self) -> Slot:
+        """The slot of the batch that was fetched last."""
+        return self._slots[(self._next - 1) % len(self._slots)]
 
-    def flush(self, slot: Slot) -> None:
+    def fetch(self) -> None:
+        """Go on to the slot of the next batch, and wait until that is read."""
+        self._next += 1
+        self._wait(self.fetched)
+
+    def flush(self) -> None:
         """Start to write the batch that was fetched last, and to read another behind it."""
-        slot.write(self._writers)
+        self.fetched.write(self._writers)
         behind = self._next - 1 + len(self._slots)
         if behind < len(self._batches):
-            slot.read(self._batches[behind], self._readers)
+            self.fetched.read(self._batches[behind], self._readers)
 
     def _wait(self, slot: Slot) -> None:
         begin = time.perf_counter()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -74,33 +74,25 @@ class States:
     def fetch(self, number: int) -> None:
         """Let the optimizer find the states of a batch, the next of the step."""
 
-    def flush(self, number: int) -> None:
-        """Let the states of a batch rest, which was fetched and stepped."""
+    def flush(self) -> None:
+        """Let the states of the batch rest that was fetched, and is stepped now."""
 
     def close(self) -> None:
         """End a step, also one that failed: all states rest."""
-
-
-class _Place(NamedTuple):
-    """The place of a part's numbers in a block."""
-
-    block: Block
-    offset: int
-    numel: int
 
 
 class _Home(NamedTuple):
     """The place of an entry of a piece's state in a file: one after the other those of its parts.
 
     Attributes:
-        places: Those of the parts, by the number of their batch.
+        blocks: What is read and written with each part, by where that begins in the piece.
     """
 
     file: StagedFile
     start: int
     numel: int
     dtype: torch.dtype
-    places: dict[int, _Place]
+    blocks: dict[int, Block]
 
     def mapped(self) -> Tensor:
         """Return a new view of it: whoever has an earlier one may have pointed it elsewhere."""
@@ -108,12 +100,14 @@ class _Home(NamedTuple):
             content = self.file.mapped[self.start : self.start + self.numel * self.dtype.itemsize]
             return content.view(self.dtype)
 
-    def staged(self, slot: Slot, number: int) -> Tensor | None:
-        """Return a view of the part in a batch, if it is in a slot."""
-        block, offset, numel = self.places[number]
+    def staged(self, slot: Slot, part: Part[Piece]) -> Tensor | None:
+        """Return a view of a part, if it is in a slot."""
+        block = self.blocks[part.start]
         if block not in slot.places:
             return None
-        return slot.view(block, offset, numel, self.dtype)
+        first, last = _range(part)
+        start = self.start + first * self.dtype.itemsize
+        return slot.view(block, start - block.start, last - first, self.dtype)
 
     def is_shown_by(self, value: Tensor) -> bool:
         """Return whether ``value`` is a view of it."""
@@ -141,7 +135,8 @@ class StateFiles(States):
         comm: Communicator,
     ) -> None:
         super().__init__(optimizer)
-        self._batches = batches
+        # By their numbers; there is none for what is in no batch.
+        self._batches = dict(enumerate(batches))
         self._in_batches = {id(part.piece) for batch in batches for part in batch}
         self._scratch = scratch
         self._comm = comm
@@ -149,8 +144,8 @@ class StateFiles(States):
         self._homes: dict[tuple[str, torch.dtype], dict[int, _Home]] = {}
         self._taken: set[int] = set()
         self._staging = Staging(comm.transport.ledger)
-        self._fetched: tuple[int, Slot] | None = None
-        self._lent: tuple[Part[Piece], Parameter] | None = None
+        # What steps in the place of each part of the batch that was fetched.
+        self._lent: list[tuple[Part[Piece], Parameter]] = []
 
     @property
     @override
@@ -166,7 +161,7 @@ class StateFiles(States):
             found = [find_piece(p) for p in group["params"] if not isinstance(p, Piece)]
             new = {id(piece) for piece in found if piece is not None and piece.requires_grad}
             sizes: Counter[tuple[torch.dtype, int]] = Counter()
-            for number, batch in enumerate(self._batches):
+            for number, batch in self._batches.items():
                 for part in batch:
                     if id(part.piece) in new:
                         sizes[part.piece.dtype, number] += part.nbytes
@@ -208,18 +203,17 @@ class StateFiles(States):
                 and one.numel() > 0
             )
 
-        new = [[part for part in batch if may_have(part.piece)] for batch in self._batches]
+        batches = self._batches.values()
+        new = [[part for part in batch if may_have(part.piece)] for batch in batches]
         ratio = dtype.itemsize / piece.dtype.itemsize
         sizes = [in_pages(int(ratio * sum(part.nbytes for part in batch))) for batch in new]
         file, start = StagedFile(self._scratch, sum(sizes)), 0
-        for number, (batch, size) in enumerate(zip(new, sizes, strict=True)):
+        for batch, size in zip(new, sizes, strict=True):
             block, offset = Block(file, start, size), 0
             for part in batch:
-                one, numel = part.piece, part.nbytes // part.piece.dtype.itemsize
-                home = _Home(file, start + offset, one.numel(), dtype, {})
-                home = homes.setdefault(id(one), home)
-                home.places[number] = _Place(block, offset, numel)
-                offset += numel * dtype.itemsize
+                home = _Home(file, start + offset, part.piece.numel(), dtype, {})
+                homes.setdefault(id(part.piece), home).blocks[part.start] = block
+                offset += int(ratio * part.nbytes)
             start += size
 
     # -- a step ----------------------------------------------------------------------------------
@@ -235,150 +229,104 @@ class StateFiles(States):
     def _blocks_in_use(self, number: int) -> list[Block]:
         """Return where the states of a batch rest; those that were replaced lie nowhere else."""
         found: dict[Block, None] = {}
-        for part, state in self._states(number):
-            for key, value, home in self._in_files(state, part.piece):
-                found[home.places[number].block] = None
+        for part in self._batches.get(number, ()):
+            state = self.optimizer.state.get(part.piece, {})
+            for key, value in state.items():
+                home = self._known_home_of(key, value, part.piece)
+                if home is None:
+                    continue
+                found[home.blocks[part.start]] = None
                 if not home.is_shown_by(value) and not part.start:
                     # It may show the home of another, which changes before its batch is stepped.
                     state[key] = value.clone()
         return [*found]
 
+    def _known_home_of(self, key: str, value: Any, piece: Piece) -> _Home | None:
+        if not is_of_elements(key, value, piece):
+            return None
+        return self._homes.get((key, value.dtype), {}).get(id(piece))
+
     @override
     @span("fetch")
     @torch.no_grad()
     def fetch(self, number: int) -> None:
-        slot = self._staging.fetch()
-        self._fetched = number, slot
-        for part, state in self._states(number):
-            if not part.is_cut:
-                state.update(self._staged(number, slot, part, state))
-        for part in self._batch(number):
-            if part.is_cut:
-                self._lend(number, slot, part)
-
-    def _staged(
-        self, number: int, slot: Slot, part: Part[Piece], state: Mapping[str, Any]
-    ) -> dict[str, Tensor]:
-        """Return those entries of a part's state in staging memory that are to be there."""
-        found = {}
-        for key, value, home in self._in_files(state, part.piece):
-            if (staged := home.staged(slot, number)) is not None:
-                # Who has replaced it between steps has left the file behind.
-                is_home = home.is_shown_by(value)
-                found[key] = staged if is_home else staged.copy_(_cut(value, part))
-        return found
-
-    def _lend(self, number: int, slot: Slot, part: Part[Piece]) -> None:
-        """Let the optimizer step a part in the place of the piece, with its gradient and state."""
-        piece, states = part.piece, self.optimizer.state
-        grad = piece.grad
-        stand_in = Parameter(_cut(piece.detach(), part), requires_grad=False)
+        self._staging.fetch()
+        parts = {id(part.piece): part for part in self._batches.get(number, ())}
         for group in self.optimizer.param_groups:
-            for index, member in enumerate(group["params"]):
-                if member is piece:
-                    group["params"][index] = stand_in
-                    self._lent = part, stand_in
-        if self._lent is None or grad is None:
-            return
-        stand_in.grad = _cut(grad, part)
-        if piece not in states:
-            return
-        staged, lent = self._staged(number, slot, part, states[piece]), states[stand_in]
-        for key, value in states[piece].items():
-            if is_of_elements(key, value, piece):
-                # What came into memory since the last step has no place in the slot.
-                lent[key] = staged[key] if key in staged else _cut(value, part).clone()
-            else:
-                # Each part takes the same step: all but the last count for themselves.
-                is_own = isinstance(value, Tensor) and not part.is_last
-                lent[key] = value.clone() if is_own else value
+            members = group["params"]
+            for index, member in enumerate(members):
+                if id(member) in parts:
+                    members[index] = self._lend(parts[id(member)])
+
+    def _lend(self, part: Part[Piece]) -> Parameter:
+        """Return what steps in the place of a part, with its gradient and state.
+
+        The state of the piece itself stays what it is until its last part has been stepped.
+        """
+        stand_in = Parameter(_cut(part.piece.detach(), part), requires_grad=False)
+        self._lent.append((part, stand_in))
+        grad = part.piece.grad
+        if grad is not None:
+            stand_in.grad = _cut(grad, part)
+            for key, value in self.optimizer.state.get(part.piece, {}).items():
+                self.optimizer.state[stand_in][key] = self._lent_entry(part, key, value)
+        return stand_in
+
+    def _lent_entry(self, part: Part[Piece], key: str, value: Any) -> Any:
+        """Return what a part steps with of an entry of its piece's state."""
+        if not is_of_elements(key, value, part.piece):
+            # Each part takes the same step: all but the last count for themselves.
+            is_own = isinstance(value, Tensor) and not part.is_last
+            return value.clone() if is_own else value
+        home = self._known_home_of(key, value, part.piece)
+        staged = None if home is None else home.staged(self._staging.fetched, part)
+        if home is None or staged is None:  # it came into memory since the last step
+            return _cut(value, part).clone()
+        # Who has replaced it between steps has left the file behind.
+        return staged if home.is_shown_by(value) else staged.copy_(_cut(value, part))
 
     @override
     @span("flush")
     @torch.no_grad()
-    def flush(self, number: int) -> None:
-        assert self._fetched is not None
-        _, slot = self._fetched
-        self._take_back(number, slot)
-        for part, state in self._states(number):
-            if not part.is_cut:
-                for key, value in self._of_elements(state, part.piece):
-                    state[key] = self._kept_in_file(number, slot, part, key, value)
-        self._fetched = None
-        self._staging.flush(slot)
+    def flush(self) -> None:
+        states = self.optimizer.state
+        for part, stand_in in self._lent:
+            state = states.pop(stand_in, {})
+            for key, value in state.items():
+                if is_of_elements(key, value, stand_in):
+                    state[key] = self._kept_in_file(part, key, value)
+            if state and part.is_last:
+                states[part.piece].update(state)
+        self._lent = []
+        self._staging.flush()
 
-    def _kept_in_file(
-        self, number: int, slot: Slot, part: Part[Piece], key: str, value: Tensor
-    ) -> Tensor:
+    def _kept_in_file(self, part: Part[Piece], key: str, value: Tensor) -> Tensor:
         """Keep an entry of a part's state; returns the view of the piece's in its file."""
         home = self._home_of(key, value.dtype, part.piece)
-        staged = home.staged(slot, number)
+        staged = home.staged(self._staging.fetched, part)
         if staged is None:  # it is new
             _cut(home.mapped(), part).copy_(value)
         elif value.data_ptr() != staged.data_ptr():
             staged.copy_(value)
         return home.mapped()
 
-    def _take_back(self, number: int, slot: Slot) -> None:
-        """Keep the state of a part that was lent; of the last one, what is the piece's."""
-        if self._lent is None:
-            return
-        (part, stand_in), self._lent = self._lent, None
-        state = self.optimizer.state.pop(stand_in, {})
-        for key, value in self._of_elements(state, stand_in):
-            state[key] = self._kept_in_file(number, slot, part, key, value)
-        if state and part.is_last:
-            own = self.optimizer.state[part.piece]
-            own.clear()
-            own.update(state)
-
-    def _batch(self, number: int) -> Sequence[Part[Piece]]:
-        """Return the parts in a batch; what is in none has one without."""
-        return self._batches[number] if number >= 0 else ()
-
-    def _states(self, number: int) -> Iterator[tuple[Part[Piece], dict[str, Any]]]:
-        """Yield the states of a batch's pieces."""
-        states = self.optimizer.state
-        for part in self._batch(number):
-            if part.piece in states:
-                yield part, states[part.piece]
-
-    def _of_elements(
-        self, state: Mapping[str, Any], piece: Parameter
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the entries of a state that rest in files."""
-        for key, value in [*state.items()]:
-            if is_of_elements(key, value, piece):
-                yield key, value
-
-    def _in_files(
-        self, state: Mapping[str, Any], piece: Piece
-    ) -> Iterator[tuple[str, Tensor, _Home]]:
-        """Yield the entries of a state that have a home."""
-        for key, value in self._of_elements(state, piece):
-            home = self._homes.get((key, value.dtype), {}).get(id(piece))
-            if home is not None:
-                yield key, value, home
-
     @override
     def close(self) -> None:
-        if self._lent is not None:  # of a step that failed
-            self.optimizer.state.pop(self._lent[1], None)
-            self._lent = None
-        if self._fetched is not None:
-            number, slot = self._fetched
-            self._fetched = None
-            for part, state in self._states(number):
-                for key, _, home in self._in_files(state, part.piece):
-                    if not part.is_cut and home.staged(slot, number) is not None:
-                        state[key] = home.mapped()
+        for _, stand_in in self._lent:  # of a step that failed
+            self.optimizer.state.pop(stand_in, None)
+        self._lent = []
         self._staging.close()
 
 
 def _cut(values: Tensor, part: Part[Piece]) -> Tensor:
     """Return the values of a part among those of its piece."""
+    return values[slice(*_range(part))] if part.is_cut else values
+
+
+def _range(part: Part[Piece]) -> tuple[int, int]:
+    """Return the first element of a part of a piece, and one past its last."""
     itemsize = part.piece.dtype.itemsize
-    return values[part.start // itemsize : part.stop // itemsize]
+    return part.start // itemsize, part.stop // itemsize
 
 
 def _as_loaded(key: str, value: Any, piece: Piece) -> Any:

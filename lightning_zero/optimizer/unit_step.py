@@ -184,8 +184,7 @@ class UnitStep:
     def end(self) -> None:
         """Let the param groups hold all members again."""
         assert self._members is not None
-        [last] = self._left
-        self.states.flush(last)
+        self.states.flush()
         self.states.close()
         self._narrow(self._members)
         self._members = None
@@ -210,18 +209,17 @@ class UnitStep:
         self._members = [[*group["params"]] for group in optimizer.param_groups]
 
     def _step_next(self) -> None:
-        number = self._fetch_next()
+        self._fetch_next()
         self._step(self.states.optimizer)
-        self.states.flush(number)
-        del self._left[number]
+        self.states.flush()
+        del self._left[next(iter(self._left))]
 
-    def _fetch_next(self) -> int:
+    def _fetch_next(self) -> None:
         number, groups = next(iter(self._left.items()))
         self.is_torn = True
         self._narrow(groups, is_batch=number != _OTHERS)
         self._move_counts()
         self.states.fetch(number)
-        return number
 
     def _spend(self) -> None:
         if self._ledger is not None:

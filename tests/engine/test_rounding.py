@@ -234,12 +234,12 @@ def lent_at_most() -> int:
     found = []
     flush = rounding.RoundedStates.flush
 
-    def watched(self: Any, number: int) -> None:
+    def watched(self: Any) -> None:
         lent = self._lent.values()
         state = self.optimizer.state
         tensors = [t for one in lent for t in (one, one.grad, *state[one].values())]
         found.append(sum(t.nbytes for t in tensors if t.dim()))
-        flush(self, number)
+        flush(self)
 
     case = MODELS["transformer"]
     model = case.build(dtype=BF16)
