@@ -16,7 +16,7 @@ from lightning_zero.comm import Communicator
 from lightning_zero.optimizer import pieces
 from lightning_zero.optimizer.own_form import register_form
 from lightning_zero.optimizer.owners import WholeStep, register
-from lightning_zero.optimizer.probe import Verdict, checked, probe
+from lightning_zero.optimizer.probe import Verdict, verdict_of
 from lightning_zero.optimizer.taint import Way
 from lightning_zero.optimizer.unit_step import UnitStep
 from lightning_zero.parameters import Piece, drop_gradients, settle, unsettle
@@ -84,11 +84,11 @@ class OptimizerHooks:
         ]
 
     def _probe(self, optimizer: Optimizer) -> Verdict:
-        return checked(optimizer, probe(optimizer, self._master_of))
+        def master_of(parameter: Parameter) -> Tensor:
+            piece = self._find_piece(parameter)
+            return parameter if piece is None else piece
 
-    def _master_of(self, parameter: Parameter) -> Tensor:
-        piece = self._find_piece(parameter)
-        return parameter if piece is None else piece
+        return verdict_of(optimizer, master_of)
 
     @property
     def notice(self) -> str | None:

@@ -12,9 +12,9 @@ One exchange brings pieces to the owners, one brings them back; all at once need
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import nan
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.comm import Communicator, SyncPoint
-from lightning_zero.optimizer.pieces import owned
+from lightning_zero.optimizer.pieces import OfOptimizer, owned
 from lightning_zero.optimizer.taint import Way
 from lightning_zero.optimizer.twin import with_inner
 from lightning_zero.parameters import Piece
@@ -72,7 +72,7 @@ class Whole:
         if not self.is_here:
             return torch.empty((0,) * max(len(shape), 1), dtype=piece.dtype, device=piece.device)
         # Whoever reads it between steps sees that there is nothing.
-        return torch.full((), nan, dtype=piece.dtype, device=piece.device).expand(shape)
+        return torch.full((), math.nan, dtype=piece.dtype, device=piece.device).expand(shape)
 
     def sent(self) -> Iterator[Tensor]:
         """Return this rank's part of the master, and of the gradient."""
@@ -83,27 +83,17 @@ class Whole:
 
     def fill(self, received: Sequence[_Reader]) -> None:
         """Let the parameter have values, from what each rank has :meth:`sent`."""
-        for is_grad in (False, True) if self.has_grad else (False,):
-            flat = torch.empty(
-                self.piece.range.slot.numel, dtype=self.piece.dtype, device=self.piece.device
-            )
-            for reader, (start, stop) in zip(received, self.ranges, strict=True):
-                reader.read(flat[start:stop])
-            whole = flat.as_strided(self.piece.range.slot.shape, self.piece.range.slot.stride)
-            if is_grad:
-                self.parameter.grad = whole
-            else:
-                self.parameter.data = whole
+        self.parameter.data = self._next_of(received)
+        if self.has_grad:
+            self.parameter.grad = self._next_of(received)
         self.parameter.requires_grad_(self.piece.requires_grad)
 
-    def flat(self) -> Tensor:
-        """Return the stepped master in memory order."""
-        whole, slot = self.parameter.detach(), self.piece.range.slot
-        if whole.stride() != slot.stride:
-            ordered = whole.new_empty(slot.numel)
-            ordered.as_strided(slot.shape, slot.stride).copy_(whole)
-            return ordered
-        return whole.as_strided((slot.numel,), (1,), whole.storage_offset())
+    def _next_of(self, received: Sequence[_Reader]) -> Tensor:
+        slot, like = self.piece.range.slot, self.piece
+        flat = torch.empty(slot.numel, dtype=like.dtype, device=like.device)
+        for reader, (start, stop) in zip(received, self.ranges, strict=True):
+            reader.read(flat[start:stop])
+        return flat.as_strided(slot.shape, slot.stride)
 
     def release(self) -> None:
         """Give the memory of a step back."""
@@ -114,7 +104,7 @@ class Whole:
         self.parameter.data = self._placeholder()
 
 
-class WholeStep:
+class WholeStep(OfOptimizer):
     """Steps an optimizer by parameter or all at once.
 
     Args:
@@ -126,7 +116,7 @@ class WholeStep:
     def __init__(self, optimizer: Optimizer, way: Way, comm: Communicator) -> None:
         assert way in (Way.BY_PARAMETER, Way.ALL_AT_ONCE)
         self.way = way
-        self._optimizer = optimizer
+        super().__init__(optimizer)
         self._control, self._transport = comm.control, comm.transport
         self._wholes: dict[int, Whole] = {}
         self._loads = [0] * comm.transport.size
@@ -175,7 +165,7 @@ class WholeStep:
         with lasting_tensors(), torch.no_grad():
             self._bring_to_owners(wholes)
         self._is_begun = True
-        exchange(self._optimizer, {id(w.piece): w.parameter for w in wholes})
+        exchange(self.optimizer, {id(w.piece): w.parameter for w in wholes})
 
     def _bring_to_owners(self, wholes: Sequence[Whole]) -> None:
         parts: list[list[Tensor]] = [[] for _ in self._loads]
@@ -199,7 +189,7 @@ class WholeStep:
             if self.way is Way.ALL_AT_ONCE:
                 for whole in wholes:
                     piece = whole.piece
-                    piece.data.copy_(whole.flat()[piece.range.start : piece.range.stop])
+                    piece.data.copy_(piece.range.part_of(whole.parameter.detach()))
             else:
                 self._bring_back(wholes)
         self.abandon()
@@ -210,7 +200,7 @@ class WholeStep:
         rank = self._transport.rank
         for whole in wholes:
             if whole.is_here:
-                flat = whole.flat()
+                flat = whole.piece.range.flat(whole.parameter.detach())
                 for part, (start, stop) in zip(parts, whole.ranges, strict=True):
                     part.append(flat[start:stop])
             sizes[whole.owner or 0] += _bytes(whole, rank)
@@ -232,13 +222,13 @@ class WholeStep:
         if not self._is_begun:
             return
         self._is_begun = False
-        exchange(self._optimizer, {id(w.parameter): w.piece for w in self._wholes.values()})
+        exchange(self.optimizer, {id(w.parameter): w.piece for w in self._wholes.values()})
         for whole in self._wholes.values():
             whole.release()
 
     def describe(self, reason: str) -> str:
         """Return the way and its price in a line."""
-        name = type(self._optimizer).__name__
+        name = type(self.optimizer).__name__
         if self.way is Way.BY_PARAMETER:
             return (
                 f"{name} {reason}, so it steps by parameter: each one whole, at the rank that owns"
@@ -304,7 +294,5 @@ def owners_of(way: Way, shapes: Sequence[Sequence[int]], loads: list[int]) -> Se
 
 def _cost(shape: Sequence[int]) -> int:
     """Return the cost of a step: products of a matrix with itself, or one pass over a vector."""
-    numel = 1
-    for size in shape:
-        numel *= size
+    numel = math.prod(shape)
     return numel * min(shape[0], numel // max(shape[0], 1)) if len(shape) > 1 else numel

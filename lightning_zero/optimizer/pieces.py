@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,23 @@ from lightning_zero.tensors import internals
 FindPiece = Callable[[Parameter], Piece | None]
 
 internals.step_together(Piece)
+
+
+class OfOptimizer:
+    """Something that belongs to an optimizer, and is found by it in a dictionary with weak keys.
+
+    It does not hold the optimizer itself, which would live as long as such a dictionary.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer
 
 
 def members(optimizer: Optimizer) -> list[Parameter]:
@@ -89,7 +107,7 @@ def cut_state(state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
     """
 
     def part_of(key: str, tensor: Tensor) -> Tensor:
-        if not is_per_element(key, tensor, piece):
+        if not is_of_elements(key, tensor, piece.parameter):
             return tensor
         return piece.range.part_of(tensor).to(piece.device)
 
@@ -106,12 +124,13 @@ def owned(state: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.clone(), {**state})
 
 
-def is_per_element(key: str, value: Any, piece: Piece) -> bool:
-    """Return whether an entry of a whole parameter's state has one number for each element.
+def is_of_elements(key: str, value: Any, member: Tensor) -> bool:
+    """Return whether an entry of the state of a parameter, or piece, has a number for each element.
 
     For a 0-d parameter the shape cannot tell ``exp_avg`` from the step count, so the name must.
     """
-    return isinstance(value, Tensor) and value.shape == piece.parameter.shape and key != "step"
+    is_alike = isinstance(value, Tensor) and value.shape == member.shape
+    return is_alike and key != "step" and value.numel() > 0
 
 
 def state_bytes(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> StateBytes:

@@ -66,16 +66,17 @@ class Verdict(NamedTuple):
 
 
 def way_of(optimizer: Any) -> Way:
-    """Return how ``optimizer`` would be stepped.
+    """Return how ``optimizer`` would be stepped; raises as :func:`verdict_of`."""
+    return verdict_of(optimizer).way
+
+
+def verdict_of(optimizer: Any, master_of: Master = lambda parameter: parameter) -> Verdict:
+    """Return how ``optimizer`` is stepped, as :func:`probe` finds it out.
 
     Raises:
-        ValueError: In no way.
+        ValueError: It can be stepped in no way.
     """
-    return checked(optimizer, probe(optimizer)).way
-
-
-def checked(optimizer: Any, verdict: Verdict) -> Verdict:
-    """Return ``verdict`` unless it is that the optimizer can be stepped in no way."""
+    verdict = probe(optimizer, master_of)
     if verdict.way is Way.NOT_AT_ALL:
         raise ValueError(
             f"{type(bare(optimizer)).__name__} {verdict.reason}, so ZeRO cannot give it the parts"

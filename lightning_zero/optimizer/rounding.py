@@ -16,7 +16,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.optimizer.states import States, is_of_elements
+from lightning_zero.optimizer.pieces import is_of_elements
+from lightning_zero.optimizer.states import States
 from lightning_zero.parameters import Piece
 from lightning_zero.tensors import numel_at_a_time
 

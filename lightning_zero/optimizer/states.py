@@ -7,7 +7,6 @@ is a view of staging memory, where it was read to and from where it is written b
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,29 +19,14 @@ from typing_extensions import override
 
 from lightning_zero.comm import Communicator, Scratch, StagedFile, in_pages
 from lightning_zero.optimizer.batches import Part
-from lightning_zero.optimizer.pieces import FindPiece, state_bytes
+from lightning_zero.optimizer.pieces import FindPiece, OfOptimizer, is_of_elements, state_bytes
 from lightning_zero.optimizer.staging import Block, Slot, Staging
 from lightning_zero.parameters import Piece
 from lightning_zero.tensors import lasting_tensors, span
 
 
-class States:
-    """The states of an optimizer in host memory, where it makes them.
-
-    Args:
-        optimizer: The user's.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        # Not the optimizer itself, which would live as long as what is known of it by weak keys.
-        self._optimizer = weakref.ref(optimizer)
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The user's."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        return optimizer
+class States(OfOptimizer):
+    """The states of an optimizer in host memory, where it makes them."""
 
     @property
     def place(self) -> str:
@@ -232,7 +216,8 @@ class StateFiles(States):
         for part in self._batches.get(number, ()):
             state = self.optimizer.state.get(part.piece, {})
             for key, value in state.items():
-                home = self._known_home_of(key, value, part.piece)
+                is_of_part = is_of_elements(key, value, part.piece)
+                home = self._known_home_of(key, value, part) if is_of_part else None
                 if home is None:
                     continue
                 found[home.blocks[part.start]] = None
@@ -241,10 +226,8 @@ class StateFiles(States):
                     state[key] = value.clone()
         return [*found]
 
-    def _known_home_of(self, key: str, value: Any, piece: Piece) -> _Home | None:
-        if not is_of_elements(key, value, piece):
-            return None
-        return self._homes.get((key, value.dtype), {}).get(id(piece))
+    def _known_home_of(self, key: str, value: Tensor, part: Part[Piece]) -> _Home | None:
+        return self._homes.get((key, value.dtype), {}).get(id(part.piece))
 
     @override
     @span("fetch")
@@ -278,7 +261,7 @@ class StateFiles(States):
             # Each part takes the same step: all but the last count for themselves.
             is_own = isinstance(value, Tensor) and not part.is_last
             return value.clone() if is_own else value
-        home = self._known_home_of(key, value, part.piece)
+        home = self._known_home_of(key, value, part)
         staged = None if home is None else home.staged(self._staging.fetched, part)
         if home is None or staged is None:  # it came into memory since the last step
             return _cut(value, part).clone()
@@ -332,13 +315,3 @@ def _range(part: Part[Piece]) -> tuple[int, int]:
 def _as_loaded(key: str, value: Any, piece: Piece) -> Any:
     is_cast = is_of_elements(key, value, piece) and piece.is_floating_point()
     return value.to(piece.dtype) if is_cast and value.is_floating_point() else value
-
-
-def is_of_elements(key: str, value: Any, piece: Tensor) -> bool:
-    """Return whether an entry of a piece's state has one number for each element."""
-    return (
-        isinstance(value, Tensor)
-        and value.shape == piece.shape
-        and key != "step"
-        and value.numel() > 0
-    )

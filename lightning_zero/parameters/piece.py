@@ -38,14 +38,16 @@ class PieceRange:
         They share the memory of ``whole`` where its elements lie in the parameter's order: of a
         tensor that is mapped from a file nothing else is read.
         """
-        if whole.stride() == self.slot.stride:
-            # An empty range may begin behind the storage of a tensor without elements.
-            start = self.start if self.stop > self.start else 0
-            offset = int(whole.storage_offset()) + start
-            return whole.as_strided((self.stop - self.start,), (1,), offset)
-        flat = whole.new_empty(self.slot.numel)
-        flat.as_strided(self.slot.shape, self.slot.stride).copy_(whole)
-        return flat[self.start : self.stop]
+        return self.flat(whole)[self.start : self.stop]
+
+    def flat(self, whole: Tensor) -> Tensor:
+        """Return all elements of ``whole``, of the parameter's shape, in the parameter's order."""
+        slot = self.slot
+        if whole.stride() == slot.stride:
+            return whole.as_strided((slot.numel,), (1,), whole.storage_offset())
+        flat = whole.new_empty(slot.numel)
+        flat.as_strided(slot.shape, slot.stride).copy_(whole)
+        return flat
 
 
 class Piece(Parameter):

@@ -1,5 +1,7 @@
 """Optimizers that mix elements, stepped by parameter or all at once, against a plain loop."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -248,3 +250,18 @@ def test_closures_may_be_called_again(ranks: Pools, name: str, stage: int) -> No
         assert seen == pytest.approx(losses, rel=1e-4)
         for key, value in found.items():
             torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Muon, torch.optim.LBFGS])
+def test_an_optimizer_is_freed_with_its_states(cls: Callable[..., Optimizer]) -> None:
+    model = Model()
+    engine = shard(model)
+    optimizer = cls(matrices(model), lr=0.1)
+    engine.adopt(optimizer)
+    loss_of(model, 0, 0).backward()
+    optimizer.step(lambda: torch.ones(()))
+    engine.close()
+    held = weakref.ref(optimizer)
+    del optimizer, engine
+    gc.collect()
+    assert held() is None
