@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,10 +20,16 @@ if TYPE_CHECKING:
     from tests.oracle.ranks import Pools
 
 
-def pytest_collection_finish() -> None:
-    """Spare the garbage collector what is there for good: torch alone is 400,000 objects."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Spare the garbage collector what is imported for good: torch alone is 400,000 objects."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:

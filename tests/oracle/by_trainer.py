@@ -102,7 +102,7 @@ def world() -> int:
 
 
 def model() -> Model:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return Model()
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
-import importlib
+import importlib.metadata
 import os
 import pickle
 import shutil
@@ -23,7 +24,6 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
@@ -80,7 +80,7 @@ class Process:
         self._status.close()
 
 
-@cache
+@functools.cache
 def server(number: int) -> Server:
     """Return the server of this number, 0 or 1, which now begins to import if it is new."""
     shared = os.environ.get(SHARED)
@@ -94,7 +94,7 @@ def share_servers() -> None:
     os.environ[SHARED] = _new_folder()
 
 
-@cache
+@functools.cache
 def _new_folder() -> str:
     """The folder of the addresses of servers that this process starts."""
     folder = tempfile.mkdtemp(prefix="servers-")
@@ -169,10 +169,14 @@ class Server:
 
 def main() -> NoReturn:
     """Import everything and fork whenever a request comes, until all test processes are gone."""
+    gc.disable()  # a fifth of the time of imports goes into a search for garbage that is not there
+    # Every Trainer asks, which takes as long as a step of training; no test installs a package.
+    importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
     for name in IMPORTED:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # pages that the collector does not touch stay shared
+    gc.enable()
     listener = socket.socket(fileno=int(sys.argv[1]))
     doors = [listener.accept()[0]]
     wakes, woken = socket.socketpair()

@@ -50,7 +50,7 @@ class Case:
     def build(self, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
         """A new model with the weights of this seed; other random numbers are left alone."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             return self.module().to(dtype)
 
 

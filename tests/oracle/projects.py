@@ -49,7 +49,7 @@ class Regression(LightningModule):
     def __init__(self, lr: float = 0.05, optimizer: type = torch.optim.AdamW) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             self.net = Blocks(3, WIDTH)
             self.head = nn.Linear(WIDTH, WIDTH)
         self.lr = lr

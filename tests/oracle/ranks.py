@@ -30,7 +30,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copyreg
 import faulthandler
+import io
 import os
 import pickle
 import random
@@ -348,7 +350,7 @@ def _answer(request: bytes) -> bytes:
     try:
         function, args, kwargs = pickle.loads(request)
         _seed()
-        answer = (True, "", pickle.dumps(function(*args, **kwargs)))
+        answer = (True, "", _pickled(function(*args, **kwargs)))
     except BaseException as error:  # SystemExit and pytest's outcomes are answers too
         frames = error.__traceback__ and error.__traceback__.tb_next
         text = "".join(traceback.format_exception(type(error), error, frames))
@@ -358,9 +360,34 @@ def _answer(request: bytes) -> bytes:
     return pickle.dumps(answer)
 
 
+def _pickled(result: Any) -> bytes:
+    """Pickle a result, of which most is small tensors: torch makes an archive of each."""
+    stream = io.BytesIO()
+    pickler = pickle.Pickler(stream)
+    pickler.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: _reduced}
+    pickler.dump(result)
+    return stream.getvalue()
+
+
+def _reduced(tensor: torch.Tensor) -> Any:
+    is_plain = tensor.layout is torch.strided and tensor.device.type == "cpu"
+    is_plain = is_plain and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    if not is_plain or tensor.requires_grad or tensor.is_quantized or vars(tensor):
+        return tensor.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+    content = tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return _rebuilt, (content, tensor.dtype, tuple(tensor.shape))
+
+
+def _rebuilt(content: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not content:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
+
+
 def _seed() -> None:
     random.seed(0)
-    torch.manual_seed(0)
+    # For other devices torch keeps the stack of each call, as text, until they are first used.
+    torch.default_generator.manual_seed(0)
     torch.set_default_dtype(torch.float32)
 
 

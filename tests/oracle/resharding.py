@@ -56,7 +56,7 @@ class Everything(nn.Module):
 
 def build() -> tuple[nn.Module, list[Optimizer]]:
     """The model and two optimizers, one of them with two groups."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     model = Everything()
     small = [p for p in model.parameters() if p.ndim < 2 and p.requires_grad]
     large = [p for p in model.parameters() if p.ndim >= 2 and p.requires_grad]
@@ -69,7 +69,7 @@ def build() -> tuple[nn.Module, list[Optimizer]]:
 
 def build_mixing() -> tuple[nn.Module, list[Optimizer]]:
     """The same model and two optimizers that mix elements: by parameter, and all at once."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     model = Everything()
     matrices = [p for p in model.parameters() if p.ndim == 2 and p.requires_grad and p.numel()]
     others = [p for p in model.parameters() if p.ndim < 2 and p.requires_grad]

@@ -30,7 +30,7 @@ class Stack(nn.Module):
 
 
 def build(make: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(7)
+    torch.default_generator.manual_seed(7)
     return make()
 
 
