@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 
 from lightning_zero.engine.backward_events import Call, Events, too_late, weakly
-from lightning_zero.engine.change_check import ChangeCheck
 from lightning_zero.engine.early_step import EarlyStep
 from lightning_zero.engine.join import Join
 from lightning_zero.engine.reduction_order import ReductionOrder
@@ -46,8 +45,7 @@ class Backward:
         self._step = step
         self._prefetcher = prefetcher
         self._join = join
-        change_check = ChangeCheck(sharded.module, sharded.units, sharded.optimizers)
-        self._order = ReductionOrder(sharded.units, sharded.comm, change_check, early_step)
+        self._order = ReductionOrder(sharded, early_step)
         self.syncs = True
         self._always_reduces = any(flat.plan.reduces_every_microbatch for flat in sharded.flats)
         # In the pass that runs, or in the last one.

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from lightning_zero.engine import rank_check
+from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.unit import Unit
 
 _DIGEST_BYTES = 4
@@ -30,12 +30,10 @@ class ChangeCheck:
 
     NUM_FLAGS = 2 * _DIGEST_BYTES
 
-    def __init__(
-        self, module: nn.Module, units: Sequence[Unit], optimizers: Sequence[Optimizer]
-    ) -> None:
-        self._module, self._units, self._optimizers = module, units, optimizers
+    def __init__(self, sharded: ShardedModel) -> None:
+        self._sharded = sharded
         self._groups: dict[int, tuple[list[Any], bytes]] = {}
-        self._trained = zlib.crc32(b"".join(map(_trained, units)))
+        self._trained = zlib.crc32(b"".join(map(_trained, sharded.units)))
         self.has_frozen = False
 
     def flags(self) -> list[int]:
@@ -43,13 +41,15 @@ class ChangeCheck:
 
         All units expect their gradients.
         """
-        trained = zlib.crc32(b"".join([bytes(unit.gradients.wants) for unit in self._units]))
+        trained = zlib.crc32(
+            b"".join([bytes(unit.gradients.wants) for unit in self._sharded.units])
+        )
         self.has_frozen, self._trained = trained != self._trained, trained
         digest = list(self._digest(trained).to_bytes(_DIGEST_BYTES, "big"))
         return [*digest, *(255 - byte for byte in digest)]
 
     def _digest(self, digest: int) -> int:
-        for optimizer in self._optimizers:
+        for optimizer in self._sharded.optimizers:
             for group in optimizer.param_groups:
                 digest = zlib.crc32(self._encoded(group), digest)
         return digest
@@ -86,9 +86,9 @@ class ChangeCheck:
             rank_check.refuse(exchange(rank_check.describe(dict(self._facts()))))
 
     def _facts(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        for name, parameter in self._module.named_parameters():
+        for name, parameter in self._sharded.module.named_parameters():
             yield f"Parameter {name!r}", {"requires_grad": parameter.requires_grad}
-        for number, optimizer in enumerate(self._optimizers):
+        for number, optimizer in enumerate(self._sharded.optimizers):
             yield from rank_check.group_facts(optimizer, f"optimizer {number}").items()
 
 

@@ -89,14 +89,13 @@ class Engine:
             comm.control, lambda: rank_check.model_facts(module, settings, facts)
         )
         self.sharded = sharded = ShardedModel(module, settings, comm, sources, on_written)
-        units = sharded.units
-        self._step = Step(units, self.reset)
-        self._join = Join(units, comm)
-        self._prefetcher = Prefetcher(units, self._join, settings.prefetch)
+        self._step = Step(sharded.units, self.reset)
+        self._join = Join(sharded)
+        self._prefetcher = Prefetcher(sharded, self._join)
         parts = (sharded, self._step, self._prefetcher, self._join)
         self._early_step = EarlyStep(sharded)
         self._backward = Backward(*parts, self._early_step)
-        self._hooks = Hooks(units, self._backward.on_grad)
+        self._hooks = Hooks(sharded.units, self._backward.on_grad)
         self._forward = Forward(*parts, self._backward, self._hooks)
         self._step_access = comm.exclusive(SyncPoint.STEP, SyncPoint.STEPPED)
         sharded.on_touch = self._forward.touch

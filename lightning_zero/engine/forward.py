@@ -45,8 +45,7 @@ class Forward:
         self._join = join
         self._backward = backward
         self._hooks = hooks
-        is_due = any(unit.weights.gives_back for unit in sharded.units)
-        self.order_check = OrderCheck(sharded.comm, is_due=is_due)
+        self.order_check = OrderCheck(sharded)
         # Whether a call of the module itself runs that entered the step, so that it must leave.
         self._is_called = False
         # Whether gradients were sent since the last forward, as DDP counts its broadcasts.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
-from lightning_zero.comm import Communicator
+from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.weights import State
 
@@ -26,12 +26,10 @@ class Join:
         asks: Whether a gather must be asked for now.
     """
 
-    def __init__(self, units: Sequence[Unit], comm: Communicator) -> None:
-        self._units = units
-        self._comm = comm
-        self.must_ask = comm.transport.gathers_together and any(
-            unit.weights.gives_back for unit in units
-        )
+    def __init__(self, sharded: ShardedModel) -> None:
+        self._units = sharded.units
+        self._control = sharded.comm.control
+        self.must_ask = sharded.gives_weights_back and sharded.comm.transport.gathers_together
         self.is_open = self.asks = False
 
     @contextlib.contextmanager
@@ -61,7 +59,7 @@ class Join:
         """Gather what each rank wants, until this one has its unit, or else until all are done."""
         while True:
             index = -1 if wanted is None else wanted.index
-            asked = set(self._comm.control.gather_objects(index))
+            asked = set(self._control.gather_objects(index))
             for unit in (self._units[index] for index in sorted(asked - {-1})):
                 was_resting = unit.weights.state is State.RESTING
                 unit.weights.gather_again()

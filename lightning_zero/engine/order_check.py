@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-from lightning_zero.comm import Communicator, PendingSync, SyncPoint
+from lightning_zero.comm import PendingSync, SyncPoint
+from lightning_zero.engine.sharded_model import ShardedModel
 
 
 class OrderCheck:
@@ -13,21 +14,18 @@ class OrderCheck:
 
     It does where only the order of gathers tells one unit's weights from another's. A backward pass
     has sync points of its own, which find the same differences.
-
-    Args:
-        is_due: Whether weights are given back at all.
     """
 
-    def __init__(self, comm: Communicator, *, is_due: bool) -> None:
-        self._comm = comm
-        self._is_due = is_due and comm.transport.gathers_in_order
+    def __init__(self, sharded: ShardedModel) -> None:
+        self._control = sharded.comm.control
+        self._is_due = sharded.gives_weights_back and sharded.comm.transport.gathers_in_order
         self._called: PendingSync | None = None
 
     def start(self) -> None:
         """Start to compare what this rank gathered since the last sync point with the others."""
         if self._is_due:
             self.wait()
-            self._called = self._comm.control.call(SyncPoint.FORWARD)
+            self._called = self._control.call(SyncPoint.FORWARD)
 
     def wait(self) -> None:
         """End the comparison under way, if there is one.
@@ -49,16 +47,12 @@ class UnitCheck:
 
     The flags that ranks exchange at the begin of a backward pass carry it: for each unit the
     greatest number of a rank that ran it, then of one that did not.
-
-    Args:
-        names: The units' names, in the order of their flags.
-        is_due: Whether weights are given back, so that other transports need every rank.
     """
 
-    def __init__(self, names: Sequence[str], comm: Communicator, *, is_due: bool) -> None:
-        self._names = names
-        self._rank = comm.control.rank
-        self._is_due = is_due and comm.transport.reads_peers
+    def __init__(self, sharded: ShardedModel) -> None:
+        self._names = [unit.label for unit in sharded.units]
+        self._rank = sharded.comm.control.rank
+        self._is_due = sharded.gives_weights_back and sharded.comm.transport.reads_peers
 
     def flags(self, ran: Sequence[bool]) -> list[int]:
         """Return flags of which each shall become its maximum over the ranks."""

@@ -15,14 +15,15 @@ for each other for ever. So each backward pass has its **turns**, the same on al
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
-from lightning_zero.comm import Communicator, PendingSync, SyncPoint
+from lightning_zero.comm import PendingSync, SyncPoint
 from lightning_zero.engine.change_check import ChangeCheck
 from lightning_zero.engine.early_step import EarlyStep
 from lightning_zero.engine.order_check import UnitCheck
+from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.unit import Unit
 
 
@@ -30,29 +31,20 @@ class ReductionOrder:
     """The reductions of a backward pass, in the order of all ranks.
 
     Args:
-        units: All.
-        comm: The ranks.
-        change_check: Compares what one rank alone may have changed.
+        sharded: The model.
         early_step: Is told of every reduction that begins, and of every one that has ended while
             others follow.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        comm: Communicator,
-        change_check: ChangeCheck,
-        early_step: EarlyStep,
-    ) -> None:
-        self._units = units
-        self._comm = comm
+    def __init__(self, sharded: ShardedModel, early_step: EarlyStep) -> None:
+        self._units = units = sharded.units
+        self._control = sharded.comm.control
         self._early_step = early_step
         num_parameters = sum(len(unit.gradients.parameters) for unit in units)
         most = max(num_parameters, len(units) + ChangeCheck.NUM_FLAGS + 1)
-        comm.control.reserve(2 * len(units) + most)
-        self._change_check = change_check
-        gives_back = any(unit.weights.gives_back for unit in units)
-        self._unit_check = UnitCheck([unit.label for unit in units], comm, is_due=gives_back)
+        self._control.reserve(2 * len(units) + most)
+        self._change_check = ChangeCheck(sharded)
+        self._unit_check = UnitCheck(sharded)
         self._order: list[Unit] | None = None
         self._left: list[Unit] | None = None
         self._under_way: Unit | None = None
@@ -66,7 +58,7 @@ class ReductionOrder:
         """
         if self._order is None:
             ran = [index for index in dict.fromkeys(forward_order) if index < len(self._units) - 1]
-            agreed = self._comm.control.broadcast_object(ran)
+            agreed = self._control.broadcast_object(ran)
             rest = [unit.index for unit in self._units[:-1] if unit.index not in agreed]
             # The root has run from the beginning to the end.
             self._order = [self._units[index] for index in (*reversed(agreed), *reversed(rest), -1)]
@@ -76,7 +68,7 @@ class ReductionOrder:
         steps_after = not (is_last and self._early_step.is_wanted)
         flags = [*self._unit_check.flags(have_run), steps_after, *self._change_check.flags()]
         self._flags = torch.tensor(flags, dtype=torch.uint8, device="cpu")
-        self._work = self._comm.control.call(SyncPoint.BEGIN, self._flags)
+        self._work = self._control.call(SyncPoint.BEGIN, self._flags)
         if self._change_check.has_frozen:
             self._turns_left()  # before this rank's gradients, which may be none, call for it
 
@@ -132,7 +124,7 @@ class ReductionOrder:
         if self._early_step.is_on:
             flags += self._early_step.stepped
         agreed = torch.tensor(flags, dtype=torch.uint8, device="cpu")
-        self._comm.control.call(SyncPoint.END, agreed).wait()
+        self._control.call(SyncPoint.END, agreed).wait()
         agreed_flags = [flag > 0 for flag in agreed.tolist()]
         again = [unit for unit in self._units if agreed_flags[unit.index]]
         if again and self._early_step.is_on:

@@ -9,10 +9,11 @@ costs a gather in vain, never a wrong number.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from lightning_zero.engine.join import Join
+from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.weights import Masters, State
 
@@ -64,21 +65,17 @@ class Schedule:
 class Prefetcher:
     """Gathers units in time: those that are needed and those that the schedule predicts.
 
-    Args:
-        join: The context in which a gather must be asked for.
-        count: How many units to gather ahead.
-
     Attributes:
         schedule: The order in which this step needs units. Steps with gradients have one, and those
             without.
         last_backward: The unit whose need came last, if it was for its backward.
     """
 
-    def __init__(self, units: Sequence[Unit], join: Join, count: int) -> None:
+    def __init__(self, sharded: ShardedModel, join: Join) -> None:
         self.last_backward: Unit | None = None
-        self._units = units
+        self._units = sharded.units
         self._join = join
-        self._count = count
+        self._count = sharded.settings.prefetch
         self.forget()
 
     def forget(self) -> None:

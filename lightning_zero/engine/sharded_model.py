@@ -137,6 +137,11 @@ class ShardedModel:
         plans = [flat.plan for flat in self.flats]
         return any(not (plan.has_master or plan.gives_weights_back) for plan in plans)
 
+    @functools.cached_property
+    def gives_weights_back(self) -> bool:
+        """Whether weights of some unit are released after use."""
+        return any(unit.weights.gives_back for unit in self.units)
+
     @property
     def root(self) -> Unit:
         """The unit of everything that no inner unit took."""
