@@ -45,7 +45,7 @@ from lightning_zero.comm.process_groups import default_world_size
 from lightning_zero.comm.rendezvous import join_group
 from lightning_zero.comm.scratch import Scratch
 from lightning_zero.comm.staged_file import PAGE, StagedFile, StagingMemory, in_pages
-from lightning_zero.comm.sync_points import Exclusive, PendingSync, SyncPoint
+from lightning_zero.comm.sync_points import Exclusive, PendingSync, SyncPoint, with_complements
 from lightning_zero.comm.traffic import Ledger, StepTimes, Traffic, sum_of
 from lightning_zero.comm.transport import Arrived, ReduceBuffer, Shared, Work
 
@@ -80,4 +80,5 @@ __all__ = [
     "in_pages",
     "join_group",
     "sum_of",
+    "with_complements",
 ]

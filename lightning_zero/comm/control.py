@@ -32,7 +32,7 @@ from lightning_zero.comm.process_groups import (
     new_group_of_hosts,
 )
 from lightning_zero.comm.reports import Board, Reports, own_store
-from lightning_zero.comm.sync_points import PendingSync, SyncPoint
+from lightning_zero.comm.sync_points import PendingSync, SyncPoint, with_complements
 from lightning_zero.comm.sync_windows import MOST_FLAGS, SyncWindows
 from lightning_zero.comm.watchdog import Watchdog
 
@@ -112,23 +112,18 @@ class Control:
         """Return whether events were counted of which nothing but the order is known."""
         return self.course != 0
 
-    def call(
-        self, sync_point: SyncPoint, flags: Tensor | None = None, *, about: str = ""
-    ) -> PendingSync:
-        """Come to a sync point; waiting replaces ``flags`` (``[n]``, uint8) by their maximum.
+    def call(self, sync_point: SyncPoint, flags: bytes = b"", *, about: str = "") -> PendingSync:
+        """Come to a sync point; waiting returns the maximum of each of ``flags``.
 
         Ranks that come ``about`` different things have parted.
         """
-        num_flags = 0 if flags is None else flags.numel()
-        assert num_flags <= self.capacity, "more flags than were reserved"
+        assert len(flags) <= self.capacity, "more flags than were reserved"
         return PendingSync(self, sync_point, flags, about)
 
     def all_equal(self, sync_point: SyncPoint, digest: bytes) -> bool:
         """Return whether all ranks come to a sync point with the same few bytes."""
-        own = torch.tensor(list(digest), dtype=torch.uint8, device="cpu")
-        flags = torch.cat([own, 255 - own])
-        self.call(sync_point, flags).wait()
-        return torch.equal(flags[: own.numel()], 255 - flags[own.numel() :])
+        maxima = self.call(sync_point, with_complements(digest)).wait()
+        return maxima == with_complements(maxima[: len(digest)])
 
     # -- values ----------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_zero.comm.parting import GRADIENT, TOUCH, parted
 from lightning_zero.comm.process_groups import give_up_devices
@@ -42,31 +41,32 @@ _NUMBERS = {sync_point: number for number, sync_point in enumerate(SyncPoint)}
 _HEADER = 5
 
 
+def with_complements(numbers: bytes) -> bytes:
+    """Return flags of which the maxima are of this form again only if all ranks had the same."""
+    return numbers + bytes([255 - number for number in numbers])
+
+
 class PendingSync:
     """A sync point that this rank has come to, and may still wait for.
 
     Args:
         control: The ranks; one alone waits for nobody.
         sync_point: Which.
-        flags: Replaced by their maximum over the ranks.
+        flags: Of which :meth:`wait` returns the maxima over the ranks.
         about: What it is about, which must be the same on all ranks.
     """
 
     def __init__(
-        self, control: Control, sync_point: SyncPoint, flags: Tensor | None, about: str = ""
+        self, control: Control, sync_point: SyncPoint, flags: bytes, about: str = ""
     ) -> None:
         self._control = control
         self._place = f"{sync_point.value} {about}" if about else sync_point.value
-        self._flags = flags
+        self._maxima = flags
         self._work: _Message | Word | None = None
         if control.world_size == 1:
             return
-        num_flags = 0 if flags is None else flags.numel()
-        course = zlib.crc32(f"{num_flags} {about}".encode(), control.course).to_bytes(4, "big")
-        numbers = bytes([_NUMBERS[sync_point], *course])
-        word = numbers + bytes(255 - number for number in numbers)
-        if flags is not None:
-            word += bytes(flags.tolist())
+        course = zlib.crc32(f"{len(flags)} {about}".encode(), control.course).to_bytes(4, "big")
+        word = with_complements(bytes([_NUMBERS[sync_point], *course])) + flags
         windows = control.sync_windows
         message = _Message(word, control) if windows is None else None
         self._collective = control.log.begin(self._place, sync_point.value)
@@ -78,21 +78,20 @@ class PendingSync:
                 control.log.wait(self._collective, [windows.last])
             self._work = windows.publish(word)
 
-    def wait(self) -> None:
-        """Return when all ranks have come.
+    def wait(self) -> bytes:
+        """Return the maximum of each flag over the ranks, when all have come.
 
         Raises:
             RuntimeError: They have come to different sync points.
         """
         work, self._work = self._work, None
-        if work is None:
-            return
-        self._control.log.wait(self._collective, [work])
-        maxima = work.maxima
-        if any(maxima[i] != 255 - maxima[_HEADER + i] for i in range(_HEADER)):
-            self._refuse()
-        if self._flags is not None and self._flags.numel():
-            self._flags.copy_(torch.frombuffer(bytearray(maxima[2 * _HEADER :]), dtype=torch.uint8))
+        if work is not None:
+            self._control.log.wait(self._collective, [work])
+            maxima = work.maxima
+            header, self._maxima = maxima[: 2 * _HEADER], maxima[2 * _HEADER :]
+            if header != with_complements(header[:_HEADER]):
+                self._refuse()
+        return self._maxima
 
     def exchange(self, value: Any) -> list[Any]:
         """Return every rank's ``value``; all have waited here, and all exchange one."""

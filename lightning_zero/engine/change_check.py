@@ -8,12 +8,13 @@ exchange anyway carry a digest; where the digests differ, all ranks raise one er
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from operator import is_
 from typing import Any
 
 from torch import Tensor
 
+from lightning_zero.comm import with_complements
 from lightning_zero.engine import rank_check
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.unit import Unit
@@ -36,7 +37,7 @@ class ChangeCheck:
         self._trained = zlib.crc32(b"".join(map(_trained, sharded.units)))
         self.has_frozen = False
 
-    def flags(self) -> list[int]:
+    def flags(self) -> bytes:
         """Return this rank's flags, of which each shall become its maximum over the ranks.
 
         All units expect their gradients.
@@ -45,8 +46,7 @@ class ChangeCheck:
             b"".join([bytes(unit.gradients.wants) for unit in self._sharded.units])
         )
         self.has_frozen, self._trained = trained != self._trained, trained
-        digest = list(self._digest(trained).to_bytes(_DIGEST_BYTES, "big"))
-        return [*digest, *(255 - byte for byte in digest)]
+        return with_complements(self._digest(trained).to_bytes(_DIGEST_BYTES, "big"))
 
     def _digest(self, digest: int) -> int:
         for optimizer in self._sharded.optimizers:
@@ -71,7 +71,7 @@ class ChangeCheck:
         self._groups[id(group)] = (values if is_lasting else [], encoded)
         return encoded
 
-    def compare(self, flags: Sequence[int], exchange: Callable[[Any], list[Any]]) -> None:
+    def compare(self, flags: bytes, exchange: Callable[[Any], list[Any]]) -> None:
         """Raise on all ranks if the maxima show that they differ.
 
         Args:
@@ -81,8 +81,7 @@ class ChangeCheck:
         Raises:
             RuntimeError: They differ. All ranks raise the same text.
         """
-        pairs = zip(flags[:_DIGEST_BYTES], flags[_DIGEST_BYTES:], strict=True)
-        if any(most != 255 - most_of_rest for most, most_of_rest in pairs):
+        if flags != with_complements(flags[:_DIGEST_BYTES]):
             rank_check.refuse(exchange(rank_check.describe(dict(self._facts()))))
 
     def _facts(self) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-
 from lightning_zero.comm import PendingSync, SyncPoint
 from lightning_zero.engine.change_check import ChangeCheck
 from lightning_zero.engine.early_step import EarlyStep
@@ -48,7 +46,6 @@ class ReductionOrder:
         self._order: list[Unit] | None = None
         self._left: list[Unit] | None = None
         self._under_way: Unit | None = None
-        self._flags = torch.empty(0)
         self._work: PendingSync | None = None
 
     def begin(self, forward_order: Iterable[int], *, is_last: bool) -> None:
@@ -67,8 +64,7 @@ class ReductionOrder:
         have_run[-1] = True
         steps_after = not (is_last and self._early_step.is_wanted)
         flags = [*self._unit_check.flags(have_run), steps_after, *self._change_check.flags()]
-        self._flags = torch.tensor(flags, dtype=torch.uint8, device="cpu")
-        self._work = self._control.call(SyncPoint.BEGIN, self._flags)
+        self._work = self._control.call(SyncPoint.BEGIN, bytes(flags))
         if self._change_check.has_frozen:
             self._turns_left()  # before this rank's gradients, which may be none, call for it
 
@@ -86,8 +82,7 @@ class ReductionOrder:
         if self._left is None:
             assert self._order is not None
             assert self._work is not None
-            self._work.wait()
-            has_turn = self._flags.tolist()
+            has_turn = self._work.wait()
             changes = has_turn[-ChangeCheck.NUM_FLAGS :]
             self._change_check.compare(changes, self._work.exchange)
             self._unit_check.compare(has_turn[: -ChangeCheck.NUM_FLAGS - 1])
@@ -123,12 +118,11 @@ class ReductionOrder:
             flags += unit.gradients.held
         if self._early_step.is_on:
             flags += self._early_step.stepped
-        agreed = torch.tensor(flags, dtype=torch.uint8, device="cpu")
-        self._control.call(SyncPoint.END, agreed).wait()
-        agreed_flags = [flag > 0 for flag in agreed.tolist()]
-        again = [unit for unit in self._units if agreed_flags[unit.index]]
+        maxima = self._control.call(SyncPoint.END, bytes(flags)).wait()
+        agreed = [flag > 0 for flag in maxima]
+        again = [unit for unit in self._units if agreed[unit.index]]
         if again and self._early_step.is_on:
-            self._early_step.stop(again, agreed_flags[-len(self._units) :])
+            self._early_step.stop(again, agreed[-len(self._units) :])
         for unit in again:
             self._reduce(unit)
         if self._under_way is not None:
@@ -137,7 +131,7 @@ class ReductionOrder:
         start = len(self._units)
         for unit in self._units:
             stop = start + len(unit.gradients.parameters)
-            unit.gradients.install(agreed_flags[start:stop])
+            unit.gradients.install(agreed[start:stop])
             start = stop
 
     def abandon(self) -> None:

@@ -287,9 +287,8 @@ class ShardedModel:
 
     def _refuse(self, changed: list[str]) -> None:
         """Raise on all ranks if any changed weights that it had gathered for reading."""
-        flag = torch.tensor([bool(changed)], dtype=torch.uint8, device="cpu")
-        self.comm.control.call(SyncPoint.EDIT, flag).wait()
-        if flag.item():
+        (any_changed,) = self.comm.control.call(SyncPoint.EDIT, bytes([bool(changed)])).wait()
+        if any_changed:
             what = f"Parameter {changed[0]!r}" if changed else "On another rank a parameter"
             raise RuntimeError(
                 f"{what} was changed within `gathered(...)`, which was entered for reading. Enter"
@@ -319,10 +318,10 @@ class ShardedModel:
         """Return the whole reduced gradient of a parameter, ``None`` without one; a collective."""
         _, flat, index = self._places[id(parameter)]
         piece = flat.pieces[index]
-        has_grad = torch.tensor([piece.reduced is not None], dtype=torch.uint8, device="cpu")
+        flags = bytes([piece.reduced is not None])
         about = f"of parameter {piece.range.slot.name!r}"
-        self.comm.control.call(SyncPoint.GRADIENT, has_grad, about=about).wait()
-        if not has_grad.item():
+        (any_has,) = self.comm.control.call(SyncPoint.GRADIENT, flags, about=about).wait()
+        if not any_has:
             return None
         part = torch.zeros_like(piece) if piece.reduced is None else piece.reduced
         return flat.full_of(index, part)

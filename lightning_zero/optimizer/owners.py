@@ -157,10 +157,9 @@ class WholeStep(OfOptimizer):
     def begin(self) -> None:
         """Put whole parameters into the param groups; all ranks call it."""
         wholes = list(self._wholes.values())
-        has_grad = [whole.piece.reduced is not None for whole in wholes]
-        flags = torch.tensor(has_grad, dtype=torch.uint8, device="cpu")
-        self._control.call(SyncPoint.GRADIENT, flags).wait()
-        for whole, flag in zip(wholes, flags.tolist(), strict=True):
+        have_grads = bytes([whole.piece.reduced is not None for whole in wholes])
+        maxima = self._control.call(SyncPoint.GRADIENT, have_grads).wait()
+        for whole, flag in zip(wholes, maxima, strict=True):
             whole.has_grad = bool(flag)
         with lasting_tensors(), torch.no_grad():
             self._bring_to_owners(wholes)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -51,9 +50,8 @@ class SameLength:
             return
         while True:
             batch = next(batches, _END)
-            has_ended = torch.tensor([batch is _END], dtype=torch.uint8, device="cpu")
-            self._control.call(SyncPoint.BATCH, has_ended).wait()
-            if has_ended.item():
+            (has_ended,) = self._control.call(SyncPoint.BATCH, bytes([batch is _END])).wait()
+            if has_ended:
                 self._warn(has_more=batch is not _END)
                 return
             yield batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import time
 
@@ -18,9 +19,8 @@ from tests.oracle.ranks import Pools
 CPU = torch.device("cpu")
 
 
-def flags_of(rank: int, number: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * rank + number)
-    return torch.randint(256, (1 + number % 64,), dtype=torch.uint8, generator=generator)
+def flags_of(rank: int, number: int) -> bytes:
+    return random.Random(1000 * rank + number).randbytes(1 + number % 64)
 
 
 def maxima(rounds: int, num_flags: int) -> bool:
@@ -32,9 +32,9 @@ def maxima(rounds: int, num_flags: int) -> bool:
         flags = flags_of(control.rank, number)
         if number % world == control.rank:
             time.sleep(3e-4)
-        control.call(SyncPoint.END, flags).wait()
-        expected = torch.stack([flags_of(rank, number) for rank in range(world)]).amax(0)
-        assert torch.equal(flags, expected), number
+        found = control.call(SyncPoint.END, flags).wait()
+        expected = bytes(map(max, *(flags_of(rank, number) for rank in range(world))))
+        assert found == expected, number
     return control.sync_windows is not None
 
 
@@ -50,12 +50,10 @@ def test_flags_without_room_go_by_messages(ranks: Pools) -> None:
 def waits_later() -> None:
     """Wait for one sync point behind the next ones, which then waits for it."""
     control = Communicator(CPU).control
-    first, second = (torch.tensor([control.rank + n], dtype=torch.uint8) for n in (1, 7))
-    pending = control.call(SyncPoint.BEGIN, first)
+    pending = control.call(SyncPoint.BEGIN, bytes([control.rank + 1]))
     for _ in range(3):
-        control.call(SyncPoint.END, second).wait()
-    pending.wait()
-    assert (first.item(), second.item()) == (2, 8)
+        assert control.call(SyncPoint.END, bytes([control.rank + 7])).wait() == b"\x08"
+    assert pending.wait() == b"\x02"
 
 
 def test_a_sync_point_may_be_waited_for_behind_others(ranks: Pools) -> None:
@@ -80,20 +78,19 @@ def test_a_sync_point_may_be_abandoned(ranks: Pools) -> None:
 def has_no_flags() -> None:
     """An optimizer of none of the model's parameters asks for the gradients of none."""
     for windows in (None, False):
-        flags = torch.empty(0, dtype=torch.uint8)
-        Communicator(CPU, windows=windows).control.call(SyncPoint.GRADIENT, flags).wait()
+        control = Communicator(CPU, windows=windows).control
+        assert control.call(SyncPoint.GRADIENT, b"").wait() == b""
 
 
 def test_there_may_be_no_flags(ranks: Pools) -> None:
     ranks(2).run(has_no_flags)
 
 
-def parts(flags: tuple[int | None, int | None], others: bool) -> None:
+def parts(num_flags: tuple[int, int], others: bool) -> None:
     """Come to different sync points, or to one with other flags; no group is made any more."""
     process_groups._groups.setdefault(dist.group.WORLD, {}).pop("sync points", None)
     control = Communicator(CPU).control
-    number = flags[control.rank]
-    own = None if number is None else torch.ones(number, dtype=torch.uint8)
+    own = bytes(num_flags[control.rank])
     new_group, dist.new_group = dist.new_group, None
     try:
         pending = control.call(SyncPoint.STEP if others and control.rank else SyncPoint.EDIT, own)
@@ -103,12 +100,12 @@ def parts(flags: tuple[int | None, int | None], others: bool) -> None:
         dist.new_group = new_group
 
 
-@pytest.mark.parametrize(("flags", "others"), [((None, None), True), ((1, None), False)])
+@pytest.mark.parametrize(("num_flags", "others"), [((0, 0), True), ((1, 0), False)])
 def test_ranks_that_part_make_no_group(
-    ranks: Pools, flags: tuple[int | None, int | None], others: bool
+    ranks: Pools, num_flags: tuple[int, int], others: bool
 ) -> None:
     """Some may never come to make one."""
-    ranks(2).run(parts, flags, others)
+    ranks(2).run(parts, num_flags, others)
 
 
 def is_late() -> None:
