@@ -8,7 +8,8 @@ expect -> take, take, ... -> show_local                     (within ``no_sync``)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 from lightning_zero.parameters import FlatParameters, Reach
 from lightning_zero.tensors import span
@@ -114,13 +115,13 @@ class Gradients:
             held += flat.reducer.has_grads
         return held
 
-    def install(self, are_held: Sequence[bool]) -> None:
-        """Show the reduced gradients to optimizer and user, of parameters that any rank holds."""
-        start = 0
+    def install(self, held: Iterator[bool]) -> None:
+        """Show the reduced gradients to optimizer and user, of parameters that any rank holds.
+
+        ``held`` goes on with a flag for each of this unit's parameters.
+        """
         for flat in self._flats:
-            stop = start + len(flat.parameters)
-            flat.reducer.install(are_held[start:stop])
-            start = stop
+            flat.reducer.install(list(itertools.islice(held, len(flat.parameters))))
 
     def show_local(self) -> None:
         """Show the gradients of a backward pass that are not sent."""

@@ -128,11 +128,9 @@ class ReductionOrder:
         if self._under_way is not None:
             self._under_way.gradients.finish()
         self._under_way = None
-        start = len(self._units)
+        held = iter(agreed[len(self._units) :])
         for unit in self._units:
-            stop = start + len(unit.gradients.parameters)
-            unit.gradients.install(agreed[start:stop])
-            start = stop
+            unit.gradients.install(held)
 
     def abandon(self) -> None:
         """Forget a backward pass that an exception ended."""
