@@ -21,7 +21,7 @@ from lightning_zero.optimizer import Removable
 
 
 class Hook:
-    """Calls ``function`` for ``module`` alone: copies and pickles of the module keep it inert.
+    """Calls ``function`` for ``module`` alone: copies and pickles of the module have an inert one.
 
     A copy that was made during training has weights of its own; were it to gather those of the
     original, a call of the copy on one rank only would wait for the others for ever.
@@ -35,8 +35,8 @@ class Hook:
 
     def __init__(
         self,
-        module: nn.Module | None,
-        function: Callable[..., Any] | None,
+        module: nn.Module,
+        function: Callable[..., Any],
         is_needless: Callable[[], bool] | None = None,
     ) -> None:
         self.module = module
@@ -51,18 +51,14 @@ class Hook:
         if get_eval_frame_callback() is not None:
             # Between two pieces of compiled code, torch's compiler looks at whatever is called.
             return self._call(module, *args, **kwargs)
-        if self._function is not None and module is self.module:
-            return self._function(module, *args, **kwargs)
-        return None
+        return self._function(module, *args, **kwargs) if module is self.module else None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call ``function`` for ``module``, hidden from torch's compiler."""
-        if self._function is not None and module is self.module:
-            return self._function(module, *args, **kwargs)
-        return None
+        return self._function(module, *args, **kwargs) if module is self.module else None
 
-    def __reduce__(self) -> tuple[Callable[[], Hook], tuple[()]]:
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _inert, ()
 
 
@@ -71,12 +67,13 @@ class Hook:
 skip_code(Hook.__call__.__code__)
 
 
-def _inert() -> Hook:
-    return Hook(None, None, _always)
+def _inert() -> Callable[..., None]:
+    """Return what a copy has in the place of a hook."""
+    return _do_nothing
 
 
-def _always() -> bool:
-    return True
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    pass
 
 
 class Hooks:
@@ -100,7 +97,6 @@ class Hooks:
     def add(self, before: Hook, after: Hook, *, with_kwargs: bool = False) -> None:
         """Call ``before`` and ``after`` around the forward of their module."""
         module = before.module
-        assert module is not None
         self.handles += [
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=with_kwargs),
             module.register_forward_hook(after, always_call=True),
