@@ -63,7 +63,7 @@ class ReductionOrder:
         have_run = [unit.calls.have_run for unit in self._units]
         have_run[-1] = True
         steps_after = not (is_last and self._early_step.is_wanted)
-        flags = [*self._unit_check.flags(have_run), steps_after, *self._change_check.flags()]
+        flags = [steps_after, *self._change_check.flags(), *self._unit_check.flags(have_run)]
         self._work = self._control.call(SyncPoint.BEGIN, bytes(flags))
         if self._change_check.has_frozen:
             self._turns_left()  # before this rank's gradients, which may be none, call for it
@@ -82,14 +82,15 @@ class ReductionOrder:
         if self._left is None:
             assert self._order is not None
             assert self._work is not None
-            has_turn = self._work.wait()
-            changes = has_turn[-ChangeCheck.NUM_FLAGS :]
+            maxima = self._work.wait()
+            steps_after, changes = maxima[0], maxima[1 : 1 + ChangeCheck.NUM_FLAGS]
+            has_turn = maxima[1 + ChangeCheck.NUM_FLAGS :]
             self._change_check.compare(changes, self._work.exchange)
-            self._unit_check.compare(has_turn[: -ChangeCheck.NUM_FLAGS - 1])
+            self._unit_check.compare(has_turn)
             self._left = [
                 unit for unit in self._order if has_turn[unit.index] and unit.gradients.is_wanted
             ]
-            if not has_turn[-ChangeCheck.NUM_FLAGS - 1]:
+            if not steps_after:
                 self._early_step.begin(self._left)
         return self._left
 

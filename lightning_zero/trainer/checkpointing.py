@@ -88,31 +88,30 @@ class SavingStrategy(SteppingStrategy):
         if self._run is None:  # of an ordinary module, before the ranks are connected
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        saver = self._saver
-        if self.options.checkpoint == "dcp" and (
-            storage_options is not None or not self._writes_files
-        ):
+        is_ours = storage_options is None and self._writes_files
+        if not is_ours and self.options.checkpoint == "dcp":
             what = type(self.checkpoint_io).__name__ if storage_options is None else "options"
             raise ValueError(
                 f"checkpoint='dcp' writes directories itself, which the {what} given for storage"
                 " contradicts. Take one of them out."
             )
-        if storage_options is None and self._writes_files:
-            is_async = self.options.async_checkpoint or isinstance(
-                self.checkpoint_io, AsyncCheckpointIO
-            )
-            # After fit there is nothing to go on with, and nobody who would wait for the thread.
-            is_running = self._open_engine is not None
-            saver.save(
-                checkpoint,
-                str(filepath),
-                self._provenance,
-                in_background=is_async and is_running,
-                kind=self._checkpoint_kind,
-            )
+        if not is_ours:
+            # A writer of the user's own takes whole tensors.
+            whole = collected(checkpoint, self._saver.control)
+            super().save_checkpoint(whole, filepath, storage_options)
             return
-        # A writer of the user's own takes whole tensors.
-        super().save_checkpoint(collected(checkpoint, saver.control), filepath, storage_options)
+        is_async = self.options.async_checkpoint or isinstance(
+            self.checkpoint_io, AsyncCheckpointIO
+        )
+        # After fit there is nothing to go on with, and nobody who would wait for the thread.
+        is_running = self._open_engine is not None
+        self._saver.save(
+            checkpoint,
+            str(filepath),
+            self._provenance,
+            in_background=is_async and is_running,
+            kind=self._checkpoint_kind,
+        )
 
     @property
     def _checkpoint_kind(self) -> Callable[..., Any]:
