@@ -8,22 +8,29 @@ states       where the states of such steps rest: memory, or files
 batches      the parts of pieces that are stepped together from files
 staging      memory and threads for what such a step reads from files, and writes back
 rounding     such steps in fp32 of what rests in bf16, rounded by chance
-own_form     state dicts in a form of an optimizer's own, as of wrappers
 probe        proof of how an optimizer may be stepped: by element, by parameter, all at once
 trial        steps of toy parameters
 taint        following an element through the operations of an optimizer
 twin         a copy of an optimizer that owns toy parameters
+adopted      how optimizers that engines have adopted are stepped, and what they save
 hooks        what happens before and after a step of it
 clip         norms, clipping and unscaling of gradients over all ranks
 loss_scaler  dynamic loss scaling
 ============ ===================================================================================
 """
 
+from lightning_zero.optimizer.adopted import (
+    are_torn,
+    own_form_of,
+    require_whole_steps,
+    unit_step_of,
+    whole_members,
+    whole_step_of,
+)
 from lightning_zero.optimizer.batches import Part, batches_of
 from lightning_zero.optimizer.hooks import OptimizerHooks, Removable
 from lightning_zero.optimizer.loss_scaler import LossScaler
-from lightning_zero.optimizer.own_form import own_form_of, whole_members
-from lightning_zero.optimizer.owners import WholeStep, owners_of, whole_step_of
+from lightning_zero.optimizer.owners import WholeStep, owners_of
 from lightning_zero.optimizer.pieces import (
     StateBytes,
     cut_state,
@@ -41,7 +48,7 @@ from lightning_zero.optimizer.staging import staging_bytes
 from lightning_zero.optimizer.states import StateFiles, States
 from lightning_zero.optimizer.taint import Way
 from lightning_zero.optimizer.twin import bare, with_inner
-from lightning_zero.optimizer.unit_step import UnitStep, are_torn, require_whole_steps, unit_step_of
+from lightning_zero.optimizer.unit_step import UnitStep
 
 __all__ = [
     "LossScaler",

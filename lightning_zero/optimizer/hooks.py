@@ -13,9 +13,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.comm import Communicator
-from lightning_zero.optimizer import pieces
-from lightning_zero.optimizer.own_form import register_form
-from lightning_zero.optimizer.owners import WholeStep, register
+from lightning_zero.optimizer import adopted, pieces
+from lightning_zero.optimizer.owners import WholeStep
 from lightning_zero.optimizer.probe import Verdict, verdict_of
 from lightning_zero.optimizer.taint import Way
 from lightning_zero.optimizer.unit_step import UnitStep
@@ -63,14 +62,12 @@ class OptimizerHooks:
         self._find_piece = find_piece
         self._changed, self._before, self._after = changed, before, after
         self.verdict = self._probe(optimizer)
-        if self.verdict.form is not None:
-            register_form(optimizer, self.verdict.form)
         self._step: WholeStep | UnitStep | None = None
         if by_unit is not None:
             self._step = by_unit(optimizer)
         elif self.verdict.way is not Way.BY_ELEMENT:
             self._step = WholeStep(optimizer, self.verdict.way, comm)
-            register(optimizer, self._step)
+        adopted.note(optimizer, adopted.Adopted(self._step, self.verdict.form))
         self._members: list[Parameter] = []
         self._pieces: list[Piece] = []
         self._is_begun = False

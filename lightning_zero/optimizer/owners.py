@@ -13,7 +13,6 @@ One exchange brings pieces to the owners, one brings them back; all at once need
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,18 +27,6 @@ from lightning_zero.optimizer.taint import Way
 from lightning_zero.optimizer.twin import with_inner
 from lightning_zero.parameters import Piece
 from lightning_zero.tensors import lasting_tensors
-
-_steps: weakref.WeakKeyDictionary[Optimizer, WholeStep] = weakref.WeakKeyDictionary()
-
-
-def register(optimizer: Optimizer, step: WholeStep) -> None:
-    """Note how an optimizer is stepped, for those who read its state."""
-    _steps[optimizer] = step
-
-
-def whole_step_of(optimizer: Optimizer) -> WholeStep | None:
-    """Return what steps whole parameters of an optimizer; ``None`` if it steps pieces."""
-    return _steps.get(optimizer)
 
 
 class Whole:

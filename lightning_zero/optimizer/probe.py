@@ -24,12 +24,13 @@ import random
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
-from lightning_zero.optimizer.own_form import form_of
 from lightning_zero.optimizer.taint import Finding, Traced, Way
 from lightning_zero.optimizer.trial import Master, Trial
-from lightning_zero.optimizer.twin import CannotCopy, bare
+from lightning_zero.optimizer.twin import CannotCopy, bare, with_inner
 
 # Known, so that a user's step is not called in vain: exact types, for a subclass may do anything.
 ELEMENT_WISE = frozenset(
@@ -104,7 +105,7 @@ def probe(optimizer: Any, master_of: Master = lambda parameter: parameter) -> Ve
                 _compare(whole, original, master_of)
             elif whole.taint.way is Way.BY_PARAMETER and whole.taint.read:
                 _answer_otherwise(whole, original, master_of)
-            form = _form_of_state(whole)
+            form = _own_form_of(whole)
         except CannotCopy as error:
             return Verdict(Way.NOT_AT_ALL, str(error))
     way = whole.taint.way
@@ -139,16 +140,27 @@ def _answer_otherwise(whole: Trial, optimizer: Optimizer, master_of: Master) -> 
             return
 
 
-def _form_of_state(whole: Trial) -> frozenset[str] | None:
-    """Return the form of the state dict; one that parts cannot be put into needs whole states."""
+def _own_form_of(whole: Trial) -> frozenset[str] | None:
+    """Return the names in the state dict of the stepped copy, if they are not torch's own.
+
+    Values in it that are made from those of the states cannot be made of parts of them.
+    """
+    twin = whole.twin
+    if type(twin).state_dict is Optimizer.state_dict:
+        return None
     try:
-        form, shows_states = form_of(whole.twin)
+        form = twin.state_dict()
+        shown = tree_leaves(form)
+        if "state" in form and "param_groups" in form:
+            return None
     except Exception:
         return None  # of a copy whose steps have raised
-    if not shows_states:
+    states = [list(holder.state.values()) for holder in with_inner(twin)]
+    known = set(map(id, tree_leaves(states)))
+    if any(isinstance(leaf, Tensor) and leaf.dim() and id(leaf) not in known for leaf in shown):
         what = "makes a state_dict of a form of its own from values that it does not keep"
         whole.taint.findings.append(Finding(Way.ALL_AT_ONCE, what))
-    return form
+    return frozenset(form)
 
 
 class _Answers:

@@ -113,8 +113,8 @@ class Taint(TorchDispatchMode):
 
     def __init__(
         self,
-        strangers: Iterable[Tensor] = (),
-        answer: Callable[[int, Any], Any] = lambda bits, value: value,
+        strangers: Iterable[Tensor],
+        answer: Callable[[int, Any], Any],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.findings: list[Finding] = []

@@ -25,14 +25,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from lightning_zero.comm import Ledger
 from lightning_zero.optimizer.pieces import cut_state, pieces_of
@@ -40,32 +38,11 @@ from lightning_zero.optimizer.probe import ELEMENT_WISE
 from lightning_zero.optimizer.states import States
 from lightning_zero.parameters import Piece
 
-_steps: weakref.WeakKeyDictionary[Optimizer, UnitStep] = weakref.WeakKeyDictionary()
-
 _OTHERS = -1
 """Stands for what is in no batch."""
 
 Groups = list[list[Parameter]]
 """The members of each param group."""
-
-
-def unit_step_of(optimizer: Optimizer) -> UnitStep | None:
-    """Return what steps an optimizer unit by unit; ``None`` if it steps all at once."""
-    return _steps.get(optimizer)
-
-
-def are_torn(optimizers: Iterable[Optimizer]) -> bool:
-    """Return whether a step of one of them ended half-way, on this rank."""
-    steps = map(unit_step_of, optimizers)
-    return any(step is not None and step.is_torn for step in steps)
-
-
-def require_whole_steps(optimizers: Iterable[Optimizer]) -> None:
-    """Raise a ``RuntimeError`` if a step of one of them ended half-way."""
-    for optimizer in optimizers:
-        step = unit_step_of(optimizer)
-        if step is not None:
-            step.check()
 
 
 class UnitStep:
@@ -111,7 +88,6 @@ class UnitStep:
         self.is_torn = False
         # Torch patches the class once, to call the hooks; below is the step itself.
         self._step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
-        _steps[optimizer] = self
 
     def _open_groups(self) -> list[dict[str, Any]]:
         """Return the groups that may step by one pass over their memory, if nobody has said.

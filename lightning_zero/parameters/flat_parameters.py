@@ -22,7 +22,6 @@ from lightning_zero.parameters.guards import ParameterClasses
 from lightning_zero.parameters.ownership import Owner
 from lightning_zero.parameters.piece import Piece, PieceRange
 from lightning_zero.parameters.reducer import Reducer
-from lightning_zero.parameters.second_shards import store_for
 from lightning_zero.parameters.sharded_grad import ShardedGrad
 from lightning_zero.parameters.shards import Shard
 from lightning_zero.parameters.stores import Store
@@ -39,7 +38,7 @@ class FlatParameters:
         comm: The ranks.
         owner: Called at uses of the parameters that need it.
         scratch: For what rests in files.
-        make_store: Makes another store than the usual one, of layout, plan, ranks and scratch.
+        make_store: Makes their store, of layout, plan, ranks and scratch.
 
     Attributes:
         parameters: The parameters on the module.
@@ -60,8 +59,8 @@ class FlatParameters:
         plan: Plan,
         comm: Communicator,
         owner: Owner,
-        scratch: Scratch | None = None,
-        make_store: Callable[..., Store] | None = None,
+        scratch: Scratch | None,
+        make_store: Callable[..., Store],
     ) -> None:
         self.parameters = [parameter for _, parameter in named]
         self.trainable = self.parameters[0].requires_grad
@@ -71,7 +70,7 @@ class FlatParameters:
             comm.mesh.replicate.size,
         )
         self.plan = plan
-        self.store = (make_store or store_for)(self.layout, plan, comm, scratch)
+        self.store = make_store(self.layout, plan, comm, scratch)
         self.weight = self.store.weights()
         if not self.store.is_stream:
             self._load()
