@@ -92,13 +92,7 @@ class Whole:
 
 
 class WholeStep(OfOptimizer):
-    """Steps an optimizer by parameter or all at once.
-
-    Args:
-        optimizer: The user's.
-        way: One of the two.
-        comm: The ranks.
-    """
+    """Steps an optimizer by parameter or all at once."""
 
     def __init__(self, optimizer: Optimizer, way: Way, comm: Communicator) -> None:
         assert way in (Way.BY_PARAMETER, Way.ALL_AT_ONCE)

@@ -23,11 +23,7 @@ from lightning_zero.tensors import numel_at_a_time
 
 
 class RoundedStates(States):
-    """The states of an optimizer in bf16, as the weights are, each lent to it in fp32 for its step.
-
-    Args:
-        optimizer: The user's.
-    """
+    """The states of an optimizer in bf16, as the weights are, each stepped in fp32."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)

@@ -1,13 +1,14 @@
 """Where the states of an optimizer rest that is stepped batch by batch: in memory, or in files.
 
 An entry of a piece's state goes to files if it has a number for each element. Everything else, as
-counts of steps, stays in memory. Between steps such an entry is mapped; in the step of its batch it
-is a view of staging memory, where it was read to and from where it is written back.
+counts of steps, stays in memory. Between steps such an entry is mapped. In the step of a batch a
+stand-in steps in the place of each piece, or of the part of one that is in the batch. It has views
+of the piece's values and gradient, and of staging memory, where entries were read to and from where
+they are written back.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -99,13 +100,7 @@ class _Home(NamedTuple):
 
 
 class StateFiles(States):
-    """The states of an optimizer in files.
-
-    Args:
-        optimizer: The user's.
-        batches: The parts of pieces that are stepped together.
-        scratch: Where the files are.
-        comm: The ranks.
+    """The states of an optimizer in files of a scratch folder, stepped batch by batch.
 
     Attributes:
         label: The optimizer's name, in a profile.
@@ -121,7 +116,7 @@ class StateFiles(States):
         super().__init__(optimizer)
         # By their numbers; there is none for what is in no batch.
         self._batches = dict(enumerate(batches))
-        self._in_batches = {id(part.piece) for batch in batches for part in batch}
+        self._pieces = {id(part.piece): part.piece for batch in batches for part in batch}
         self._scratch = scratch
         self._comm = comm
         self.label = type(optimizer).__name__
@@ -143,26 +138,26 @@ class StateFiles(States):
         nbytes = 0
         for group in self.optimizer.param_groups:
             found = [find_piece(p) for p in group["params"] if not isinstance(p, Piece)]
-            new = {id(piece) for piece in found if piece is not None and piece.requires_grad}
-            sizes: Counter[tuple[torch.dtype, int]] = Counter()
-            for number, batch in self._batches.items():
-                for part in batch:
-                    if id(part.piece) in new:
-                        sizes[part.piece.dtype, number] += part.nbytes
-            for dtype in {dtype for dtype, _ in sizes}:
+            new = [piece for piece in found if piece is not None and piece.requires_grad]
+            for dtype in {piece.dtype for piece in new if id(piece) in self._pieces}:
                 num_entries = state_bytes(self.optimizer, group, dtype).num_entries(dtype)
-                pages = sum(in_pages(size) for (kind, _), size in sizes.items() if kind is dtype)
-                nbytes += num_entries * pages
+                parts = self._parts_of({id(piece) for piece in new if piece.dtype is dtype})
+                nbytes += num_entries * sum(map(_bytes_in_file, parts))
         self._scratch.require(nbytes, self._comm.control, f"the states of {self.label}")
 
     @override
     def take(self, pieces: Iterable[Piece]) -> None:
-        self._taken.update(map(id, pieces))
+        self._taken.update(id(piece) for piece in pieces if id(piece) in self._pieces)
+
+    def _parts_of(self, pieces: set[int]) -> list[list[Part[Piece]]]:
+        """Return the parts of pieces, which are given by id, in each batch."""
+        batches = self._batches.values()
+        return [[part for part in batch if id(part.piece) in pieces] for batch in batches]
 
     @override
     @torch.no_grad()
     def _rest(self, key: str, value: Any, piece: Piece) -> Any:
-        if not is_of_elements(key, value, piece) or id(piece) not in self._in_batches:
+        if not is_of_elements(key, value, piece) or id(piece) not in self._pieces:
             return super()._rest(key, value, piece)
         home = self._home_of(key, value.dtype, piece)
         return value if home.is_shown_by(value) else home.mapped().copy_(value)
@@ -178,23 +173,18 @@ class StateFiles(States):
         """Make a file for an entry of the states of a piece, and of all others that may have it."""
 
         def may_have(one: Piece) -> bool:
-            return one is piece or (
-                id(one) in self._taken
-                and id(one) not in homes
-                and one.dtype is piece.dtype
-                # Who is frozen has states seldom, but then all others may too.
-                and (one.requires_grad or not piece.requires_grad)
-                and one.numel() > 0
-            )
+            # Who is frozen has states seldom, but then all others may too.
+            is_alike = one.requires_grad or not piece.requires_grad
+            return is_alike and one.dtype is piece.dtype and one.numel() > 0
 
-        batches = self._batches.values()
-        new = [[part for part in batch if may_have(part.piece)] for batch in batches]
+        others = (key for key in self._taken - homes.keys() if may_have(self._pieces[key]))
+        new = self._parts_of({id(piece), *others})
         ratio = dtype.itemsize / piece.dtype.itemsize
-        sizes = [in_pages(int(ratio * sum(part.nbytes for part in batch))) for batch in new]
+        sizes = [_bytes_in_file(parts, ratio) for parts in new]
         file, start = StagedFile(self._scratch, sum(sizes)), 0
-        for batch, size in zip(new, sizes, strict=True):
+        for parts, size in zip(new, sizes, strict=True):
             block, offset = Block(file, start, size), 0
-            for part in batch:
+            for part in parts:
                 home = _Home(file, start + offset, part.piece.numel(), dtype, {})
                 homes.setdefault(id(part.piece), home).blocks[part.start] = block
                 offset += int(ratio * part.nbytes)
@@ -299,6 +289,11 @@ class StateFiles(States):
             self.optimizer.state.pop(stand_in, None)
         self._lent = []
         self._staging.close()
+
+
+def _bytes_in_file(parts: Sequence[Part[Piece]], ratio: float = 1.0) -> int:
+    """Return the bytes of a batch's entries, of ``ratio`` times the size of a piece's elements."""
+    return in_pages(int(ratio * sum(part.nbytes for part in parts)))
 
 
 def _cut(values: Tensor, part: Part[Piece]) -> Tensor:
