@@ -5,8 +5,7 @@ pieces       how an optimizer's groups are pointed at pieces, and its states cut
 owners       steps of whole parameters, for optimizers that mix their elements
 unit_step    steps unit by unit
 states       where the states of such steps rest: memory, or files
-batches      the parts of pieces that are stepped together from files
-staging      memory and threads for what such a step reads from files, and writes back
+staging      batches that are stepped from files, and memory and threads that read and write them
 rounding     such steps in fp32 of what rests in bf16, rounded by chance
 probe        proof of how an optimizer may be stepped: by element, by parameter, all at once
 trial        steps of toy parameters
@@ -27,7 +26,6 @@ from lightning_zero.optimizer.adopted import (
     whole_members,
     whole_step_of,
 )
-from lightning_zero.optimizer.batches import Part, batches_of
 from lightning_zero.optimizer.hooks import OptimizerHooks, Removable
 from lightning_zero.optimizer.loss_scaler import LossScaler
 from lightning_zero.optimizer.owners import WholeStep, owners_of
@@ -44,7 +42,7 @@ from lightning_zero.optimizer.pieces import (
 )
 from lightning_zero.optimizer.probe import way_of
 from lightning_zero.optimizer.rounding import RoundedStates
-from lightning_zero.optimizer.staging import staging_bytes
+from lightning_zero.optimizer.staging import Part, batches_of, staging_bytes
 from lightning_zero.optimizer.states import StateFiles, States
 from lightning_zero.optimizer.taint import Way
 from lightning_zero.optimizer.twin import bare, with_inner

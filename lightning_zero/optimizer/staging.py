@@ -1,8 +1,8 @@
-"""Staging memory for what a step reads from files and writes back, batch by batch, by threads.
+"""Batches that are stepped from files, and staging memory, which threads read to and write from.
 
-Slots take turns. Each is read to, stepped in, written from, and read to again as soon as it is
-written, so that the disk never waits for the step as long as there is something to do. With three
-of them::
+A batch is parts of pieces that are stepped together. Slots of memory for one batch take turns. Each
+is read to, stepped in, written from, and read to again as soon as it is written, so that the disk
+never waits for the step as long as there is something to do. With three of them::
 
     slot 0    read 0 | step 0 | write 0 | read 3 | step 3 | ...
     slot 1    read 1          | step 1  | write 1 | read 4 | ...
@@ -15,20 +15,84 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_zero.comm import PAGE, Ledger, StagedFile, StagingMemory
 
+_BATCH_BYTES = 8 * 2**20
+"""The most bytes of pieces in a batch: smaller requests are slower, and larger batches leave the
+disk idle one way for longer, when a step begins and ends."""
+
+_LARGEST_ELEMENT = 16
+
 NUM_SLOTS = 6
 _NUM_THREADS = 2
 _REQUEST = 4 * 2**20
 assert _REQUEST % PAGE == 0
+
+
+class HasBytes(Protocol):
+    """A piece, or what stands for one."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+
+
+Sized = TypeVar("Sized", bound=HasBytes)
+
+
+@dataclass(frozen=True)
+class Part(Generic[Sized]):
+    """Bytes ``[start, stop)`` of a piece: all of a small one."""
+
+    piece: Sized
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.stop - self.start
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether the piece ends with it."""
+        return self.stop == self.piece.nbytes
+
+    @property
+    def is_cut(self) -> bool:
+        """Return whether there are others of the piece."""
+        return self.nbytes < self.piece.nbytes
+
+
+def batches_of(units: Iterable[Sequence[Sized]]) -> list[list[Part[Sized]]]:
+    """Return the pieces of units in batches, large pieces in several.
+
+    Of a piece that is cut all parts but the last are batches by themselves, and have whole pages of
+    elements, of whatever size: in a file they follow each other.
+    """
+    pages = _LARGEST_ELEMENT * PAGE
+    at_once = -(-_BATCH_BYTES // pages) * pages
+    batches: list[list[Part[Sized]]] = []
+    for unit in units:
+        room = -1
+        for piece in unit:
+            for start in range(0, max(1, piece.nbytes), at_once):
+                part = Part(piece, start, min(start + at_once, piece.nbytes))
+                if part.nbytes > room or part.is_cut:
+                    batches.append([])
+                    room = _BATCH_BYTES
+                batches[-1].append(part)
+                room -= part.nbytes
+    return batches
 
 
 def staging_bytes(batches: Sequence[int]) -> int:

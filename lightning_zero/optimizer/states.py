@@ -19,9 +19,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.comm import Communicator, Scratch, StagedFile, in_pages
-from lightning_zero.optimizer.batches import Part
 from lightning_zero.optimizer.pieces import FindPiece, OfOptimizer, is_of_elements, state_bytes
-from lightning_zero.optimizer.staging import Block, Slot, Staging
+from lightning_zero.optimizer.staging import Block, Part, Slot, Staging
 from lightning_zero.parameters import Piece
 from lightning_zero.tensors import lasting_tensors, span
 

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.optimizer import UnitStep, require_whole_steps, staging
-from lightning_zero.optimizer import batches as batches_of_steps
 from lightning_zero.plan import RECIPES, Offload
 from lightning_zero.plan.settings import Settings
 from tests.oracle.models import MODELS, Case, numbers, square_loss
@@ -191,7 +190,7 @@ def assert_equal(found: Any, expected: Any) -> None:
 
 
 def compare(folder: str, case: str, **how: Any) -> None:
-    with patch.object(batches_of_steps, "_BATCH_BYTES", 1), counted() as found:
+    with patch.object(staging, "_BATCH_BYTES", 1), counted() as found:
         expected = Run(case, folder, is_early=False, **how).result()
         assert not found
         assert_equal(Run(case, folder, is_early=True, **how).result(), expected)

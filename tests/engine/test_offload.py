@@ -27,7 +27,6 @@ from lightning_zero.checkpoint.state import module_state
 from lightning_zero.comm import StagedFile, StagingMemory, in_pages
 from lightning_zero.comm.scratch import Scratch
 from lightning_zero.engine.engine import Engine
-from lightning_zero.optimizer import batches as batches_of_steps
 from lightning_zero.optimizer import batches_of, staging
 from lightning_zero.optimizer.probe import ELEMENT_WISE
 from lightning_zero.optimizer.staging import NUM_SLOTS
@@ -341,7 +340,7 @@ def change(engine: Engine, optimizer: Optimizer) -> None:
 def in_small_batches(folder: str, is_direct: bool) -> None:
     """More batches than slots; what users make of states between steps counts."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(batches_of_steps, "_BATCH_BYTES", 1)
+        monkeypatch.setattr(staging, "_BATCH_BYTES", 1)
         if not is_direct:
             without_direct_requests(monkeypatch)
         found = []
@@ -412,7 +411,7 @@ def stepped_four_times(cls: type[Optimizer], **files: Any) -> list[Tensor]:
 def test_pieces_that_are_cut_step_as_whole_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches_of_steps, "_BATCH_BYTES", 1)
+    monkeypatch.setattr(staging, "_BATCH_BYTES", 1)
     monkeypatch.setattr(staging, "NUM_SLOTS", 2)
     parts = batches_of([[p for p in wide().parameters() if p.requires_grad]])
     assert sum(part.is_cut for batch in parts for part in batch) == 3
@@ -458,7 +457,7 @@ def stepped_with_loaded_states(
 def test_states_without_a_file_are_stepped_with_pieces_that_are_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: Callable[[Any], Optimizer]
 ) -> None:
-    monkeypatch.setattr(batches_of_steps, "_BATCH_BYTES", 1)
+    monkeypatch.setattr(staging, "_BATCH_BYTES", 1)
     state, _ = stepped_with_loaded_states({}, build)
     expected, weights = stepped_with_loaded_states(state, build)
     found, shown = stepped_with_loaded_states(state, build, **offload(3, str(tmp_path)))

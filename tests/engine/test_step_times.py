@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_zero.comm import StepTimes
 from lightning_zero.engine.engine import Engine
-from lightning_zero.optimizer import batches
+from lightning_zero.optimizer import staging
 from lightning_zero.plan import Offload
 from lightning_zero.plan.settings import Settings
 from tests.oracle.models import MODELS
@@ -50,7 +50,7 @@ def test_a_slow_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         time.sleep(pause)
         return read(*args)
 
-    monkeypatch.setattr(batches, "_BATCH_BYTES", 1)
+    monkeypatch.setattr(staging, "_BATCH_BYTES", 1)
     monkeypatch.setattr(os, "preadv", slow)
     files = {"offload": Offload.of_stage(3, "nvme"), "offload_path": str(tmp_path)}
     engine, found, seconds = run(3, **files)

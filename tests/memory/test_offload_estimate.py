@@ -19,7 +19,7 @@ from lightning_zero.memory import Offload, format_bytes
 from lightning_zero.memory.advice import Limits, advise
 from lightning_zero.memory.model import ModelPlan
 from lightning_zero.memory.prediction import NO_OFFLOAD_YET, Estimate, compare, named_offloads
-from lightning_zero.optimizer import batches
+from lightning_zero.optimizer import staging
 from lightning_zero.plan import RECIPES, Settings
 from tests.oracle.command import run
 from tests.oracle.painted import beside_the_host
@@ -405,7 +405,7 @@ def staged(folder: str, optimizer: str, batch_bytes: int) -> tuple[int, int, int
     """Staging memory: at most, after the step, by the ledger, and as predicted."""
     make = MAKERS[optimizer]
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(batches, "_BATCH_BYTES", batch_bytes)
+        monkeypatch.setattr(staging, "_BATCH_BYTES", batch_bytes)
         held = Held(monkeypatch)
         model = large()
         files = {"offload": Offload.of_stage(3, "nvme"), "offload_path": folder}
