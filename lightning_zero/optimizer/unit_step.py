@@ -50,7 +50,7 @@ class UnitStep:
 
     Args:
         batches: The pieces that are stepped together, one batch after the other. One that is in
-            several batches is stepped part by part, of which ``states`` lends it one at a time.
+            several batches is stepped part by part.
         states: Where the states rest, of one of torch's own optimizers that step by element.
         ledger: Counts the time of steps on the host; ``None`` for those on the device.
 
@@ -188,12 +188,11 @@ class UnitStep:
         self._fetch_next()
         self._step(self.states.optimizer)
         self.states.flush()
-        del self._left[next(iter(self._left))]
 
     def _fetch_next(self) -> None:
-        number, groups = next(iter(self._left.items()))
+        number = next(iter(self._left))
         self.is_torn = True
-        self._narrow(groups, is_batch=number != _OTHERS)
+        self._narrow(self._left.pop(number), is_batch=number != _OTHERS)
         self._move_counts()
         self.states.fetch(number)
 
