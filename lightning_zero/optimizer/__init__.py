@@ -28,7 +28,7 @@ from lightning_zero.optimizer.adopted import (
 )
 from lightning_zero.optimizer.hooks import OptimizerHooks, Removable
 from lightning_zero.optimizer.loss_scaler import LossScaler
-from lightning_zero.optimizer.owners import WholeStep, owners_of
+from lightning_zero.optimizer.owners import owners_of
 from lightning_zero.optimizer.pieces import (
     StateBytes,
     cut_state,
@@ -59,7 +59,6 @@ __all__ = [
     "States",
     "UnitStep",
     "Way",
-    "WholeStep",
     "are_torn",
     "bare",
     "batches_of",

@@ -235,13 +235,14 @@ class StateFiles(States):
 
         The state of the piece itself stays what it is until its last part has been stepped.
         """
-        stand_in = Parameter(_cut(part.piece.detach(), part), requires_grad=False)
+        piece, states = part.piece, self.optimizer.state
+        stand_in = Parameter(_cut(piece.detach(), part), requires_grad=False)
+        grad = piece.grad
+        stand_in.grad = None if grad is None else _cut(grad, part)
         self._lent.append((part, stand_in))
-        grad = part.piece.grad
-        if grad is not None:
-            stand_in.grad = _cut(grad, part)
-            for key, value in self.optimizer.state.get(part.piece, {}).items():
-                self.optimizer.state[stand_in][key] = self._lent_entry(part, key, value)
+        if piece in states:
+            entries = states[piece].items()
+            states[stand_in] = {key: self._lent_entry(part, key, v) for key, v in entries}
         return stand_in
 
     def _lent_entry(self, part: Part[Piece], key: str, value: Any) -> Any:

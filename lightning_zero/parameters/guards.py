@@ -272,21 +272,21 @@ def _use(
         if torch.compiler.is_compiling():
             return result
         returning = [p for p in parameters if owner_of(p).gives_back(p)]
-        if not returning:
-            return result
-        return _tracked(result, {internals.storage_key(p): p for p in returning})
+        if returning:
+            _track_all(result, {internals.storage_key(p): p for p in returning})
+        return result
 
 
-def _tracked(value: Any, storages: dict[int, Parameter]) -> Any:
+def _track_all(value: Any, storages: dict[int, Parameter]) -> None:
     """Make those tensors in ``value`` that lie in one of ``storages`` views of the parameters."""
     if type(value) in (list, tuple):
-        return type(value)(_tracked(one, storages) for one in value)
+        for one in value:
+            _track_all(one, storages)
     # What has no storage of its own: sparse tensors, those that functorch wraps.
-    if type(value) is Tensor and internals.has_storage(value):
+    elif type(value) is Tensor and internals.has_storage(value):
         parameter = storages.get(internals.storage_key(value))
         if parameter is not None:
             _become_view(value, parameter)
-    return value
 
 
 def _become_view(tensor: Tensor, parameter: Parameter) -> None:
