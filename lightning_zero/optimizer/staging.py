@@ -203,12 +203,7 @@ class Staging:
 
     Args:
         ledger: Counts the time of requests, and of waiting for them.
-
-    Attributes:
-        fetched: The slot of the batch that was fetched last.
     """
-
-    fetched: Slot
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -234,9 +229,13 @@ class Staging:
         for slot, blocks in zip(self._slots, batches, strict=False):
             slot.read(blocks, self._readers)
 
+    @property
+    def fetched(self) -> Slot:
+        """The slot of the batch that was fetched last."""
+        return self._slots[(self._next - 1) % len(self._slots)]
+
     def fetch(self) -> None:
         """Go on to the slot of the next batch, and wait until that is read."""
-        self.fetched = self._slots[self._next % len(self._slots)]
         self._next += 1
         self._wait(self.fetched)
 
