@@ -47,7 +47,7 @@ from lightning_zero.comm.scratch import Scratch
 from lightning_zero.comm.staged_file import PAGE, StagedFile, StagingMemory, in_pages
 from lightning_zero.comm.sync_points import Exclusive, PendingSync, SyncPoint, with_complements
 from lightning_zero.comm.traffic import Ledger, StepTimes, Traffic, sum_of
-from lightning_zero.comm.transport import Arrived, ReduceBuffer, Shared, Work
+from lightning_zero.comm.transport import Arrived, Extent, ReduceBuffer, Shared, Work
 
 __all__ = [
     "PAGE",
@@ -62,6 +62,7 @@ __all__ = [
     "DrySharedMemory",
     "DryTransport",
     "Exclusive",
+    "Extent",
     "HostCopies",
     "Ledger",
     "Outcome",

@@ -164,25 +164,21 @@ class Control:
             return [value]
         pickled = pickle.dumps(value)
         # Torch's own sends the sizes first; most values have room in the message that says them.
-        own = torch.zeros(VALUE_BYTES, dtype=torch.uint8, device="cpu")
-        own[:8] = torch.tensor([len(pickled)], device="cpu").view(torch.uint8)
-        fitting = pickled[: VALUE_BYTES - 8]
-        own[8 : 8 + len(fitting)] = torch.frombuffer(bytearray(fitting), dtype=torch.uint8)
+        first = len(pickled).to_bytes(8, "little") + pickled[: VALUE_BYTES - 8]
         with self.log.at("an exchange of values"):
-            rows = self._gather_bytes(own)
-            sizes = [int(row[:8].view(torch.int64)) for row in rows]
+            rows = self._gather_bytes(first, VALUE_BYTES)
+            sizes = [int.from_bytes(row[:8], "little") for row in rows]
             rows = [row[8:] for row in rows]
             if (most := max(sizes)) > VALUE_BYTES - 8:
-                own = torch.zeros(most, dtype=torch.uint8, device="cpu")
-                own[: len(pickled)] = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
-                rows = self._gather_bytes(own)
-        of_ranks = zip(rows, sizes, strict=True)
-        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in of_ranks]
+                rows = self._gather_bytes(pickled, most)
+        return [pickle.loads(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
-    def _gather_bytes(self, own: Tensor) -> list[Tensor]:
-        rows = [torch.empty_like(own) for _ in range(self.world_size)]
-        dist.all_gather(rows, own, group=self._group)
-        return rows
+    def _gather_bytes(self, own: bytes, size: int) -> list[bytes]:
+        """Return every rank's bytes, with what makes them all of one size."""
+        sent = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8)
+        rows = [torch.empty_like(sent) for _ in range(self.world_size)]
+        dist.all_gather(rows, sent, group=self._group)
+        return [row.numpy().tobytes() for row in rows]
 
     def collect(self, part: Tensor, sizes: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """Bring every rank's bytes to rank 0, one message at a time.

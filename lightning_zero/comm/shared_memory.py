@@ -7,6 +7,7 @@ buffer is and that it is full.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -17,10 +18,10 @@ from lightning_zero.comm.control import Control
 from lightning_zero.comm.mesh import Axis
 from lightning_zero.comm.point_to_point import PointToPoint
 from lightning_zero.comm.reduce_windows import ReduceWindows
-from lightning_zero.comm.scratch import Scratch
 from lightning_zero.comm.sync_points import SyncPoint
 from lightning_zero.comm.transport import (
     Arrived,
+    Extent,
     Pending,
     ReduceBuffer,
     Shared,
@@ -60,15 +61,25 @@ class SharedMemory(PointToPoint):
         return all(control.gather_objects(sees_all))
 
     @override
-    def share(self, numel: int, dtype: torch.dtype, scratch: Scratch | None = None) -> Shared:
-        window = Window.create(numel * dtype.itemsize, self.size, scratch)
-        addresses = self.control.gather_objects(window.address)
+    def share(self, extents: Iterable[Extent]) -> Iterator[Shared]:
+        """Yield memory for masters and views of every rank's; one message tells where all are.
+
+        Windows take memory when they are written to, so all are made at once.
+        """
+        extents = list(extents)
+        own = [Window.create(n * dtype.itemsize, self.size, files) for n, dtype, files in extents]
+        addresses = self.control.gather_objects([window.address for window in own])
         of_ranks = [
-            window if rank == self.control.rank else Window.open(addresses[rank], self.size)
+            own if rank == self.control.rank else self._open(addresses[rank])
             for rank in self.axis.ranks
         ]
         self.control.call(SyncPoint.SETUP).wait()
-        return Shared(window.view(numel, dtype), [peer.view(numel, dtype) for peer in of_ranks])
+        for (numel, dtype, _), *windows in zip(extents, *of_ranks, strict=True):
+            views = [window.view(numel, dtype) for window in windows]
+            yield Shared(views[self.axis.rank], views)
+
+    def _open(self, addresses: Sequence[Address]) -> list[Window]:
+        return [Window.open(address, self.size) for address in addresses]
 
     @override
     def _gather(self, whole: Tensor, shard: Shared, unit: str, tag: int) -> Work:

@@ -42,7 +42,10 @@ _COUNT_BYTES = 64  # a cache line
 _CAPACITY = _COUNT_BYTES + 2 * _ROOM
 _SPIN_SECONDS = 1e-4
 """How long a rank looks without a pause: the others are mostly as far as it is."""
-_PAUSE, _LONG_PAUSE = 5e-5, 1e-3
+_PAUSES = 5e-5, 1e-3
+"""The shortest and the longest pause between two looks; each takes 20 us of a processor."""
+_PAUSE_SHARE = 0.25
+"""A pause's share of the time that was waited before it."""
 _SECONDS_BETWEEN_CHECKS = 0.02
 
 
@@ -150,7 +153,8 @@ class SyncWindows:
                 if now - began < _SPIN_SECONDS:
                     os.sched_yield()
                 elif now - checked < _SECONDS_BETWEEN_CHECKS:
-                    sleep(_PAUSE if checked == began else _LONG_PAUSE)
+                    shortest, longest = _PAUSES
+                    sleep(min(longest, max(shortest, _PAUSE_SHARE * (now - began))))
                 else:
                     checked = now
                     self._check(number, now - began)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -71,6 +71,14 @@ class Shared(NamedTuple):
         return Shared(self.own.view(axis.size, -1)[axis.rank], shards)
 
 
+class Extent(NamedTuple):
+    """What a master needs: elements in memory, or in a file of ``scratch``."""
+
+    numel: int
+    dtype: torch.dtype
+    scratch: Scratch | None = None
+
+
 class ReduceBuffer(NamedTuple):
     """A unit's unreduced gradients, ``[size * n]``; in a window if peers read it."""
 
@@ -90,7 +98,7 @@ class ReduceBuffer(NamedTuple):
 class Transport(ABC):
     """One way to gather weights and to reduce gradients.
 
-    1. :meth:`share` once for every master, a collective.
+    1. :meth:`share` once for all masters, a collective.
     2. :meth:`gather` for a unit's weights.
     3. :meth:`reduce_buffer` to write a unit's gradients to, then :meth:`reduce`, which takes the
        buffer back.
@@ -199,12 +207,13 @@ class Transport(ABC):
     def _trade(self, received: Tensor, sent: Tensor, out: Tensor, unit: str, tag: int) -> Work:
         """Do what :meth:`trade` says."""
 
-    def share(self, numel: int, dtype: torch.dtype, scratch: Scratch | None = None) -> Shared:
-        """Return memory for a master; where peers can be read, a view of every rank's too.
+    def share(self, extents: Iterable[Extent]) -> Iterator[Shared]:
+        """Yield memory for masters; where peers can be read, a view of every rank's too.
 
-        It is in a file of ``scratch``, if there is one, else on the device.
+        Each is made when it is asked for, so that what it replaces can be freed before the next.
         """
-        return Shared((self._lasting if scratch is None else scratch.tensor)(numel, dtype))
+        for numel, dtype, scratch in extents:
+            yield Shared((self._lasting if scratch is None else scratch.tensor)(numel, dtype))
 
     def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
         """Return memory for a unit's gradients before their reduction; its content is undefined."""

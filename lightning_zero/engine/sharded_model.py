@@ -28,6 +28,7 @@ from lightning_zero.parameters import (
     Store,
     Stream,
     guards,
+    shared_masters,
     store_for,
 )
 from lightning_zero.plan import FlatSpec, Settings, specify_units, with_cuts
@@ -107,12 +108,15 @@ class ShardedModel:
             nbytes = sum(sizes)
             self.scratch.require(nbytes, self.comm.control, "masters")
         on_written(0, nbytes)
+        flats = [] if streams else [flat for spec in specs for flat in spec.flat_parameters]
+        layouts = ((flat.layout(**divided), flat.plan) for flat in flats)
+        shared = shared_masters(layouts, self.comm, self.scratch)
 
         def store_of(flat: FlatSpec) -> Callable[..., Store]:
             read = [sources[id(p)] for _, p in flat.named if streams]
             if read:
                 return functools.partial(Stream, sources=read, reader=self.reader)
-            return functools.partial(store_for, num_away=flat.num_away)
+            return functools.partial(store_for, num_away=flat.num_away, shared=shared)
 
         for spec, size in zip(specs, sizes, strict=True):
             blank.fill(owners[id(p)] for flat in spec.flat_parameters for _, p in flat.named)
@@ -129,6 +133,8 @@ class ShardedModel:
                 unit.weights.reshard()
             written += size
             on_written(written, nbytes)
+        if not streams:
+            self.comm.fence(SyncPoint.SETUP)
         return blank
 
     @functools.cached_property

@@ -22,7 +22,7 @@ from lightning_zero.parameters.flat_parameters import FlatParameters
 from lightning_zero.parameters.grad_view import drop_gradients, settle, unsettle
 from lightning_zero.parameters.piece import Piece
 from lightning_zero.parameters.reducer import Reach, Reducer
-from lightning_zero.parameters.second_shards import store_for
+from lightning_zero.parameters.second_shards import shared_masters, store_for
 from lightning_zero.parameters.sharded_grad import stack_on
 from lightning_zero.parameters.stores import Store
 from lightning_zero.parameters.streams import Reader, Source, Stream
@@ -39,6 +39,7 @@ __all__ = [
     "Stream",
     "drop_gradients",
     "settle",
+    "shared_masters",
     "stack_on",
     "store_for",
     "unsettle",

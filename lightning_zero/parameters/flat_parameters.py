@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_zero.comm import Arrived, Communicator, Scratch, Shared, SyncPoint, Work
+from lightning_zero.comm import Arrived, Communicator, Scratch, Shared, Work
 from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.parameters.edits import Edits
 from lightning_zero.parameters.grad_view import GradientView
@@ -91,7 +91,7 @@ class FlatParameters:
     # -- weights ---------------------------------------------------------------------------------
 
     def _load(self) -> None:
-        """Fill weights and master from rank 0's parameters."""
+        """Fill weights and master from rank 0's parameters; peers may read behind a fence."""
         comm, plan = self.store.comm, self.plan
         with lasting_tensors():
             source = self.weight
@@ -105,7 +105,6 @@ class FlatParameters:
             self.take_over(source)
             if source is not self.weight or plan.are_copies:
                 self.weight.tensor.copy_(self.store.as_weights(source.tensor))
-            comm.fence(SyncPoint.SETUP)
 
     def settle(self) -> None:
         """Let masters rest here that were elsewhere, before they are changed; a collective."""

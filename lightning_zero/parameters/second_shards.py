@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import ClassVar
 
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_zero.comm import Communicator, Scratch, Shared, Work
-from lightning_zero.parameters.stores import HostStore, Store
+from lightning_zero.parameters.stores import HostStore, Store, extent_of
 from lightning_zero.plan import Layout, Medium, Plan
 
 
@@ -66,13 +66,26 @@ def store_for(
     comm: Communicator,
     scratch: Scratch | None = None,
     num_away: int | None = None,
+    shared: Iterator[Shared] | None = None,
 ) -> Store:
     """Return the store for what rests where a plan says, and is gathered as the ranks are divided.
 
     Of what is offloaded to a host ``num_away`` elements of a shard are, if that is given.
-    ``Settings`` sees to it that it has no second shards.
+    ``Settings`` sees to it that it has no second shards. Other masters are what ``shared`` yields
+    next, if it is given.
     """
     if plan.grad.medium is Medium.HOST:
         return HostStore(layout, plan, comm, scratch, num_away)
     has_second = plan.gives_weights_back and comm.mesh.backward is not None
-    return (SecondShards if has_second else Store)(layout, plan, comm, scratch)
+    return (SecondShards if has_second else Store)(layout, plan, comm, scratch, shared)
+
+
+def shared_masters(
+    layouts: Iterable[tuple[Layout, Plan]], comm: Communicator, scratch: Scratch | None = None
+) -> Iterator[Shared]:
+    """Yield memory for the masters of several stores, in the order in which they are made."""
+    return comm.transport.share(
+        extent_of(layout, plan, scratch)
+        for layout, plan in layouts
+        if plan.grad.medium is not Medium.HOST
+    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import ClassVar
 
 import torch
@@ -22,6 +22,7 @@ from lightning_zero.comm import (
     Cargo,
     Codec,
     Communicator,
+    Extent,
     Placements,
     Scratch,
     Shared,
@@ -32,6 +33,14 @@ from lightning_zero.parameters.piece import Piece
 from lightning_zero.parameters.shards import Shard, SplitShard
 from lightning_zero.plan import Layout, Medium, Placement, Plan
 from lightning_zero.tensors import lasting_tensors
+
+
+def extent_of(layout: Layout, plan: Plan, scratch: Scratch | None = None) -> Extent:
+    """Return what masters need, or the whole weights where those rest in the same form."""
+    if plan.gives_weights_back or plan.has_master:
+        files = scratch if plan.master.medium is Medium.DISK else None
+        return Extent(layout.shard_numel, plan.master.dtype, files)
+    return Extent(layout.numel, plan.weight.dtype)
 
 
 class Store:
@@ -56,6 +65,9 @@ class Store:
         reduce: The verb that leaves this rank the sum of its shard, within its copy.
         is_stream: Whether there are no masters: weights are read from elsewhere.
         share_away: The share of the shard that rests where the plan says, and not on the device.
+
+    Args:
+        shared: Yields memory for the masters next; one of their own if omitted.
     """
 
     is_stream = False
@@ -64,17 +76,23 @@ class Store:
     """Whether a part of whole weights is kept between forward and backward."""
 
     def __init__(
-        self, layout: Layout, plan: Plan, comm: Communicator, scratch: Scratch | None = None
+        self,
+        layout: Layout,
+        plan: Plan,
+        comm: Communicator,
+        scratch: Scratch | None = None,
+        shared: Iterator[Shared] | None = None,
     ) -> None:
         self.layout, self.plan, self.comm = layout, plan, comm
+        self._extent = extent_of(layout, plan, scratch)
         # Whole weights and masters share one storage if they rest in the same form.
         self._whole: Tensor | None = None
-        self._files = scratch if plan.master.medium is Medium.DISK else None
+        shared = shared or comm.transport.share([self._extent])
         if plan.gives_weights_back or plan.has_master:
-            shared = self._masters()
+            masters = self._masters(shared)
         else:
-            whole = comm.transport.share(layout.numel, plan.weight.dtype)
-            self._whole, shared = whole.own, whole.sharded(comm.mesh.shard)
+            whole = next(shared)
+            self._whole, masters = whole.own, whole.sharded(comm.mesh.shard)
         self.gather = comm.redistribution(plan.master.placement, Placement.REPLICATED)
         of_copy = Placements(plan.master.placement, Placement.PARTIAL)
         redistribution = functools.partial(
@@ -85,7 +103,7 @@ class Store:
         self._gather_weights = comm.redistribution(
             plan.master.placement, Placement.REPLICATED, bits=plan.gather_bits
         )
-        self._rest(shared)
+        self._rest(masters)
 
     @property
     def has_copies(self) -> bool:
@@ -113,9 +131,8 @@ class Store:
         """Let masters rest here, to be changed; whether they were elsewhere; a collective."""
         return False
 
-    def _masters(self) -> Shared:
-        dtype = self.plan.master.dtype
-        return self.comm.transport.share(self.layout.shard_numel, dtype, self._files)
+    def _masters(self, shared: Iterator[Shared]) -> Shared:
+        return next(shared)
 
     def _rest(self, shared: Shared) -> None:
         self.shared = shared
@@ -211,9 +228,10 @@ class HostStore(Store):
             self._here = torch.zeros(num_here, dtype=plan.master.dtype, device=home.device)
         super().__init__(layout, plan, comm, scratch)
 
-    def _masters(self) -> Shared:
+    @override
+    def _masters(self, shared: Iterator[Shared]) -> Shared:
         # Peers read nothing of it: they get it from this rank's device.
-        files, copies = self._files, self.comm.host_copies
+        files, copies = self._extent.scratch, self.comm.host_copies
         allocate = copies.lasting_memory if files is None else files.tensor
         return Shared(allocate(self._num_away, self.plan.master.dtype))
 

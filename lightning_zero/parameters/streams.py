@@ -105,7 +105,7 @@ class Stream(Store):
         self.fetch = self.fetch_weights = self._read
 
     @override
-    def _masters(self) -> Shared:
+    def _masters(self, shared: Iterator[Shared]) -> Shared:
         """Return masters that have no memory: who reads them finds no number."""
         with lasting_tensors():
             nothing = torch.zeros(1, dtype=self.plan.master.dtype)
@@ -139,7 +139,7 @@ class Stream(Store):
         control, rank = self.comm.control, self.comm.mesh.shard.rank
         nbytes = self.plan.master.dtype.itemsize * self.layout.shard_numel
         self._scratch.require(nbytes, control, "masters")
-        shared = super()._masters()
+        shared = super()._masters(self.comm.transport.share([self._extent]))
         outcome = Outcome()
         with outcome.attempt():
             for index, source in enumerate(self._sources):

@@ -71,7 +71,8 @@ def _callable_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield every module whose ``forward`` is called; a compiled one stands for its inner one."""
     compiled = {id(m._orig_mod) for m in root.modules() if isinstance(m, OptimizedModule)}
     for name, module in root.named_modules():
-        if not isinstance(module, _NOT_CALLED) and id(module) not in compiled and _numel(module):
+        is_called = not isinstance(module, _NOT_CALLED) and id(module) not in compiled
+        if is_called and any(_numels(module)):
             yield name, module
 
 
@@ -109,7 +110,13 @@ def _search(
 
 
 def _numel(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters() if not isinstance(p, UninitializedParameter))
+    return sum(_numels(module))
+
+
+def _numels(module: nn.Module) -> Iterator[int]:
+    for parameter in module.parameters():
+        if not isinstance(parameter, UninitializedParameter):
+            yield parameter.numel()
 
 
 def _own_numel(module: nn.Module) -> int:

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_zero.comm import Communicator, SyncPoint
+from lightning_zero.comm import Communicator, Extent, SyncPoint
 from lightning_zero.comm.mesh import Mesh, Placements, Verb, path
 from lightning_zero.plan import Placement
 from tests.oracle.projects import WAYS
@@ -62,7 +62,7 @@ def _over_two_axes(way: str) -> list[dict[tuple[str, str], int]]:
         reduce = comm.redistribution(PARTIAL, target)
         reduce(out, partial_sum, unit=target.value, tag=1).wait()
         torch.testing.assert_close(out, expected, rtol=0, atol=0)
-    master = comm.transport.share(NUMEL // 2, torch.float32)
+    master = next(comm.transport.share([Extent(NUMEL // 2, torch.float32)]))
     with comm.exclusive(SyncPoint.EDIT):
         master.own.copy_(total.chunk(2)[comm.mesh.shard.rank])
     whole = torch.empty(NUMEL)

@@ -212,12 +212,13 @@ def test_the_least_peak_counts() -> None:
 def test_a_gpus_run_is_rehearsed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All its parts on the CPU, with fewer contenders and the tests of another file."""
+    """All its parts on the CPU, with fewer contenders and a file of one test."""
     gpu = load("gpu")
     monkeypatch.setattr(gpu, "PRECISIONS", ["bf16-mixed"])
     worlds = {1: ("Trainer", "Trainer zero3", "ddp", "zero3"), 8: ("zero3",)}
     monkeypatch.setattr(gpu, "WORLDS", worlds)
-    monkeypatch.setattr(gpu, "TESTS", "tests/engine/test_schedule.py")
+    (tmp_path / "test_one.py").write_text("def test_one():\n    assert True\n")
+    monkeypatch.setattr(gpu, "TESTS", str(tmp_path / "test_one.py"))
     sizes = [word for name, n in {**SIZES, **BRIEF}.items() for word in (f"--{name}", str(n))]
     monkeypatch.setattr(
         sys,
@@ -227,7 +228,7 @@ def test_a_gpus_run_is_rehearsed(
     assert gpu.main() == 0
     report = json.loads((tmp_path / "gpu.json").read_text())
     assert report["tests"]["code"] == 0
-    assert " passed" in report["tests"]["summary"]
+    assert "1 passed" in report["tests"]["summary"]
     rows = {(row["world"], row["name"]): row for row in report["rows"]}
     assert list(rows) == [(world, name) for world, names in worlds.items() for name in names]
     assert rows[1, "ddp"]["ratio"] == 1.0

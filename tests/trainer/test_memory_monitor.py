@@ -24,6 +24,7 @@ from lightning_zero.memory.prediction import estimate_of
 from lightning_zero.memory.size import format_bytes
 from lightning_zero.trainer.memory_monitor import POINTS, MostBytes, allocated_on
 from tests.oracle.models import Transformer, next_token_loss, tokens
+from tests.oracle.turns import in_turns
 
 
 class Project(LightningModule):
@@ -116,8 +117,14 @@ def run(folder: str, strategy: str | int, precision: str = "32-true", **changes:
     }
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [
+        (stage, precision)
+        for precision in ("32-true", "bf16-mixed", "bf16-true")
+        for stage in in_turns(precision, "measured")
+    ],
+)
 def test_measured_is_predicted(ranks: Any, tmp_path: Path, stage: int, precision: str) -> None:
     results = ranks(2).run(run, str(tmp_path), stage, precision)
     first = results[0]

@@ -177,12 +177,19 @@ def _part(strategy: Any, name: str, folder: str, until: int, resumed: str | None
     return Run.of(module, trainer, [module.notes, state_of(callback)])
 
 
+RESUMED = {
+    "ema": (("ddp", 3), (3, 2), ("directory", 1)),
+    "swa": (("ddp", 2), (3, "ddp"), (1, 3)),
+}
+"""Which strategy goes on from whose file, for one average or the other."""
+
+
 def _resume_everywhere(folder: str, name: str) -> dict[Any, Run]:
-    """Run to the end under DDP and every stage; then go on from the files of each under another."""
+    """Run to the end under DDP and others; then go on from the files of each under another."""
     runs: dict[Any, Run] = {}
-    for strategy in ("ddp", *STAGES, "directory"):
+    for strategy, _ in RESUMED[name]:
         runs[strategy] = _part(strategy, name, f"{folder}/{strategy}", EPOCHS, None)
-    for first, second in (("ddp", 3), (3, "ddp"), (3, 2), (1, 3), ("directory", 1)):
+    for first, second in RESUMED[name]:
         path = f"{folder}/{first}/epoch=1.ckpt"
         run = _part(second, name, f"{folder}/{first}-{second}", EPOCHS, path)
         # What was seen before the break is in the first run's lists.
@@ -197,17 +204,18 @@ def _resume_everywhere(folder: str, name: str) -> dict[Any, Run]:
 
 
 def _resume_all(folder: str) -> dict[str, dict[Any, Run]]:
-    return {name: _resume_everywhere(f"{folder}/{name}", name) for name in ("ema", "swa")}
+    return {name: _resume_everywhere(f"{folder}/{name}", name) for name in RESUMED}
 
 
 def test_averages_resume_anywhere(ranks: Pools, tmp_path: Path) -> None:
     runs = ranks(2).run(_resume_all, str(tmp_path), timeout=240)
-    for name in ("ema", "swa"):
+    for name, resumed in RESUMED.items():
         assert_like_ddp([run[name] for run in runs], ulps=256)
         for epoch in range(EPOCHS):
             theirs, *ours = [
                 torch.load(tmp_path / name / str(strategy) / f"epoch={epoch}.ckpt")
-                for strategy in ("ddp", *STAGES)
+                for strategy, _ in resumed
+                if strategy != "directory"
             ]
             for checkpoint in ours:
                 assert_same(checkpoint, theirs, name)
