@@ -57,8 +57,8 @@ class LanguageModel(LightningModule):
         return torch.optim.AdamW(trained, self.lr)
 
 
-def counting(step: int, count: int = 2048) -> DataLoader[tuple[Tensor, ...]]:
-    start = torch.randint(VOCABULARY, (count, 1))
+def counting(step: int) -> DataLoader[tuple[Tensor, ...]]:
+    start = torch.randint(VOCABULARY, (arguments.sequences, 1))
     return DataLoader(TensorDataset((start + step * torch.arange(LENGTH)) % VOCABULARY), 16)
 
 
@@ -80,6 +80,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--strategy", default="zero3")
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--sequences", type=int, default=2048)
     arguments = parser.parse_args()
     seed_everything(0)
     base = LlamaForCausalLM(

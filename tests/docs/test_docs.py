@@ -189,11 +189,11 @@ def test_predict_from_disk(tmp_path: Path) -> None:
 
 
 def test_finetune_lora(example: Example) -> None:
-    output = example("examples/finetune_lora.py", "--epochs", 1)
+    output = example("examples/finetune_lora.py", "--epochs", 1, "--sequences", 768)
     losses = [float(value) for value in re.findall(r"loss ([\d.]+)", output)]
     base_start, base_end, start, end = losses
-    assert base_end < 0.2 * base_start
-    assert end < 0.2 * start
+    assert base_end < 0.3 * base_start
+    assert end < 0.3 * start
     gradients = [int(n.replace(",", "")) for n in re.findall(rf"gradients +({NUMBER})", output)]
     states = [int(n.replace(",", "")) for n in re.findall(rf"states +({NUMBER})", output)]
     layer, embeddings = 4 * 128 * 128 + 3 * 128 * 256 + 2 * 128, 2 * 64 * 128 + 128

@@ -12,12 +12,14 @@ import resource
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -62,11 +64,12 @@ def compare(folder: str, stage: int, name: str, **how: Any) -> None:
 
 
 def compare_all(folder: str) -> None:
-    for stage in (1, 2, 3):
-        for precision in ("32-true", "bf16-mixed"):
-            for name in ("adamw", "sgd"):
-                compare(folder, stage, name, precision=precision)
-    for name in ("adagrad", "amsgrad", "nadam", "rprop"):
+    """Each case on one rank or on two; what has more to do with ranks on both."""
+    cases = product((1, 2, 3), ("32-true", "bf16-mixed"), ("adamw", "sgd"))
+    for number, (stage, precision, name) in enumerate(cases):
+        if (number + number // 2 + stage) % 2 == dist.get_world_size() % 2:
+            compare(folder, stage, name, precision=precision)
+    for name in ("adagrad", "amsgrad", "nadam", "rprop")[dist.get_world_size() % 2 :: 2]:
         compare(folder, 3, name)
     compare(folder, 3, "adamw", accumulate=2, clip_norm=0.1)
     compare(folder, 2, "adamw", accumulate=2, clip_norm=0.1, policy="local")
