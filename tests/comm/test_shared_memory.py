@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.control import Control
 from lightning_zero.comm.sync_points import SyncPoint
 from lightning_zero.comm.traffic import Ledger, Sent, sum_of
 from lightning_zero.comm.window import Address, Window
@@ -64,6 +66,23 @@ def test_all_ways_give_the_same_bits(ranks: Pools, world: int) -> None:
                 # Two summands have one order; a backend may add three in another.
                 tolerance = {"rtol": 0, "atol": 0} if world < 3 or way != "backend" else {}
                 torch.testing.assert_close(values, expected, **tolerance)
+
+
+def _exchanges_at_setup(num_units: int) -> int:
+    plain = Control.gather_objects
+    with mock.patch.object(Control, "gather_objects", autospec=True) as exchange:
+        exchange.side_effect = plain
+        model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(num_units)])
+        engine = Engine(model, Settings(3, units=(torch.nn.Linear,)))
+        assert engine.comm.transport.reads_peers
+        assert len(engine.sharded.units) == num_units + 1
+        engine.close()
+    return exchange.call_count
+
+
+def test_ranks_say_where_the_masters_of_all_units_are_at_once(ranks: Pools) -> None:
+    few, many = (ranks(2).run(_exchanges_at_setup, number) for number in (2, 8))
+    assert few == many
 
 
 def _reduce_without_reader() -> tuple[int, int, int]:
