@@ -35,6 +35,7 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.control import Control
 from lightning_zero.comm.dry import (
     DryCommunicator,
+    DryHostCopies,
     DryMessages,
     DrySharedMemory,
     DryTransport,
@@ -58,6 +59,7 @@ __all__ = [
     "Communicator",
     "Control",
     "DryCommunicator",
+    "DryHostCopies",
     "DryMessages",
     "DrySharedMemory",
     "DryTransport",

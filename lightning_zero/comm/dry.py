@@ -14,14 +14,16 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from typing_extensions import Self, override
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.control import Control
+from lightning_zero.comm.host_copies import HostCopies
 from lightning_zero.comm.mesh import Axis, Mesh
 from lightning_zero.comm.traffic import Ledger
 from lightning_zero.comm.transport import ReduceBuffer, Shared, Transport, Work
-from lightning_zero.tensors import Storages
+from lightning_zero.tensors import Storages, internals
 
 _META = torch.device("meta")
 OnMessage = Callable[..., Callable[[], None]]
@@ -68,6 +70,39 @@ class DryCommunicator(Communicator):
         """Call ``on_change`` from now on whenever memory was taken."""
         for transport in self._dry.values():
             transport.on_change = on_change
+
+
+class DryHostCopies(HostCopies):
+    """Copies between a device and its host of tensors without data: none is made.
+
+    Args:
+        device: The one on which fake tensors pretend to be.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._passing = Storages()
+
+    @property
+    def passing(self) -> int:
+        """Bytes of storages that are held on the host."""
+        return self._passing.nbytes
+
+    @override
+    def can_copy(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, FakeTensor) and tensor.device.type == self.device.type
+
+    @override
+    def storage_down(self, tensor: Tensor) -> Tensor:
+        with internals.without_modes():
+            nbytes = tensor.untyped_storage().nbytes()
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=_META)
+        self._passing.add(memory)
+        return memory
+
+    @override
+    def up(self, out: Tensor, source: Tensor, then: Callable[[], Work]) -> Work:
+        return then()
 
 
 class DryTransport(Transport):

@@ -6,7 +6,7 @@ import contextlib
 import mmap
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -33,6 +33,10 @@ class HostCopies:
         self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._landings: deque[Landing] = deque()
 
+    def can_copy(self, tensor: Tensor) -> bool:
+        """Return whether a tensor lies on the device, and is no more than torch's own."""
+        return type(tensor) is Tensor and tensor.device.type == self.device.type
+
     def lasting_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return zeros in host memory that the device reads by itself.
 
@@ -57,6 +61,14 @@ class HostCopies:
             is_pinned = self.device.type == "cuda"
             return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=is_pinned)
 
+    def storage_down(self, tensor: Tensor) -> Tensor:
+        """Start to copy the storage of a tensor to host memory for a while; returns its bytes."""
+        content = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        content.set_(tensor.untyped_storage())
+        memory = self.passing_memory(content.numel(), torch.uint8)
+        self.down(memory, content)
+        return memory
+
     def up(self, out: Tensor, source: Tensor, then: Callable[[], Work]) -> Work:
         """Start to copy ``source`` to the device, and what follows there; returns both as one."""
         if self._stream is None:
@@ -65,6 +77,17 @@ class HostCopies:
         with self._beside_computation(self._stream):
             out.copy_(source, non_blocking=True)
             return _Arrival(then(), self._stream.record_event(), self.device)
+
+    def up_as_they_come(self, parts: Iterable[tuple[Tensor, Tensor]]) -> Work:
+        """Return what copies each ``(out, source)`` to the device when it is waited for.
+
+        To iterate may wait for a source. The copies wait for what the device was given until now,
+        and for nothing that it is given in the meantime.
+        """
+        if self._stream is None:
+            return _Ascent(parts, None, None)
+        begin = torch.accelerator.current_stream(self.device).record_event()
+        return _Ascent(parts, self._stream, begin)
 
     def down(
         self, out: Tensor, source: Tensor, then: Callable[[], object] | None = None
@@ -102,6 +125,34 @@ class _Arrival:
         """Let what the device is given next wait for them."""
         self._work.wait()
         torch.accelerator.current_stream(self._device).wait_event(self._event)
+
+
+class _Ascent:
+    """Data that go up as they come to the host."""
+
+    def __init__(
+        self,
+        parts: Iterable[tuple[Tensor, Tensor]],
+        stream: torch.Stream | None,
+        begin: torch.Event | None,
+    ) -> None:
+        self._parts, self._stream, self._begin = parts, stream, begin
+
+    def wait(self) -> None:
+        """Send all of them, and let what the device is given next wait for them."""
+        if self._stream is None:
+            self._send()
+            return
+        assert self._begin is not None
+        # Not when it was recorded: the stream may have had another unit's parts to send since.
+        self._stream.wait_event(self._begin)
+        with self._stream:
+            self._send()
+        torch.accelerator.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def _send(self) -> None:
+        for out, source in self._parts:
+            out.copy_(source, non_blocking=True)
 
 
 class Landing:

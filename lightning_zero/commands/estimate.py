@@ -57,7 +57,7 @@ Every kind: the most that a rank holds of it at any instant of a step; 1 GB is 1
 peak: the most of all kinds at one instant, so it may be less than their sum.
 saved: how much lower the peak is than that of {first}."""
 
-_CHECKPOINTING = "activation_checkpointing"
+_CHECKPOINTING, _AWAY = "activation_checkpointing", "activation_offload"
 
 _READ_OPTIONS = (
     "prefetch",
@@ -109,6 +109,7 @@ def add_estimate_command(commands: Any) -> None:
     parser.add_argument("--optimizer", help="a name of torch.optim")
     parser.add_argument("--batch", nargs="*", default=[], help='one rank\'s: "int64[4,128]"')
     parser.add_argument("--activation-checkpointing", action="store_true")
+    parser.add_argument("--activation-offload", action="store_true", help="to a device's host")
     parser.add_argument("--accumulate-grad-batches", type=int, help="by default as in the YAML")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument(
@@ -164,6 +165,7 @@ def _asked(options: argparse.Namespace) -> _Asked:
         optimizer=options.optimizer,
         batch=parse_batch(options.batch),
         checkpointing=options.activation_checkpointing or chosen.pop(_CHECKPOINTING, None) is True,
+        activation_offload=options.activation_offload or chosen.pop(_AWAY, None) is True,
         cast_weights=options.cast_weights or chosen.pop("cast_weights", "autocast"),
         min_num_params=chosen.pop("min_num_params", MIN_NUMEL),
         device=torch.device(options.device),
@@ -185,6 +187,7 @@ def _print_times(options: argparse.Namespace, asked: _Asked) -> int:
     """Print the times of a step on ``--cluster``; returns the exit code."""
     names = ("offload", "offload_ratio", "host_memory", "ranks", "report")
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
+    given += [_AWAY] if asked.subject.activation_offload else []
     given += [name for name in ("offload_optimizer", "offload_weights") if asked.chosen.get(name)]
     if given:
         raise ValueError(

@@ -9,9 +9,10 @@ under activation checkpointing they are all that is saved.
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,27 +30,36 @@ class ActivationOffload:
     """Units whose activations wait in host memory for their backward.
 
     Args:
-        units: All units; the root's own activations stay.
+        modules: The modules of all units but the root, whose own activations stay.
+        weights: The whole weights of all units.
         copies: The copies between the device and its host.
         least_bytes: What is smaller stays, as does what is more than a view of a storage.
     """
 
     def __init__(
-        self, units: Sequence[Unit], copies: HostCopies, least_bytes: int = LEAST_BYTES
+        self,
+        modules: Iterable[nn.Module],
+        weights: Iterable[Tensor],
+        copies: HostCopies,
+        least_bytes: int = LEAST_BYTES,
     ) -> None:
         self._copies, self._least_bytes = copies, least_bytes
-        self._weights = {
-            flat.weight.tensor.untyped_storage()._cdata
-            for unit in units
-            for flat in unit.flat_parameters
-        }
+        self._weights = {weight.untyped_storage()._cdata for weight in weights}
         # What autograd saves of one storage is copied once.
         self._by_storage: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
         self._last_call: weakref.ref[_Call] | None = None
         self._replaced: list[tuple[nn.Module, Any]] = []
-        for module in (unit.module for unit in units if unit.name):
+        for module in modules:
             self._replaced.append((module, vars(module).get("forward")))
-            module.forward = functools.partial(self._run, module.forward)
+            module.forward = _Forward(self._run, module.forward)
+
+    @classmethod
+    def of(
+        cls, units: Sequence[Unit], copies: HostCopies, least_bytes: int = LEAST_BYTES
+    ) -> ActivationOffload:
+        """Offload the activations of all ``units`` but the root."""
+        weights = (flat.weight.tensor for unit in units for flat in unit.flat_parameters)
+        return cls([unit.module for unit in units if unit.name], weights, copies, least_bytes)
 
     @classmethod
     def beside(cls, comm: Communicator, units: Sequence[Unit]) -> ActivationOffload:
@@ -63,7 +73,7 @@ class ActivationOffload:
                 "activation_offload=True needs a device beside the host, but accelerator='cpu' has"
                 " none. Leave it out; activation_checkpointing=True saves memory there."
             )
-        return cls(units, comm.host_copies)
+        return cls.of(units, comm.host_copies)
 
     def remove(self) -> None:
         """Give the modules their own ``forward`` back."""
@@ -97,9 +107,22 @@ class ActivationOffload:
 
     def _can_move(self, tensor: Tensor) -> bool:
         """Return whether a storage on the device, a shape and strides are all that a tensor is."""
-        is_plain = type(tensor) is Tensor and internals.has_storage(tensor)
-        is_plain = is_plain and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-        return is_plain and tensor.device.type == self._copies.device.type
+        if not (self._copies.can_copy(tensor) and internals.has_storage(tensor)):
+            return False
+        return not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+
+
+class _Forward:
+    """A module's ``forward`` whose activations wait on the host; a copy of the module's do not."""
+
+    def __init__(self, run: Callable[..., Any], forward: Callable[..., Any]) -> None:
+        self._run, self._forward = run, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._forward, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return copy.deepcopy(self._forward, memo)
 
 
 class _Call:
@@ -129,9 +152,7 @@ class _Saved:
         self.source, self.version = weakref.ref(storage), tensor._version
         self.call = call
         self._copies, self._device = copies, tensor.device
-        content = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-        self._on_host = copies.passing_memory(content.numel(), torch.uint8)
-        copies.down(self._on_host, content)
+        self._on_host = copies.storage_down(tensor)
         self._fetched: tuple[Tensor, Work] | None = None
         call.saved.add(self)
 
@@ -165,8 +186,9 @@ class _View(NamedTuple):
 
     def tensor(self) -> Tensor:
         content = self.saved.content()
-        view = torch.empty(0, dtype=self.dtype, device=content.device)
-        return view.set_(content.untyped_storage(), self.offset, self.shape, self.stride)
+        num_whole = len(content) // self.dtype.itemsize * self.dtype.itemsize
+        whole = content[:num_whole].view(self.dtype)
+        return whole.as_strided(self.shape, self.stride, self.offset)
 
 
 def _unpack(saved: Tensor | _View) -> Tensor:

@@ -26,10 +26,10 @@ from lightning_zero.parameters import (
     Reader,
     Source,
     Store,
-    Stream,
     guards,
     shared_masters,
     store_for,
+    stream_for,
 )
 from lightning_zero.plan import FlatSpec, Settings, specify_units, with_cuts
 
@@ -115,7 +115,7 @@ class ShardedModel:
         def store_of(flat: FlatSpec) -> Callable[..., Store]:
             read = [sources[id(p)] for _, p in flat.named if streams]
             if read:
-                return functools.partial(Stream, sources=read, reader=self.reader)
+                return functools.partial(stream_for, sources=read, reader=self.reader)
             return functools.partial(store_for, num_away=flat.num_away, shared=shared)
 
         for spec, size in zip(specs, sizes, strict=True):

@@ -24,7 +24,8 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_zero.engine import ActivationCheckpointing
+from lightning_zero.comm import DryHostCopies
+from lightning_zero.engine import ActivationCheckpointing, ActivationOffload
 from lightning_zero.memory.live_bytes import LiveBytes
 from lightning_zero.memory.trace import Event, Kind, in_order
 from lightning_zero.plan import Recipe, UnitSpec
@@ -64,6 +65,7 @@ class Microbatch:
         batch: One rank's batch, if there is one; only shapes and dtypes matter.
         step: Computes the loss; by default ``training_step``, or the sum of the module's outputs.
         checkpointing: Whether every unit's activations are recomputed in backward.
+        offloading: Whether they wait for it in the memory of an accelerator's host; not under DDP.
         recipe: The dtypes of the precision, whose autocast surrounds the step.
         dtype: The dtype of the module, of floating inputs and of new tensors under ``*-true``.
         device: Where tensors pretend to be; kernels are chosen by it.
@@ -72,6 +74,7 @@ class Microbatch:
     batch: Any
     step: Step | None
     checkpointing: bool
+    offloading: bool
     recipe: Recipe
     dtype: torch.dtype | None
     device: torch.device
@@ -96,7 +99,7 @@ class Microbatch:
             for _, p in flat.named
         }
         live = LiveBytes(as_on_cpu=self.device.type == "cpu")
-        log = _Log(live)
+        log = _Log(live, DryHostCopies(self.device))
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         dtype = self.dtype or torch.get_default_dtype()
         with warnings.catch_warnings(), _default_dtype(dtype), mode:
@@ -106,12 +109,23 @@ class Microbatch:
             batch = tree_map(fake, self.batch)
             live.ignore((*module.parameters(), *module.buffers()))
             live.follow(tree_leaves(batch))
-            self._run(module, batch, [spec for spec in specs if spec.name], log)
+            units = [spec for spec in specs if spec.name]
+            self._run(module, batch, units, log, offloads=self.offloading and is_cast)
         return log.events
 
-    def _run(self, module: nn.Module, batch: Any, units: Sequence[UnitSpec], log: _Log) -> None:
+    def _run(
+        self,
+        module: nn.Module,
+        batch: Any,
+        units: Sequence[UnitSpec],
+        log: _Log,
+        *,
+        offloads: bool,
+    ) -> None:
         """Run forward and backward, of which ``log`` notes the events."""
         recompute = ActivationCheckpointing(u.module for u in units if self.checkpointing)
+        going = [unit.module for unit in units if offloads]
+        offload = ActivationOffload(going, module.parameters(), log.copies)
         handles = [handle for unit in units for handle in log.listen(unit.name, unit.module)]
         log.listen_to_grads(module)
         module.train()
@@ -132,6 +146,7 @@ class Microbatch:
                 " or pass `step`, a function of the module and the batch that returns the loss."
             ) from error
         finally:
+            offload.remove()
             recompute.remove()
             for handle in handles:
                 handle.remove()
@@ -168,8 +183,8 @@ def _num_positional(function: Callable[..., Any]) -> int | None:
 class _Log:
     """Notes the events of a step as they happen."""
 
-    def __init__(self, live: LiveBytes) -> None:
-        self.live = live
+    def __init__(self, live: LiveBytes, copies: DryHostCopies) -> None:
+        self.live, self.copies = live, copies
         self._running: list[int] = []
         self._num_calls = 0
         self.events: list[Event] = []
@@ -177,7 +192,8 @@ class _Log:
     def note(self, kind: Kind, unit: str = "", call: int = -1, parameter: int = -1) -> None:
         """Note that something happens."""
         before, flops = self.live.restart(), self.live.take_flops()
-        self.events.append(Event(kind, unit, call, parameter, before, self.live.count(), flops))
+        now, away = self.live.count(), self.copies.passing
+        self.events.append(Event(kind, unit, call, parameter, before, now, flops, away))
 
     def listen(self, name: str, unit: nn.Module) -> Iterator[Any]:
         """Hook the unit's forward, and through it its backward."""

@@ -56,6 +56,7 @@ class ModelPlan:
         batch: Any = None,
         step: Step | None = None,
         checkpointing: bool = False,
+        activation_offload: bool = False,
         units: UnitPolicy = "auto",
         device: torch.device,
         **cut: Any,
@@ -72,7 +73,8 @@ class ModelPlan:
         dtype = _TRUE_DTYPES.get(precision)
         self.precision, self.device = precision, device
         self._cut: dict[str, Any] = {"units": units, **cut}
-        self._microbatch = Microbatch(batch, step, checkpointing, RECIPES[precision], dtype, device)
+        kept = checkpointing, activation_offload
+        self._microbatch = Microbatch(batch, step, *kept, RECIPES[precision], dtype, device)
         self.has_units = not isinstance(model_or_numel, int)
         if isinstance(model_or_numel, int):
             if model_or_numel < 1:
@@ -125,6 +127,11 @@ class ModelPlan:
         return self._microbatch.checkpointing
 
     @property
+    def activation_offload(self) -> bool:
+        """True if they wait for it in the memory of an accelerator's host."""
+        return self._microbatch.offloading
+
+    @property
     def recipe(self) -> Recipe:
         """The dtypes of the precision."""
         return self._microbatch.recipe
@@ -137,6 +144,7 @@ class ModelPlan:
         *,
         precision: str,
         batch: Any = None,
+        activation_offload: bool = False,
     ) -> ModelPlan:
         """Return the model that ``engine`` shards, with the optimizers that step it."""
         settings = engine.sharded.settings
@@ -152,6 +160,7 @@ class ModelPlan:
             precision=precision,
             optimizer=torch.optim.SGD,
             batch=batch,
+            activation_offload=activation_offload,
             units=settings.units,
             device=settings.device,
             cast_weights=settings.cast_weights,
@@ -190,6 +199,11 @@ class ModelPlan:
         if offload is not None and self.has_units:
             specs = with_cuts(specs, offload.ratio, **on_rank)
         on_host = offload is not None and offload.is_mapped(self.device)
+        if on_host and self.activation_offload:
+            raise ValueError(
+                "activation_offload=True needs a device beside the host, but offload to files is"
+                f" predicted for device={str(self.device)!r}. Leave it out, or give device='cuda'."
+            )
         terms = terms_of_specs(
             specs,
             lambda parameter, numel: self.state_bytes(parameter, numel, place, num_shards),

@@ -136,6 +136,7 @@ def estimate(
     batch: Any = None,
     step: Step | None = None,
     activation_checkpointing: bool = False,
+    activation_offload: bool = False,
     offload: Offload | str | None = None,
     accumulate_grad_batches: int = 1,
     accumulate: str | None = None,
@@ -172,6 +173,8 @@ def estimate(
         step: Computes the loss from the module and the batch; by default ``training_step``, or the
             module's own outputs.
         activation_checkpointing: Recompute every unit's activations in backward.
+        activation_offload: Keep them with an accelerator's host until then, as in ``ZeROStrategy``;
+            not at stage 0. The device is then taken for an accelerator.
         offload: ``"cpu"`` or ``"nvme"`` for optimizer states, at stage 3 for weights too; or an
             ``Offload`` that says each and a ratio. Unless it is to files on a CPU, the device is
             then taken for an accelerator.
@@ -199,8 +202,8 @@ def estimate(
     """
     model = ModelPlan(
         model_or_numel, precision=precision, optimizer=optimizer, batch=batch, step=step,
-        checkpointing=activation_checkpointing, units=units, device=torch.device(device),
-        cast_weights=cast_weights, min_num_params=min_num_params,
+        checkpointing=activation_checkpointing, activation_offload=activation_offload, units=units,
+        device=torch.device(device), cast_weights=cast_weights, min_num_params=min_num_params,
     )  # fmt: skip
     return estimate_of(
         model, stage, world_size, rank=rank, num_microbatches=accumulate_grad_batches,
@@ -239,6 +242,7 @@ def estimate_of(
         snapshots=snapshots,
         whole=model.nbytes,
         is_on_host=model.device.type == "cpu"
+        and not (model.activation_offload and stage)
         and (offload is None or offload.is_mapped(model.device)),
         offload=offload,
         shares_away=(min(shares), max(shares)),

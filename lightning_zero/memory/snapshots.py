@@ -47,16 +47,19 @@ class Snapshot:
 class Segment:
     """A part of a step in which the same unit runs, or no unit but the module between them.
 
-    ``kinds`` are the bytes by kind when they are most in all, ``most`` the most of each kind.
+    ``kinds`` are the bytes by kind when they are most in all, ``most`` the most of each kind, and
+    ``away`` the most bytes of activations that wait on the host.
     """
 
     unit: str | None
     is_backward: bool
     kinds: Kinds = field(default_factory=dict)
     most: Kinds = field(default_factory=dict)
+    away: int = 0
 
-    def add(self, kinds: Kinds) -> None:
+    def add(self, kinds: Kinds, away: int = 0) -> None:
         """Take an instant into account."""
+        self.away = max(self.away, away)
         if not self.kinds or sum(kinds.values()) > sum(self.kinds.values()):
             self.kinds = kinds
         self.most = {kind: max(count, self.most.get(kind, 0)) for kind, count in kinds.items()}
@@ -72,18 +75,18 @@ class Segments:
 
     def __init__(self, held: Callable[[], Kinds]) -> None:
         self._held = held
-        self._activations = 0
+        self._activations = self._away = 0
         self.found = [Segment(None, is_backward=False)]
 
     def note(self) -> None:
         """Take what is held now into account."""
-        self.found[-1].add({**self._held(), "activations": self._activations})
+        self.found[-1].add({**self._held(), "activations": self._activations}, self._away)
 
     def follow(self, event: Event) -> None:
         """Note what was held before an event, and begin the segment that it begins."""
-        self._activations = event.before
+        self._activations, self._away = event.before, max(self._away, event.away)
         self.note()
-        self._activations = event.now
+        self._activations, self._away = event.now, event.away
         is_backward = self.found[-1].is_backward or event.kind is Kind.LOSS
         if event.kind is Kind.GRAD:
             self.note()

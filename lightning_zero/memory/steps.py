@@ -11,7 +11,8 @@ With offload from another device some bytes are on their way between it and its 
 * **gradients** leave the device as a unit's reduction ends: two shards of them, one that is reduced
   and one that is sent, and copies of what stays of a shard that is sent. From the second microbatch
   on two buffers on the host take them, which are added there;
-* **the step** goes unit by unit on the host, in place.
+* **the step** goes unit by unit on the host, in place;
+* **activations** may wait there for their backward, as the dry run has found.
 
 From files it is stepped in staging memory on the host, which is there in that step only.
 """
@@ -88,7 +89,7 @@ def sharded_step(
     found = []
     for segment, is_stepping in zip(segments, _are_stepping(segments), strict=True):
         staging = segment.is_backward * added + (staged if is_early and is_stepping else 0)
-        found.append(segment.snapshot({**host, "staging": staging}, disk))
+        found.append(segment.snapshot({**host, "staging": staging + segment.away}, disk))
     rest = held(cast=0)
     if stepped or staged:
         kinds = {**rest, "gathered": rest["gathered"] + stepped}

@@ -26,7 +26,7 @@ their reduction; the other words are the vocabulary's.
 HOST_KINDS = (*RESTING, "staging")
 """Kinds of bytes in host memory beside the device's.
 
-``staging`` is what lies there on its way from the device, or between files and a step.
+``staging`` is what lies there on its way from the device and back, or between files and a step.
 """
 
 AWAY_ROWS = (

@@ -36,6 +36,7 @@ class Event:
         before: The most bytes of activations that were alive since the event before.
         now: Bytes of activations that are alive, with the gradient that came.
         flops: Floating-point operations of matrices since the event before.
+        away: Bytes of activations that wait in the memory of an accelerator's host.
     """
 
     kind: Kind
@@ -45,6 +46,7 @@ class Event:
     before: int = 0
     now: int = 0
     flops: int = 0
+    away: int = 0
 
 
 def in_order(specs: Sequence[UnitSpec], numbers: dict[int, int]) -> Iterator[Event]:

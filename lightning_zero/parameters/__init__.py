@@ -25,7 +25,7 @@ from lightning_zero.parameters.reducer import Reach, Reducer
 from lightning_zero.parameters.second_shards import shared_masters, store_for
 from lightning_zero.parameters.sharded_grad import stack_on
 from lightning_zero.parameters.stores import Store
-from lightning_zero.parameters.streams import Reader, Source, Stream
+from lightning_zero.parameters.streams import Reader, Source, stream_for
 
 __all__ = [
     "Buffer",
@@ -36,11 +36,11 @@ __all__ = [
     "Reducer",
     "Source",
     "Store",
-    "Stream",
     "drop_gradients",
     "settle",
     "shared_masters",
     "stack_on",
     "store_for",
+    "stream_for",
     "unsettle",
 ]

@@ -5,17 +5,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_zero.comm import Communicator, Outcome, Scratch, Shared, SyncPoint, Work
-from lightning_zero.parameters.stores import Store
-from lightning_zero.plan import Layout, Plan
+from lightning_zero.parameters.stores import HostStore, Store
+from lightning_zero.plan import Layout, Medium, Plan
 from lightning_zero.tensors import ask_for_large_pages, lasting_tensors
 
+_T = TypeVar("_T")
 NUM_THREADS = 2
 _AT_ONCE_BYTES = 4 * 2**20
 
@@ -45,34 +46,39 @@ class Reader:
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, "lightning_zero.read")
 
-    def start(self, unit: str, parts: Iterable[Callable[[], None]]) -> Work:
+    def start(self, unit: str, parts: Iterable[Callable[[], _T]]) -> Reading[_T]:
         """Start to read ``parts`` of a unit's weights."""
-        return _Reading(unit, [self._threads.submit(part) for part in parts])
+        return Reading(unit, [self._threads.submit(part) for part in parts])
 
     def close(self) -> None:
         """End the threads."""
         self._threads.shutdown()
 
 
-class _Reading:
-    """Parts of a unit's weights that are being read."""
+class Reading(Generic[_T]):
+    """Parts of a unit's weights that are being read: an iterable of what reads them returns.
 
-    def __init__(self, unit: str, parts: Sequence[Future[None]]) -> None:
+    To iterate waits for one part after the other, and raises a ``RuntimeError`` at the first that
+    could not be read or is damaged, whenever it is done.
+    """
+
+    def __init__(self, unit: str, parts: Sequence[Future[_T]]) -> None:
         self._unit = unit
         self._parts = parts
 
-    def wait(self) -> None:
-        """Return when all is read.
-
-        Raises:
-            RuntimeError: Something could not be, or is damaged.
-        """
-        wait(self._parts)  # for each: a failed unit's memory is given back
+    def __iter__(self) -> Iterator[_T]:
         for part in self._parts:
             error = part.exception()
             if error is not None:
                 doing = f"Reading the weights of {self._unit}"
                 raise RuntimeError(f"{doing} failed: {error}") from error
+            yield part.result()
+
+    def wait(self) -> None:
+        """Return when all is read, or raise as iterating does."""
+        wait(self._parts)  # for each: a failed unit's memory is given back
+        for _ in self:
+            pass
 
 
 class Stream(Store):
@@ -108,25 +114,26 @@ class Stream(Store):
     def _masters(self, shared: Iterator[Shared]) -> Shared:
         """Return masters that have no memory: who reads them finds no number."""
         with lasting_tensors():
-            nothing = torch.zeros(1, dtype=self.plan.master.dtype)
+            home = self.plan.master
+            nothing = torch.zeros(1, dtype=home.dtype, device=home.device)
             if nothing.is_floating_point():
                 nothing.fill_(torch.nan)
             return Shared(nothing.expand(self.layout.shard_numel))
 
     def _read(self, out: Tensor, *, unit: str, tag: int) -> Work:
         ask_for_large_pages(out)
-        return self._reader.start(unit, self._parts(out))
+        reads = (functools.partial(self._read_part, *part) for part in self._parts(out))
+        return self._reader.start(unit, reads)
 
-    def _parts(self, out: Tensor) -> Iterator[Callable[[], None]]:
-        """Yield what reads the parts of a buffer of whole weights."""
+    def _parts(self, out: Tensor) -> Iterator[tuple[Source, int, Tensor]]:
+        """Yield the parts of a buffer of whole weights: where each is read from, and to."""
         at_once = _AT_ONCE_BYTES // out.element_size()
         for source, slot in zip(self._sources, self.layout.slots, strict=True):
             whole = out[slot.offset : slot.stop]
             # A checksum may be that of the whole.
             size = at_once if source.is_checked else max(slot.numel, 1)
             for start in range(0, slot.numel, size):
-                part = whole[start : start + size]
-                yield functools.partial(self._read_part, source, start, part)
+                yield source, start, whole[start : start + size]
 
     def _read_part(self, source: Source, start: int, out: Tensor) -> None:
         source.check()
@@ -152,3 +159,40 @@ class Stream(Store):
         self.is_stream, self._sources = False, ()
         self._rest(shared)
         return True
+
+
+class HostStream(Stream, HostStore):
+    """The same beside a device: what is read to host memory goes up to the whole weights.
+
+    Each part is read to memory of its own, in the dtype of the weights, and goes up as it comes.
+    """
+
+    @override
+    def _read(self, out: Tensor, *, unit: str, tag: int) -> Work:
+        copies, numel = self.comm.host_copies, sum(slot.numel for slot in self.layout.slots)
+        self.comm.transport.ledger.note(unit, "up", numel, out.element_size())
+        reads = []
+        for source, start, part in self._parts(out):
+            # Not by the threads, which are on no device.
+            landing = copies.passing_memory(part.numel(), part.dtype)
+            reads.append(functools.partial(self._stage, source, start, landing, part))
+        return copies.up_as_they_come(self._reader.start(unit, reads))
+
+    def _stage(
+        self, source: Source, start: int, landing: Tensor, out: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        self._read_part(source, start, landing)
+        return out, landing
+
+
+def stream_for(
+    layout: Layout,
+    plan: Plan,
+    comm: Communicator,
+    scratch: Scratch,
+    sources: Sequence[Source],
+    reader: Reader,
+) -> Stream:
+    """Return the store of weights that rest in a checkpoint, for where they become whole."""
+    kind = HostStream if plan.grad.medium is Medium.HOST else Stream
+    return kind(layout, plan, comm, scratch, sources, reader)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.optim.optimizer as _optimizers
 import torch.utils._foreach_utils as _foreach_utils
+import torch.utils._python_dispatch as _python_dispatch
 from torch import Tensor
 
 as_plain_tensors = torch._C.DisableTorchFunctionSubclass
@@ -18,6 +19,9 @@ as_plain_tensors = torch._C.DisableTorchFunctionSubclass
 
 without_interception = torch._C.DisableTorchFunction
 """As :data:`as_plain_tensors`, and no mode intercepts a function either."""
+
+without_modes = _python_dispatch._disable_current_modes
+"""A context in which no mode sees operations."""
 
 without_torch_function = torch._C._disabled_torch_function_impl
 """The ``__torch_function__`` of a class that has none: half the cost of torch's default one."""

@@ -219,11 +219,9 @@ class SavingStrategy(SteppingStrategy):
 
     @property
     def _may_stream(self) -> bool:
-        """Return whether weights rest in files, and are only read."""
+        """Return whether all weights rest in files, and are only read."""
         offload = self.settings.offload
-        # A device has no threads of its own that would read files.
-        is_mapped = offload is not None and offload.is_mapped(self.root_device)
-        has_files = is_mapped and offload is not None and offload.weights is not None
+        has_files = offload is not None and offload.weights == "nvme" and offload.ratio == 1
         return has_files and not self._is_fitting and self._current.pending is not None
 
     def _note_load(self, engine: Callable[[], Engine]) -> Mapping[int, Source]:

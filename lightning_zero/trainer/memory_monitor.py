@@ -203,6 +203,7 @@ class MemoryMonitor(Callback):
                     [internals.unwrapped(optimizer) for optimizer in trainer.optimizers],
                     precision=str(strategy.precision_plugin.precision),
                     batch=given,
+                    activation_offload=strategy.options.activation_offload,
                 )
                 self.predicted = estimate_of(
                     self._subject,

@@ -63,7 +63,7 @@ def train(
         recompute = ActivationCheckpointing(model.blocks if checkpointed else [])
         stand_ins = [recompute]
         if is_away:
-            offload = ActivationOffload(engine.sharded.units, engine.comm.host_copies, 1)
+            offload = ActivationOffload.of(engine.sharded.units, engine.comm.host_copies, 1)
             stand_ins.insert(0, offload)
         torch.manual_seed(1 + engine.comm.control.rank)
         for _ in range(3):
@@ -128,7 +128,7 @@ def test_what_moves_is_what_autograd_saves_but_weights() -> None:
     )
     with beside_the_host() as memories:
         engine = Engine(nn.Sequential(block), Settings(stage=3, units=[Residual]))
-        offload = ActivationOffload(engine.sharded.units, engine.comm.host_copies, 1)
+        offload = ActivationOffload.of(engine.sharded.units, engine.comm.host_copies, 1)
         output = engine.module(x)
         assert memories.crossed == {"down": expected}
         output.sum().backward(retain_graph=True)
@@ -157,7 +157,7 @@ def test_conjugates_keep_their_meaning() -> None:
         with beside_the_host() as memories:
             engine = Engine(model, Settings(units=[Conjugating]))
             units = engine.sharded.units if is_away else []
-            offload = ActivationOffload(units, engine.comm.host_copies, 1)
+            offload = ActivationOffload.of(units, engine.comm.host_copies, 1)
             engine.adopt(torch.optim.SGD(model.parameters(), 0.1))
             model(x).sum().backward()
             found.append(engine.sharded.pieces[0].grad.clone())
@@ -184,7 +184,7 @@ def test_activations_leave_the_device() -> None:
         alive.clear()
         with beside_the_host(painted=False):
             engine = Engine(nn.Sequential(Noting(), Noting()), Settings(units=[Noting]))
-            offload = ActivationOffload(
+            offload = ActivationOffload.of(
                 engine.sharded.units if is_away else [], engine.comm.host_copies, 1
             )
             output = engine.module(torch.randn(ROWS, WIDTH))
@@ -198,7 +198,7 @@ def test_activations_leave_the_device() -> None:
 def test_small_tensors_stay() -> None:
     with beside_the_host() as memories:
         engine = Engine(Stack(), Settings(units=[Residual]))
-        ActivationOffload(engine.sharded.units, engine.comm.host_copies)
+        ActivationOffload.of(engine.sharded.units, engine.comm.host_copies)
         engine.module(torch.randn(ROWS, WIDTH)).sum().backward()
         assert memories.crossed == {}
         engine.close()
@@ -206,7 +206,7 @@ def test_small_tensors_stay() -> None:
 
 def fit_both_ways() -> None:
     def beside(comm: Communicator, units: Any) -> ActivationOffload:
-        return ActivationOffload(units, comm.host_copies, 1)
+        return ActivationOffload.of(units, comm.host_copies, 1)
 
     losses = []
     for choices in ({}, {"activation_offload": True, "activation_checkpointing": True}):

@@ -12,6 +12,7 @@ it would between a host and a real device. What copies move is counted.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -35,11 +36,15 @@ class Memories(TorchDispatchMode):
 
     Attributes:
         crossed: The bytes that were copied, "up" to the device and "down" to the host.
+        peak: The most bytes on the device behind an operation, of what operations made.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.crossed: Counter[str] = Counter()
+        self.peak = 0
+        self.new = "device"  # the colour of what is made of nothing
+        self._made: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         # They live on, or others would be made where they were, and be taken for them.
         self._hosts: dict[int, torch.UntypedStorage] = {}
 
@@ -49,6 +54,11 @@ class Memories(TorchDispatchMode):
             storage = tensor.untyped_storage()
             self._hosts[storage._cdata] = storage
         return tensor
+
+    def restart(self) -> None:
+        """Count what crosses, and the peak, from now on."""
+        self.crossed.clear()
+        self.peak = 0
 
     def colour(self, tensor: Tensor) -> str:
         return "host" if tensor.untyped_storage()._cdata in self._hosts else "device"
@@ -64,10 +74,13 @@ class Memories(TorchDispatchMode):
             raise AssertionError(f"{func} works on tensors of two memories: {sizes}")
         known = {one.untyped_storage()._cdata for one in given}
         result = func(*args, **(kwargs or {}))
-        colour = next(iter(colours)) if len(colours) == 1 else "device"
+        colour = next(iter(colours)) if len(colours) == 1 else self.new
         for one in tree_leaves(result):
             if is_memory(one) and one.untyped_storage()._cdata not in known:
                 self.paint(one, colour)
+                if colour == "device" and not one.is_meta:
+                    self._made.add(one.untyped_storage())
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self._made))
         return result
 
 
@@ -89,7 +102,11 @@ def beside_the_host(*, painted: bool = True) -> Iterator[Memories]:
         own = getattr(cls, name)
 
         def on_host(owner: Any, numel: int, dtype: torch.dtype, own: Any = own) -> Tensor:
-            return memories.paint(own(owner, numel, dtype), "host")
+            memories.new = "host"
+            try:
+                return memories.paint(own(owner, numel, dtype), "host")
+            finally:
+                memories.new = "device"
 
         patches.append(mock.patch.object(cls, name, on_host))
     for kind, name in ((StagedFile, "mapped"), (StagingMemory, "tensor")):

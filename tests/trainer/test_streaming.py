@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_zero import ZeROStrategy
 from lightning_zero.checkpoint import load, write_safetensors
-from lightning_zero.comm import Control
+from lightning_zero.comm import Control, Scratch
 from tests.oracle.by_trainer import make_trainer, world
+from tests.oracle.painted import Memories, beside_the_host
 from tests.oracle.ranks import Pools
 
 WIDTH, DEPTH = 640, 3
@@ -181,6 +185,80 @@ def test_weights_are_read_in_hooks_and_whole_at_the_end(ranks: Pools, tmp_path: 
     ranks(1).run(read_in_hooks, str(tmp_path), str(as_lightning(tmp_path)))
 
 
+# ---------------------------------------------------------------------------- beside a device
+
+
+class Counted(Net):
+    """Notes what crosses in a prediction, and the most that the device has."""
+
+    def __init__(self, memories: Memories) -> None:
+        super().__init__()
+        self.memories = memories
+
+    def on_predict_start(self) -> None:
+        self.memories.restart()
+
+    def on_predict_end(self) -> None:
+        self.seen = dict(self.memories.crossed), self.memories.peak
+
+
+def beside(folder: str, path: str, precision: str) -> None:
+    *expected, _ = outputs("zero3", folder, path, precision=precision)
+    with (
+        beside_the_host() as memories,
+        mock.patch.object(Scratch, "file", side_effect=AssertionError("copied to a file")),
+    ):
+        model = Counted(memories)
+        trainer = make_trainer(world(), "zero3_nvme", folder, precision=precision)
+        found = trainer.predict(model, Batches(), ckpt_path=path)
+        sharded = trainer.strategy.engine.sharded
+        losses = trainer.validate(Net(), Batches(), ckpt_path=path, verbose=False)
+    assert all(map(torch.equal, found, expected[0]))
+    assert losses == expected[1]
+    assert all(flat.store.is_stream for flat in sharded.flats)
+    units, going_up = [], 0
+    for unit in sharded.units:
+        units.append(sum(flat.weight._nbytes for flat in unit.flat_parameters))
+        for flat in unit.flat_parameters:
+            numel = sum(slot.numel for slot in flat.layout.slots)
+            going_up += numel * flat.plan.weight.dtype.itemsize
+    crossed, peak = model.seen
+    assert crossed == {"up": len(Batches()) * going_up}
+    # The root, a unit and the next one; small tensors of the batch and of the file.
+    assert peak < units[-1] + 2 * max(units) + max(units) // 2
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "layout", "precision"),
+    [(1, "lightning", "bf16-mixed"), (2, "own", "32-true"), (2, "folder", "bf16-true")],
+)
+def test_a_device_gets_it_from_threads_of_its_host(
+    ranks: Pools, tmp_path: Path, num_ranks: int, layout: str, precision: str
+) -> None:
+    as_lightning(tmp_path)
+    ranks(num_ranks).run(written, str(tmp_path))
+    path = str(LAYOUTS[layout](tmp_path))
+    ranks(num_ranks).run(beside, str(tmp_path), path, precision)
+
+
+def shared(folder: str, path: str) -> None:
+    """A share that stays on the device is copied there, and what goes to files is in files."""
+    [expected, *_] = outputs("zero3", folder, path)
+    how = {"offload_optimizer": "nvme", "offload_weights": "nvme", "offload_ratio": 0.5}
+    with beside_the_host():
+        strategy: Any = ZeROStrategy(3, **how)
+        [found, _, streams] = outputs(strategy, folder, path)
+    assert not streams
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_share_is_copied(ranks: Pools, tmp_path: Path) -> None:
+    ranks(1).run(shared, str(tmp_path), str(as_lightning(tmp_path)))
+
+
+# ---------------------------------------------------------------------------- changes, damage
+
+
 class Editing(Net):
     def on_predict_start(self) -> None:
         with torch.no_grad():
@@ -189,14 +267,19 @@ class Editing(Net):
         self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/edited.ckpt")
 
 
-def edited(folder: str, path: str) -> list[Tensor]:
+def edited(folder: str, path: str, is_beside: bool) -> list[Tensor]:
     trainer = make_trainer(world(), "zero3_nvme", folder)
-    found = trainer.predict(Editing(), Batches(), ckpt_path=path)
+    # Nothing is painted: on a CPU an edit's copy to the host is none.
+    with beside_the_host(painted=False) if is_beside else contextlib.nullcontext():
+        found = trainer.predict(Editing(), Batches(), ckpt_path=path)
     assert not any(flat.store.is_stream for flat in trainer.strategy.engine.sharded.flats)
     return found  # type: ignore[return-value]
 
 
-def test_what_is_changed_rests_in_files_from_then_on(ranks: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_what_is_changed_rests_in_files_from_then_on(
+    ranks: Pools, tmp_path: Path, is_beside: bool
+) -> None:
     path = as_lightning(tmp_path)
     net = layers().eval()
     net.load_state_dict({key.removeprefix("net."): value for key, value in state().items()})
@@ -204,7 +287,7 @@ def test_what_is_changed_rests_in_files_from_then_on(ranks: Pools, tmp_path: Pat
         for parameter in net.parameters():
             parameter.mul_(2)
         expected = [net(batch) for [batch] in Batches()]
-    for found in ranks(2).run(edited, str(tmp_path), str(path)):
+    for found in ranks(2).run(edited, str(tmp_path), str(path), is_beside):
         assert all(map(torch.allclose, found, expected))
     saved = torch.load(tmp_path / "edited.ckpt")["state_dict"]
     for key, value in state().items():
@@ -215,17 +298,20 @@ def net_parameters() -> Iterator[tuple[str, Tensor]]:
     return layers().named_parameters("net")
 
 
-def damaged(folder: str, path: str) -> str:
+def damaged(folder: str, path: str, is_beside: bool) -> str:
     try:
-        outputs("zero3_nvme", folder, path)
+        with beside_the_host() if is_beside else contextlib.nullcontext():
+            outputs("zero3_nvme", folder, path)
     except (RuntimeError, ValueError) as error:
         return str(error)
     return ""
 
 
-@pytest.mark.parametrize("layout", ["own", "lightning"])
+@pytest.mark.parametrize(
+    ("layout", "is_beside"), [("own", False), ("lightning", False), ("own", True)]
+)
 def test_damage_is_noticed_before_it_is_computed_with(
-    ranks: Pools, tmp_path: Path, layout: str
+    ranks: Pools, tmp_path: Path, layout: str, is_beside: bool
 ) -> None:
     path = as_lightning(tmp_path)
     if layout == "own":
@@ -236,7 +322,7 @@ def test_damage_is_noticed_before_it_is_computed_with(
     with path.open("r+b") as file:
         file.seek(place + WIDTH * WIDTH)
         file.write(b"\xff\x00\xff")
-    [told] = ranks(1).run(damaged, str(tmp_path), str(path))
+    [told] = ranks(1).run(damaged, str(tmp_path), str(path), is_beside)
     assert "Reading the weights of net.1" in told
     assert f"of {name!r}" in told
     assert "are not those that were written" in told

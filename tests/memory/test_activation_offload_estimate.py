@@ -1,0 +1,133 @@
+"""Predicted bytes of activations that wait on the host: those of a run, to the byte."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zero import MemoryMonitor, ZeROStrategy
+from lightning_zero.comm import Communicator
+from lightning_zero.engine.activation_checkpointing import ActivationCheckpointing
+from lightning_zero.engine.activation_offload import ActivationOffload
+from lightning_zero.engine.engine import Engine
+from lightning_zero.memory.prediction import estimate
+from lightning_zero.plan.settings import Settings
+from tests.oracle.models import Block as ModelBlock
+from tests.oracle.painted import beside_the_host
+from tests.oracle.projects import Regression, fit
+from tests.oracle.ranks import Pools
+
+WIDTH, ROWS = 64, 512
+"""A tensor of a unit has 128 KiB: it moves; weights are smaller than what is saved."""
+
+
+class Block(nn.Module):
+    """Saves views, one storage twice, and something small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.both(x).chunk(2, dim=-1)
+        mixed = torch.sigmoid(gate) * value
+        small = mixed.mean(dim=-1, keepdim=True).exp()
+        return x + self.down(mixed) * mixed.tanh() * small
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square()
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).sum()
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1)
+
+
+def of_run(*, is_away: bool, checkpointed: bool) -> tuple[dict[str, int], int]:
+    """Bytes that go down in a step, and the most that are on the device in it."""
+    with beside_the_host() as memories:
+        model = Stack()
+        engine = Engine(model, Settings(3, units=[Block]))
+        optimizer = sgd(model.parameters())
+        engine.adopt(optimizer)
+        recompute = ActivationCheckpointing(model.blocks if checkpointed else [])
+        units = engine.sharded.units if is_away else []
+        offload = ActivationOffload.of(units, engine.comm.host_copies)
+        for _ in range(2):
+            memories.restart()
+            optimizer.zero_grad()
+            loss(model, torch.randn(ROWS, WIDTH)).backward()
+            optimizer.step()
+        crossed, peak = dict(memories.crossed), memories.peak
+        offload.remove()
+        recompute.remove()
+        engine.close()
+    return crossed, peak
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_peak_falls_as_a_runs(checkpointed: bool) -> None:
+    peaks, predicted = [], []
+    for is_away in (False, True):
+        crossed, peak = of_run(is_away=is_away, checkpointed=checkpointed)
+        found = estimate(
+            Stack(), stage=3, units=[Block], batch=torch.randn(ROWS, WIDTH), step=loss,
+            optimizer=sgd, activation_checkpointing=checkpointed, activation_offload=is_away,
+        )  # fmt: skip
+        peaks.append(peak)
+        predicted.append(found.peak.total)
+        # All that goes down is there until backward.
+        assert found.host["staging"] == found.host_peak == crossed.get("down", 0) or not is_away
+        assert found.is_on_host is not is_away
+        assert found.device_peak == found.peak.total
+        # What the process group takes for itself.
+        assert 0 <= peak - predicted[-1] < 64
+    assert peaks[0] - peaks[1] == predicted[0] - predicted[1] > 0
+
+
+def test_ddp_has_none() -> None:
+    how: Any = {"stage": 0, "batch": torch.randn(ROWS, WIDTH), "step": loss, "optimizer": sgd}
+    found = [estimate(Stack(), **how, activation_offload=is_away) for is_away in (False, True)]
+    assert found[0] == found[1]
+
+
+def test_a_device_that_is_the_host_is_refused() -> None:
+    with pytest.raises(ValueError, match="activation_offload=True needs a device beside the host"):
+        estimate(Stack(), stage=3, offload="nvme", activation_offload=True)
+
+
+def watched() -> None:
+    """The monitor's prediction is of a copy of the module, whose offload is its own."""
+    monitor = MemoryMonitor()
+    strategy = ZeROStrategy(3, units=[ModelBlock], activation_offload=True)
+
+    def beside(comm: Communicator, units: Any) -> ActivationOffload:
+        return ActivationOffload.of(units, comm.host_copies)
+
+    with beside_the_host(painted=False), mock.patch.object(ActivationOffload, "beside", beside):
+        fit(Regression(), strategy, callbacks=[monitor])
+    assert monitor.predicted is not None
+    assert monitor.predicted.has_activations
+    assert not monitor.predicted.is_on_host
+    assert monitor.differences == []
+
+
+def test_the_monitor_predicts_it(ranks: Pools) -> None:
+    ranks(1).run(watched)
