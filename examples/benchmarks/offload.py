@@ -2,6 +2,7 @@
 
     python examples/benchmarks/offload.py              # a model of 1 GB, in 10 GB of memory
     python examples/benchmarks/offload.py --megabytes 100 --rounds 2
+    python examples/benchmarks/offload.py --predictions --megabytes 2000 --tokens 1 512 2048
     python examples/benchmarks/offload.py --deepspeed PYTHON --accelerate PYTHON
 
 In each round, one after the other:
@@ -9,7 +10,7 @@ In each round, one after the other:
 * ``disk reads``: the model's bytes by large unbuffered requests of two threads.
 * ``disk reads and writes``: twice the model's bytes, as AdamW's states are, read and written at
   once, by two threads each.
-* ``compute``: a forward with weights in memory, of 1 and of 512 tokens.
+* ``compute``: a forward with weights in memory, of 1 and of 512 tokens, or of others.
 * ``stream``: the same with weights that are read from their checkpoint, which the system has
   forgotten before. The limit is the larger of the disk's time and of the computation's.
 * ``step in memory``, ``step with states in files``, ``step in files``: an AdamW step over all
@@ -38,8 +39,9 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -48,12 +50,11 @@ from machine import description
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint import ModuleLoad, read_safetensors, write_safetensors
-from lightning_zero.comm import StagingMemory, StepTimes
+from lightning_zero.comm import StagingMemory
 from lightning_zero.engine import Engine
 from lightning_zero.optimizer import States, UnitStep
 from lightning_zero.plan import Offload, Settings
 
-TOKENS = (1, 512)
 STATES_ALONE = "with states in files"
 ON_PIECES = ("fused step", "step by unit")
 DEEPSPEED = {"step": "DeepSpeed step", "train": "DeepSpeed training"}
@@ -162,99 +163,149 @@ def forward(module: nn.Module, tokens: Tensor) -> None:
     module(tokens)
 
 
-Contenders = dict[str, Contender]
+class Rounds:
+    """Seconds of what is measured, by name, one of each round.
 
+    Args:
+        others: Processes of other packages, by package.
+    """
 
-def measured(
-    folder: str, width: int, depth: int, rounds: int, others: Contenders
-) -> tuple[dict[str, list[float]], float, StepTimes]:
-    """Seconds of each contender, by round; the part of the disk's that steps move; their times."""
-    path = Path(folder) / "weights.safetensors"
-    shapes = {f"{n}.weight": (torch.float32, (width, width)) for n in range(depth)}
-    write_safetensors(path, shapes, lambda _: torch.randn(width, width) / width**0.5)
-    units = (nn.Linear,)
-    files = Settings(units=units, offload=Offload("nvme", "nvme"), offload_path=folder)
-    memory = Settings(units=units)
-    disk, of_states = (Disk(folder, times * path.stat().st_size) for times in (1, 2))
-    whole = model(width, depth)
-    whole.load_state_dict(read_safetensors(path), assign=True)
-    for parameter in whole.parameters():
-        parameter.data = parameter.data.clone()
-    stream = streaming(path, files, width, depth)
-    states = Settings(units=units, offload=Offload("nvme", None), offload_path=folder)
-    places = {"in memory": memory, STATES_ALONE: states, "in files": files}
-    steps = {name: Stepping(settings, width, depth) for name, settings in places.items()}
-    on_pieces = dict(zip(ON_PIECES, steps["in memory"].on_pieces(), strict=True))
-    found: dict[str, list[float]] = {}
+    def __init__(self, others: dict[str, Contender]) -> None:
+        self.found: dict[str, list[float]] = {}
+        self._others = others
 
-    def note(name: str, function: Callable[[], object]) -> None:
+    def note(self, name: str, function: Callable[[], object]) -> None:
         os.sync()  # what others have left to be written is not to be in the way
-        found.setdefault(name, []).append(timed(function))
+        self.found.setdefault(name, []).append(timed(function))
 
-    def note_other(name: str, label: str, what: str) -> None:
-        if name in others:
+    def note_other(self, package: str, name: str, what: str) -> None:
+        if package in self._others:
             os.sync()
-            found.setdefault(label, []).append(others[name].measure(what))
+            self.found.setdefault(name, []).append(self._others[package].measure(what))
 
-    # The first round is left out: checksums are compared in it, and the order of units is learned.
-    for _ in range(rounds + 1):
-        note("disk reads", disk.read)
-        note("disk reads and writes", of_states.read_and_write)
-        for count in TOKENS:
-            tokens = torch.randn(count, width)
-            note(f"compute, {count} tokens", functools.partial(forward, whole, tokens))
-            forget(path)
-            note(f"stream, {count} tokens", functools.partial(forward, stream.module, tokens))
-            note_other("accelerate", f"accelerate, {count} tokens", str(count))
-        for name, stepping in steps.items():
-            note(f"step {name}", stepping.step)
-        for name, step in on_pieces.items():
-            note(name, step)
+    def end_warm_up(self) -> None:
+        """Forget the first round: checksums are compared in it, and the order of units learned."""
+        for seconds in self.found.values():
+            seconds.clear()
+
+
+class Predictions:
+    """Forwards with weights in memory, and with weights that are read from their file."""
+
+    def __init__(self, folder: str, width: int, depth: int, tokens: Sequence[int]) -> None:
+        self._path = Path(folder) / "weights.safetensors"
+        shapes = {f"{n}.weight": (torch.float32, (width, width)) for n in range(depth)}
+        write_safetensors(self._path, shapes, lambda _: torch.randn(width, width) / width**0.5)
+        self._disk = Disk(folder, self._path.stat().st_size)
+        self._whole = model(width, depth)
+        self._whole.load_state_dict(read_safetensors(self._path), assign=True)
+        for parameter in self._whole.parameters():
+            parameter.data = parameter.data.clone()
+        self._stream = streaming(self._path, _in_files(folder), width, depth)
+        self._tokens = {count: torch.randn(count, width) for count in tokens}
+
+    def measure(self, rounds: Rounds) -> None:
+        rounds.note("disk reads", self._disk.read)
+        for count, tokens in self._tokens.items():
+            compute = functools.partial(forward, self._whole, tokens)
+            stream = functools.partial(forward, self._stream.module, tokens)
+            rounds.note(f"compute, {count} tokens", compute)
+            forget(self._path)
+            rounds.note(f"stream, {count} tokens", stream)
+            rounds.note_other("accelerate", f"accelerate, {count} tokens", str(count))
+
+    def close(self) -> None:
+        self._stream.close(restore=False)
+
+    def report(self, found: dict[str, list[float]]) -> None:
+        for count in self._tokens:
+            limit = map(max, found["disk reads"], found[f"compute, {count} tokens"])
+            compare(f"stream, {count} tokens to the limit", found[f"stream, {count} tokens"], limit)
+        for count in self._tokens:
+            compare_other(f"accelerate, {count} tokens", f"stream, {count} tokens", found)
+
+
+class Steps:
+    """Steps of an optimizer with masters and states in memory, and in files."""
+
+    def __init__(self, folder: str, width: int, depth: int) -> None:
+        self._disk = Disk(folder, 2 * 4 * depth * width**2)
+        files = _in_files(folder)
+        places = {
+            "in memory": replace(files, offload=None),
+            STATES_ALONE: replace(files, offload=Offload("nvme", None)),
+            "in files": files,
+        }
+        self._in = {name: Stepping(settings, width, depth) for name, settings in places.items()}
+        self._on_pieces = dict(zip(ON_PIECES, self._in["in memory"].on_pieces(), strict=True))
+
+    def measure(self, rounds: Rounds) -> None:
+        rounds.note("disk reads and writes", self._disk.read_and_write)
+        for name, stepping in self._in.items():
+            rounds.note(f"step {name}", stepping.step)
+        for name, step in self._on_pieces.items():
+            rounds.note(name, step)
         for name in ("in memory", "in files"):
-            note(f"training {name}", steps[name].train)
+            rounds.note(f"training {name}", self._in[name].train)
         for what, label in DEEPSPEED.items():
-            note_other("deepspeed", label, what)
-    times = steps["in files"].engine.comm.step_times
-    for engine in (stream, *(stepping.engine for stepping in steps.values())):
-        engine.close(restore=False)
-    share = times.bytes_read / of_states.nbytes
-    return {name: seconds[1:] for name, seconds in found.items()}, share, times
+            rounds.note_other("deepspeed", label, what)
+
+    def close(self) -> None:
+        for stepping in self._in.values():
+            stepping.engine.close(restore=False)
+
+    def report(self, found: dict[str, list[float]]) -> None:
+        times = self._in["in files"].engine.comm.step_times
+        share = times.bytes_read / self._disk.nbytes
+        disk = [share * seconds for seconds in found["disk reads and writes"]]
+        for name in (f"step {STATES_ALONE}", "step in files", "training in files"):
+            limit = map(max, disk, found[f"{name.split()[0]} in memory"])
+            compare(f"{name} to the limit", found[name], limit)
+        compare("step by unit to fused step", *(found[name] for name in reversed(ON_PIECES)))
+        for doing, label in DEEPSPEED.items():
+            ours = {"step": "step in files", "train": "training in files"}[doing]
+            compare_other(label, ours, found)
+        step, in_memory = (statistics.median(found[f"step in {at}"]) for at in ("files", "memory"))
+        print(
+            f"a step in files: {step / in_memory:.2f} of one in memory;"
+            f" it reads {times.bytes_read / 1e9:.2f} GB at {times.read_speed / 1e9:.2f} GB/s and"
+            f" writes at {times.write_speed / 1e9:.2f} at once, and waits"
+            f" {times.waiting / times.stepping:.0%} of its time"
+        )
 
 
-def compare(name: str, seconds: list[float], others: list[float]) -> None:
+def _in_files(folder: str) -> Settings:
+    return Settings(units=(nn.Linear,), offload=Offload("nvme", "nvme"), offload_path=folder)
+
+
+def compare(name: str, seconds: Iterable[float], others: Iterable[float]) -> None:
     """Print the ratios of rounds."""
     ratios = [one / other for one, other in zip(seconds, others, strict=True)]
     print(f"{name}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
 
 
-def report(found: dict[str, list[float]], share: float, times: StepTimes) -> None:
-    middle = {name: statistics.median(seconds) for name, seconds in found.items()}
+def compare_other(theirs: str, ours: str, found: dict[str, list[float]]) -> None:
+    """Print the ratios of another package's seconds to ours, if it was measured."""
+    if theirs in found:
+        compare(f"{theirs} to {ours}", found[theirs], found[ours])
+
+
+def run(parts: Sequence[Predictions | Steps], number: int, others: dict[str, Contender]) -> None:
+    """Measure ``parts`` in ``number`` rounds, and print what was found."""
+    rounds = Rounds(others)
+    for index in range(number + 1):
+        for part in parts:
+            part.measure(rounds)
+        if index == 0:
+            rounds.end_warm_up()
     print("| | seconds, median | least to most |\n|---|---|---|")
-    for name, seconds in found.items():
-        print(f"| {name} | {middle[name]:.3f} | {min(seconds):.3f} to {max(seconds):.3f} |")
+    for name, seconds in rounds.found.items():
+        middle, least, most = statistics.median(seconds), min(seconds), max(seconds)
+        print(f"| {name} | {middle:.3f} | {least:.3f} to {most:.3f} |")
     print()
-    limits = {
-        f"stream, {count} tokens": (found["disk reads"], found[f"compute, {count} tokens"])
-        for count in TOKENS
-    }
-    disk = [share * seconds for seconds in found["disk reads and writes"]]
-    limits[f"step {STATES_ALONE}"] = (disk, found["step in memory"])
-    for doing in ("step", "training"):
-        limits[f"{doing} in files"] = (disk, found[f"{doing} in memory"])
-    for name, both in limits.items():
-        compare(f"{name} to the limit", found[name], [*map(max, *both)])
-    compare("step by unit to fused step", *(found[name] for name in reversed(ON_PIECES)))
-    rivals = {f"accelerate, {count} tokens": f"stream, {count} tokens" for count in TOKENS}
-    rivals |= {f"DeepSpeed {doing}": f"{doing} in files" for doing in ("step", "training")}
-    for theirs, ours in rivals.items():
-        if theirs in found:
-            compare(f"{theirs} to {ours}", found[theirs], found[ours])
-    print(
-        f"a step in files: {middle['step in files'] / middle['step in memory']:.2f} of one in"
-        f" memory; it reads {times.bytes_read / 1e9:.2f} GB at {times.read_speed / 1e9:.2f} GB/s"
-        f" and writes at {times.write_speed / 1e9:.2f} at once, and waits"
-        f" {times.waiting / times.stepping:.0%} of its time"
-    )
+    for part in parts:
+        part.report(rounds.found)
+        part.close()
 
 
 def main() -> None:
@@ -263,6 +314,8 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", default=".", help="a folder on the disk that is measured")
+    parser.add_argument("--tokens", type=int, nargs="+", default=(1, 512), help="of a forward")
+    parser.add_argument("--predictions", action="store_true", help="leave the steps out")
     for name in ("deepspeed", "accelerate"):
         parser.add_argument(f"--{name}", help=f"an interpreter that has {name}, to compare with it")
     options = parser.parse_args()
@@ -271,12 +324,15 @@ def main() -> None:
     print(f"{description()}; {depth} layers, {4 * depth * width**2 / 1e9:.2f} GB of weights")
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder))
-        others: Contenders = {}
+        others: dict[str, Contender] = {}
         for name in ("deepspeed", "accelerate"):
             if (python := getattr(options, name)) is not None:
                 others[name] = Contender(python, name, folder, width, depth)
                 stack.callback(others[name].close)
-        report(*measured(folder, width, depth, options.rounds, others))
+        parts: list[Predictions | Steps] = [Predictions(folder, width, depth, options.tokens)]
+        if not options.predictions:
+            parts.append(Steps(folder, width, depth))
+        run(parts, options.rounds, others)
 
 
 if __name__ == "__main__":
