@@ -43,7 +43,7 @@ from torch import Tensor
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.traffic import sum_of
-from lightning_zero.comm.transport import sum_into
+from lightning_zero.comm.transport import Extent, sum_into
 from lightning_zero.plan.layout import ALIGNMENT
 
 # torch 2.13 renamed the two and warns about the old names.
@@ -139,7 +139,7 @@ def settle(device: torch.device) -> None:
 
 def our_gather(comm: Communicator, values: Values) -> Way:
     part, out = values.shard(values.own), torch.empty_like(values.own)
-    master = comm.transport.share(part.numel(), part.dtype)
+    master = next(comm.transport.share([Extent(part.numel(), part.dtype)]))
     master.own.copy_(part)
 
     def run(_: None) -> None:
