@@ -7,6 +7,7 @@ buffer is and that it is full.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
@@ -31,6 +32,8 @@ from lightning_zero.comm.transport import (
     sum_into,
 )
 from lightning_zero.comm.window import Address, Window, are_supported
+
+WINDOWS_AT_ONCE = 128
 
 
 class SharedMemory(PointToPoint):
@@ -62,11 +65,16 @@ class SharedMemory(PointToPoint):
 
     @override
     def share(self, extents: Iterable[Extent]) -> Iterator[Shared]:
-        """Yield memory for masters and views of every rank's; one message tells where all are.
+        """Yield memory for masters and views of every rank's; one message tells where many are.
 
-        Windows take memory when they are written to, so all are made at once.
+        Windows take memory when they are written to, so many are made at once. Each is an open file
+        until peers have opened it, of which a process may have a thousand.
         """
-        extents = list(extents)
+        missing = iter(extents)
+        while portion := list(itertools.islice(missing, WINDOWS_AT_ONCE)):
+            yield from self._share(portion)
+
+    def _share(self, extents: Sequence[Extent]) -> Iterator[Shared]:
         own = [Window.create(n * dtype.itemsize, self.size, files) for n, dtype, files in extents]
         addresses = self.control.gather_objects([window.address for window in own])
         of_ranks = [

@@ -133,8 +133,9 @@ class ShardedModel:
                 unit.weights.reshard()
             written += size
             on_written(written, nbytes)
-        if not streams:
-            self.comm.fence(SyncPoint.SETUP)
+            if not streams:
+                # What gives values to later units may read these, at stage 3 where peers have them.
+                self.comm.fence(SyncPoint.SETUP)
         return blank
 
     @functools.cached_property

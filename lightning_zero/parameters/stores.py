@@ -87,11 +87,12 @@ class Store:
         self._extent = extent_of(layout, plan, scratch)
         # Whole weights and masters share one storage if they rest in the same form.
         self._whole: Tensor | None = None
-        shared = shared or comm.transport.share([self._extent])
+        if shared is None:
+            shared = comm.transport.share([self._extent])
         if plan.gives_weights_back or plan.has_master:
             masters = self._masters(shared)
         else:
-            whole = next(shared)
+            whole = self._next(shared)
             self._whole, masters = whole.own, whole.sharded(comm.mesh.shard)
         self.gather = comm.redistribution(plan.master.placement, Placement.REPLICATED)
         of_copy = Placements(plan.master.placement, Placement.PARTIAL)
@@ -132,7 +133,13 @@ class Store:
         return False
 
     def _masters(self, shared: Iterator[Shared]) -> Shared:
-        return next(shared)
+        return self._next(shared)
+
+    def _next(self, shared: Iterator[Shared]) -> Shared:
+        found = next(shared)
+        # It is another store's, if they are made in another order than their memory.
+        assert (found.own.numel(), found.own.dtype) == self._extent[:2]
+        return found
 
     def _rest(self, shared: Shared) -> None:
         self.shared = shared

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -10,12 +12,14 @@ from unittest import mock
 import pytest
 import torch
 
+from lightning_zero.comm import shared_memory
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.control import Control
 from lightning_zero.comm.sync_points import SyncPoint
 from lightning_zero.comm.traffic import Ledger, Sent, sum_of
 from lightning_zero.comm.window import Address, Window
 from lightning_zero.engine.engine import Engine
+from lightning_zero.parameters import FlatParameters
 from lightning_zero.plan.settings import Settings
 from tests.oracle.models import MODELS
 from tests.oracle.parity import share
@@ -83,6 +87,75 @@ def _exchanges_at_setup(num_units: int) -> int:
 def test_ranks_say_where_the_masters_of_all_units_are_at_once(ranks: Pools) -> None:
     few, many = (ranks(2).run(_exchanges_at_setup, number) for number in (2, 8))
     assert few == many
+
+
+def _num_files() -> int:
+    count = 0
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own
+            count += "memfd" in os.readlink(f"/proc/self/fd/{number}")
+    return count
+
+
+def _files_at_setup(num_units: int) -> tuple[list[int], int]:
+    """Numbers of open windows when each is made, and behind setup."""
+    found: list[int] = []
+    create = Window.create
+
+    def counted(*words: Any) -> Window:
+        found.append(_num_files())
+        return create(*words)
+
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(num_units)])
+    with (
+        mock.patch.object(shared_memory, "WINDOWS_AT_ONCE", 4),
+        mock.patch.object(Window, "create", counted),
+    ):
+        engine = Engine(model, Settings(3, units=(torch.nn.Linear,)))
+    behind = _num_files()
+    engine.close()
+    return found, behind
+
+
+def test_few_files_are_open_at_once(ranks: Pools) -> None:
+    for found, behind in ranks(2).run(_files_at_setup, 30):
+        assert len(found) >= 31
+        assert max(found) - found[0] <= 4
+        assert behind - found[0] <= 1  # that of sync points
+
+
+class _Scaled(torch.nn.Module):
+    """A module whose own weight is made of another unit's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(64, 64)
+        self.scale = torch.nn.Parameter(torch.empty(1))
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.scale.fill_(self.inner.weight.ne(0).float().mean())
+
+
+def _share_that_was_there(late: int) -> float:
+    """The share of another unit's weights that its peers saw when they were read at setup."""
+    take_over = FlatParameters.take_over
+
+    def slow(self: FlatParameters, *words: Any) -> None:
+        time.sleep(0.1)
+        take_over(self, *words)
+
+    with torch.device("meta"):
+        model = _Scaled()
+    is_late = int(os.environ["RANK"]) == late
+    with mock.patch.object(FlatParameters, "take_over", slow if is_late else take_over):
+        engine = Engine(model, Settings(3, units=(torch.nn.Linear,)))
+    engine.close()
+    return model.scale.item()
+
+
+def test_weights_are_read_at_setup_when_all_ranks_have_written_them(ranks: Pools) -> None:
+    assert ranks(2).run(_share_that_was_there, 1) == [1.0, 1.0]
 
 
 def _reduce_without_reader() -> tuple[int, int, int]:

@@ -299,9 +299,8 @@ CHANGES = {
 
 @pytest.mark.parametrize("kind", CHANGES)
 def test_what_one_rank_alone_changes_is_named(ranks: Pools, kind: str) -> None:
-    ways = [(1, "backend"), *((3, way) for way in WAYS)]
-    first = list(CHANGES).index(kind)
-    for stage, way in (ways[first], ways[first - 2]):  # which take turns: each start costs most
+    turns = [(1, "backend"), *((3, way) for way in WAYS if way != "windows")]  # starts cost most
+    for stage, way in ((3, "windows"), turns[list(CHANGES).index(kind) % len(turns)]):
         with pytest.raises(RankError) as caught:
             ranks(2).run(change, kind, "odd", stage, way, timeout=30)
         text = str(caught.value)

@@ -178,7 +178,7 @@ def _part(strategy: Any, name: str, folder: str, until: int, resumed: str | None
 
 
 RESUMED = {
-    "ema": (("ddp", 3), (3, 2), ("directory", 1)),
+    "ema": (("ddp", 3), (3, "ddp"), (2, 1), ("directory", 1)),
     "swa": (("ddp", 2), (3, "ddp"), (1, 3)),
 }
 """Which strategy goes on from whose file, for one average or the other."""
