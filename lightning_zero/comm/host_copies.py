@@ -146,9 +146,12 @@ class _Ascent:
         assert self._begin is not None
         # Not when it was recorded: the stream may have had another unit's parts to send since.
         self._stream.wait_event(self._begin)
-        with self._stream:
-            self._send()
-        torch.accelerator.current_stream(self._stream.device).wait_stream(self._stream)
+        try:
+            with self._stream:
+                self._send()
+        finally:
+            # Also for those that were sent before one failed: their memory is given back.
+            torch.accelerator.current_stream(self._stream.device).wait_stream(self._stream)
 
     def _send(self) -> None:
         for out, source in self._parts:

@@ -150,17 +150,17 @@ def _own_form_of(whole: Trial) -> frozenset[str] | None:
         return None
     try:
         form = twin.state_dict()
-        shown = tree_leaves(form)
         if "state" in form and "param_groups" in form:
             return None
+        names, shown = frozenset(form), tree_leaves(form)
     except Exception:
-        return None  # of a copy whose steps have raised
+        return None  # of a copy whose steps have raised, or a form without names
     states = [list(holder.state.values()) for holder in with_inner(twin)]
     known = set(map(id, tree_leaves(states)))
     if any(isinstance(leaf, Tensor) and leaf.dim() and id(leaf) not in known for leaf in shown):
         what = "makes a state_dict of a form of its own from values that it does not keep"
         whole.taint.findings.append(Finding(Way.ALL_AT_ONCE, what))
-    return frozenset(form)
+    return names
 
 
 class _Answers:

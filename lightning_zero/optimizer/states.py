@@ -123,7 +123,7 @@ class StateFiles(States):
         self._taken: set[int] = set()
         self._staging = Staging(comm.transport.ledger)
         # What steps in the place of each part of the batch that was fetched.
-        self._lent: list[tuple[Part[Piece], Parameter]] = []
+        self._lent: list[tuple[Part[Piece], Parameter, dict[str, Any]]] = []
 
     @property
     @override
@@ -236,13 +236,16 @@ class StateFiles(States):
         The state of the piece itself stays what it is until its last part has been stepped.
         """
         piece, states = part.piece, self.optimizer.state
-        stand_in = Parameter(_cut(piece.detach(), part), requires_grad=False)
-        grad = piece.grad
-        stand_in.grad = None if grad is None else _cut(grad, part)
-        self._lent.append((part, stand_in))
+        own = states.get(piece, {})
+        stand_in: Parameter = piece
+        if part.is_cut:
+            stand_in = Parameter(_cut(piece.detach(), part), requires_grad=False)
+            grad = piece.grad
+            stand_in.grad = None if grad is None else _cut(grad, part)
+        self._lent.append((part, stand_in, {**own}))
         if piece in states:
-            entries = states[piece].items()
-            states[stand_in] = {key: self._lent_entry(part, key, v) for key, v in entries}
+            lent = {key: self._lent_entry(part, key, value) for key, value in own.items()}
+            (states[stand_in] if part.is_cut else own).update(lent)
         return stand_in
 
     def _lent_entry(self, part: Part[Piece], key: str, value: Any) -> Any:
@@ -263,12 +266,12 @@ class StateFiles(States):
     @torch.no_grad()
     def flush(self) -> None:
         states = self.optimizer.state
-        for part, stand_in in self._lent:
-            state = states.pop(stand_in, {})
+        for part, stand_in, _ in self._lent:
+            state = states.pop(stand_in, {}) if part.is_cut else states.get(stand_in, {})
             for key, value in state.items():
                 if is_of_elements(key, value, stand_in):
                     state[key] = self._kept_in_file(part, key, value)
-            if state and part.is_last:
+            if state and part.is_cut and part.is_last:
                 states[part.piece].update(state)
         self._lent = []
         self._staging.flush()
@@ -285,8 +288,10 @@ class StateFiles(States):
 
     @override
     def close(self) -> None:
-        for _, stand_in in self._lent:  # of a step that failed
+        for part, stand_in, before in self._lent:  # of a step that failed
             self.optimizer.state.pop(stand_in, None)
+            if before and not part.is_cut:
+                self.optimizer.state[part.piece] = before
         self._lent = []
         self._staging.close()
 

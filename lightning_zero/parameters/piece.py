@@ -38,6 +38,12 @@ class PieceRange:
         They share the memory of ``whole`` where its elements lie in the parameter's order: of a
         tensor that is mapped from a file nothing else is read.
         """
+        if whole.stride() == self.slot.stride:
+            # In one call: a tensor that is not read yet reads the range that it is asked for. An
+            # empty one may begin behind the storage of a tensor without elements.
+            start = self.start if self.stop > self.start else 0
+            offset = int(whole.storage_offset()) + start
+            return whole.as_strided((self.stop - self.start,), (1,), offset)
         return self.flat(whole)[self.start : self.stop]
 
     def flat(self, whole: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Generic, Protocol, TypeVar
@@ -171,18 +172,24 @@ class HostStream(Stream, HostStore):
     def _read(self, out: Tensor, *, unit: str, tag: int) -> Work:
         copies, numel = self.comm.host_copies, sum(slot.numel for slot in self.layout.slots)
         self.comm.transport.ledger.note(unit, "up", numel, out.element_size())
-        reads = []
+        reads, at_once = [], _AT_ONCE_BYTES // out.element_size()
         for source, start, part in self._parts(out):
-            # Not by the threads, which are on no device.
-            landing = copies.passing_memory(part.numel(), part.dtype)
-            reads.append(functools.partial(self._stage, source, start, landing, part))
-        return copies.up_as_they_come(self._reader.start(unit, reads))
+            # Not by the threads, which are on no device; and of one size, for reuse in all passes.
+            pairs = [
+                (one, copies.passing_memory(one.numel(), one.dtype))
+                for one in torch.split(part, at_once)
+            ]
+            reads.append(functools.partial(self._stage, source, start, pairs))
+        reading = self._reader.start(unit, reads)
+        return copies.up_as_they_come(itertools.chain.from_iterable(reading))
 
     def _stage(
-        self, source: Source, start: int, landing: Tensor, out: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        self._read_part(source, start, landing)
-        return out, landing
+        self, source: Source, start: int, pairs: Sequence[tuple[Tensor, Tensor]]
+    ) -> Sequence[tuple[Tensor, Tensor]]:
+        for _, landing in pairs:
+            self._read_part(source, start, landing)
+            start += landing.numel()
+        return pairs
 
 
 def stream_for(

@@ -46,6 +46,8 @@ from lightning_zero.comm import Control
 from lightning_zero.commands import main
 from lightning_zero.commands.convert import convert
 from lightning_zero.commands.inspect import damage, describe
+from lightning_zero.parameters.piece import PieceRange
+from lightning_zero.plan import Slot
 from tests.oracle import by_trainer, resharding
 from tests.oracle.checkpoints import (
     CPU,
@@ -692,6 +694,11 @@ def test_stored_tensors_are_tensors(
         laid_out = found["b"].laid_out(images.stride())  # type: ignore[attr-defined]
         part = laid_out.as_strided((stop - start,), (1,), start)
         assert torch.equal(part, images.as_strided((24,), (1,))[start:stop])
+        slot = Slot("a", tuple(value.shape), value.stride(), 0)
+        part = PieceRange(slot, start, stop, slice(0, stop - start)).part_of(stored)
+        # Nothing else was read: it is no part of a whole.
+        assert part.untyped_storage().nbytes() == 4 * (stop - start)
+        assert torch.equal(part, value.flatten()[start:stop])
     assert torch.equal(torch.cat([stored, stored]), torch.cat([value, value]))
     assert torch.equal(pickle.loads(pickle.dumps(stored)), value)
     assert torch.equal(stored * 2, value * 2)

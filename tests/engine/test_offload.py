@@ -239,6 +239,27 @@ def test_hooks_closures_and_schedulers_see_one_step(tmp_path: Path) -> None:
     engine.close()
 
 
+def test_users_hooks_see_pieces_in_every_step(tmp_path: Path) -> None:
+    model = MODELS["transformer"].build()
+    engine = shard(model, **offload(3, str(tmp_path)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    averages: dict[Tensor, Tensor] = {}
+
+    def average(*_: Any) -> None:
+        for group in optimizer.param_groups:
+            for piece in group["params"]:
+                averages.setdefault(piece, piece.detach().clone()).lerp_(piece.detach(), 0.5)
+                assert optimizer.state[piece]["momentum_buffer"].shape == piece.shape
+
+    optimizer.register_step_post_hook(average)
+    engine.adopt(optimizer)
+    optimizer.register_step_post_hook(average)
+    for _ in range(3):
+        step(engine, optimizer)
+    assert set(map(id, averages)) == set(map(id, engine.sharded.pieces))
+    engine.close()
+
+
 class Failing(Exception):
     pass
 

@@ -283,6 +283,22 @@ def test_command_predicts_offload(capsys: Any, tmp_path: Any) -> None:
     assert "in files" in page
 
 
+def test_command_tells_where_activations_wait(capsys: Any, tmp_path: Path) -> None:
+    """Also with advice, which does not try files on a device that would be the host."""
+    layers = ", ".join(["nn.Linear(1024, 1024), nn.Tanh()"] * 4)
+    (tmp_path / "layers.py").write_text(
+        f"from torch import nn\nclass Layers(nn.Sequential):\n"
+        f"    def __init__(self):\n        super().__init__({layers})\n"
+    )
+    words = [f"{tmp_path / 'layers.py'}:Layers", "--batch", "float32[512,1024]", "--stages", "3"]
+    words += ["--optimizer", "adamw", "--activation-offload", "--device-memory", "1KB"]
+    code, out, error = run(capsys, *words)
+    assert (code, error) == (0, "")
+    assert re.search(r"^host staging .* MB$", out, re.MULTILINE)
+    assert re.search(r"zero3, 8 ranks: 8 on a node, with [\d.]+ MB of host memory in a step", out)
+    assert "nothing fits" in out
+
+
 def test_command_knows_the_nodes_of_a_configuration(capsys: Any, tmp_path: Any) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("trainer: {devices: 4, num_nodes: 2, precision: bf16-mixed}\n")
