@@ -260,9 +260,7 @@ def _beside_the_device(found: list[Estimate], limits: Limits) -> Iterator[str]:
     yield f"Host memory before setup, if the model is not built on meta: {whole} per rank,"
     yield "and after fit, unless restore_weights=False. In a step without offload: none beside the"
     yield "device's, which on a CPU is the host's."
-    for offloaded in found:
-        if offloaded.offload is None and (offloaded.is_on_host or not offloaded.host_peak):
-            continue
+    for offloaded in (one for one in found if one.leaves_device):
         num = limits.on_node(offloaded.world_size)
         disk = num * sum(offloaded.disk.values())
         files = f" and {format_bytes(disk)} in files" if disk else ""

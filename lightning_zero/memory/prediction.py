@@ -116,6 +116,11 @@ class Estimate:
         )
 
     @property
+    def leaves_device(self) -> bool:
+        """True if something is offloaded, activations among it."""
+        return self.offload is not None or (not self.is_on_host and self.host_peak > 0)
+
+    @property
     def device_peak(self) -> int:
         """The most bytes in the device's memory within a step; a CPU's has what is staged too."""
         return self.host_peak if self.is_on_host else self.peak.total

@@ -117,15 +117,14 @@ def estimate_table(estimates: Sequence[Estimate]) -> str:
     for found in estimates:
         most = found.most
         saved = estimates[0].peak.total - found.peak.total
-        has_beside = found.offload is not None or not found.is_on_host
         columns[f"{found.name}, {format_ranks(found.world_size)}"] = {
             **{kind: most[kind] for kind in KINDS},
             "model states": found.model_states,
             "peak": found.peak.total,
             "saved": saved if saved > estimates[0].peak.total // 1000 else None,
-            **{f"host {kind}": count for kind, count in found.host.items() if has_beside},
-            "host peak": found.host_peak if has_beside else None,
-            **{f"disk {kind}": count for kind, count in found.disk.items()},
+            **{f"host {kind}": count for kind, count in found.host.items() if found.leaves_device},
+            "host peak": found.host_peak if found.leaves_device else None,
+            **{f"disk {kind}": count for kind, count in found.disk.items() if found.offload},
             "disk": sum(found.disk.values()) or None,
         }
     rows = [*RESTING, "model states", *KINDS[len(RESTING) :], "peak", "saved"]
