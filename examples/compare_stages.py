@@ -80,7 +80,7 @@ class Watchdog(Callback):
 
 
 def train(strategy: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What one rank holds, sends and takes under `strategy`."""
+    """Return what one rank holds, sends and takes under `strategy`."""
     torch.manual_seed(0)
     monitor, watch = lightning_zero.MemoryMonitor(predict=False), Watchdog()
     trainer = Trainer(

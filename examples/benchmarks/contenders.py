@@ -20,7 +20,7 @@ from lightning_zero.plan.settings import Settings
 
 @dataclass(frozen=True)
 class Job:
-    """What is run; the defaults are the figures' 34 M parameters."""
+    """A run to be measured; the defaults are the figures' 34 M parameters."""
 
     dim: int = 512
     layers: int = 8

@@ -242,7 +242,7 @@ def _peaks(make: Callable[[], Run], job: Job) -> tuple[Run, dict[str, Any]]:
 
 
 def _bytes_by_kind(contender: Contender) -> dict[str, int]:
-    """What this rank holds between steps, in the engine's words; not what peers keep for messages.
+    """Return what this rank holds between steps, in the engine's words, and nothing of messages.
 
     A master is what the optimizer steps and the model does not have.
     """

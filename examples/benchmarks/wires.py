@@ -53,7 +53,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 @dataclass(frozen=True)
 class Job:
-    """What is run on one kind of device."""
+    """A run on one kind of device."""
 
     device: str = "cpu"
     world: int = 2
@@ -94,7 +94,7 @@ class Values:
 
     @property
     def has_one_order(self) -> bool:
-        """Whether a sum has the same bits, whoever adds up."""
+        """Return whether a sum has the same bits, whoever adds up."""
         return self.world <= 2
 
 
@@ -248,7 +248,7 @@ def ways(comms: dict[str, Communicator], values: Values) -> dict[str, Way]:
 
 
 def traffic(name: str, way: Way) -> dict[str, int | None]:
-    """What one run sends, which is not timed: our ledger's elements, and the sockets'."""
+    """Return what one run sends, which is not timed: our ledger's elements, and the sockets'."""
     noted = way.comm and sum_of(way.comm.transport.ledger.total).elements
     bytes_before = machine.socket_bytes()
     way()

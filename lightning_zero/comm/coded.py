@@ -19,7 +19,7 @@ from lightning_zero.comm.transport import ReduceBuffer, Shared, Transport, Work
 
 
 class Cargo(Enum):
-    """What is sent in code; the value is the kind of memory that its codes count as."""
+    """Data that are sent in code; the value is the kind of memory that its codes count as."""
 
     WEIGHTS = "gathered"
     """Rounded to the nearest: the same masters are always the same weights."""

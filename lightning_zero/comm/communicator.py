@@ -135,7 +135,7 @@ class Communicator:
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank sent in the last optimizer step, by unit and verb.
+        """Elements that this rank sent in the last optimizer step, by unit and verb.
 
         A verb along another axis than that of shards has its name before its own.
         """

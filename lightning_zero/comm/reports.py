@@ -122,7 +122,7 @@ class Whereabouts:
 
 
 class Reports:
-    """What a watchdog lets the others know: where its rank waits, and that a run ends.
+    """Notes of a watchdog for the others: where its rank waits, and that a run ends.
 
     Args:
         board: The ranks' notes.

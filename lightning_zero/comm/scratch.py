@@ -25,7 +25,7 @@ from lightning_zero.tensors import lasting_tensors
 
 
 class _Need(NamedTuple):
-    """What a rank needs of a disk."""
+    """The bytes that a rank needs of a disk, and how many are free there."""
 
     disk: tuple[str, int]
     nbytes: int

@@ -72,7 +72,7 @@ class Shared(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """What a master needs: elements in memory, or in a file of ``scratch``."""
+    """The room of a master: elements in memory, or in a file of ``scratch``."""
 
     numel: int
     dtype: torch.dtype

@@ -70,7 +70,7 @@ class EarlyStep:
 
     @property
     def _step(self) -> UnitStep | None:
-        """What steps the optimizer, if it is the only one and its step waits for the pass."""
+        """The steps by unit of the optimizer, if it is alone and its step waits for the pass."""
         optimizers = self._sharded.optimizers
         step = unit_step_of(optimizers[0]) if len(optimizers) == 1 else None
         return step if step is not None and step.is_sure else None

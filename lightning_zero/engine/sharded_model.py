@@ -115,7 +115,8 @@ class ShardedModel:
         def store_of(flat: FlatSpec) -> Callable[..., Store]:
             read = [sources[id(p)] for _, p in flat.named if streams]
             if read:
-                return functools.partial(stream_for, sources=read, reader=self.reader)
+                kind = stream_for(flat.plan)
+                return functools.partial(kind, sources=read, reader=self.reader)
             return functools.partial(store_for, num_away=flat.num_away, shared=shared)
 
         for spec, size in zip(specs, sizes, strict=True):
@@ -146,7 +147,7 @@ class ShardedModel:
 
     @functools.cached_property
     def gives_weights_back(self) -> bool:
-        """Whether weights of some unit are released after use."""
+        """Return whether weights of some unit are released after use."""
         return any(unit.weights.gives_back for unit in self.units)
 
     @property

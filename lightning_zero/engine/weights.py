@@ -47,7 +47,7 @@ class State(Enum):
 
 
 class Masters(Enum):
-    """What may have become of a unit's masters before the optimizer's step is over."""
+    """The state of a unit's masters before the optimizer's step is over."""
 
     OLD = "old"
     """Nothing: weights may be gathered from them."""
@@ -59,6 +59,9 @@ class Masters(Enum):
 
 class Weights:
     """The whole weights of one unit.
+
+    What their plans say is kept in attributes: it is asked for each unit in each pass, where a call
+    would cost as much as the answer.
 
     Args:
         first_tag: Tags the messages of the first group; those of the next groups count on.

@@ -198,12 +198,7 @@ class ModelPlan:
         on_rank = {"num_shards": num_shards, "num_copies": world_size // num_shards, "rank": place}
         if offload is not None and self.has_units:
             specs = with_cuts(specs, offload.ratio, **on_rank)
-        on_host = offload is not None and offload.is_mapped(self.device)
-        if on_host and self.activation_offload:
-            raise ValueError(
-                "activation_offload=True needs a device beside the host, but offload to files is"
-                f" predicted for device={str(self.device)!r}. Leave it out, or give device='cuda'."
-            )
+        on_host = self._is_on_host(offload)
         terms = terms_of_specs(
             specs,
             lambda parameter, numel: self.state_bytes(parameter, numel, place, num_shards),
@@ -235,6 +230,16 @@ class ModelPlan:
             adds_gradients=num_microbatches > 1 and not is_local,
             timeline=timeline,
         )
+
+    def _is_on_host(self, offload: Offload | None) -> bool:
+        """Return whether the device is the host itself, and maps files; raises where it cannot."""
+        is_mapped = offload is not None and offload.is_mapped(self.device)
+        if is_mapped and self.activation_offload:
+            raise ValueError(
+                "activation_offload=True needs a device beside the host, but offload to files is"
+                f" predicted for device={str(self.device)!r}. Leave it out, or give device='cuda'."
+            )
+        return is_mapped
 
     def _transport(self, *, reads_peers: bool) -> DryTransport:
         if self.device.type != "cpu":

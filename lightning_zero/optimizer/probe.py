@@ -164,7 +164,7 @@ def _own_form_of(whole: Trial) -> frozenset[str] | None:
 
 
 class _Answers:
-    """What reads of some toys give: either truth, numbers of all sizes.
+    """Answers to reads of some toys: either truth, numbers of all sizes.
 
     Args:
         forced: The bits of those toys.

@@ -156,7 +156,7 @@ class Trial:
         return str((trace, states)), self._shared
 
     def _outside(self) -> list[Any]:
-        """What the optimizer keeps elsewhere than in the state of a parameter."""
+        """Return what the optimizer keeps elsewhere than in the state of a parameter."""
         kept: list[Any] = []
         for holder in with_inner(self.twin):
             own = {k: v for k, v in vars(holder).items() if k not in ("state", "param_groups")}

@@ -56,6 +56,10 @@ class Store:
        pass, :meth:`forget` when the step ends.
     5. :meth:`retire` at the end.
 
+    Args:
+        scratch: For what rests in files.
+        shared: Yields memory for the masters next; some of their own if omitted.
+
     Attributes:
         layout: Where the parameters lie.
         plan: Their homes.
@@ -65,9 +69,6 @@ class Store:
         reduce: The verb that leaves this rank the sum of its shard, within its copy.
         is_stream: Whether there are no masters: weights are read from elsewhere.
         share_away: The share of the shard that rests where the plan says, and not on the device.
-
-    Args:
-        shared: Yields memory for the masters next; one of their own if omitted.
     """
 
     is_stream = False

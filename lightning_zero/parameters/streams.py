@@ -192,14 +192,6 @@ class HostStream(Stream, HostStore):
         return pairs
 
 
-def stream_for(
-    layout: Layout,
-    plan: Plan,
-    comm: Communicator,
-    scratch: Scratch,
-    sources: Sequence[Source],
-    reader: Reader,
-) -> Stream:
-    """Return the store of weights that rest in a checkpoint, for where they become whole."""
-    kind = HostStream if plan.grad.medium is Medium.HOST else Stream
-    return kind(layout, plan, comm, scratch, sources, reader)
+def stream_for(plan: Plan) -> type[Stream]:
+    """Return the store of weights that rest in a checkpoint, for where a plan makes them whole."""
+    return HostStream if plan.grad.medium is Medium.HOST else Stream

@@ -361,8 +361,7 @@ class ZeROStrategy(SavingStrategy):
                 endings.callback(end)
 
     def _end_engine(self) -> None:
-        engine = self._open_engine
-        if engine is None:
+        if (engine := self._open_engine) is None:
             return
         run = self._current
         restores = run.restores and run.may_gather(engine)
