@@ -8,7 +8,7 @@ buffer is and that it is full.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import ClassVar
 
 import torch
@@ -64,7 +64,7 @@ class SharedMemory(PointToPoint):
         return all(control.gather_objects(sees_all))
 
     @override
-    def share(self, extents: Iterable[Extent]) -> Iterator[Shared]:
+    def share(self, extents: Iterable[Extent]) -> Generator[Shared, None, None]:
         """Yield memory for masters and views of every rank's; one message tells where many are.
 
         Windows take memory when they are written to, so many are made at once. Each is an open file
@@ -74,7 +74,7 @@ class SharedMemory(PointToPoint):
         while portion := list(itertools.islice(missing, WINDOWS_AT_ONCE)):
             yield from self._share(portion)
 
-    def _share(self, extents: Sequence[Extent]) -> Iterator[Shared]:
+    def _share(self, extents: Sequence[Extent]) -> Generator[Shared, None, None]:
         own = [Window.create(n * dtype.itemsize, self.size, files) for n, dtype, files in extents]
         addresses = self.control.gather_objects([window.address for window in own])
         of_ranks = [

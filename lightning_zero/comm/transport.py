@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -207,7 +207,7 @@ class Transport(ABC):
     def _trade(self, received: Tensor, sent: Tensor, out: Tensor, unit: str, tag: int) -> Work:
         """Do what :meth:`trade` says."""
 
-    def share(self, extents: Iterable[Extent]) -> Iterator[Shared]:
+    def share(self, extents: Iterable[Extent]) -> Generator[Shared, None, None]:
         """Yield memory for masters; where peers can be read, a view of every rank's too.
 
         Each is made when it is asked for, so that what it replaces can be freed before the next.

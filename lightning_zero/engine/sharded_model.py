@@ -119,24 +119,28 @@ class ShardedModel:
                 return functools.partial(kind, sources=read, reader=self.reader)
             return functools.partial(store_for, num_away=flat.num_away, shared=shared)
 
-        for spec, size in zip(specs, sizes, strict=True):
-            blank.fill(owners[id(p)] for flat in spec.flat_parameters for _, p in flat.named)
-            groups = [
-                FlatParameters(flat.named, flat.plan, self.comm, self, self.scratch, store_of(flat))
-                for flat in spec.flat_parameters
-            ]
-            unit = Unit(spec.name, spec.module, groups, len(self.units))
-            self.units.append(unit)
-            for flat in groups:
-                for index, parameter in enumerate(flat.parameters):
-                    self._places[id(parameter)] = (unit, flat, index)
-            if spec.name or streams:
-                unit.weights.reshard()
-            written += size
-            on_written(written, nbytes)
-            if not streams:
-                # What gives values to later units may read these, at stage 3 where peers have them.
-                self.comm.fence(SyncPoint.SETUP)
+        # An exception's traceback keeps this frame: it must not keep memory of units to come.
+        with contextlib.closing(shared):
+            for spec, size in zip(specs, sizes, strict=True):
+                blank.fill(owners[id(p)] for flat in spec.flat_parameters for _, p in flat.named)
+                groups = [
+                    FlatParameters(
+                        flat.named, flat.plan, self.comm, self, self.scratch, store_of(flat)
+                    )
+                    for flat in spec.flat_parameters
+                ]
+                unit = Unit(spec.name, spec.module, groups, len(self.units))
+                self.units.append(unit)
+                for flat in groups:
+                    for index, parameter in enumerate(flat.parameters):
+                        self._places[id(parameter)] = (unit, flat, index)
+                if spec.name or streams:
+                    unit.weights.reshard()
+                written += size
+                on_written(written, nbytes)
+                if not streams:
+                    # What gives values to later units may read these, at stage 3 those of peers.
+                    self.comm.fence(SyncPoint.SETUP)
         return blank
 
     @functools.cached_property

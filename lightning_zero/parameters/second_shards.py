@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import ClassVar
 
 from torch import Tensor
@@ -82,7 +82,7 @@ def store_for(
 
 def shared_masters(
     layouts: Iterable[tuple[Layout, Plan]], comm: Communicator, scratch: Scratch | None = None
-) -> Iterator[Shared]:
+) -> Generator[Shared, None, None]:
     """Yield memory for the masters of several stores, in the order in which they are made."""
     return comm.transport.share(
         extent_of(layout, plan, scratch)

@@ -124,6 +124,23 @@ def test_few_files_are_open_at_once(ranks: Pools) -> None:
         assert behind - found[0] <= 1  # that of sync points
 
 
+def _files_of_units_to_come(num_units: int) -> tuple[int, int]:
+    """Numbers of open windows before a setup, and behind one that failed, whose error is kept."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(num_units)])
+    before = _num_files()
+    failing = mock.patch.object(FlatParameters, "take_over", side_effect=ValueError("it fails"))
+    with failing, pytest.raises(ValueError, match="it fails") as kept:
+        Engine(model, Settings(3, units=(torch.nn.Linear,)))
+    behind = _num_files()
+    assert kept.tb is not None
+    return before, behind
+
+
+def test_a_setup_that_fails_leaves_no_files_of_units_to_come(ranks: Pools) -> None:
+    for before, behind in ranks(2).run(_files_of_units_to_come, 30):
+        assert behind - before <= 1  # that of sync points
+
+
 class _Scaled(torch.nn.Module):
     """A module whose own weight is made of another unit's."""
 
