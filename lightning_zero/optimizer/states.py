@@ -192,31 +192,41 @@ class StateFiles(States):
     # -- a step ----------------------------------------------------------------------------------
 
     @override
+    @torch.no_grad()
     def open(self, numbers: Sequence[int]) -> None:
+        self._bring_home()
         batches = [self._blocks_in_use(number) for number in numbers]
         nbytes = sum(block.nbytes for batch in batches for block in batch)
         self._staging.open(batches)
         for verb in ("read", "write"):
             self._comm.transport.ledger.note("optimizer", verb, nbytes, 1)
 
-    def _blocks_in_use(self, number: int) -> list[Block]:
-        """Return where the states of a batch rest; those that were replaced lie nowhere else."""
-        found: dict[Block, None] = {}
-        for part in self._batches.get(number, ()):
-            state = self.optimizer.state.get(part.piece, {})
-            for key, value in state.items():
-                is_of_part = is_of_elements(key, value, part.piece)
-                home = self._known_home_of(key, value, part) if is_of_part else None
-                if home is None:
-                    continue
-                found[home.blocks[part.start]] = None
-                if not home.is_shown_by(value) and not part.start:
-                    # It may show the home of another, which changes before its batch is stepped.
-                    state[key] = value.clone()
-        return [*found]
+    def _bring_home(self) -> None:
+        """Let entries rest in their homes that came or were replaced since the last step."""
+        moved = []
+        for piece in self._pieces.values():
+            for key, value in self._entries_of(piece):
+                home = self._home_of(key, value.dtype, piece)
+                if not home.is_shown_by(value):
+                    # It may show the home of another, which is written to below.
+                    is_in_file = value.untyped_storage().is_shared()
+                    moved.append((piece, key, home, value.clone() if is_in_file else value))
+        for piece, key, home, value in moved:
+            self.optimizer.state[piece][key] = home.mapped().copy_(value)
 
-    def _known_home_of(self, key: str, value: Tensor, part: Part[Piece]) -> _Home | None:
-        return self._homes.get((key, value.dtype), {}).get(id(part.piece))
+    def _entries_of(self, piece: Piece) -> list[tuple[str, Tensor]]:
+        """Return the entries of a piece's state that rest in files between steps."""
+        state = self.optimizer.state.get(piece, {})
+        return [(key, value) for key, value in state.items() if is_of_elements(key, value, piece)]
+
+    def _blocks_in_use(self, number: int) -> list[Block]:
+        """Return where the states of a batch rest."""
+        found = {
+            self._home_of(key, value.dtype, part.piece).blocks[part.start]: None
+            for part in self._batches.get(number, ())
+            for key, value in self._entries_of(part.piece)
+        }
+        return [*found]
 
     @override
     @span("fetch")
@@ -254,12 +264,11 @@ class StateFiles(States):
             # Each part takes the same step: all but the last count for themselves.
             is_own = isinstance(value, Tensor) and not part.is_last
             return value.clone() if is_own else value
-        home = self._known_home_of(key, value, part)
-        staged = None if home is None else home.staged(self._staging.fetched, part)
-        if home is None or staged is None:  # it came into memory since the last step
+        home = self._home_of(key, value.dtype, part.piece)
+        staged = home.staged(self._staging.fetched, part)
+        if staged is None or not home.is_shown_by(value):  # it came amid this step
             return _cut(value, part).clone()
-        # Who has replaced it between steps has left the file behind.
-        return staged if home.is_shown_by(value) else staged.copy_(_cut(value, part))
+        return staged
 
     @override
     @span("flush")

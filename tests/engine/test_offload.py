@@ -16,6 +16,7 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -652,6 +653,23 @@ def test_a_disk_that_fills_up_in_a_step_tears_it(
         step(engine, optimizer)
     with pytest.raises(RuntimeError, match="ended half-way"):
         optimizer.step()
+    engine.close()
+
+
+def test_states_that_came_into_memory_go_to_files_before_anything_is_stepped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, engine, optimizer = stepped_once(tmp_path)
+    for state in optimizer.state.values():
+        state["of the user"] = state["exp_avg"] * 2
+    before = [state["step"].item() for state in optimizer.state.values()]
+    monkeypatch.setattr(os, "posix_fallocate", mock.Mock(side_effect=OSError(28, "No space")))
+    with pytest.raises(OSError, match="more bytes in offload_path"):
+        step(engine, optimizer)
+    monkeypatch.undo()
+    assert [state["step"].item() for state in optimizer.state.values()] == before
+    optimizer.step()
+    assert all(is_in_file(one, str(tmp_path)) for one in states(optimizer))
     engine.close()
 
 
