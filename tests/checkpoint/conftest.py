@@ -11,6 +11,6 @@ from tests.oracle.ranks import Pools
 
 @pytest.fixture(scope="session")
 def ddp(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """What DDP does; the oracle."""
+    """Train with DDP, the oracle."""
     folder = tmp_path_factory.mktemp("ddp")
     return folder, ranks(2).run(train, str(folder), "ddp")[0]

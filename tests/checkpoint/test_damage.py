@@ -61,7 +61,7 @@ def flip(control: Control, file: Path, place: int, bit: int) -> None:
 
 
 def places(path: Path) -> list[tuple[Path, int, int]]:
-    """Where the values of every tensor lie: the file, the first byte, how many."""
+    """Return where the values of every tensor lie: the file, the first byte, how many."""
     if path.is_dir():
         records = [chunk.place.content for chunk in Directory.open(path).chunks]
     else:

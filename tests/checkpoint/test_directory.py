@@ -279,7 +279,7 @@ def take_weights(folder: str) -> list[float]:
 
 
 def save_bare(folder: str) -> dict[str, Any]:
-    """What a program without Lightning writes; returns it whole."""
+    """Write as a program without Lightning does; return what is written, whole."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
@@ -336,7 +336,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def exchange_with_fsdp1(folder: str) -> dict[str, Tensor]:
-    """What Lightning's FSDPStrategy, which needs a GPU, does to save and load a directory."""
+    """Save and load a directory as Lightning's FSDPStrategy does, which needs a GPU."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is deprecated
         model = FSDP(small(), device_id=CPU, use_orig_params=True)
@@ -655,7 +655,7 @@ def test_damaged_directories_are_refused_or_found(tmp_path: Path) -> None:
 
 
 def what_becomes(path: Path, control: Control, *, has_checksums: bool) -> str:
-    """Whether a damaged directory is refused, right all the same, or known by its checksums."""
+    """Tell if a damaged directory is refused, right all the same, or known by its checksums."""
     try:
         found = load(str(path), control)
     except (ValueError, FileNotFoundError) as error:

@@ -256,7 +256,7 @@ def test_foreign_and_later_files_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def read_damaged(folder: str, count: int) -> dict[str, int]:
-    """What becomes of damaged files: refused, right all the same, or known by its checksums."""
+    """Count damaged files that are refused, right all the same, or known by their checksums."""
     control = Control()
     path = Path(folder) / "file.ckpt"
     whole = some(control, 1.0, numel=300)

@@ -118,7 +118,7 @@ def test_master_is_kept_under_mixed_precision(ranks: Pools, tmp_path: Path) -> N
 
 
 def fit_faults(path: str) -> list[str]:
-    """What is said about states that do not fit, and whether anything changed."""
+    """Return what is said about states that do not fit, and whether anything changed."""
     model, optimizers, engine = shard(3, "32-true")
     before = [piece.detach().clone() for piece in engine.sharded.pieces]
     checkpoint = load(path, engine.comm.control)

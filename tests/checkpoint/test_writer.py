@@ -132,7 +132,7 @@ def test_a_full_disk_is_an_error(path: Path, mocker: MockerFixture) -> None:
 
 
 def _num_resident(value: Tensor) -> int:
-    """How many pages of a mapped file's range the system has in memory."""
+    """Count the pages of a mapped file's range that the system has in memory."""
     num_pages = -(-value.nbytes // mmap.PAGESIZE)
     pages = (ctypes.c_ubyte * num_pages)()
     size = ctypes.c_size_t(value.nbytes)

@@ -21,7 +21,7 @@ def num_groups() -> int:
 
 
 def run_often(way: str, folder: str) -> list[int]:
-    """How many groups there are after each of several runs."""
+    """Return how many groups there are after each of several runs."""
     counts = []
     with wired(way):
         for _ in range(2):

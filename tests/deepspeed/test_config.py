@@ -271,7 +271,7 @@ def fit(
     plugin: str | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """What came of a run: an error, or weights, steps, loss scale and warnings."""
+    """Run; return an error, or weights, steps, loss scale and warnings."""
     strategy = ZeROStrategy(
         config=config, precision_plugin=ZeROPrecision(plugin) if plugin else None
     )

@@ -31,7 +31,7 @@ class ZeroStageEnum(int, enum.Enum):
 
 
 class DynamicLossScaler:
-    """What DeepSpeed scales the loss with; files hold the object."""
+    """DeepSpeed's scaler of the loss, an object that files hold."""
 
     def __init__(self, **held: Any) -> None:
         self.__dict__.update(held)
@@ -39,7 +39,7 @@ class DynamicLossScaler:
 
 @dataclass
 class fragment_address:
-    """Where a parameter lies in a rank's part of a flat vector."""
+    """The place of a parameter in a rank's part of a flat vector."""
 
     numel: int
     start: int
@@ -78,7 +78,7 @@ def _deepspeed() -> Iterator[None]:
 
 @dataclass
 class Writer:
-    """How a folder is written.
+    """A way to write a folder.
 
     Attributes:
         stage: DeepSpeed's stage.

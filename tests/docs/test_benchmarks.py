@@ -374,7 +374,7 @@ def test_wires_side_by_side(tmp_path: Path) -> None:
 
 
 def _wrong_ways() -> dict[str, str]:
-    """What is said of each; all the others are right, or this raises."""
+    """Return what is said of each; raise unless all the others are right."""
     wires = load("wires")
     job = wires.Job(world=torch.distributed.get_world_size(), mib=(1 / 64,), rounds=1, warmup=0)
     assert [row["way"] for row in wires.compare(job)] == WAYS

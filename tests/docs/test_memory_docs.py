@@ -28,7 +28,7 @@ def blocks() -> list[tuple[str, str]]:
 
 
 def outputs() -> list[tuple[str, str]]:
-    """What the page says that a block prints, and what it prints."""
+    """Return what the page says that a block prints, and what it prints."""
     found: list[tuple[str, str]] = []
     names: dict[str, Any] = {"__name__": "memory"}
     printed = ""

@@ -34,7 +34,7 @@ def code_cells(path: Path) -> list[dict]:
 
 
 def printed(cell: dict) -> str:
-    """What the kernel itself printed; the ranks' own words may come late."""
+    """Return what the kernel itself printed; the ranks' own words may come late."""
     texts = [output for output in cell["outputs"] if output.get("name") == "stdout"]
     return "".join("".join(output["text"]) for output in texts)
 

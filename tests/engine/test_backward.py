@@ -701,7 +701,7 @@ TOUCHES: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def touch_everything() -> None:
-    """What each touch at rest comes to is what comes of it where nothing is sharded."""
+    """Compare what each touch at rest comes to with the same where nothing is sharded."""
     engine, plain = shard(build(Stack), stage=3), build(Stack)
     for name, touch in TOUCHES.items():
         if name == "module method":
@@ -721,7 +721,7 @@ def test_a_touch_at_rest_gathers(ranks: Pools) -> None:
 
 
 def look_at_rest() -> None:
-    """What a resting parameter tells without being touched."""
+    """Check what a resting parameter tells without being touched."""
     plainly = build(Stack)
     engine = shard(build(Stack), stage=3)
     for ours, theirs in zip(engine.module.parameters(), plainly.parameters(), strict=True):

@@ -144,7 +144,7 @@ Ways = list[tuple[int, str, int, bool, str, bool]]
 
 
 def elements_sent(ways: Ways) -> list[dict[tuple[str, str], int]]:
-    """What one step sends, by unit and verb, after two that taught the order of units."""
+    """Return what a step sends, by unit and verb, after two that taught the order of units."""
     return [_elements_sent(*way) for way in ways]
 
 
@@ -279,7 +279,7 @@ BUNDLES = {
 
 
 def traffic_of(stage: int, precision: str) -> dict[tuple[str, str], Sent]:
-    """What two ranks send in a step, by hand."""
+    """Return what two ranks send in a step, by hand."""
     expected = {}
     for unit, flats in BUNDLES[precision].items():
         # At stage 3 the root and the last block are gathered once, the others twice.

@@ -137,7 +137,7 @@ def test_bytes_sent_are_the_formula(ranks: Pools, way: Way) -> None:
 
 
 def _edited(way: Way, where: str) -> dict[str, Tensor]:
-    """What steps see after an edit of one element of each parameter."""
+    """Return what steps see after an edit of one element of each parameter."""
     engine = _engine(way)
     optimizer = sgd(engine.module)
     engine.adopt(optimizer)

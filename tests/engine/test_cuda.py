@@ -452,7 +452,7 @@ def values(module: nn.Module) -> dict[str, Tensor]:
 
 
 def test_a_checkpoint_of_a_device_is_everybodys(device: torch.device, tmp_path: Path) -> None:
-    """What is saved is what was trained, and a run that resumes ends as one that did not stop."""
+    """Save what was trained, and resume to the end of a run that did not stop."""
     whole, half = Project(), Project()
     fit(device, whole, tmp_path, max_epochs=2)
     trainer = fit(device, half, tmp_path, max_epochs=1)

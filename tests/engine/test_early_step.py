@@ -96,7 +96,7 @@ CASES = {
 
 @contextlib.contextmanager
 def counted() -> Iterator[list[int]]:
-    """How many units were left whenever one was stepped ahead."""
+    """Yield a list of how many units were left whenever one was stepped ahead."""
     found: list[int] = []
     step_ahead = UnitStep.step_ahead
 

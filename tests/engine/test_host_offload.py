@@ -73,7 +73,7 @@ def test_the_bits_are_those_of_the_device(ranks: Pools, world: int) -> None:
 def crossed(
     stage: int, folder: str | None = None, ratio: float = 1.0
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """What copies moved in a step, and what they must: a shard for each gather and reduction.
+    """Return what copies moved in a step, and must have: a shard for each gather and reduction.
 
     Of that the share which is offloaded.
     """
@@ -188,7 +188,7 @@ def test_fused_steps_find_counts_where_they_step(fused: bool | None) -> None:
 
 
 def unfrozen(stage: int, folder: str) -> None:
-    """What was frozen at setup rests on the device, and goes on so when it is trained."""
+    """Check that what was frozen at setup rests on the device, also when it is trained."""
 
     def run(**settings: Any) -> dict[str, Tensor]:
         torch.manual_seed(0)

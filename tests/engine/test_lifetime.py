@@ -61,7 +61,7 @@ def _watch(parts: dict[str, Any]) -> Watched:
 
 
 def _left(watched: dict[str, Watched]) -> dict[str, list[str]]:
-    """Who is still there, of each case."""
+    """Return who is still there, of each case."""
     gc.collect()
     return {
         case: [name for name, part in parts.items() if part() is not None]
@@ -282,7 +282,7 @@ def test_a_backward_after_the_training_is_refused(ranks: Pools) -> None:
 
 
 def _keep_graphs_of_an_evaluation() -> list[str]:
-    """What a child made whose weights are the root's: nothing else notices its backward."""
+    """Keep what a child made whose weights are the root's: nothing else notices its backward."""
     said = []
     for _ in range(2):
         module = Regression()
@@ -306,7 +306,7 @@ def test_a_graph_that_was_kept_finds_its_weights_or_says_why_not(ranks: Pools) -
 
 
 def held() -> dict[str, int]:
-    """What this process has of the system: resident KiB, threads and open files."""
+    """Return what this process has of the system: resident KiB, threads and open files."""
     gc.collect()
     status = Path("/proc/self/status").read_text()
     return {
@@ -317,7 +317,7 @@ def held() -> dict[str, int]:
 
 
 def steps_that_last(way: str) -> list[dict[str, int]]:
-    """What is held after 500 and after 2,000 steps."""
+    """Return what is held after 500 and after 2,000 steps."""
     engine = shard(Blocks(3), comm=Communicator(CPU, **WAYS[way]))
     optimizer = adamw(engine.module)
     engine.adopt(optimizer)
@@ -333,7 +333,7 @@ def steps_that_last(way: str) -> list[dict[str, int]]:
 
 
 def fits_that_last() -> list[dict[str, int]]:
-    """What is held after 5 and after 20 fits, each with a checkpoint."""
+    """Return what is held after 5 and after 20 fits, each with a checkpoint."""
     measured = []
     with tempfile.TemporaryDirectory() as folder:
         for number in range(1, 21):

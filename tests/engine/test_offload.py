@@ -117,7 +117,7 @@ def test_the_bits_are_those_of_memory(ranks: Pools, tmp_path: Path, world: int) 
 
 
 def is_in_file(tensor: Tensor, folder: str) -> bool:
-    """Whether the system has mapped a file of the folder where the tensor's values are."""
+    """Return whether a tensor's values are in a mapped file of the folder."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, *_, path = line.split(maxsplit=5)
         first, last = (int(address, 16) for address in addresses.split("-"))
@@ -587,7 +587,7 @@ def test_no_room_is_told_at_setup_with_numbers(ranks: Pools, tmp_path: Path) -> 
 
 
 def without_room_for_all(folder: str) -> list[str]:
-    """What two optimizers are told, of which either has room by itself."""
+    """Return what two optimizers are told, of which either has room by itself."""
     model = MODELS["transformer"].build()
     engine = shard(model, **offload(3, folder))
     first, *others = model.parameters()

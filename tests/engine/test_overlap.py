@@ -252,7 +252,7 @@ def _counting(cls: type, maker: str) -> Iterator[list[Any]]:
 
 
 class Made(NamedTuple):
-    """What a step that has warmed up makes anew."""
+    """Things that a step which has warmed up makes anew."""
 
     windows: int
     buffers: int
@@ -263,7 +263,7 @@ class Made(NamedTuple):
 
 
 def _made_in_a_step(stage: int, keeps_windows: bool) -> Made:
-    """What the step of ten makes that makes the fewest windows.
+    """Return what the step of ten makes that makes the fewest windows.
 
     Now and then a rank is ahead of its readers and needs one more, which is kept; so at the latest
     the step after those that needed one for each layer makes none.
@@ -343,7 +343,7 @@ def _first_of(world: int) -> Iterator[None]:
 
 
 class Work(NamedTuple):
-    """What a step asks of the host."""
+    """The work that a step asks of the host."""
 
     calls: Counter[str]
     operations: Counter[str]
@@ -383,7 +383,7 @@ def _work_of_a_step(stage: int, world: int) -> Work:
 
 
 def _is_of_a_backend(event: Any) -> bool:
-    """Whether it is what a collective does; the fake one copies a message to each place itself."""
+    """Return whether a collective does it; the fake one copies a message to each place itself."""
     parent = event.cpu_parent
     return parent is not None and (parent.name.startswith("c10d::") or _is_of_a_backend(parent))
 
@@ -406,13 +406,13 @@ class Stack(nn.Sequential):
 
 
 class Calls(NamedTuple):
-    """How many functions are called: the package's, and all that Python runs."""
+    """Numbers of functions that are called: the package's, and all that Python runs."""
 
     own: float
     all: float
 
     def minus(self, other: Calls, times: float = 1) -> Calls:
-        """What is left without ``other``."""
+        """Return what is left without ``other``."""
         return Calls(self.own - times * other.own, self.all - times * other.all)
 
     def over(self, number: int) -> Calls:
@@ -450,7 +450,7 @@ def _calls(num_units: int, num_layers: int, stage: int) -> Calls:
 
 @pytest.mark.parametrize(("stage", "per_unit"), [(1, 150), (2, 150), (3, 185)])
 def test_python_per_unit_is_bounded(stage: int, per_unit: int) -> None:
-    """What a unit costs in a whole step, beside what its parameters cost."""
+    """Bound the calls of a unit in a whole step, beside those of its parameters."""
     few, more, larger = (_calls(*how, stage) for how in ((2, 1), (6, 1), (6, 5)))
     in_a_parameter = larger.minus(more).over(6 * 8)
     in_a_unit = more.minus(few).over(4).minus(in_a_parameter, times=2)
@@ -472,7 +472,7 @@ def test_a_profile_reads_like_the_source() -> None:
 
 
 def _profiles_that_stop_early() -> list[set[str]]:
-    """What profiles hold of optimizer steps whose gathers are still under way when they stop."""
+    """Return the names in profiles of optimizer steps, which stop while gathers are under way."""
     torch.manual_seed(0)
     model = Chain([])
     comm = Communicator(torch.device("cpu"), windows=False)

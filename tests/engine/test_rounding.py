@@ -158,7 +158,7 @@ def test_copies_are_rounded_alike_and_runs_too(ranks: Pools) -> None:
 
 
 def moved(steps: int, **how: Any) -> float:
-    """Where weights of 1 are after steps of a 5000th."""
+    """Return where weights of 1 are after steps of a 5000th."""
     model = nn.Linear(64, 64, bias=False, dtype=BF16)
     nn.init.ones_(model.weight)
     engine = shard(model, stage=3, **how)

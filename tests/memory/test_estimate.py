@@ -114,7 +114,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 @dataclass
 class Measured:
-    """What a rank held: between steps, and at most."""
+    """Bytes that a rank held, between steps and at most."""
 
     resting: dict[str, int]
     most: dict[str, int]
@@ -200,7 +200,7 @@ def rows_of(name: str, world: int) -> list[tuple[Any, ...]]:
 
 
 def has_windows(world: int) -> bool:
-    """Whether ranks read each other's memory, as they do by default on one host's CPUs.
+    """Return whether ranks read each other's memory, the default on one host's CPUs.
 
     Their reduce buffers are then kept in a pool, whose size depends on who is how far: the
     prediction is the most.
@@ -380,7 +380,7 @@ def drop_grad(parameter: Tensor) -> None:
 
 
 def _in_flight(engine: Engine) -> tuple[int, int]:
-    """What the root and two more units may hold of their own, and what is received for them."""
+    """Return what the root and two units may hold of their own, and what is received for them."""
 
     def passing(unit: Unit) -> int:
         return sum(
@@ -426,7 +426,7 @@ def test_peak_of_all_live_tensors(
 
 
 def kept_in_half() -> list[Tensor]:
-    """What a step keeps of norms with fp32 weights, and of losses."""
+    """Return what a step keeps of norms with fp32 weights, and of losses."""
     bf16 = {"dtype": torch.bfloat16}
     rows = torch.zeros(64, 8, **bf16).requires_grad_()
     maps = torch.zeros(64, 8, 4, **bf16).requires_grad_()

@@ -82,7 +82,7 @@ def cuts(name: str) -> dict[str, str]:
 
 
 def measure_all(name: str) -> dict[str, dict[str, int]]:
-    """What an engine held at most in its second step, by setting."""
+    """Return what an engine held at most in its second step, by setting."""
     return {
         chosen: measure(Calls(**MODELS[name]), UNITS[cut], SETTINGS[chosen])
         for chosen, cut in cuts(name).items()

@@ -167,7 +167,7 @@ def test_the_labels_of_a_step_are_off_its_lines(subject: ModelPlan, share: float
 
 
 def label_boxes(figure: Any) -> list[Any]:
-    """Where the annotations of a picture are drawn."""
+    """Return where the annotations of a picture are drawn."""
     from matplotlib.text import Text
 
     figure.draw_without_rendering()

@@ -130,7 +130,7 @@ def added_group(model: nn.Module, adopt: Any, backward: Any) -> None:
 
 
 def frozen_through_groups(model: nn.Module, adopt: Any, backward: Any) -> None:
-    """What `toggle_optimizer` does: it knows only what is in the param groups."""
+    """Freeze as `toggle_optimizer` does: it knows only what is in the param groups."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     adopt(optimizer)
     for seed in range(4):

@@ -148,7 +148,7 @@ class Injected(ValueError):
 
 @dataclass
 class Cell:
-    """What became of a run.
+    """A run, and what became of it.
 
     Attributes:
         fault: None for an undisturbed run.
@@ -170,13 +170,13 @@ class Cell:
 
     @property
     def must_end(self) -> bool:
-        """Whether the rank that the fault struck must end as the others do."""
+        """Return whether the rank that the fault struck must end as the others do."""
         is_in_barrier = self.fault is not None and self.fault.kind == "barrier"
         return is_in_barrier or self.answers.get(self.odd, ("",))[0] == "numbers"
 
     @property
     def is_good(self) -> bool:
-        """Whether it ended as it must."""
+        """Return whether it ended as it must."""
         return self.ending in GOOD
 
     @property
@@ -507,7 +507,7 @@ _TITLES = {
 
 
 def tables(cells: list[tuple[Job, Cell]]) -> str:
-    """What became of all cells, as Markdown: how many ended how, and the longest time."""
+    """Return the ends of all cells as Markdown: how many ended how, and the longest time."""
     lines = []
     for program, title in _TITLES.items():
         lines += ["", f"### {title}", "", "| place | " + " | ".join(KINDS) + " |"]

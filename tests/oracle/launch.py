@@ -38,7 +38,7 @@ class ScriptError(Exception):
 
 @dataclass(frozen=True)
 class Finished:
-    """How a script ended."""
+    """The end of a script."""
 
     code: int
     stdout: str
@@ -126,7 +126,7 @@ def run_here(script: str | Path, *args: object, cwd: str | Path) -> str:
 
 
 def slurm_variables(task: int, num_tasks: int) -> dict[str, str]:
-    """What `srun` tells a task of a job on one node."""
+    """Return what `srun` tells a task of a job on one node."""
     variables = {
         "JOB_ID": "4242",
         "JOB_NAME": "train",
@@ -333,7 +333,7 @@ def _tree(mark: str, processes: list[Started]) -> set[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and is not just waiting to be buried."""
+    """Return whether a process exists and is not just waiting to be buried."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     try:

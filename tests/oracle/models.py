@@ -402,7 +402,7 @@ class Nested(nn.Module):
 
 @dataclass
 class Output:
-    """What a block of `DataclassOutputs` returns."""
+    """The output of a block of `DataclassOutputs`."""
 
     hidden: Tensor
     extras: tuple[Tensor, dict[str, Tensor]]

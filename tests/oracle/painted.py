@@ -85,7 +85,7 @@ class Memories(TorchDispatchMode):
 
 
 def is_memory(value: Any) -> bool:
-    """Whether a value lies in one memory only; single numbers travel with an operation."""
+    """Return whether a value lies in one memory only; single numbers travel with an operation."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 0
 
 

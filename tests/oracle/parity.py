@@ -42,7 +42,7 @@ Clip = float | Callable[[Sequence[nn.Parameter]], object] | None
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a precision means without sharding."""
+    """The meaning of a precision without sharding."""
 
     weight: torch.dtype
     master: torch.dtype
@@ -62,7 +62,7 @@ RECIPES = {
 
 @dataclass
 class Result:
-    """What a training run leaves behind.
+    """The results of a training run.
 
     Attributes:
         losses: Per step, the mean over ranks of the mean over microbatches.
@@ -320,7 +320,7 @@ def _buffers_of(rank: int, model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _surroundings(recipe: Recipe) -> Iterator[None]:
-    """What a Lightning precision plugin puts around a forward."""
+    """Enter what a Lightning precision plugin puts around a forward."""
     if recipe.autocast:
         with torch.autocast("cpu", recipe.weight, cache_enabled=False):
             yield

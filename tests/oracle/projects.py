@@ -129,7 +129,7 @@ def wired(way: str) -> Iterator[None]:
 
 @dataclass
 class Run:
-    """What a run leaves behind on one rank."""
+    """The results of a run on one rank."""
 
     params: dict[str, Tensor]
     metrics: dict[str, Tensor] = field(default_factory=dict)
@@ -205,7 +205,7 @@ def _assert_same(
 
 
 def _is_close(one: Any, other: Any, eps: float) -> bool:
-    """Whether nested values differ by rounding only."""
+    """Return whether nested values differ by rounding only."""
     if isinstance(other, Tensor):
         return isinstance(one, Tensor) and torch.allclose(one, other, rtol=eps, atol=eps / 10)
     if isinstance(other, float):

@@ -175,7 +175,7 @@ class Pool:
 
 @dataclass
 class Answer:
-    """What came from a rank: a pickled result, or a complaint in words."""
+    """The answer of a rank: a pickled result, or a complaint in words."""
 
     good: bool
     complaint: str = ""
@@ -216,7 +216,7 @@ class Rank:
             self.connection.send_bytes(request)
 
     def has_answer(self) -> bool:
-        """Whether `answer` would return at once."""
+        """Return whether `answer` would return at once."""
         return self.connection.poll() or self.process.poll() is not None
 
     def answer(self) -> Answer:
@@ -229,7 +229,7 @@ class Rank:
             return Answer(False, f"died with {ending}")
 
     def stack(self) -> str:
-        """Where the process is right now, innermost call first."""
+        """Return where the process is right now, innermost call first."""
         before = self.stacks.stat().st_size if self.stacks.exists() else 0
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGUSR1)
@@ -245,7 +245,7 @@ class Rank:
         return "\n\n".join(re.sub(r"\n.* in _answer\n(.|\n)*", "", t) for t in threads)
 
     def output(self) -> str:
-        """What the process printed since the last request."""
+        """Return what the process printed since the last request."""
         with self.log.open("rb") as file:
             file.seek(self.log_start)
             return file.read().decode(errors="replace")[-SHOWN_CHARACTERS:]

@@ -91,7 +91,7 @@ def whole(engine: Engine) -> dict[str, Tensor]:
 
 
 def result_of(engine: Engine, losses: list[float], norms: list[float]) -> Result:
-    """What the run leaves behind, with the masters whole."""
+    """Return what the run leaves behind, with the masters whole."""
     named = engine.module.named_buffers()
     buffers = {name: b.detach().to("cpu", copy=True) for name, b in named}
     return Result(losses, whole(engine), buffers if engine.comm.control.rank == 0 else {}, norms)
@@ -161,7 +161,7 @@ def _step(
 
 @contextlib.contextmanager
 def surroundings(precision: str, device: torch.device = CPU) -> Iterator[None]:
-    """What a Lightning precision plugin puts around a forward."""
+    """Enter what a Lightning precision plugin puts around a forward."""
     autocast = RECIPES[precision].autocast
     if autocast is not None:
         with torch.autocast(device.type, autocast, cache_enabled=False):

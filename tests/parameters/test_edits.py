@@ -165,7 +165,7 @@ def _lent_after_gathered(stage: int) -> list[bool]:
 
 
 def test_gathered_weights_are_freed(ranks: Pools) -> None:
-    """What weights were gathered into, beside their own buffers, is gone with the context."""
+    """Free what weights were gathered into beside their own buffers, with the context."""
     first, second = ranks(2).run(_lent_after_gathered, 3)
     assert first == second
     assert not any(first)

@@ -125,7 +125,7 @@ def test_demo_model(ranks: Pools) -> None:
 
 
 class LanguageModel(LightningModule):
-    """What `LightningTransformer` and `LightningLSTM` do, on tokens that need no download."""
+    """The model of `LightningTransformer` or `LightningLSTM`, on tokens that need no download."""
 
     VOCABULARY = 23
 

@@ -78,7 +78,7 @@ class Finetune(LightningModule):
 
 @dataclass
 class Run:
-    """What a rank saw.
+    """Observations of a rank.
 
     Attributes:
         losses: Of its own batches.

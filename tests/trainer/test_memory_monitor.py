@@ -103,7 +103,7 @@ def fit(
 
 
 def run(folder: str, strategy: str | int, precision: str = "32-true", **changes: Any) -> dict:
-    """What a test looks at."""
+    """Fit, and return what a test looks at."""
     monitor, names = fit(folder, strategy, precision, **changes)
     predicted = monitor.predicted
     return {
@@ -179,7 +179,7 @@ def test_the_table_explains_itself(ranks: Any, tmp_path: Path) -> None:
 
 
 def count_logged(folder: str) -> int:
-    """How many lines of the log tell of memory, after two epochs."""
+    """Count the lines of the log that tell of memory, after two epochs."""
     fit(folder, 3, monitor=partial(MemoryMonitor, predict=False), epochs=2)
     dist.barrier()  # rank 0 has written
     with next(Path(folder).glob("**/metrics.csv")).open() as file:
@@ -191,7 +191,7 @@ def test_every_epoch_is_logged_once(ranks: Any, tmp_path: Path) -> None:
 
 
 def differences(result: dict) -> dict[str, str]:
-    """What the table says of each kind that differs, which are those that do."""
+    """Return what the table says of each kind that differs."""
     lines = [line for line in result["text"].splitlines() if " differ by " in line]
     found = dict(line.split(" differ by ") for line in lines)
     off = {kind for kind, count in result["resting"].items() if result["own"][kind] != count}
@@ -273,7 +273,7 @@ def test_the_most_over_ranks_is_exact(ranks: Any) -> None:
 
 
 class Allocator:
-    """What ``torch.cuda`` says of a device, by its documentation, without a device."""
+    """The answers of ``torch.cuda`` about a device, by its documentation, without a device."""
 
     def __init__(self) -> None:
         self.now = {"allocated_bytes": 0, "reserved_bytes": 0}

@@ -105,7 +105,7 @@ def test_the_monitor_finds_what_is_predicted(ranks: Pools, tmp_path: Path) -> No
 
 
 def shown(folder: str, least: int, **how: Any) -> str:
-    """What a run prints of the files that are written at setup."""
+    """Return what a run prints of the files that are written at setup."""
     writing_bar.LEAST_BYTES, before = least, writing_bar.LEAST_BYTES
     try:
         with contextlib.redirect_stdout(io.StringIO()) as out:

@@ -117,7 +117,7 @@ LAYOUTS: dict[str, Callable[[Path], Path]] = {
 
 
 def outputs(name: str, folder: str, path: str, **more: Any) -> tuple[Any, ...]:
-    """What a model gives for a checkpoint, and whether its weights stayed there."""
+    """Return what a model gives for a checkpoint, and whether its weights stayed there."""
     trainer = make_trainer(world(), name, folder, **more)
     model = Net()
     predicted = trainer.predict(model, Batches(), ckpt_path=path)

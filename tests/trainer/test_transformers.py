@@ -222,7 +222,7 @@ class Wrapped(LightningModule):
 
 @dataclass
 class Run:
-    """What a rank saw of a run: its result, the units, what was generated, what validation found.
+    """A rank's run: its result, the units, what was generated, what validation found.
 
     Attributes:
         result: Losses and final parameters and buffers.
