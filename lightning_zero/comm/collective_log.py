@@ -97,10 +97,8 @@ class CollectiveLog:
         """
         self.waiting = (collective, next(self._numbers), monotonic())
         try:
-            yield
-        except RuntimeError as error:
-            self.explain(error)
-            raise
+            with self.explained():
+                yield
         finally:
             self.waiting = None
 
@@ -115,12 +113,19 @@ class CollectiveLog:
         """Mark code that sends and receives as it goes on, and never counts as waiting."""
         self.is_busy = True
         try:
+            with self.explained():
+                yield
+        finally:
+            self.is_busy = False
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Mark code that may find another rank gone."""
+        try:
             yield
         except RuntimeError as error:
             self.explain(error)
             raise
-        finally:
-            self.is_busy = False
 
     def next_wait(self) -> int:
         """Return a number for a wait that is not one of ours."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_zero.comm.collective_log import CollectiveLog
 from lightning_zero.comm.mesh import Axis
 from lightning_zero.comm.window import Address, Window
 
@@ -13,9 +14,9 @@ class ReduceWindows:
         free: This rank's windows whose reduction is over; a peer may still read them.
     """
 
-    def __init__(self, axis: Axis) -> None:
+    def __init__(self, axis: Axis, log: CollectiveLog) -> None:
         self.free: list[Window] = []
-        self._axis = axis
+        self._axis, self._log = axis, log
         self._peers: dict[Address, Window] = {}
         self._capacity = 0
 
@@ -39,7 +40,8 @@ class ReduceWindows:
     def of_peer(self, address: Address) -> Window:
         """Return a peer's window, which is mapped once."""
         if address not in self._peers:
-            self._peers[address] = Window.open(address, self._axis.size)
+            with self._log.explained():
+                self._peers[address] = Window.open(address, self._axis.size)
         return self._peers[address]
 
     def drop_outgrown(self) -> None:

@@ -43,7 +43,7 @@ class SharedMemory(PointToPoint):
 
     def __init__(self, control: Control, axis: Axis, device: torch.device) -> None:
         super().__init__(control, axis, device)
-        self._windows = ReduceWindows(axis)
+        self._windows = ReduceWindows(axis, self.log)
 
     @classmethod
     def can_see_peers(cls, control: Control, axis: Axis) -> bool:
@@ -87,7 +87,8 @@ class SharedMemory(PointToPoint):
             yield Shared(views[self.axis.rank], views)
 
     def _open(self, addresses: Sequence[Address]) -> list[Window]:
-        return [Window.open(address, self.size) for address in addresses]
+        with self.log.explained():
+            return [Window.open(address, self.size) for address in addresses]
 
     @override
     def _gather(self, whole: Tensor, shard: Shared, unit: str, tag: int) -> Work:

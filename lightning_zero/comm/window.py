@@ -18,6 +18,7 @@ from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.plan import Slot
@@ -84,9 +85,13 @@ class Window:
         """Map another process's window.
 
         Raises:
-            RuntimeError: The owner is on another host, or its memory may not be opened from here.
+            DistError: The owner is on another host, has ended, or its memory may not be opened from
+                here.
         """
-        return cls(address, world_size, is_own=False)
+        try:
+            return cls(address, world_size, is_own=False)
+        except (OSError, RuntimeError) as error:
+            raise dist.DistError(str(error)) from error
 
     def __del__(self) -> None:
         # Peers that map it keep their mapping; new ones can no longer open it.

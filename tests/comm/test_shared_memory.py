@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_zero.comm import shared_memory
+from lightning_zero.comm import shared_memory, window
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.control import Control
 from lightning_zero.comm.sync_points import SyncPoint
@@ -24,7 +24,7 @@ from lightning_zero.plan.settings import Settings
 from tests.oracle.models import MODELS
 from tests.oracle.parity import share
 from tests.oracle.projects import WAYS
-from tests.oracle.ranks import Pools
+from tests.oracle.ranks import Pools, RankError
 
 CPU = torch.device("cpu")
 
@@ -207,19 +207,37 @@ def test_a_buffer_is_reused_only_when_all_have_read_it(ranks: Pools) -> None:
 
 
 def test_a_window_is_shared_memory() -> None:
-    window = Window.create(64, world_size=2)
-    window.view(16, torch.float32).fill_(3.0)
-    other = Window.open(window.address, world_size=2)
+    own = Window.create(64, world_size=2)
+    own.view(16, torch.float32).fill_(3.0)
+    other = Window.open(own.address, world_size=2)
     assert other.view(16, torch.float32).tolist() == [3.0] * 16
     other.readers[1] = 1
-    window.num_published = 1
-    assert window.is_read_by_all(owner=0)
-    assert window.touched_bytes == 64
+    own.num_published = 1
+    assert own.is_read_by_all(owner=0)
+    assert own.touched_bytes == 64
 
 
 def test_a_window_of_nobody_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="on another host, or has ended"):
         Window.open(Address(os.getpid(), 987654, 1, 64, 0), world_size=2)
+
+
+def _reduce_with_a_rank_that_has_ended() -> None:
+    """Raise on both ranks, as the window of rank 0's peer is gone."""
+    comm = Communicator(CPU)
+    buffer = comm.transport.reduce_buffer(128, torch.float32)
+    work = comm.transport.reduce(torch.empty(64), buffer, unit="a", tag=1)
+    is_there = window._is_there if comm.control.rank else lambda *_: False
+    with mock.patch.object(window, "_is_there", is_there):
+        work.wait()
+        comm.fence(SyncPoint.STEP)
+
+
+def test_a_rank_that_ends_before_its_buffer_is_read_ends_all(ranks: Pools) -> None:
+    with pytest.raises(RankError) as error:
+        ranks(2).run(_reduce_with_a_rank_that_has_ended)
+    told = "A connection between ranks has failed (No window at "
+    assert str(error.value).count(f"RuntimeError: {told}") == 2
 
 
 def _blind_rank() -> bool:
