@@ -19,7 +19,7 @@ from typing_extensions import Self, override
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.control import Control
-from lightning_zero.comm.host_copies import HostCopies
+from lightning_zero.comm.host_copies import HostCopies, pinned_bytes
 from lightning_zero.comm.mesh import Axis, Mesh
 from lightning_zero.comm.traffic import Ledger
 from lightning_zero.comm.transport import ReduceBuffer, Shared, Transport, Work
@@ -95,7 +95,7 @@ class DryHostCopies(HostCopies):
     @override
     def storage_down(self, tensor: Tensor) -> Tensor:
         with internals.without_modes():
-            nbytes = tensor.untyped_storage().nbytes()
+            nbytes = pinned_bytes(tensor.untyped_storage().nbytes(), self.device)
             memory = torch.empty(nbytes, dtype=torch.uint8, device=_META)
         self._passing.add(memory)
         return memory

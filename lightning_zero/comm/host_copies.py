@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -16,6 +16,15 @@ from lightning_zero.tensors import lasting_tensors
 
 _MOST_LANDINGS = 2
 """Gradients that are added on the host may wait for it in as many buffers: one comes, one goes."""
+
+
+def pinned_bytes(nbytes: int, device: torch.device) -> int:
+    """Return what torch takes of the memory of a device's host for ``nbytes`` on their way.
+
+    Its allocator of pinned memory has powers of two.
+    """
+    is_rounded = device.type == "cuda" and nbytes > 0
+    return 1 << (nbytes - 1).bit_length() if is_rounded else nbytes
 
 
 class HostCopies:
@@ -32,6 +41,9 @@ class HostCopies:
         self.device = device
         self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._landings: deque[Landing] = deque()
+        # What is copied to the host, until it is there; and recurring memory that nobody holds.
+        self._held: deque[tuple[torch.Event, Tensor]] = deque()
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
 
     def can_copy(self, tensor: Tensor) -> bool:
         """Return whether a tensor lies on the device, and is no more than torch's own."""
@@ -55,8 +67,34 @@ class HostCopies:
         weakref.finalize(block, cudart.cudaHostUnregister, memory.data_ptr())
         return memory.view(dtype)
 
+    def recurring_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return host memory for a while, of a size that recurs; its content is undefined.
+
+        It is :meth:`lasting_memory`, which whoever asks for as many bytes gets when nobody holds it
+        any more: neither a view of it, nor a copy that is under way.
+        """
+        if not numel:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        self._let_go()
+        nbytes = numel * dtype.itemsize
+        free = self._free[nbytes]
+        memory = free.pop() if free else self.lasting_memory(nbytes, torch.uint8)
+        # Every storage that lies there holds this, and nothing else does.
+        lent = memory.numpy().data
+        weakref.finalize(lent, free.append, memory)
+        with lasting_tensors():
+            return torch.frombuffer(lent, dtype=dtype)
+
+    def _let_go(self) -> None:
+        """Hold no longer what has arrived."""
+        while self._held and self._held[0][0].query():
+            self._held.popleft()
+
     def passing_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return host memory for a while, which torch keeps for reuse; its content is undefined."""
+        """Return host memory for a while, of any size; its content is undefined.
+
+        Of a GPU's host torch takes :func:`pinned_bytes`, and keeps them for reuse.
+        """
         with lasting_tensors():
             is_pinned = self.device.type == "cuda"
             return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=is_pinned)
@@ -99,8 +137,11 @@ class HostCopies:
         else:
             with self._beside_computation(self._stream):
                 out.copy_(source, non_blocking=True)
-                landing = Landing(self._stream.record_event(), then)
+                event = self._stream.record_event()
+            landing = Landing(event, then)
             source.record_stream(self._stream)
+            self._let_go()
+            self._held.append((event, out))
         if then is not None:
             self._landings.append(landing)
             if len(self._landings) > _MOST_LANDINGS:

@@ -26,7 +26,7 @@ class Call:
     """One call of a unit's forward.
 
     Attributes:
-        unit: The unit's index.
+        unit: The unit's index: a graph holds the call, and would keep the unit's module.
     """
 
     __slots__ = ("unit",)

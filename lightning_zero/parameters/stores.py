@@ -272,7 +272,7 @@ class HostStore(Store):
 
     def _landing(self) -> Tensor:
         copies, dtype = self.comm.host_copies, self.plan.master.dtype
-        return copies.passing_memory(self._num_away, dtype)
+        return copies.recurring_memory(self._num_away, dtype)
 
     @override
     def flush(self, source: Tensor, resting: Shard | None, *, unit: str) -> tuple[Shard, Work]:

@@ -187,6 +187,30 @@ def test_fused_steps_find_counts_where_they_step(fused: bool | None) -> None:
     assert counts[1]["step"].dtype is torch.float32
 
 
+def test_gradients_lie_where_others_did_unless_somebody_holds_them() -> None:
+    case, made = MODELS["transformer"], []
+    with beside_the_host():
+        engine = shard(case.build(), stage=3, offload=Offload.of_stage(3, "cpu"))
+        optimizer = momentum(engine.module)
+        engine.adopt(optimizer)
+        first = engine.sharded.pieces[0]
+        with mock.patch.object(
+            HostCopies, "lasting_memory", autospec=True, side_effect=HostCopies.lasting_memory
+        ) as allocate:
+            for step in range(4):
+                for micro in range(MICRO):
+                    case.loss(engine.module, case.batch(4, MICRO * step + micro)).backward()
+                optimizer.step()
+                if step == 1:
+                    kept, values = first.grad, first.grad.clone()
+                optimizer.zero_grad()
+                made.append(allocate.call_count)
+    # One more shard where that of the kept gradient lay.
+    assert 0 < made[0] == made[1] == made[2] - 1 == made[3] - 1
+    assert torch.equal(kept, values)
+    engine.close()
+
+
 def unfrozen(stage: int, folder: str) -> None:
     """Check that what was frozen at setup rests on the device, also when it is trained."""
 

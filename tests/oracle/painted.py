@@ -45,14 +45,16 @@ class Memories(TorchDispatchMode):
         self.peak = 0
         self.new = "device"  # the colour of what is made of nothing
         self._made: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        # They live on, or others would be made where they were, and be taken for them.
-        self._hosts: dict[int, torch.UntypedStorage] = {}
+        # Those that are gone are forgotten, or others that are made where they were would be taken
+        # for them.
+        self._hosts: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def paint(self, tensor: Tensor, colour: str) -> Tensor:
         """Let a tensor's storage be in a memory."""
         if colour == "host":
             storage = tensor.untyped_storage()
-            self._hosts[storage._cdata] = storage
+            key = storage._cdata
+            self._hosts[key] = weakref.ref(storage, lambda _: self._hosts.pop(key, None))
         return tensor
 
     def restart(self) -> None:
@@ -97,8 +99,8 @@ def beside_the_host(*, painted: bool = True) -> Iterator[Memories]:
         mock.patch.object(Offload, "runs_on", return_value=True),
         mock.patch.object(Offload, "is_mapped", return_value=False),
     ]
-    places = (HostCopies, "lasting_memory"), (HostCopies, "passing_memory"), (Scratch, "tensor")
-    for cls, name in places:
+    kinds = "lasting_memory", "recurring_memory", "passing_memory"
+    for cls, name in (*((HostCopies, kind) for kind in kinds), (Scratch, "tensor")):
         own = getattr(cls, name)
 
         def on_host(owner: Any, numel: int, dtype: torch.dtype, own: Any = own) -> Tensor:
