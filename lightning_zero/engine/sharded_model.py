@@ -175,6 +175,10 @@ class ShardedModel:
         _, flat, index = self._places[id(parameter)]
         flat.edits.expose(index)
 
+    def keep(self, parameter: Parameter) -> None:
+        """Let the memory of a readable parameter live as long as the model."""
+        self._places[id(parameter)][1].edits.buffer.keep()
+
     def gives_back(self, parameter: Parameter) -> bool:
         """Return whether views of a readable parameter will lose their memory."""
         return self._places[id(parameter)][1].gives_back
@@ -383,6 +387,7 @@ class ShardedModel:
         kinds = Counter(dict.fromkeys(names, 0))
         for flat in self.flats:
             kinds.update(flat.memory())
+        kinds["gathered"] += self.reader.memory.nbytes
         for transport in self.comm.transports.values():
             kinds["unreduced"] += transport.scratch_bytes
             kinds.update({kind: held.nbytes for kind, held in transport.passing.items()})

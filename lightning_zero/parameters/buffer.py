@@ -28,11 +28,13 @@ class Buffer:
             if tensor is None:
                 tensor = torch.empty(layout.numel, dtype=dtype, device=device)
             self.tensor = tensor
-            self.views = [
-                self.tensor.as_strided(slot.shape, slot.stride, slot.offset)
-                for slot in layout.slots
-            ]
+            self.views = self._views_of(layout, tensor)
         self._nbytes = self.tensor.nbytes
+        self._is_kept = False
+
+    @staticmethod
+    def _views_of(layout: Layout, tensor: Tensor) -> list[Tensor]:
+        return [tensor.as_strided(slot.shape, slot.stride, slot.offset) for slot in layout.slots]
 
     @property
     def nbytes(self) -> int:
@@ -49,8 +51,12 @@ class Buffer:
         """Give the memory back; views stay, unreadable until the buffer is filled again."""
         storage = self.tensor.untyped_storage()
         # Memory that a numpy array was made of is the array's too, and stays.
-        if storage.resizable():
+        if storage.resizable() and not self._is_kept:
             storage.resize_(0)
+
+    def keep(self) -> None:
+        """Give the memory back no more: somebody holds no more of it than an address."""
+        self._is_kept = True
 
     def shard(self, rank: int, world_size: int) -> Tensor:
         """Return the part of ``rank``; a view, so it needs memory to be read."""

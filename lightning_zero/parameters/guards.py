@@ -319,9 +319,7 @@ def _keep_address(parameter: Parameter) -> None:
             f"The address of parameter {ownership.name!r} cannot be given away: its memory"
             " is given back when its module is done. Give away a copy: `p.detach().clone()`"
         )
-    with internals.as_plain_tensors():
-        # As for any array of numpy's, torch will no longer free the storage.
-        torch.empty(0, dtype=torch.uint8).set_(parameter.untyped_storage()).numpy()
+    ownership.owner.keep(parameter)
 
 
 # -- the classes -----------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import mmap
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Generic, Protocol, TypeVar
@@ -13,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_zero.comm import Communicator, Outcome, Scratch, Shared, SyncPoint, Work
+from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.parameters.stores import HostStore, Store
 from lightning_zero.plan import Layout, Medium, Plan
 from lightning_zero.tensors import ask_for_large_pages, lasting_tensors
@@ -41,19 +44,100 @@ class Source(Protocol):
         """Read elements from ``start`` on to ``out``, ``[n]``, cast to ``dtype`` on the way."""
 
 
+class LentMemory:
+    """Memory of the host that is lent, and lent again when nothing refers to it any more.
+
+    New memory of the system takes more time than to read a file of its size.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[mmap.mmap] | None = []
+
+    def lend(self, nbytes: int) -> Tensor:
+        """Return bytes ``[nbytes]``, of undefined content."""
+        free = self._free or []
+        fitting = [block for block in free if len(block) >= nbytes]
+        if fitting:
+            block = min(fitting, key=len)
+            free.remove(block)
+        else:
+            free.clear()
+            # Private, as memory is that counts for the limits of a process.
+            block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # It is held by the storage, and so by all tensors that lie there.
+        lent = memoryview(block)
+        weakref.finalize(lent, self._take_back, block).atexit = False
+        tensor = torch.frombuffer(lent, dtype=torch.uint8, count=nbytes)
+        ask_for_large_pages(tensor)
+        return tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept for the next use."""
+        return sum(map(len, self._free or []))
+
+    def _take_back(self, block: mmap.mmap) -> None:
+        if self._free is not None:
+            self._free.append(block)
+
+    def close(self) -> None:
+        """Take nothing back any more."""
+        self._free = None
+
+
+class LentBuffer(Buffer):
+    """A buffer on the host whose memory is lent anew for each use.
+
+    Whoever keeps a view keeps what it shows: nobody else is lent that memory. But what autograd
+    saves would keep that of all units, so from a use with gradients on it is the buffer's own.
+    """
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, memory: LentMemory) -> None:
+        super().__init__(layout, dtype, torch.device("cpu"))
+        self._layout, self._memory = layout, memory
+        self._own = self.tensor, self.views
+        self._is_lent = self._nbytes > 0
+
+    @override
+    def allocate(self) -> None:
+        if self.tensor is not self._own[0]:
+            return
+        self._is_lent &= not torch.is_grad_enabled()
+        if not self._is_lent:
+            super().allocate()
+            return
+        with lasting_tensors():
+            self.tensor = self._memory.lend(self._nbytes).view(self.tensor.dtype)
+            self.views = self._views_of(self._layout, self.tensor)
+
+    @override
+    def release(self) -> None:
+        if not self._is_kept:
+            self.tensor, self.views = self._own
+        super().release()
+
+
 class Reader:
-    """Threads that read. They are started when there is something to read."""
+    """Threads that read, and memory to read to.
+
+    The threads are started when there is something to read.
+
+    Attributes:
+        memory: That of whole weights.
+    """
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, "lightning_zero.read")
+        self.memory = LentMemory()
 
     def start(self, unit: str, parts: Iterable[Callable[[], _T]]) -> Reading[_T]:
         """Start to read ``parts`` of a unit's weights."""
         return Reading(unit, [self._threads.submit(part) for part in parts])
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and keep no memory."""
         self._threads.shutdown()
+        self.memory.close()
 
 
 class Reading(Generic[_T]):
@@ -121,8 +205,11 @@ class Stream(Store):
                 nothing.fill_(torch.nan)
             return Shared(nothing.expand(self.layout.shard_numel))
 
+    @override
+    def weights(self) -> Buffer:
+        return LentBuffer(self.layout, self.plan.weight.dtype, self._reader.memory)
+
     def _read(self, out: Tensor, *, unit: str, tag: int) -> Work:
-        ask_for_large_pages(out)
         reads = (functools.partial(self._read_part, *part) for part in self._parts(out))
         return self._reader.start(unit, reads)
 
@@ -167,6 +254,10 @@ class HostStream(Stream, HostStore):
 
     Each part is read to memory of its own, in the dtype of the weights, and goes up as it comes.
     """
+
+    @override
+    def weights(self) -> Buffer:
+        return HostStore.weights(self)
 
     @override
     def _read(self, out: Tensor, *, unit: str, tag: int) -> Work:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import resource
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -183,6 +185,64 @@ def read_in_hooks(folder: str, path: str) -> None:
 
 def test_weights_are_read_in_hooks_and_whole_at_the_end(ranks: Pools, tmp_path: Path) -> None:
     ranks(1).run(read_in_hooks, str(tmp_path), str(as_lightning(tmp_path)))
+
+
+class Keeping(Net):
+    """Keeps a view, an array and an address of weights in each batch, and compares them later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[tuple[str, Any]] = []
+
+    def on_predict_start(self) -> None:
+        assert self.net is not None
+        for number, keep in enumerate((self.keep_views, self.keep_address)):
+            self.net[number][1].register_forward_hook(partial(keep, f"net.{number}.1.weight"))
+
+    def keep_views(self, name: str, linear: nn.Linear, *_: Any) -> None:
+        self.kept += [(name, torch.chunk(linear.weight, 1)[0]), (name, linear.weight.numpy())]
+
+    def keep_address(self, name: str, linear: nn.Linear, *_: Any) -> None:
+        self.kept.append((name, np.from_dlpack(linear.weight.detach())))
+
+    def on_predict_end(self) -> None:
+        held = state()
+        assert len(self.kept) == 3 * len(Batches())
+        for name, value in self.kept:
+            assert np.array_equal(np.asarray(value), held[name].numpy()), name
+
+
+def keep_weights(folder: str, path: str) -> None:
+    trainer = make_trainer(world(), "zero3_nvme", folder)
+    trainer.predict(Keeping(), Batches(), ckpt_path=path)
+    assert all(flat.store.is_stream for flat in trainer.strategy.engine.sharded.flats)
+
+
+def test_whoever_keeps_a_weight_keeps_what_it_shows(ranks: Pools, tmp_path: Path) -> None:
+    ranks(1).run(keep_weights, str(tmp_path), str(as_lightning(tmp_path)))
+
+
+def differentiate(folder: str, path: str) -> None:
+    """Gradients of inputs, for which units are read again in backward."""
+    expected, found = (
+        make_trainer(world(), name, folder, inference_mode=False).predict(
+            Sensitive(), Batches(), ckpt_path=path
+        )
+        for name in ("zero3", "zero3_nvme")
+    )
+    assert expected is not None
+    assert all(map(torch.equal, found, expected))
+
+
+class Sensitive(Net):
+    @torch.enable_grad()
+    def predict_step(self, batch: list[Tensor], index: int) -> Tensor:
+        x = batch[0].requires_grad_()
+        return torch.autograd.grad(self(x).square().sum(), x)[0]
+
+
+def test_gradients_of_inputs_are_those_of_memory(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2).run(differentiate, str(tmp_path), str(as_lightning(tmp_path)))
 
 
 # ---------------------------------------------------------------------------- beside a device
