@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -200,15 +201,17 @@ class _Ascent:
 
 
 class Landing:
-    """Data on their way to the host."""
+    """Data on their way to the host, for which several threads may wait."""
 
     def __init__(self, event: torch.Event | None, then: Callable[[], object] | None) -> None:
         self._event, self._then = event, then
+        self._lock = threading.Lock()
 
     def wait(self) -> None:
         """Return when they are there, and what follows is done."""
-        if self._event is not None:
-            self._event.synchronize()
-        then, self._then = self._then, None
-        if then is not None:
-            then()
+        with self._lock:
+            if self._event is not None:
+                self._event.synchronize()
+            then, self._then = self._then, None
+            if then is not None:
+                then()

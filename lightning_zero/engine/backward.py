@@ -112,6 +112,7 @@ class Backward:
             )
         if self._sharded.opened:
             self._sharded.keep_edits()
+        self._order.await_steps()
         self._step.begin_backward()
         self._prefetcher.last_backward = None
         self._reduces = self.syncs or self._always_reduces

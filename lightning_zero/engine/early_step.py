@@ -6,15 +6,17 @@
     reduce               unit 3   unit 2   unit 1   unit 0
     step                          unit 3   unit 2   unit 1    the rest, by the optimizer's call
 
-The files of a unit are read, and written, while the next ones go backward. What makes the numbers
-those of a step behind the pass:
+The files of a unit are read, and written, while the next ones go backward. Beside a device a thread
+steps, each unit when its gradients have landed on the host. What makes the numbers those of a step
+behind the pass:
 
 ======================================== ==========================================================
 a unit's masters are read no more        all ranks have sent all gradients of it; a later gather in
                                          this step raises
 its gradients are final                  the pass is in the closure of the only optimizer's step,
                                          and none was missing when their reduction began; one that
-                                         comes when the unit is stepped raises
+                                         comes when the unit is stepped raises; whoever steps it
+                                         waits until they have landed
 nothing comes between pass and step      whoever enters :meth:`EarlyStep.allowed` says so; other
                                          gradients or hyperparameters in the step raise
 weights were not edited                  else the unit is stepped behind the pass
@@ -28,30 +30,29 @@ pass. What raises leaves some units stepped, which the optimizer's step knows as
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
+from lightning_zero.comm import Work
 from lightning_zero.engine import rank_check
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.weights import Masters
 from lightning_zero.optimizer import UnitStep, unit_step_of
-from lightning_zero.parameters import Piece
+from lightning_zero.parameters import Piece, settle, unsettle
 
 
 class EarlyStep:
-    """Steps units in the order of their reductions, each when its own has ended.
-
-    Attributes:
-        is_on: Whether units are stepped in this pass on any rank.
-    """
+    """Steps units in the order of their reductions, each when its own has ended."""
 
     def __init__(self, sharded: ShardedModel) -> None:
         self._sharded = sharded
         self._is_allowed = False
-        self.is_on = False
+        # What steps them in this pass, if all ranks want it.
+        self._step: UnitStep | None = None
         # Those that are not stepped yet, the next first; none when the early step has ended.
         self._turns: list[Unit] = []
         # Those that had all gradients of this rank when their reduction began.
@@ -69,8 +70,12 @@ class EarlyStep:
             self._is_allowed = False
 
     @property
-    def _step(self) -> UnitStep | None:
-        """The steps by unit of the optimizer, if it is alone and its step waits for the pass."""
+    def is_on(self) -> bool:
+        """Return whether units are stepped in this pass on any rank."""
+        return self._step is not None
+
+    def _sure_step(self) -> UnitStep | None:
+        """Return the steps by unit of the optimizer, if it is alone and its step awaits a pass."""
         optimizers = self._sharded.optimizers
         step = unit_step_of(optimizers[0]) if len(optimizers) == 1 else None
         return step if step is not None and step.is_sure else None
@@ -78,11 +83,12 @@ class EarlyStep:
     @property
     def is_wanted(self) -> bool:
         """Return whether this rank would step units in the pass that begins."""
-        return self._is_allowed and self._step is not None
+        return self._is_allowed and self._sure_step() is not None
 
     def begin(self, turns: Sequence[Unit]) -> None:
         """Begin with a pass in which all ranks want it, of units in the order of reductions."""
-        self.is_on, self._turns = True, [*turns]
+        self._step, self._turns = self._sure_step(), [*turns]
+        assert self._step is not None
         self._groups = self._hyperparameters()
 
     def note(self, unit: Unit) -> None:
@@ -93,22 +99,30 @@ class EarlyStep:
 
     def step(self, unit: Unit) -> None:
         """Step a unit whose reduction has ended, if it is its turn and it may be."""
-        if not self._turns:
+        if not self._turns or self._step is None:
             return
         is_final = self._turns[0] is unit and unit in self._complete
-        if not is_final or unit.weights.is_edited or self._step is None:
+        if not is_final or unit.weights.is_edited:
             self.stop()
             return
         pieces = unit.pieces
-        have_any = [piece.reduced is not None for piece in pieces]
-        unit.gradients.lend()
-        for piece, had_any in zip(pieces, have_any, strict=True):
-            gradient = piece.reduced
-            version = 0 if gradient is None else gradient._version
-            self._lent.append(Lent(piece, gradient, version, is_first=not had_any))
+        had_any = [piece.reduced is not None for piece in pieces]
+        works = unit.gradients.lend()
+        settle(pieces)  # what autograd does to parameters is no concern of a thread that steps
+        lent = [
+            Lent(piece, piece.reduced, is_first=not had)
+            for piece, had in zip(pieces, had_any, strict=True)
+        ]
+        self._lent += lent
         unit.weights.masters = Masters.STEPPED
-        self._step.step_ahead([one.pieces for one in self._turns])
+        order = [one.pieces for one in self._turns]
+        self._step.step_ahead(order, functools.partial(_land, works, lent))
         self._turns.pop(0)
+
+    def wait(self) -> None:
+        """Return when the units are stepped that were given; raises what has come of it."""
+        if self._step is not None:
+            self._step.wait_ahead()
 
     @property
     def stepped(self) -> list[bool]:
@@ -134,6 +148,8 @@ class EarlyStep:
         """Raise if the optimizer's step finds other values than units were stepped with."""
         if not self.is_on:
             return
+        self.wait()
+        unsettle(lent.piece for lent in self._lent)
         if self._groups != self._hyperparameters():
             raise _differs("hyperparameters of the optimizer")
         for lent in self._lent:
@@ -145,6 +161,9 @@ class EarlyStep:
 
     def abandon(self) -> None:
         """End a pass that an exception ended: its gradients are nobody's."""
+        if self._step is not None:
+            self._step.stop_ahead()
+        unsettle(lent.piece for lent in self._lent)
         for lent in self._lent:
             if lent.is_first:
                 lent.piece.reduced = None
@@ -155,7 +174,7 @@ class EarlyStep:
         if not self.is_on:
             return
         self.stop()
-        self.is_on, self._complete, self._lent = False, set(), []
+        self._step, self._complete, self._lent = None, set(), []
         for unit in self._sharded.units:
             unit.weights.masters = Masters.OLD
 
@@ -166,20 +185,21 @@ class EarlyStep:
         ]
 
 
-class Lent(NamedTuple):
+@dataclass
+class Lent:
     """A gradient that a piece was stepped with before the pass had ended.
 
     Attributes:
         piece: The piece.
         gradient: What it got; ``None`` if no rank has any.
-        version: How often that had been changed.
         is_first: Whether the piece had none from earlier passes.
+        version: How often the gradient had been changed when it had landed.
     """
 
     piece: Piece
     gradient: Tensor | None
-    version: int
     is_first: bool
+    version: int = 0
 
     @property
     def is_as_it_was(self) -> bool:
@@ -189,6 +209,15 @@ class Lent(NamedTuple):
             return now is self.gradient
         is_there = now.data_ptr() == self.gradient.data_ptr()
         return is_there and now._version == self.version
+
+
+def _land(works: Iterable[Work], all_lent: Iterable[Lent]) -> None:
+    """Wait until gradients are there that are lent, and note what they are."""
+    for work in works:
+        work.wait()
+    for lent in all_lent:
+        if lent.gradient is not None:
+            lent.version = lent.gradient._version
 
 
 def _differs(what: str) -> RuntimeError:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
+from lightning_zero.comm import Work
 from lightning_zero.parameters import FlatParameters, Reach
 from lightning_zero.tensors import span
 
@@ -102,10 +103,13 @@ class Gradients:
         for finish in finishes:
             finish()
 
-    def lend(self) -> None:
-        """Let the pieces have what is reduced, before the pass has ended."""
-        for flat in self._flats:
-            flat.reducer.lend()
+    def lend(self) -> list[Work]:
+        """Let the pieces have what is reduced, before the pass has ended.
+
+        Returns:
+            What is waited for before it is read.
+        """
+        return [flat.reducer.lend() for flat in self._flats]
 
     @property
     def held(self) -> list[bool]:

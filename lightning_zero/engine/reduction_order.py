@@ -48,6 +48,10 @@ class ReductionOrder:
         self._under_way: Unit | None = None
         self._work: PendingSync | None = None
 
+    def await_steps(self) -> None:
+        """Wait for units that are stepped by a pass before this one, which changes gradients."""
+        self._early_step.wait()
+
     def begin(self, forward_order: Iterable[int], *, is_last: bool) -> None:
         """Start a backward pass: exchange which units each rank ran, here in ``forward_order``.
 

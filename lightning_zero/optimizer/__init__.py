@@ -1,21 +1,22 @@
 """The user's optimizer on pieces of parameters.
 
-============ ===================================================================================
-pieces       how an optimizer's groups are pointed at pieces, and its states cut
-owners       steps of whole parameters, for optimizers that mix their elements
-unit_step    steps unit by unit
-states       where the states of such steps rest: memory, or files
-staging      batches that are stepped from files, and memory and threads that read and write them
-rounding     such steps in fp32 of what rests in bf16, rounded by chance
-probe        proof of how an optimizer may be stepped: by element, by parameter, all at once
-trial        steps of toy parameters
-taint        following an element through the operations of an optimizer
-twin         a copy of an optimizer that owns toy parameters
-adopted      how optimizers that engines have adopted are stepped, and what they save
-hooks        what happens before and after a step of it
-clip         norms, clipping and unscaling of gradients over all ranks
-loss_scaler  dynamic loss scaling
-============ ===================================================================================
+=============== ====================================================================================
+pieces          how an optimizer's groups are pointed at pieces, and its states cut
+owners          steps of whole parameters, for optimizers that mix their elements
+unit_step       steps unit by unit
+stepping_thread a thread for such steps amid a backward pass
+states          where the states of such steps rest: memory, or files
+staging         batches that are stepped from files, and memory and threads that read and write them
+rounding        such steps in fp32 of what rests in bf16, rounded by chance
+probe           proof of how an optimizer may be stepped: by element, by parameter, all at once
+trial           steps of toy parameters
+taint           following an element through the operations of an optimizer
+twin            a copy of an optimizer that owns toy parameters
+adopted         how optimizers that engines have adopted are stepped, and what they save
+hooks           what happens before and after a step of it
+clip            norms, clipping and unscaling of gradients over all ranks
+loss_scaler     dynamic loss scaling
+=============== ====================================================================================
 """
 
 from lightning_zero.optimizer.adopted import (
@@ -44,6 +45,7 @@ from lightning_zero.optimizer.probe import way_of
 from lightning_zero.optimizer.rounding import RoundedStates
 from lightning_zero.optimizer.staging import Part, batches_of, staging_bytes
 from lightning_zero.optimizer.states import StateFiles, States
+from lightning_zero.optimizer.stepping_thread import SteppingThread
 from lightning_zero.optimizer.taint import Way
 from lightning_zero.optimizer.twin import bare, with_inner
 from lightning_zero.optimizer.unit_step import UnitStep
@@ -57,6 +59,7 @@ __all__ = [
     "StateBytes",
     "StateFiles",
     "States",
+    "SteppingThread",
     "UnitStep",
     "Way",
     "are_torn",

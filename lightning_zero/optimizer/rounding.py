@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.optimizer.pieces import is_of_elements
-from lightning_zero.optimizer.states import States
+from lightning_zero.optimizer.states import ParamGroups, States
 from lightning_zero.parameters import Piece
 from lightning_zero.tensors import numel_at_a_time
 
@@ -36,8 +36,8 @@ class RoundedStates(States):
         return "bf16, stepped in fp32 and rounded by chance"
 
     @override
-    def fetch(self, number: int) -> None:
-        for group in self.optimizer.param_groups:
+    def fetch(self, number: int, groups: ParamGroups) -> None:
+        for group in groups:
             group["params"][:] = map(self._lend, group["params"])
 
     def _lend(self, piece: Parameter) -> Parameter:

@@ -24,6 +24,9 @@ from lightning_zero.optimizer.staging import Block, Part, Slot, Staging
 from lightning_zero.parameters import Piece
 from lightning_zero.tensors import lasting_tensors, span
 
+ParamGroups = list[dict[str, Any]]
+"""Those of an optimizer, or of what steps in its place."""
+
 
 class States(OfOptimizer):
     """The states of an optimizer in host memory, where it makes them."""
@@ -55,8 +58,8 @@ class States(OfOptimizer):
     def open(self, numbers: Sequence[int]) -> None:
         """Begin a step of the batches of these numbers, in this order."""
 
-    def fetch(self, number: int) -> None:
-        """Let the optimizer find the states of a batch, the next of the step."""
+    def fetch(self, number: int, groups: ParamGroups) -> None:
+        """Let members of param groups find the states of a batch, the next of the step."""
 
     def flush(self) -> None:
         """Let the states of the batch rest that was fetched, and is stepped now."""
@@ -231,10 +234,10 @@ class StateFiles(States):
     @override
     @span("fetch")
     @torch.no_grad()
-    def fetch(self, number: int) -> None:
+    def fetch(self, number: int, groups: ParamGroups) -> None:
         self._staging.fetch()
         parts = {id(part.piece): part for part in self._batches.get(number, ())}
-        for group in self.optimizer.param_groups:
+        for group in groups:
             members = group["params"]
             for index, member in enumerate(members):
                 if id(member) in parts:

@@ -1,12 +1,13 @@
 """Steps of an optimizer unit by unit, on the host, where what is offloaded rests.
 
 A unit, or a part of a large one, is a batch. Before the user's own call of ``step`` goes through
-the param groups, they are narrowed to one batch after the other and stepped; the call itself steps
-the last. Hooks, schedulers, counters and the closure see one step::
+the param groups, a stand-in of the optimizer steps all batches but the last, one after the other;
+the call itself steps that, with groups narrowed to it. Hooks, schedulers, counters and the closure
+see one step::
 
-    pre-hook    others | batch 0 | batch 1 | ...   groups hold one batch's members
-    step        last batch                         the same
-    post-hook                                      groups hold all members again
+    pre-hook    others | batch 0 | batch 1 | ...   the stand-in's groups hold one batch's members
+    step        last batch                         the optimizer's own do
+    post-hook                                      they hold all members again
 
 The others are in no batch: what stays on a device, which steps it while the host goes on, and what
 belongs to no engine.
@@ -14,7 +15,9 @@ belongs to no engine.
 Around each batch's step its states are fetched from where they rest, and flushed (``states.py``).
 
 While its closure runs, whoever knows that the gradients of a unit are final may let its batches be
-stepped **ahead**, in an order that is set with the first. The pre-hook goes on from there.
+stepped **ahead**, in an order that is set with the first and ends with the others. Beside a device
+a thread of its own does it (``stepping_thread.py``). The pre-hook waits for that, and goes on from
+there.
 
 An error amid the batches leaves some stepped and others not. Such a step is **torn**: nothing may
 be stepped or saved any more.
@@ -23,19 +26,22 @@ be stepped or saved any more.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from lightning_zero.comm import Ledger
 from lightning_zero.optimizer.pieces import cut_state, pieces_of
 from lightning_zero.optimizer.probe import ELEMENT_WISE
 from lightning_zero.optimizer.states import States
+from lightning_zero.optimizer.stepping_thread import SteppingThread
 from lightning_zero.parameters import Piece
 
 _OTHERS = -1
@@ -53,6 +59,7 @@ class UnitStep:
             several batches is stepped part by part.
         states: Where the states rest, of one of torch's own optimizers that step by element.
         ledger: Counts the time of steps on the host; ``None`` for those on the device.
+        thread: Steps ahead; if omitted, whoever asks for it does.
 
     Attributes:
         states: The same.
@@ -62,7 +69,11 @@ class UnitStep:
     """
 
     def __init__(
-        self, batches: Sequence[Sequence[Piece]], states: States, ledger: Ledger | None = None
+        self,
+        batches: Sequence[Sequence[Piece]],
+        states: States,
+        ledger: Ledger | None = None,
+        thread: SteppingThread | None = None,
     ) -> None:
         optimizer = states.optimizer
         name = type(optimizer).__name__
@@ -76,31 +87,30 @@ class UnitStep:
         self.states = states
         self.is_sure = False
         self._ledger = ledger
+        self._thread = thread
         self._begin = 0.0
         self._numbers: dict[int, list[int]] = {}
         for number, batch in enumerate(batches):
             for piece in batch:
                 self._numbers.setdefault(id(piece), []).append(number)
-        self._members: Groups | None = None
-        # Of the step under way; the first is the next, the last is the user's own call's.
-        self._left: dict[int, Groups] = {}
-        self._to_fuse: list[dict[str, Any]] = []
+        self._under_way: _UnderWay | None = None
         self.is_torn = False
         # Torch patches the class once, to call the hooks; below is the step itself.
         self._step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
 
-    def _open_groups(self) -> list[dict[str, Any]]:
+    def _open_groups(self) -> list[int]:
         """Return the groups that may step by one pass over their memory, if nobody has said.
 
         Torch's default on a CPU passes over it once for each operation.
         """
         optimizer, found = self.states.optimizer, []
-        for group in optimizer.param_groups if type(optimizer) in _FUSED else ():
+        groups = optimizer.param_groups if type(optimizer) in _FUSED else ()
+        for index, group in enumerate(groups):
             is_open = group.get("fused") is None and group.get("foreach") is None
             # Not every fused step takes a rate in a tensor, and none complex numbers.
             can_be = not group.get("differentiable") and not isinstance(group["lr"], Tensor)
             if is_open and can_be and all(map(torch.is_floating_point, group["params"])):
-                found.append(group)
+                found.append(index)
         return found
 
     def take(self, pieces: Iterable[Piece]) -> None:
@@ -116,89 +126,117 @@ class UnitStep:
 
     def check(self) -> None:
         """Raise a ``RuntimeError`` if a step ended half-way."""
-        self.remove()
+        self._give_up()
         if self.is_torn:
             raise RuntimeError(
                 f"A step of {type(self.states.optimizer).__name__} ended half-way: some units are"
                 " stepped, others not. Resume from the last checkpoint."
             )
 
-    def remove(self) -> None:
+    def _give_up(self) -> None:
         """Let the param groups hold all members, also behind a step that ended half-way."""
-        if self._members is not None:
-            self._narrow(self._members)
-            self._members = None
+        self.stop_ahead()
+        if self._under_way is not None:
+            self._under_way.restore(self.states.optimizer)
+            self._under_way = None
             with contextlib.suppress(OSError):  # the step has raised it
                 self.states.close()
 
-    @torch.no_grad()
-    def step_ahead(self, order: Sequence[Sequence[Piece]]) -> None:
+    def remove(self) -> None:
+        """Step no more: the param groups hold all members."""
+        self._give_up()
+        if self._thread is not None:
+            self._thread.close()
+
+    def step_ahead(self, order: Sequence[Sequence[Piece]], landed: Callable[[], None]) -> None:
         """Step the batches of the first of units, in whose order the whole step goes.
 
         Args:
             order: The pieces of units that are not stepped yet; others come behind them.
+            landed: Returns when the gradients of the first may be read.
         """
-        self._begin = time.perf_counter()
-        if self._members is None:
-            self._open([piece for unit in order for piece in unit])
-        assert self._members is not None
-        first = set(map(id, order[0]))
-        while len(self._left) > 1 and first.issuperset(_ids(next(iter(self._left.values())))):
-            self._step_next()
-        self._narrow(self._members)
-        self._spend()
+        step = self._under_way
+        if step is None:
+            step = self._open([piece for unit in order for piece in unit])
+        first, steps = set(map(id, order[0])), list[Callable[[], None]]()
+        while len(step.left) > 1 and first.issuperset(_ids(next(iter(step.left.values())))):
+            steps.append(functools.partial(self._step_ahead, step, *step.next()))
+            self.is_torn = True
+        if self._thread is not None:
+            self._thread.give(landed, steps)
+            return
+        landed()
+        for each in steps:
+            each()
+
+    def _step_ahead(self, step: _UnderWay, number: int, members: Groups) -> None:
+        begin = time.perf_counter()
+        self._step_batch(step, number, members)
+        self._spend(begin)
+
+    def wait_ahead(self) -> None:
+        """Return when all is stepped of which that was asked; raises what has come of it."""
+        if self._thread is not None:
+            self._thread.wait()
+
+    def stop_ahead(self) -> None:
+        """Step no more of what has not begun."""
+        if self._thread is not None:
+            self._thread.stop()
 
     def begin(self) -> None:
         """Step all batches but the last, and leave that one to the call that is under way."""
+        self.wait_ahead()
         self._begin = time.perf_counter()
-        if self._members is None:
-            self._open([])
-        while len(self._left) > 1:
-            self._step_next()
-        self._fetch_next()
+        step = self._under_way or self._open([])
+        self.is_torn = True
+        while len(step.left) > 1:
+            self._step_batch(step, *step.next())
+        self._fetch(step, self.states.optimizer, *step.next())
 
     def end(self) -> None:
         """Let the param groups hold all members again."""
-        assert self._members is not None
+        assert self._under_way is not None
         self.states.flush()
         self.states.close()
-        self._narrow(self._members)
-        self._members = None
+        self._under_way.restore(self.states.optimizer)
+        self._under_way = None
         self.is_torn = False
-        self._spend()
+        self._spend(self._begin)
 
-    def _open(self, order: Sequence[Piece]) -> None:
+    def _open(self, order: Sequence[Piece]) -> _UnderWay:
         """Begin a step of all batches, first of those with pieces that come first in an order."""
-        optimizer = self.states.optimizer
         batches = self._cut()
         if order:
             places = {id(piece): place for place, piece in enumerate(order)}
 
             def place_of(number: int) -> int:
+                if number == _OTHERS:
+                    return len(places)  # behind all: some of it belongs to each unit
                 ids = _ids(batches[number])
                 return min((places.get(one, len(places)) for one in ids), default=len(places))
 
             batches = {number: batches[number] for number in sorted(batches, key=place_of)}
         # Nothing is torn: who lacks the memory for it may try again.
         self.states.open([*batches])
-        self._left, self._to_fuse = batches, self._open_groups()
-        self._members = [[*group["params"]] for group in optimizer.param_groups]
+        self._under_way = _UnderWay(self.states.optimizer, batches, self._open_groups())
+        return self._under_way
 
-    def _step_next(self) -> None:
-        self._fetch_next()
-        self._step(self.states.optimizer)
+    @torch.no_grad()
+    def _step_batch(self, step: _UnderWay, number: int, members: Groups) -> None:
+        self._fetch(step, step.stand_in, number, members)
+        self._step(step.stand_in)
         self.states.flush()
 
-    def _fetch_next(self) -> None:
-        number = next(iter(self._left))
-        self.is_torn = True
-        self._narrow(self._left.pop(number), is_batch=number != _OTHERS)
-        self._move_counts()
-        self.states.fetch(number)
+    def _fetch(self, step: _UnderWay, who: Optimizer, number: int, members: Groups) -> None:
+        """Let ``who`` find a batch, whose steps are fused, and nothing else."""
+        step.narrow(who, members, fuses=number != _OTHERS)
+        _move_counts(who)
+        self.states.fetch(number, who.param_groups)
 
-    def _spend(self) -> None:
+    def _spend(self, begin: float) -> None:
         if self._ledger is not None:
-            self._ledger.spend("stepping", time.perf_counter() - self._begin)
+            self._ledger.spend("stepping", time.perf_counter() - begin)
 
     def _cut(self) -> dict[int, Groups]:
         """Return the members of the param groups by batch; what is in none comes first."""
@@ -209,22 +247,6 @@ class UnitStep:
                 for number in self._numbers.get(id(member), [_OTHERS]):
                     batches.setdefault(number, [[] for _ in groups])[index].append(member)
         return dict(sorted(batches.items())) or {_OTHERS: [[] for _ in groups]}
-
-    def _narrow(self, groups: Groups, *, is_batch: bool = False) -> None:
-        """Let the param groups hold these members, and fuse the steps of batches alone."""
-        for group, members in zip(self.states.optimizer.param_groups, groups, strict=True):
-            group["params"][:] = members
-        for group in self._to_fuse:
-            group["fused"] = is_batch or None
-
-    def _move_counts(self) -> None:
-        """Let fused steps find counts where they step; those of a checkpoint may be elsewhere."""
-        optimizer = self.states.optimizer
-        fused = (group["params"] for group in optimizer.param_groups if group.get("fused"))
-        for member in itertools.chain.from_iterable(fused):
-            count = optimizer.state.get(member, {}).get("step")
-            if isinstance(count, Tensor) and count.device != member.device:
-                optimizer.state[member]["step"] = count.to(member.device, torch.float32)
 
     def describe(self, _: str = "") -> str:
         """Return what is done, in a line."""
@@ -237,6 +259,55 @@ class UnitStep:
         share = staying / max(1, sum(piece.numel() for piece in pieces))
         here = f" On this rank {share:.1%} of them stay on the device." if staying else ""
         return f"{name} steps unit by unit; its states rest in {self.states.place}.{here}{fused}"
+
+
+class _UnderWay:
+    """A step of all batches that is under way.
+
+    Args:
+        optimizer: The user's.
+        left: The members of all batches, by number, in the order of the step.
+        to_fuse: The groups whose steps of batches are fused.
+
+    Attributes:
+        left: Those that are not begun; the last is the user's own call's.
+        stand_in: Steps the others. It has the optimizer's options and states, and groups of its
+            own: amid a backward pass other threads may read the optimizer's.
+    """
+
+    def __init__(self, optimizer: Optimizer, left: dict[int, Groups], to_fuse: list[int]) -> None:
+        self.left = left
+        self._to_fuse = to_fuse
+        groups = optimizer.param_groups
+        self._members = [[*group["params"]] for group in groups]
+        self.stand_in: Optimizer = object.__new__(type(optimizer))
+        self.stand_in.__dict__.update(optimizer.__dict__)
+        self.stand_in.param_groups = [{**group, "params": []} for group in groups]
+
+    def next(self) -> tuple[int, Groups]:
+        """Take the next batch from those that are left."""
+        number = next(iter(self.left))
+        return number, self.left.pop(number)
+
+    def narrow(self, who: Optimizer, members: Groups, *, fuses: bool) -> None:
+        """Let the param groups of ``who`` hold these members."""
+        for group, some in zip(who.param_groups, members, strict=False):  # one may be added
+            group["params"][:] = some
+        for index in self._to_fuse:
+            who.param_groups[index]["fused"] = fuses or None
+
+    def restore(self, optimizer: Optimizer) -> None:
+        """Let the user's param groups be what they were."""
+        self.narrow(optimizer, self._members, fuses=False)
+
+
+def _move_counts(optimizer: Optimizer) -> None:
+    """Let fused steps find counts where they step; those of a checkpoint may be elsewhere."""
+    fused = (group["params"] for group in optimizer.param_groups if group.get("fused"))
+    for member in itertools.chain.from_iterable(fused):
+        count = optimizer.state.get(member, {}).get("step")
+        if isinstance(count, Tensor) and count.device != member.device:
+            optimizer.state[member]["step"] = count.to(member.device, torch.float32)
 
 
 def _ids(groups: Groups) -> list[int]:

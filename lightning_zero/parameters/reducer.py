@@ -22,7 +22,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from lightning_zero.comm import ReduceBuffer, Work
+from lightning_zero.comm import Arrived, ReduceBuffer, Work
 from lightning_zero.parameters.grad_view import GradState, averages
 from lightning_zero.parameters.piece import Piece
 from lightning_zero.parameters.shards import Shard, is_part, while_viewed
@@ -203,9 +203,9 @@ class Reducer:
         """Return whether this pass has to join gradients over the copies, if none comes either."""
         return self._reach is Reach.ALL and self.shard.is_of_copy
 
-    def lend(self) -> None:
-        """Give pieces what is reduced, amid a backward pass, for a step to read."""
-        self.shard.lend(self.used)
+    def lend(self) -> Work:
+        """Give pieces what is reduced, amid a backward pass, for a step to read behind the work."""
+        return self.shard.lend(self.used)
 
     def install(self, has_grads: Sequence[bool]) -> None:
         """End a backward pass: show the gradients that any rank has to optimizer and user."""
@@ -310,16 +310,20 @@ class GradShard:
             return self._fresh[0]
         return self._installed()
 
-    def lend(self, are_used: Sequence[bool]) -> None:
-        """Give pieces that have gradients their parts of what is not installed yet."""
+    def lend(self, are_used: Sequence[bool]) -> Work:
+        """Give pieces that have gradients their parts of what is not installed yet.
+
+        Returns:
+            What is waited for before they are read.
+        """
         if self._fresh is None:
-            return
+            return Arrived()
         fresh, flush = self._fresh
-        flush.wait()
         for piece, is_used in zip(self._pieces, are_used, strict=True):
             # An optimizer that saw a gradient of no elements would make a state for it.
             if (is_used or piece.reduced is not None) and piece.numel():
                 piece.reduced = fresh[piece.range.in_shard]
+        return flush
 
     def install(self, has_grads: Sequence[bool]) -> bool:
         """Give the pieces their parts where any rank has a gradient; return whether any is new."""

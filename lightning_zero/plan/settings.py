@@ -85,10 +85,11 @@ class Settings:
             )
         if self.offload is not None:
             self._check_offload(self.offload)
-        if self.step_in_backward and (self.offload is None or self.offload.optimizer != "nvme"):
+        if self.step_in_backward and (self.offload is None or self.offload.optimizer is None):
             raise ValueError(
-                "step_in_backward=True hides the time of files that optimizer states rest in. Give"
-                " offload_optimizer='nvme' too, or leave it out."
+                "step_in_backward=True hides the time of steps on an accelerator's host, and of"
+                " files that optimizer states rest in. Give offload_optimizer='cpu' or 'nvme' too,"
+                " or leave it out."
             )
         if self.backward_shard is not None:
             self._check_backward_shard(f"backward_shard={self.backward_shard!r}")
@@ -207,12 +208,6 @@ class Settings:
         """
         if self.offload is not None and self.device.type != "cpu":
             self._check_both(self.offload)
-        if self.step_in_backward and self.device.type != "cpu":
-            raise ValueError(
-                f"step_in_backward=True is there for accelerator='cpu', not for {self.device}: the"
-                " thread that steps on the host is the one that sends the device its work. Leave it"
-                " out."
-            )
         if self.offload is not None and not self.offload.runs_on(self.device):
             if self.offload.ratio != 1:
                 raise ValueError(

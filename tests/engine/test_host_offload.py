@@ -174,7 +174,7 @@ def test_fused_steps_find_counts_where_they_step(fused: bool | None) -> None:
     pieces: Any = [[leaving]]
     unit_step = UnitStep(pieces, States(optimizer))
     with mock.patch.object(torch.optim.AdamW.step, "__wrapped__") as step:
-        step.side_effect = lambda _: seen.append(optimizer.param_groups[0]["fused"])
+        step.side_effect = lambda who: seen.append(who.param_groups[0]["fused"])
         seen: list[bool | None] = []
         unit_step._step = step
         unit_step.begin()

@@ -71,9 +71,9 @@ def fit(
     told: list[str] = []
     step_ahead = UnitStep.step_ahead
 
-    def count(self: UnitStep, order: Any) -> None:
+    def count(self: UnitStep, order: Any, landed: Any) -> None:
         found.append(order)
-        step_ahead(self, order)
+        step_ahead(self, order, landed)
 
     module = model()
     with (
