@@ -7,14 +7,23 @@ it would between a host and a real device. What copies move is counted.
     with beside_the_host() as memories:
         ...                                # under offload to "cpu"
     assert memories.crossed == {"up": ..., "down": ...}
+
+A thread that steps on the host works on its memory alone. Copies are made at once; those to the
+host later, if at all, within
+
+    with late_landings() as stream:
+        ...
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -24,8 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.comm import StagedFile, StagingMemory
-from lightning_zero.comm.host_copies import HostCopies
+from lightning_zero.comm.host_copies import HostCopies, Landing
 from lightning_zero.comm.scratch import Scratch
+from lightning_zero.optimizer import SteppingThread
 from lightning_zero.plan import Offload
 
 _COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
@@ -86,6 +96,24 @@ class Memories(TorchDispatchMode):
         return result
 
 
+class OnHost(TorchDispatchMode):
+    """The operations of a thread that has only the host's memory."""
+
+    def __init__(self, memories: Memories) -> None:
+        super().__init__()
+        self._memories = memories
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for one in tree_leaves((args, kwargs)):
+            if is_memory(one) and self._memories.colour(one) != "host":
+                raise AssertionError(f"{func} of a thread works on a tensor of the device")
+        result = func(*args, **(kwargs or {}))
+        for one in tree_leaves(result):
+            if is_memory(one):
+                self._memories.paint(one, "host")
+        return result
+
+
 def is_memory(value: Any) -> bool:
     """Return whether a value lies in one memory only; single numbers travel with an operation."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 0
@@ -118,9 +146,80 @@ def beside_the_host(*, painted: bool = True) -> Iterator[Memories]:
             memories.paint(getattr(one, name), "host")
 
         patches.append(mock.patch.object(kind, "__init__", made))
+    give = SteppingThread.give
+
+    def give_painted(thread: Any, landed: Call, steps: Sequence[Call]) -> None:
+        give(thread, _within(memories, landed), [_within(memories, step) for step in steps])
+
+    if painted:
+        patches.append(mock.patch.object(SteppingThread, "give", give_painted))
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
         if painted:
             stack.enter_context(memories)
         yield memories
+
+
+Call = Callable[[], None]
+
+
+def _within(memories: Memories, call: Call) -> Call:
+    def run() -> None:
+        with OnHost(memories):  # modes are a thread's own
+            call()
+
+    return run
+
+
+class LateStream:
+    """Makes copies in their order, each some time after it was asked for.
+
+    Attributes:
+        gate: None is made while it is closed.
+        waiting: The threads that have waited for one, by name.
+    """
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.waiting: set[str] = set()
+        self._thread = ThreadPoolExecutor(1)
+
+    def copy(self, out: Tensor, source: Tensor) -> Any:
+        """Returns an event."""
+        out.fill_(float("nan"))
+        source = source.clone()
+
+        def arrive() -> None:
+            assert self.gate.wait(20), "a copy was waited for that cannot come"
+            time.sleep(0.002)
+            out.copy_(source)
+
+        return LateEvent(self, self._thread.submit(arrive))
+
+
+class LateEvent:
+    """The end of a copy."""
+
+    def __init__(self, stream: LateStream, copy: Future[None]) -> None:
+        self._stream, self._copy = stream, copy
+
+    def synchronize(self) -> None:
+        self._stream.waiting.add(threading.current_thread().name)
+        self._copy.result()
+
+
+@contextlib.contextmanager
+def late_landings() -> Iterator[LateStream]:
+    """Copies to the host are numbers only when they are waited for; until then they are none."""
+    stream, down = LateStream(), HostCopies.down
+
+    def late(copies: Any, out: Tensor, source: Tensor, then: Any = None) -> Landing:
+        event = stream.copy(out, source)
+        landing = down(copies, torch.empty(0), torch.empty(0), then)
+        landing._event = event
+        return landing
+
+    with mock.patch.object(HostCopies, "down", late):
+        yield stream

@@ -1,0 +1,221 @@
+"""Units that are stepped on a device's host amid a backward pass, by a thread of their own.
+
+Devices are played by painted memories, whose copies land late (`tests/oracle/painted.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_zero.optimizer import SteppingThread, UnitStep, require_whole_steps, staging
+from lightning_zero.plan import Offload
+from tests.oracle.in_closures import Run, assert_equal
+from tests.oracle.painted import beside_the_host, late_landings
+from tests.oracle.ranks import Pools
+
+THREAD = "lightning_zero.step_0"
+
+
+@contextlib.contextmanager
+def threads_of_steps() -> Iterator[Counter[str]]:
+    """How many batches were stepped ahead, by the threads that did."""
+    found: Counter[str] = Counter()
+    step_ahead = UnitStep._step_ahead
+
+    def note(*args: Any) -> None:
+        found[threading.current_thread().name] += 1
+        step_ahead(*args)
+
+    with patch.object(UnitStep, "_step_ahead", note):
+        yield found
+
+
+def compare(folder: str, case: str, stage: int, medium: str, ratio: float, **how: Any) -> None:
+    offload = Offload.of_stage(stage, medium, ratio=ratio)
+    results = []
+    with patch.object(staging, "_BATCH_BYTES", 1), threads_of_steps() as found:
+        for is_early in (False, True):
+            assert not found
+            with beside_the_host(), late_landings() as stream:
+                run = Run(case, folder, is_early=is_early, stage=stage, offload=offload, **how)
+                results.append(run.result())
+            assert (THREAD in stream.waiting) == is_early
+    assert_equal(*results)
+    assert [*found] == [THREAD]
+    assert found[THREAD] >= 3 * (3 if ratio == 1 else 1)
+
+
+def compare_some(folder: str) -> None:
+    compare(folder, "recomputed", 2, "nvme", 0.3, accumulate=2)
+    compare(folder, "recomputed", 3, "cpu", 1.0)
+
+
+def compare_all(folder: str) -> None:
+    for stage, medium, ratio in itertools.product((1, 2, 3), ("cpu", "nvme"), (1.0, 0.3)):
+        compare(folder, "recomputed", stage, medium, ratio)
+        compare(folder, "transformer", stage, medium, ratio, accumulate=3, name="sgd")
+    compare(folder, "transformer", 3, "cpu", 1.0, precision="bf16-mixed", accumulate=2)
+    compare(folder, "wide", 3, "nvme", 1.0)
+    compare(folder, "tied_blocks", 3, "nvme", 1.0, name="adagrad")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_bits_are_those_of_a_step_behind_the_pass(
+    ranks: Pools, tmp_path: Path, world: int
+) -> None:
+    ranks(world).run(compare_some, str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_so_are_those_of_all_homes(ranks: Pools, tmp_path: Path, world: int) -> None:
+    ranks(world).run(compare_all, str(tmp_path), timeout=500)
+
+
+def run_beside(folder: str, stage: int = 3, medium: str = "cpu", **how: Any) -> Run:
+    offload = Offload.of_stage(stage, medium)
+    return Run("recomputed", folder, is_early=True, stage=stage, offload=offload, **how)
+
+
+def weight(run: Run, block: int) -> Tensor:
+    return run.model.blocks[block][0].weight  # type: ignore[index, union-attr, return-value]
+
+
+def test_backward_waits_for_no_landing_and_sees_whole_groups(tmp_path: Path) -> None:
+    """None lands before the pass comes to the first block; who reads groups finds all of them."""
+    with beside_the_host(painted=False), late_landings() as stream, threads_of_steps() as found:
+        run = run_beside(str(tmp_path))
+        [group] = run.optimizer.param_groups
+        members, seen = [*group["params"]], []
+
+        def look(_: Tensor) -> None:
+            seen.append(group["params"] == members and group["fused"] is None)
+
+        def look_and_open(_: Tensor) -> None:
+            assert not found
+            stream.gate.set()
+            for _ in range(500):
+                time.sleep(0.01)
+                if found:
+                    break
+            seen.append(bool(found))
+            look(_)
+
+        for block in (3, 2, 1):
+            weight(run, block).register_hook(look)
+        weight(run, 0).register_hook(look_and_open)
+        stream.gate.clear()
+        run.step(0)
+        run.engine.close(restore=False)
+    assert seen == [True] * 5
+
+
+def fail(*_: Any) -> None:
+    raise ArithmeticError("no number")
+
+
+def test_what_the_thread_raises_is_raised_by_the_call_and_tears_the_step(tmp_path: Path) -> None:
+    with beside_the_host(painted=False), late_landings():
+        run = run_beside(str(tmp_path))
+        run.step(0)
+        ends = list[int]()
+        run.between = lambda _: ends.append(1)
+        step = UnitStep._step_batch
+        with patch.object(UnitStep, "_step_batch", fail), pytest.raises(ArithmeticError):
+            run.step(1)
+        assert ends  # the pass had ended
+        assert UnitStep._step_batch is step
+        with pytest.raises(RuntimeError, match="ended half-way"):
+            require_whole_steps([run.optimizer])
+        run.engine.reset()
+        run.engine.close(restore=False)
+
+
+def interrupted(folder: str, medium: str) -> None:
+    """An interrupt amid backward, when no gradient or only the first has landed."""
+    for is_open in (False, True):
+        with beside_the_host(painted=False), late_landings() as stream:
+            run = run_beside(folder, medium=medium)
+            run.step(0)
+            if not is_open:
+                stream.gate.clear()
+
+            def interrupt(_: Tensor) -> None:
+                raise KeyboardInterrupt
+
+            weight(run, 0).register_hook(interrupt)
+            with threads_of_steps() as found, pytest.raises(KeyboardInterrupt):
+                run.step(1)
+            run.engine.reset()
+            masters = [piece.detach().clone() for piece in run.engine.sharded.pieces]
+            num_steps = found[THREAD]
+            with pytest.raises(RuntimeError, match="ended half-way"):
+                require_whole_steps([run.optimizer])
+            thread = next(one for one in threading.enumerate() if one.name == THREAD)
+            run.engine.close(restore=False)
+            stream.gate.set()
+            thread.join(10)
+            assert not thread.is_alive()
+            # Nothing is stepped when the others land.
+            assert found[THREAD] == num_steps
+            pairs = zip(masters, run.engine.sharded.pieces, strict=True)
+            assert all(torch.equal(before, piece) for before, piece in pairs)
+
+
+@pytest.mark.parametrize("medium", ["cpu", "nvme"])
+def test_an_interrupt_amid_the_pass_ends_the_thread(
+    ranks: Pools, tmp_path: Path, medium: str
+) -> None:
+    ranks(1).run(interrupted, str(tmp_path), medium)
+
+
+def test_a_second_pass_finds_the_first_ones_units_stepped(tmp_path: Path) -> None:
+    """Else it would change gradients beneath the thread, which had not looked at them yet."""
+    step_batch = UnitStep._step_batch
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.05)
+        step_batch(*args)
+
+    with beside_the_host(painted=False):
+        run = run_beside(str(tmp_path), stage=2)
+        run.between = lambda run: run.backward(0, 0)
+        with (
+            patch.object(UnitStep, "_step_batch", slowly),
+            pytest.raises(RuntimeError, match="the gradient of"),
+        ):
+            run.step(0)
+        run.engine.reset()
+        run.engine.close(restore=False)
+
+
+def test_a_thread_ends_with_what_gave_it_work(tmp_path: Path) -> None:
+    """Also if nobody closes that."""
+    device = torch.device("cpu")
+    thread = SteppingThread(device)
+    done = list[int]()
+    thread.give(lambda: done.append(0), [lambda: done.append(1)] * 2)
+    thread.wait()
+    assert done == [0, 1, 1]
+    own = next(one for one in threading.enumerate() if one.name == THREAD)
+    assert not own.daemon
+    left = weakref.ref(thread)
+    del thread
+    gc.collect()
+    own.join(10)
+    assert left() is None
+    assert not own.is_alive()
