@@ -6,9 +6,9 @@
     reduce               unit 3   unit 2   unit 1   unit 0
     step                          unit 3   unit 2   unit 1    the rest, by the optimizer's call
 
-The files of a unit are read, and written, while the next ones go backward. Beside a device a thread
-steps, each unit when its gradients have landed on the host. What makes the numbers those of a step
-behind the pass:
+A thread steps them, each when its gradients have landed on the host. The files of a unit are read,
+and written, while the next ones go backward. What makes the numbers those of a step behind the
+pass:
 
 ======================================== ==========================================================
 a unit's masters are read no more        all ranks have sent all gradients of it; a later gather in
@@ -32,11 +32,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
-from torch import Tensor
-
-from lightning_zero.comm import Work
+from lightning_zero.comm import Arrived, Work
 from lightning_zero.engine import rank_check
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.unit import Unit
@@ -109,15 +106,19 @@ class EarlyStep:
         had_any = [piece.reduced is not None for piece in pieces]
         works = unit.gradients.lend()
         settle(pieces)  # what autograd does to parameters is no concern of a thread that steps
-        lent = [
-            Lent(piece, piece.reduced, is_first=not had)
-            for piece, had in zip(pieces, had_any, strict=True)
-        ]
+        lent = [Lent(piece, is_first=not had) for piece, had in zip(pieces, had_any, strict=True)]
         self._lent += lent
+        if all(isinstance(work, Arrived) for work in works):
+            _land(works, lent)
         unit.weights.masters = Masters.STEPPED
         order = [one.pieces for one in self._turns]
         self._step.step_ahead(order, functools.partial(_land, works, lent))
         self._turns.pop(0)
+
+    def end_pass(self) -> None:
+        """Note all gradients, which have landed: from now on users see them, and change them."""
+        for lent in self._lent:
+            lent.note()
 
     def wait(self) -> None:
         """Return when the units are stepped that were given; raises what has come of it."""
@@ -185,7 +186,6 @@ class EarlyStep:
         ]
 
 
-@dataclass
 class Lent:
     """A gradient that a piece was stepped with before the pass had ended.
 
@@ -193,13 +193,17 @@ class Lent:
         piece: The piece.
         gradient: What it got; ``None`` if no rank has any.
         is_first: Whether the piece had none from earlier passes.
-        version: How often the gradient had been changed when it had landed.
     """
 
-    piece: Piece
-    gradient: Tensor | None
-    is_first: bool
-    version: int = 0
+    def __init__(self, piece: Piece, *, is_first: bool) -> None:
+        self.piece, self.gradient, self.is_first = piece, piece.reduced, is_first
+        self._versions: dict[str, int] = {}
+
+    def note(self) -> None:
+        """Note how often the gradient was changed until it landed, unless that is known."""
+        if self.gradient is not None:
+            # In one call, after the version is read: another thread may do the same.
+            self._versions.setdefault("landed", self.gradient._version)
 
     @property
     def is_as_it_was(self) -> bool:
@@ -208,7 +212,7 @@ class Lent:
         if now is None or self.gradient is None:
             return now is self.gradient
         is_there = now.data_ptr() == self.gradient.data_ptr()
-        return is_there and now._version == self.version
+        return is_there and now._version == self._versions.get("landed")
 
 
 def _land(works: Iterable[Work], all_lent: Iterable[Lent]) -> None:
@@ -216,8 +220,7 @@ def _land(works: Iterable[Work], all_lent: Iterable[Lent]) -> None:
     for work in works:
         work.wait()
     for lent in all_lent:
-        if lent.gradient is not None:
-            lent.version = lent.gradient._version
+        lent.note()
 
 
 def _differs(what: str) -> RuntimeError:

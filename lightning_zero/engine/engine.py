@@ -40,7 +40,6 @@ from lightning_zero.optimizer import (
     RoundedStates,
     StateFiles,
     States,
-    SteppingThread,
     UnitStep,
     batches_of,
 )
@@ -193,15 +192,12 @@ class Engine:
             return UnitStep(units, RoundedStates(optimizer))
         units = [[piece for piece in pieces if not piece.stays] for pieces in units]
         ledger, device = self.comm.transport.ledger, self.sharded.settings.device
-        thread = None
-        if self.sharded.settings.step_in_backward and not offload.is_mapped(device):
-            thread = SteppingThread(device)
         if offload.optimizer != "nvme" or scratch is None:
-            return UnitStep(units, States(optimizer), ledger, thread)
+            return UnitStep(units, States(optimizer), ledger, device)
         batches = batches_of(units)
         states = StateFiles(optimizer, batches, scratch, self.comm)
         pieces_of_batches = [[part.piece for part in batch] for batch in batches]
-        return UnitStep(pieces_of_batches, states, ledger, thread)
+        return UnitStep(pieces_of_batches, states, ledger, device)
 
     def _compare_optimizers(self, *new: Optimizer) -> None:
         """Raise on all ranks if the optimizers differ; all call it, where groups have changed."""

@@ -136,6 +136,7 @@ class ReductionOrder:
         held = iter(agreed[len(self._units) :])
         for unit in self._units:
             unit.gradients.install(held)
+        self._early_step.end_pass()
 
     def abandon(self) -> None:
         """Forget a backward pass that an exception ended."""

@@ -1,6 +1,6 @@
-"""A thread that steps on the host while another one gives a device its work.
+"""A thread that steps on the host while another one goes backward, or sends a device through it.
 
-It waits for a unit's gradients to land, and steps its batches, one unit after the other::
+It waits until a unit's gradients have landed, and steps its batches, one unit after the other::
 
     backward    unit 3 | unit 2 | unit 1 | unit 0 |
     down                 unit 3   unit 2   unit 1 ...
@@ -28,7 +28,7 @@ class SteppingThread:
     3. :meth:`close`.
 
     Args:
-        device: The device beside the host.
+        device: The one that computes, be it the host itself.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -15,9 +15,8 @@ belongs to no engine.
 Around each batch's step its states are fetched from where they rest, and flushed (``states.py``).
 
 While its closure runs, whoever knows that the gradients of a unit are final may let its batches be
-stepped **ahead**, in an order that is set with the first and ends with the others. Beside a device
-a thread of its own does it (``stepping_thread.py``). The pre-hook waits for that, and goes on from
-there.
+stepped **ahead**, by a thread of its own (``stepping_thread.py``), in an order that is set with the
+first and ends with the others. The pre-hook waits for that, and goes on from there.
 
 An error amid the batches leaves some stepped and others not. Such a step is **torn**: nothing may
 be stepped or saved any more.
@@ -44,6 +43,8 @@ from lightning_zero.optimizer.states import States
 from lightning_zero.optimizer.stepping_thread import SteppingThread
 from lightning_zero.parameters import Piece
 
+_CPU = torch.device("cpu")
+
 _OTHERS = -1
 """Stands for what is in no batch."""
 
@@ -59,7 +60,7 @@ class UnitStep:
             several batches is stepped part by part.
         states: Where the states rest, of one of torch's own optimizers that step by element.
         ledger: Counts the time of steps on the host; ``None`` for those on the device.
-        thread: Steps ahead; if omitted, whoever asks for it does.
+        device: What else is busy meanwhile: the device beside the host, or the host itself.
 
     Attributes:
         states: The same.
@@ -73,7 +74,7 @@ class UnitStep:
         batches: Sequence[Sequence[Piece]],
         states: States,
         ledger: Ledger | None = None,
-        thread: SteppingThread | None = None,
+        device: torch.device = _CPU,
     ) -> None:
         optimizer = states.optimizer
         name = type(optimizer).__name__
@@ -87,7 +88,7 @@ class UnitStep:
         self.states = states
         self.is_sure = False
         self._ledger = ledger
-        self._thread = thread
+        self._thread = SteppingThread(device)
         self._begin = 0.0
         self._numbers: dict[int, list[int]] = {}
         for number, batch in enumerate(batches):
@@ -145,8 +146,7 @@ class UnitStep:
     def remove(self) -> None:
         """Step no more: the param groups hold all members."""
         self._give_up()
-        if self._thread is not None:
-            self._thread.close()
+        self._thread.close()
 
     def step_ahead(self, order: Sequence[Sequence[Piece]], landed: Callable[[], None]) -> None:
         """Step the batches of the first of units, in whose order the whole step goes.
@@ -162,12 +162,7 @@ class UnitStep:
         while len(step.left) > 1 and first.issuperset(_ids(next(iter(step.left.values())))):
             steps.append(functools.partial(self._step_ahead, step, *step.next()))
             self.is_torn = True
-        if self._thread is not None:
-            self._thread.give(landed, steps)
-            return
-        landed()
-        for each in steps:
-            each()
+        self._thread.give(landed, steps)
 
     def _step_ahead(self, step: _UnderWay, number: int, members: Groups) -> None:
         begin = time.perf_counter()
@@ -176,13 +171,11 @@ class UnitStep:
 
     def wait_ahead(self) -> None:
         """Return when all is stepped of which that was asked; raises what has come of it."""
-        if self._thread is not None:
-            self._thread.wait()
+        self._thread.wait()
 
     def stop_ahead(self) -> None:
         """Step no more of what has not begun."""
-        if self._thread is not None:
-            self._thread.stop()
+        self._thread.stop()
 
     def begin(self) -> None:
         """Step all batches but the last, and leave that one to the call that is under way."""

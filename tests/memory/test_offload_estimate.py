@@ -471,3 +471,54 @@ def test_staging_memory_is_what_a_step_takes(
         ):
             assert after == 0
             assert most == by_ledger == predicted > 0
+
+
+def staged_in_backward(folder: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Staging memory behind each unit's gradients, and as predicted, of steps amid backward."""
+    offload, units, ranks = Offload.of_stage(3, "nvme"), (nn.Linear,), default_world_size()
+    with pytest.MonkeyPatch.context() as monkeypatch, beside_the_host(painted=False):
+        held, found = Held(monkeypatch), dict[str, int]()
+        model = chain()
+        settings = Settings(
+            units=units, offload=offload, offload_path=folder, step_in_backward=True
+        )
+        engine = Engine(model, settings)
+        own = torch.optim.Adam(model.parameters())
+        engine.adopt(own)
+        for name, parameter in model.named_parameters():
+            unit = name.removesuffix(".weight")
+            parameter.register_post_accumulate_grad_hook(
+                lambda _, unit=unit: found.update({unit: held.now})  # type: ignore[misc]
+            )
+
+        def closure() -> torch.Tensor:
+            with engine.step() as watch:
+                loss = torch.stack([m(torch.ones(1, 128)).sum() for m in model]).sum()
+                watch(loss)
+            with engine.stepping_early():
+                loss.backward()
+            return loss
+
+        for _ in range(2):  # the first step makes states, and stages none
+            own.step(closure)
+        found["in all"] = engine.comm.transport.ledger.most_staged
+        engine.close(restore=False)
+    predicted = estimate(
+        chain,
+        world_size=ranks,
+        units=units,
+        optimizer="adam",
+        offload=offload,
+        step_in_backward=True,
+        device="cuda",
+    )
+    of_units = [one for one in predicted.snapshots if one.phase == "backward"]
+    told = {one.unit: one.host["staging"] for one in of_units if one.unit}
+    return found, {**told, "in all": predicted.host["staging"]}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_so_is_what_a_step_amid_backward_takes(ranks: Pools, tmp_path: Path, world: int) -> None:
+    for held, predicted in ranks(world).run(staged_in_backward, str(tmp_path)):
+        assert held == predicted
+        assert held["3"] == 0 < held["2"]

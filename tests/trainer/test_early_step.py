@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, ClassVar, cast
 from unittest.mock import patch
 
@@ -17,6 +18,7 @@ from lightning_zero import MemoryMonitor, TrafficMonitor, ZeROPrecision, ZeROStr
 from lightning_zero.optimizer import UnitStep
 from lightning_zero.trainer import steps
 from tests.oracle.by_trainer import Rows, make_trainer, world
+from tests.oracle.painted import beside_the_host, late_landings
 from tests.oracle.ranks import Pools
 
 
@@ -53,6 +55,8 @@ def fit(
     *callbacks: Callback,
     stage: int = 3,
     is_early: bool = True,
+    medium: str = "nvme",
+    ratio: float = 1.0,
     plugin: Any = None,
     **more: Any,
 ) -> Fit:
@@ -61,9 +65,10 @@ def fit(
         stage,
         units=(nn.Linear,),
         min_num_params=0,
-        offload_optimizer="nvme",
-        offload_weights="nvme" if stage == 3 else None,
-        offload_path=folder,
+        offload_optimizer=medium,
+        offload_weights=medium if stage == 3 else None,
+        offload_ratio=ratio,
+        offload_path=folder if medium == "nvme" else None,
         step_in_backward=is_early,
         precision_plugin=plugin,
     )
@@ -119,6 +124,24 @@ def test_numbers_are_those_of_steps_behind_backward(
     ranks: Pools, tmp_path: Any, num_ranks: int
 ) -> None:
     ranks(num_ranks).run(equal, str(tmp_path))
+
+
+def equal_beside_a_device(folder: str) -> None:
+    for stage, accumulate, medium, ratio in ((2, 1, "cpu", 0.3), (3, 3, "nvme", 1.0)):
+        options: dict[str, Any] = {"stage": stage, "accumulate_grad_batches": accumulate}
+        options |= {"medium": medium, "ratio": ratio}
+        with beside_the_host(painted=False), late_landings():
+            expected = fit(folder, is_early=False, **options)
+            monitor = MemoryMonitor()
+            found = fit(folder, Model, monitor, TrafficMonitor(), logger=DummyLogger(), **options)
+        assert_equal(found, expected)
+        assert found[1:] == (3 * 4, [])
+        assert monitor.differences == []
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_so_they_are_beside_a_device(ranks: Pools, tmp_path: Any, num_ranks: int) -> None:
+    ranks(num_ranks).run(equal_beside_a_device, str(tmp_path))
 
 
 # ---------------------------------------------------------------------------- what keeps units
@@ -234,8 +257,11 @@ class Seen(Callback):
 
 
 def torn(folder: str) -> None:
-    with pytest.raises(RuntimeError, match="ended half-way"):
-        fit(folder, Fails, OnExceptionCheckpoint(folder), enable_checkpointing=True)
+    for medium in ("nvme", "cpu"):
+        beside = beside_the_host(painted=False) if medium == "cpu" else nullcontext()
+        saver = OnExceptionCheckpoint(folder)
+        with beside, pytest.raises(RuntimeError, match="ended half-way"):
+            fit(folder, Fails, saver, enable_checkpointing=True, medium=medium)
 
 
 def left_by_an_exception(folder: str) -> list[bool]:
