@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from lightning_zero.comm.communicator import Communicator
 from lightning_zero.optimizer import UnitStep
 from lightning_zero.plan import RECIPES, Offload
 from tests.oracle.models import MODELS, Case, numbers, square_loss
@@ -117,6 +118,7 @@ class Run:
         precision: str = "32-true",
         accumulate: int = 1,
         offload: Offload | None = None,
+        comm: Communicator | None = None,
         between: Callable[[Run], None] = lambda run: None,
     ) -> None:
         self.case = CASES[case]
@@ -130,6 +132,7 @@ class Run:
             offload=offload or Offload.of_stage(stage, "nvme"),
             offload_path=folder,
             step_in_backward=True,
+            comm=comm,
         )
         self.optimizer = OPTIMIZERS[name](self.model.parameters())
         self.engine.adopt(self.optimizer)
