@@ -91,8 +91,8 @@ class ZeROStrategy(SavingStrategy):
             unit's parameters and steps them while its host steps these.
         offload_path: The folder of those files, which have no names and vanish with the process; by
             default the Trainer's ``default_root_dir``.
-        step_in_backward: With states in files on CPUs, step a unit once its gradients are reduced,
-            while others go backward. An exception there then leaves what cannot be saved.
+        step_in_backward: Step an offloaded unit once its gradients are reduced, by a thread, while
+            others go backward. An exception there then leaves what cannot be saved.
         restore_weights: Make the module whole again after ``fit``, if one host can hold it.
         checkpoint: What checkpoints are: ``"file"``, one plain ``.ckpt``, or ``"dcp"``, a directory
             of torch.distributed.checkpoint. Both are read whatever is said here.
