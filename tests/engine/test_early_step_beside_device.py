@@ -33,7 +33,7 @@ THREAD = "lightning_zero.step_0"
 
 @contextlib.contextmanager
 def threads_of_steps() -> Iterator[Counter[str]]:
-    """How many batches were stepped ahead, by the threads that did."""
+    """Yield how many batches were stepped ahead, by the threads that did."""
     found: Counter[str] = Counter()
     step_ahead = UnitStep._step_ahead
 
@@ -97,7 +97,7 @@ def weight(run: Run, block: int) -> Tensor:
 
 
 def test_backward_waits_for_no_landing_and_sees_whole_groups(tmp_path: Path) -> None:
-    """None lands before the pass comes to the first block; who reads groups finds all of them."""
+    """Let none land before the pass comes to the first block, and read groups meanwhile."""
     with beside_the_host(painted=False), late_landings() as stream, threads_of_steps() as found:
         run = run_beside(str(tmp_path))
         [group] = run.optimizer.param_groups
@@ -147,7 +147,7 @@ def test_what_the_thread_raises_is_raised_by_the_call_and_tears_the_step(tmp_pat
 
 
 def interrupted(folder: str, medium: str) -> None:
-    """An interrupt amid backward, when no gradient or only the first has landed."""
+    """Interrupt a backward pass of which no gradient has landed, or may have."""
     for is_open in (False, True):
         with beside_the_host(painted=False), late_landings() as stream:
             run = run_beside(folder, medium=medium)
@@ -197,7 +197,7 @@ def go_again(run: Run) -> None:
 def test_what_changes_gradients_is_found_though_the_thread_is_late(
     tmp_path: Path, between: Callable[[Run], None]
 ) -> None:
-    """A second pass waits for the thread, so that nothing changes beneath it."""
+    """Let a second pass wait for the thread, so that nothing changes beneath it."""
     land, done, seen = early_step._land, list[int](), list[bool]()
 
     def late(*args: Any) -> None:
@@ -226,7 +226,7 @@ def test_what_changes_gradients_is_found_though_the_thread_is_late(
 
 
 def test_a_thread_ends_with_what_gave_it_work(tmp_path: Path) -> None:
-    """Also if nobody closes that."""
+    """End it also if nobody closes that."""
     device = torch.device("cpu")
     thread = SteppingThread(device)
     done = list[int]()

@@ -446,7 +446,7 @@ def accumulate(way: str, folder: str) -> str:
 
 
 def early(way: str, folder: str) -> str:
-    """Three steps of which units are stepped amid backward, on the host of a device."""
+    """Take three steps of which units are stepped amid backward, on the host of a device."""
     comm = Communicator(CPU, **WAYS[way])
     with beside_the_host(painted=False), late_landings():
         run = Run("recomputed", folder, is_early=True, offload=Offload("cpu", "cpu"), comm=comm)

@@ -76,7 +76,7 @@ class Borrowed(nn.Module):
 
 
 def wide() -> nn.Module:
-    """Layers whose weights are stepped part by part, if batches are small."""
+    """Return layers whose weights are stepped part by part, if batches are small."""
     layers = [nn.Sequential(nn.Linear(200, 200), nn.Tanh()) for _ in range(4)]
     return nn.Sequential(*layers, nn.Linear(200, 3))
 

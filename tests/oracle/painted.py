@@ -187,7 +187,7 @@ class LateStream:
         self._thread = ThreadPoolExecutor(1)
 
     def copy(self, out: Tensor, source: Tensor) -> Any:
-        """Returns an event."""
+        """Start one; returns its end, as an event."""
         out.fill_(float("nan"))
         source = source.clone()
 
@@ -212,7 +212,7 @@ class LateEvent:
 
 @contextlib.contextmanager
 def late_landings() -> Iterator[LateStream]:
-    """Copies to the host are numbers only when they are waited for; until then they are none."""
+    """Let copies to the host come late; until they are waited for there are no numbers."""
     stream, down = LateStream(), HostCopies.down
 
     def late(copies: Any, out: Tensor, source: Tensor, then: Any = None) -> Landing:
