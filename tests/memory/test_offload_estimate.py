@@ -474,7 +474,7 @@ def test_staging_memory_is_what_a_step_takes(
 
 
 def staged_in_backward(folder: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Return staging memory behind each unit's gradients, and as predicted, of steps amid backward."""
+    """Return the staging memory behind each unit's gradients, and as predicted."""
     offload, units, ranks = Offload.of_stage(3, "nvme"), (nn.Linear,), default_world_size()
     with pytest.MonkeyPatch.context() as monkeypatch, beside_the_host(painted=False):
         held, found = Held(monkeypatch), dict[str, int]()
