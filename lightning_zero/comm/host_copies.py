@@ -6,14 +6,14 @@ import contextlib
 import mmap
 import threading
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from lightning_zero.comm.transport import Work
-from lightning_zero.tensors import lasting_tensors
+from lightning_zero.tensors import LentMemory, lasting_tensors
 
 _MOST_LANDINGS = 2
 """Gradients that are added on the host may wait for it in as many buffers: one comes, one goes."""
@@ -42,9 +42,9 @@ class HostCopies:
         self.device = device
         self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._landings: deque[Landing] = deque()
-        # What is copied to the host, until it is there; and recurring memory that nobody holds.
+        self._recurring = LentMemory(of_many_sizes=True)
+        # What is copied to the host, until it is there.
         self._held: deque[tuple[torch.Event, Tensor]] = deque()
-        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
 
     def can_copy(self, tensor: Tensor) -> bool:
         """Return whether a tensor lies on the device, and is no more than torch's own."""
@@ -74,17 +74,8 @@ class HostCopies:
         It is :meth:`lasting_memory`, which whoever asks for as many bytes gets when nobody holds it
         any more: neither a view of it, nor a copy that is under way.
         """
-        if not numel:
-            return torch.empty(0, dtype=dtype, device="cpu")
         self._let_go()
-        nbytes = numel * dtype.itemsize
-        free = self._free[nbytes]
-        memory = free.pop() if free else self.lasting_memory(nbytes, torch.uint8)
-        # Every storage that lies there holds this, and nothing else does.
-        lent = memory.numpy().data
-        weakref.finalize(lent, free.append, memory)
-        with lasting_tensors():
-            return torch.frombuffer(lent, dtype=dtype)
+        return self._recurring.lend(numel, dtype, self.lasting_memory)
 
     def _let_go(self) -> None:
         """Hold no longer what has arrived."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import mmap
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Generic, Protocol, TypeVar
@@ -18,7 +16,7 @@ from lightning_zero.comm import Communicator, Outcome, Scratch, Shared, SyncPoin
 from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.parameters.stores import HostStore, Store
 from lightning_zero.plan import Layout, Medium, Plan
-from lightning_zero.tensors import ask_for_large_pages, lasting_tensors
+from lightning_zero.tensors import LentMemory, ask_for_large_pages, lasting_tensors
 
 _T = TypeVar("_T")
 NUM_THREADS = 2
@@ -44,47 +42,6 @@ class Source(Protocol):
         """Read elements from ``start`` on to ``out``, ``[n]``, cast to ``dtype`` on the way."""
 
 
-class LentMemory:
-    """Memory of the host that is lent, and lent again when nothing refers to it any more.
-
-    New memory of the system takes more time than to read a file of its size.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[mmap.mmap] | None = []
-
-    def lend(self, nbytes: int) -> Tensor:
-        """Return bytes ``[nbytes]``, of undefined content."""
-        free = self._free or []
-        fitting = [block for block in free if len(block) >= nbytes]
-        if fitting:
-            block = min(fitting, key=len)
-            free.remove(block)
-        else:
-            free.clear()
-            # Private, as memory is that counts for the limits of a process.
-            block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # It is held by the storage, and so by all tensors that lie there.
-        lent = memoryview(block)
-        weakref.finalize(lent, self._take_back, block).atexit = False
-        tensor = torch.frombuffer(lent, dtype=torch.uint8, count=nbytes)
-        ask_for_large_pages(tensor)
-        return tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are kept for the next use."""
-        return sum(map(len, self._free or []))
-
-    def _take_back(self, block: mmap.mmap) -> None:
-        if self._free is not None:
-            self._free.append(block)
-
-    def close(self) -> None:
-        """Take nothing back any more."""
-        self._free = None
-
-
 class LentBuffer(Buffer):
     """A buffer on the host whose memory is lent anew for each use.
 
@@ -107,7 +64,8 @@ class LentBuffer(Buffer):
             super().allocate()
             return
         with lasting_tensors():
-            self.tensor = self._memory.lend(self._nbytes).view(self.tensor.dtype)
+            numel, dtype = self.tensor.numel(), self.tensor.dtype
+            self.tensor = self._memory.lend(numel, dtype, _in_large_pages)
             self.views = self._views_of(self._layout, self.tensor)
 
     @override
@@ -115,6 +73,12 @@ class LentBuffer(Buffer):
         if not self._is_kept:
             self.tensor, self.views = self._own
         super().release()
+
+
+def _in_large_pages(numel: int, dtype: torch.dtype) -> Tensor:
+    memory = torch.empty(numel, dtype=dtype, device="cpu")
+    ask_for_large_pages(memory)
+    return memory
 
 
 class Reader:
@@ -128,7 +92,7 @@ class Reader:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, "lightning_zero.read")
-        self.memory = LentMemory()
+        self.memory = LentMemory(of_many_sizes=False)
 
     def start(self, unit: str, parts: Iterable[Callable[[], _T]]) -> Reading[_T]:
         """Start to read ``parts`` of a unit's weights."""

@@ -6,6 +6,7 @@ import torch
 
 from lightning_zero.comm.dry import DryHostCopies
 from lightning_zero.comm.host_copies import HostCopies, pinned_bytes
+from lightning_zero.tensors import LentMemory
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -25,6 +26,18 @@ def test_memory_recurs_when_nobody_holds_it() -> None:
     assert copies.recurring_memory(4, torch.float32).data_ptr() != place
     assert copies.recurring_memory(12, torch.bfloat16).data_ptr() == place
     assert copies.recurring_memory(0, torch.float32).numel() == 0
+
+
+def test_memory_of_one_size_is_kept_for_weights() -> None:
+    memory, make = LentMemory(of_many_sizes=False), HostCopies(CPU).lasting_memory
+    for nbytes in (64, 128):
+        memory.lend(nbytes, torch.uint8, make)  # nobody holds it
+        assert memory.nbytes == nbytes
+    held = memory.lend(32, torch.float32, make)
+    assert memory.nbytes == 0
+    memory.close()
+    del held
+    assert memory.nbytes == 0
 
 
 def test_what_waits_in_torchs_pinned_memory_is_rounded_up() -> None:
