@@ -9,7 +9,10 @@ states          where the states of such steps rest: memory, or files
 staging         batches that are stepped from files, and memory and threads that read and write them
 rounding        such steps in fp32 of what rests in bf16, rounded by chance
 probe           proof of how an optimizer may be stepped: by element, by parameter, all at once
+known           classes of which it is known without proof
 trial           steps of toy parameters
+unit_trial      such steps unit by unit, against steps of all at once
+outside         what an optimizer keeps for all of its members
 taint           following an element through the operations of an optimizer
 twin            a copy of an optimizer that owns toy parameters
 adopted         how optimizers that engines have adopted are stepped, and what they save

@@ -17,7 +17,7 @@ from lightning_zero.optimizer import adopted, pieces
 from lightning_zero.optimizer.owners import WholeStep
 from lightning_zero.optimizer.probe import Verdict, verdict_of
 from lightning_zero.optimizer.taint import Way
-from lightning_zero.optimizer.unit_step import UnitStep
+from lightning_zero.optimizer.unit_step import UnitStep, call_as
 from lightning_zero.parameters import Piece, drop_gradients, settle, unsettle
 
 
@@ -61,11 +61,9 @@ class OptimizerHooks:
     ) -> None:
         self._find_piece = find_piece
         self._changed, self._before, self._after = changed, before, after
+        self._step: WholeStep | UnitStep | None = by_unit(optimizer) if by_unit else None
         self.verdict = self._probe(optimizer)
-        self._step: WholeStep | UnitStep | None = None
-        if by_unit is not None:
-            self._step = by_unit(optimizer)
-        elif self.verdict.way is not Way.BY_ELEMENT:
+        if self._step is None and self.verdict.way is not Way.BY_ELEMENT:
             self._step = WholeStep(optimizer, self.verdict.way, comm)
         adopted.note(optimizer, adopted.Adopted(self._step, self.verdict.form))
         self._members: list[Parameter] = []
@@ -81,11 +79,15 @@ class OptimizerHooks:
         ]
 
     def _probe(self, optimizer: Optimizer) -> Verdict:
+        step = self._step if isinstance(self._step, UnitStep) else None
+
         def master_of(parameter: Parameter) -> Tensor:
             piece = self._find_piece(parameter)
-            return parameter if piece is None else piece
+            if piece is None:
+                return parameter
+            return piece if step is None else step.states.stepped_as(piece)
 
-        return verdict_of(optimizer, master_of)
+        return verdict_of(optimizer, master_of, by_unit=step is not None)
 
     @property
     def notice(self) -> str | None:
@@ -128,10 +130,11 @@ class OptimizerHooks:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Take in new groups, and let the closure run before masters may change."""
-        if self._step is not None:
-            self._step.check()
+        self._check()
         self._is_begun = False
         self._point(optimizer)
+        if isinstance(self._step, UnitStep):
+            self._step.enter()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self.begin(optimizer)
@@ -149,6 +152,11 @@ class OptimizerHooks:
 
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
         return (args[0], *args[2:]), {**rest, "closure": closure_and_begin}
+
+    def _check(self) -> None:
+        """Raise if a step ended half-way."""
+        if self._step is not None:
+            self._step.check()
 
     @contextlib.contextmanager
     def _sure(self) -> Iterator[None]:
@@ -194,12 +202,20 @@ class OptimizerHooks:
         """Call ``train`` or ``eval`` of a schedule-free optimizer, which swap weights."""
         if self._is_begun:
             return method(*args)
+        self._check()
         self._point(optimizer)
+        if isinstance(self._step, UnitStep):
+            self._step.enter(lambda stand_in: call_as(method, stand_in, *args))
         self.begin(optimizer)
         try:
-            return method(*args)
-        finally:
+            result = method(*args)
+        except BaseException:
+            if isinstance(self._step, UnitStep):
+                self._is_begun = False  # some units are changed, others not: it is torn
             self._end()
+            raise
+        self._end()
+        return result
 
     def _zero_grad(
         self, _: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any

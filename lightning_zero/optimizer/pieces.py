@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import keystr, tree_leaves, tree_map_only, tree_map_with_path
 
 from lightning_zero.optimizer.twin import bare, twin_of, with_inner
 from lightning_zero.parameters import Piece
@@ -133,6 +134,23 @@ def is_of_elements(key: str, value: Any, member: Tensor) -> bool:
     return is_alike and key != "step" and value.numel() > 0
 
 
+def with_entries(state: Mapping[str, Any], entry: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Return a state with what ``entry`` makes of each entry, also of those in lists and the like.
+
+    It is given the entry's name, and for one in a container also the place in there.
+    """
+
+    def within(key: str, value: Any) -> Any:
+        if isinstance(value, Tensor) or not isinstance(value, _CONTAINERS):
+            return entry(key, value)
+        return tree_map_with_path(lambda path, leaf: entry(f"{key}{keystr(path)}", leaf), value)
+
+    return {key: within(key, value) for key, value in state.items()}
+
+
+_CONTAINERS = (list, tuple, Mapping, deque)
+
+
 def state_bytes(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> StateBytes:
     """Return the size of a parameter's state, found by stepping a toy parameter in ``group``."""
     toy = Parameter(torch.zeros(_TOY_NUMEL, dtype=dtype))
@@ -174,6 +192,8 @@ def _state_of(optimizer: Optimizer, group: Mapping[str, Any], toy: Parameter) ->
     number = next(n for n, other in enumerate(bare(optimizer).param_groups) if other is group)
     twin = _twin_of_group(optimizer, number, toy)
     toy.grad = torch.ones_like(toy)
+    if callable(train := getattr(twin, "train", None)):
+        train()  # without which some do not step
     for _ in range(2):
         twin.step()
     return [value for value in tree_leaves(twin.state[toy]) if isinstance(value, Tensor)]

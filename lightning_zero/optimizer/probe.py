@@ -28,26 +28,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_zero.optimizer.known import ELEMENT_WISE, is_known
 from lightning_zero.optimizer.taint import Finding, Traced, Way
 from lightning_zero.optimizer.trial import Master, Trial
 from lightning_zero.optimizer.twin import CannotCopy, bare, with_inner
-
-# Known, so that a user's step is not called in vain: exact types, for a subclass may do anything.
-ELEMENT_WISE = frozenset(
-    [
-        torch.optim.ASGD,
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-    ]
-)
+from lightning_zero.optimizer.unit_trial import reason_against
 
 
 class Verdict(NamedTuple):
@@ -58,12 +43,15 @@ class Verdict(NamedTuple):
         reason: Why it is no finer one, as the end of a sentence.
         waits_for_closure: Whether it touches nothing before it has called its closure.
         form: The names in its state dict, if they are not those that torch gives.
+        against_units: Why steps unit by unit are not known to give the numbers of one, likewise;
+            empty if they are, or if nobody asks.
     """
 
     way: Way
     reason: str = ""
     waits_for_closure: bool = True
     form: frozenset[str] | None = None
+    against_units: str = ""
 
 
 def way_of(optimizer: Any) -> Way:
@@ -71,59 +59,79 @@ def way_of(optimizer: Any) -> Way:
     return verdict_of(optimizer).way
 
 
-def verdict_of(optimizer: Any, master_of: Master = lambda parameter: parameter) -> Verdict:
+def verdict_of(
+    optimizer: Any, master_of: Master = lambda parameter: parameter, *, by_unit: bool = False
+) -> Verdict:
     """Return how ``optimizer`` is stepped, as :func:`probe` finds it out.
 
     Raises:
-        ValueError: It can be stepped in no way.
+        ValueError: It can be stepped in no way, or not ``by_unit``.
     """
-    verdict = probe(optimizer, master_of)
+    verdict, name = probe(optimizer, master_of, by_unit=by_unit), type(bare(optimizer)).__name__
     if verdict.way is Way.NOT_AT_ALL:
         raise ValueError(
-            f"{type(bare(optimizer)).__name__} {verdict.reason}, so ZeRO cannot give it the parts"
+            f"{name} {verdict.reason}, so ZeRO cannot give it the parts"
             " that it must step. Let it hold parameters only in its param groups, use another"
             " optimizer, or strategy='ddp'."
+        )
+    if verdict.against_units:
+        known = ", ".join(sorted(cls.__name__ for cls in ELEMENT_WISE))
+        raise ValueError(
+            f"{name} {verdict.against_units}, so it is not known to give the same numbers when it"
+            " steps unit by unit, as offload and stochastic_rounding do. Take an optimizer that"
+            f" is, as torch.optim's {known}, or leave offload_optimizer, offload_weights and"
+            " stochastic_rounding out."
         )
     return verdict
 
 
-def probe(optimizer: Any, master_of: Master = lambda parameter: parameter) -> Verdict:
+def probe(
+    optimizer: Any, master_of: Master = lambda parameter: parameter, *, by_unit: bool = False
+) -> Verdict:
     """Find out how ``optimizer`` may be stepped, without changing it or its parameters.
 
     Args:
         optimizer: The user's.
         master_of: A tensor with the dtype and the device in which a parameter is stepped.
+        by_unit: Find out too whether it may be stepped unit by unit.
     """
     original = bare(optimizer)
-    if type(original) in ELEMENT_WISE:
+    if is_known(original):
         return Verdict(Way.BY_ELEMENT)
+    against = ""
     with _random_numbers_kept():
         try:
-            whole = Trial(original, master_of)
+            # Of several groups some are empty in a unit.
+            least_groups = 2 if by_unit else 1
+            whole = Trial(original, master_of, least_groups=least_groups)
             whole.run()
             if whole.taint.way is Way.BY_ELEMENT:
-                _compare(whole, original, master_of)
+                part = _compare(whole, original, master_of, least_groups)
             elif whole.taint.way is Way.BY_PARAMETER and whole.taint.read:
                 _answer_otherwise(whole, original, master_of)
             form = _own_form_of(whole)
+            if by_unit and whole.taint.way is Way.BY_ELEMENT:
+                against = reason_against(whole, part, form, original, master_of)
         except CannotCopy as error:
             return Verdict(Way.NOT_AT_ALL, str(error))
     way = whole.taint.way
     reason = next((found.what for found in whole.taint.findings if found.way is way), "")
-    return Verdict(way, reason, whole.waits_for_closure, form)
+    against = reason if by_unit and way is not Way.BY_ELEMENT else against
+    return Verdict(way, reason, whole.waits_for_closure, form, against)
 
 
-def _compare(whole: Trial, optimizer: Optimizer, master_of: Master) -> None:
+def _compare(whole: Trial, optimizer: Optimizer, master_of: Master, least_groups: int) -> Trial:
     """Step parts of the same toys, which must see the same operations with the same numbers."""
-    parts = Trial(optimizer, master_of, is_flat=True)
+    parts = Trial(optimizer, master_of, is_flat=True, least_groups=least_groups)
     parts.run()
     if not parts.taint.findings and parts.taint.trace == whole.taint.trace:
-        return
+        return parts
     what = "treats a part of a parameter differently from the whole"
     pairs = zip(whole.taint.trace, parts.taint.trace, strict=False)
     other = next((one for one, another in pairs if one != another), None)
     detail = parts.taint.findings[0].what if parts.taint.findings else _told(other)
     whole.taint.findings.append(Finding(Way.BY_PARAMETER, what + detail))
+    return parts
 
 
 def _answer_otherwise(whole: Trial, optimizer: Optimizer, master_of: Master) -> None:

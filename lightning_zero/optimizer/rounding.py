@@ -9,6 +9,8 @@ BFloat16 Training*, 2020). One unit at a time is in fp32.
 from __future__ import annotations
 
 import zlib
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.optimizer.pieces import is_of_elements
+from lightning_zero.optimizer.pieces import is_of_elements, with_entries
 from lightning_zero.optimizer.states import ParamGroups, States
 from lightning_zero.parameters import Piece
 from lightning_zero.tensors import numel_at_a_time
@@ -36,6 +38,11 @@ class RoundedStates(States):
         return "bf16, stepped in fp32 and rounded by chance"
 
     @override
+    def stepped_as(self, piece: Piece) -> Tensor:
+        is_rounded = piece.dtype is torch.bfloat16
+        return torch.empty(0, device=piece.device) if is_rounded else piece
+
+    @override
     def fetch(self, number: int, groups: ParamGroups) -> None:
         for group in groups:
             group["params"][:] = map(self._lend, group["params"])
@@ -49,10 +56,10 @@ class RoundedStates(States):
         stand_in.grad = grad.float()
         state = self.optimizer.state
         if piece in state:
-            state[stand_in] = {
-                key: value.float() if is_of_elements(key, value, piece) else value
-                for key, value in state.pop(piece).items()
-            }
+            state[stand_in] = with_entries(
+                state.pop(piece),
+                lambda key, value: value.float() if is_of_elements(key, value, piece) else value,
+            )
         return stand_in
 
     @override
@@ -61,12 +68,9 @@ class RoundedStates(States):
         for piece, stand_in in self._lent.items():
             entries = self.optimizer.state.pop(stand_in, {})
             noise = self._noise(piece, entries.get("step"))
-            for key, value in entries.items():
-                if is_of_elements(key, value, piece):
-                    entries[key] = torch.empty_like(value, dtype=piece.dtype)
-                    round_by_chance(value, entries[key], noise)
             if entries:
-                self.optimizer.state[piece] = entries
+                rounded = partial(_rounded, piece, noise)
+                self.optimizer.state[piece] = with_entries(entries, rounded)
             round_by_chance(stand_in.detach(), piece.detach(), noise)
         self._lent.clear()
 
@@ -77,15 +81,25 @@ class RoundedStates(States):
                 self.optimizer.state[piece] = entries
         self._lent.clear()
 
-    def _noise(self, piece: Piece, step: Tensor | float | None) -> torch.Generator:
+    def _noise(self, piece: Piece, step: Any) -> torch.Generator:
         """Return the noise of a piece's step: the same in every run and in all copies of it."""
         place = f"{piece.range.slot.name} {piece.range.start}"
         if place not in self._num_steps:
             # A run that was resumed goes on with its noise, if the optimizer counts steps.
-            self._num_steps[place] = int(step or 1) - 1
+            is_count = isinstance(step, int | float) or (torch.is_tensor(step) and not step.dim())
+            self._num_steps[place] = int(step or 1) - 1 if is_count else 0
         self._num_steps[place] += 1
         seed = zlib.crc32(f"{place} {self._num_steps[place]}".encode())
         return torch.Generator(piece.device).manual_seed(seed)
+
+
+def _rounded(piece: Piece, noise: torch.Generator, key: str, value: Any) -> Any:
+    """Return an entry of a state as it rests."""
+    if not is_of_elements(key, value, piece):
+        return value
+    out = torch.empty_like(value, dtype=piece.dtype)
+    round_by_chance(value, out, noise)
+    return out
 
 
 def round_by_chance(source: Tensor, out: Tensor, noise: torch.Generator) -> None:

@@ -1,15 +1,16 @@
 """Where the states of an optimizer rest that is stepped batch by batch: in memory, or in files.
 
-An entry of a piece's state goes to files if it has a number for each element. Everything else, as
-counts of steps, stays in memory. Between steps such an entry is mapped. In the step of a batch a
-stand-in steps in the place of each piece, or of the part of one that is in the batch. It has views
-of the piece's values and gradient, and of staging memory, where entries were read to and from where
-they are written back.
+An entry of a piece's state goes to files if it has a number for each element, also one in a list or
+dictionary. Everything else, as counts of steps, stays in memory. Between steps such an entry is
+mapped. In the step of a batch a stand-in steps in the place of each piece, or of the part of one
+that is in the batch. It has views of the piece's values and gradient, and of staging memory, where
+entries were read to and from where they are written back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.comm import Communicator, Scratch, StagedFile, in_pages
-from lightning_zero.optimizer.pieces import FindPiece, OfOptimizer, is_of_elements, state_bytes
+from lightning_zero.optimizer.pieces import (
+    FindPiece,
+    OfOptimizer,
+    is_of_elements,
+    state_bytes,
+    with_entries,
+)
 from lightning_zero.optimizer.staging import Block, Part, Slot, Staging
 from lightning_zero.parameters import Piece
 from lightning_zero.tensors import lasting_tensors, span
@@ -42,15 +49,18 @@ class States(OfOptimizer):
     def take(self, pieces: Iterable[Piece]) -> None:
         """Note the pieces that the optimizer holds."""
 
+    def stepped_as(self, piece: Piece) -> Tensor:
+        """Return a tensor with the dtype and the device in which a piece is stepped."""
+        return piece
+
     def kept(self, state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
         """Return a piece's state in memory of its own, where states rest.
 
         Numbers of elements have the piece's dtype, as torch gives it to those that are loaded.
         """
-        return {
-            key: self._rest(key, _as_loaded(key, value, piece), piece)
-            for key, value in state.items()
-        }
+        return with_entries(
+            state, lambda key, value: self._rest(key, _as_loaded(key, value, piece), piece)
+        )
 
     def _rest(self, key: str, value: Any, piece: Piece) -> Any:
         return value.clone() if isinstance(value, Tensor) else value
@@ -206,21 +216,41 @@ class StateFiles(States):
 
     def _bring_home(self) -> None:
         """Let entries rest in their homes that came or were replaced since the last step."""
-        moved = []
-        for piece in self._pieces.values():
-            for key, value in self._entries_of(piece):
-                home = self._home_of(key, value.dtype, piece)
-                if not home.is_shown_by(value):
-                    # It may show the home of another, which is written to below.
-                    is_in_file = value.untyped_storage().is_shared()
-                    moved.append((piece, key, home, value.clone() if is_in_file else value))
-        for piece, key, home, value in moved:
-            self.optimizer.state[piece][key] = home.mapped().copy_(value)
+        moved: list[tuple[Tensor, Tensor]] = []
+        states = [self.optimizer.state.get(piece, {}) for piece in self._pieces.values()]
+        at_home = [
+            with_entries(state, partial(self._brought_home, piece, moved))
+            for state, piece in zip(states, self._pieces.values(), strict=True)
+        ]
+        for home, value in moved:
+            home.copy_(value)
+        for state, new in zip(states, at_home, strict=True):
+            state.update(new)
+
+    def _brought_home(
+        self, piece: Piece, moved: list[tuple[Tensor, Tensor]], key: str, value: Any
+    ) -> Any:
+        """Return an entry as it rests, and note what is to be copied there."""
+        if not is_of_elements(key, value, piece):
+            return value
+        home = self._home_of(key, value.dtype, piece)
+        if home.is_shown_by(value):
+            return value
+        # It may show the home of another, which is written to then.
+        is_in_file = value.untyped_storage().is_shared()
+        moved.append((home.mapped(), value.clone() if is_in_file else value))
+        return moved[-1][0]
 
     def _entries_of(self, piece: Piece) -> list[tuple[str, Tensor]]:
         """Return the entries of a piece's state that rest in files between steps."""
-        state = self.optimizer.state.get(piece, {})
-        return [(key, value) for key, value in state.items() if is_of_elements(key, value, piece)]
+        found: list[tuple[str, Tensor]] = []
+
+        def note(key: str, value: Any) -> None:
+            if is_of_elements(key, value, piece):
+                found.append((key, value))
+
+        with_entries(self.optimizer.state.get(piece, {}), note)
+        return found
 
     def _blocks_in_use(self, number: int) -> list[Block]:
         """Return where the states of a batch rest."""
@@ -257,7 +287,7 @@ class StateFiles(States):
             stand_in.grad = None if grad is None else _cut(grad, part)
         self._lent.append((part, stand_in, {**own}))
         if piece in states:
-            lent = {key: self._lent_entry(part, key, value) for key, value in own.items()}
+            lent = with_entries(own, partial(self._lent_entry, part))
             (states[stand_in] if part.is_cut else own).update(lent)
         return stand_in
 
@@ -280,16 +310,16 @@ class StateFiles(States):
         states = self.optimizer.state
         for part, stand_in, _ in self._lent:
             state = states.pop(stand_in, {}) if part.is_cut else states.get(stand_in, {})
-            for key, value in state.items():
-                if is_of_elements(key, value, stand_in):
-                    state[key] = self._kept_in_file(part, key, value)
+            state.update(with_entries(state, partial(self._kept_in_file, part, stand_in)))
             if state and part.is_cut and part.is_last:
                 states[part.piece].update(state)
         self._lent = []
         self._staging.flush()
 
-    def _kept_in_file(self, part: Part[Piece], key: str, value: Tensor) -> Tensor:
-        """Keep an entry of a part's state; returns the view of the piece's in its file."""
+    def _kept_in_file(self, part: Part[Piece], stand_in: Parameter, key: str, value: Any) -> Any:
+        """Keep an entry of a part's state; returns the view of the piece's in its file, if any."""
+        if not is_of_elements(key, value, stand_in):
+            return value
         home = self._home_of(key, value.dtype, part.piece)
         staged = home.staged(self._staging.fetched, part)
         if staged is None:  # it is new

@@ -16,10 +16,15 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_zero.optimizer.outside import Entries, outside_of
 from lightning_zero.optimizer.taint import CannotFollow, Taint, Way
 from lightning_zero.optimizer.twin import options_of, twin_of, with_inner
 
 Master = Callable[[Parameter], Tensor]
+
+Place = tuple[int, int, Any]
+"""Which optimizer keeps an entry, that or one within it, where among :func:`outside_of`, and its
+key."""
 
 
 class Trial:
@@ -29,12 +34,16 @@ class Trial:
         optimizer: The user's.
         master_of: A tensor with the dtype and the device in which a parameter is stepped.
         is_flat: Step only the first elements of each toy, as a vector.
+        least_groups: So many param groups are tried where there are, though their options be equal.
         answer: As for :class:`Taint`.
 
     Attributes:
         toys: Two for each kind of parameter, one after the other.
         taint: What was found.
         twin: The copy that steps them.
+        shared: What all toys share after each step, by its place.
+        waits_for_closure: Whether it touches nothing before it has called its closure.
+        calls_closure: Whether it ever calls it.
     """
 
     def __init__(
@@ -43,26 +52,30 @@ class Trial:
         master_of: Master,
         *,
         is_flat: bool = False,
+        least_groups: int = 1,
         answer: Callable[[int, Any], Any] = lambda bits, value: value,
     ) -> None:
         self._is_flat = is_flat
         self._generator = torch.Generator().manual_seed(0)
         self._shapes: list[tuple[int, ...]] = []
-        kept, toys = [], []
+        kept: list[int] = []
+        stand_ins = []
+        self.toys: list[Parameter] = []
         seen: dict[str, dict[_Kind, list[Parameter]]] = {}
         for index, group in enumerate(optimizer.param_groups):
             key = _options_key(group)
-            if group["params"] and key not in seen:
+            if group["params"] and (key not in seen or len(kept) < least_groups):
                 kept.append(index)
                 seen[key] = self._toys_for(group, master_of)
-            toys.append(_stand_ins(group, master_of, seen.get(key, {})))
-        self.toys = [toy for kinds in seen.values() for pair in kinds.values() for toy in pair]
-        self.twin = twin_of(optimizer, toys, kept)
+                self.toys += [toy for pair in seen[key].values() for toy in pair]
+            stand_ins.append(_stand_ins(group, master_of, seen.get(key, {})))
+        self.twin = twin_of(optimizer, stand_ins, kept)
         users = (p for group in optimizer.param_groups for p in group["params"])
         self.taint = Taint(users, answer)
-        self._shared: list[str] = []
+        self.shared: list[dict[Place, str]] = []
         self._num_calls = 0
         self.waits_for_closure = True
+        self.calls_closure = False
 
     def _toys_for(
         self, group: Mapping[str, Any], master_of: Master
@@ -120,12 +133,11 @@ class Trial:
             closure()
             self._num_calls, self.taint.has_touched = 0, False
             with self.taint:
-                _train(self.twin, is_first=number == 0)
+                for change in _changes(self.twin, is_first=number == 0):
+                    self._change(change)
                 self.taint.has_touched = False
-                if "closure" in inspect.signature(type(self.twin).step).parameters:
-                    self.twin.step(closure)  # type: ignore[arg-type]
-                else:
-                    self.twin.step()
+                takes_one = "closure" in inspect.signature(type(self.twin).step).parameters
+                self._step_twin(closure if takes_one else None)
         except CannotFollow:
             return
         except Exception as error:
@@ -133,6 +145,7 @@ class Trial:
             return
         finally:
             self.waits_for_closure &= self._num_calls > 0
+            self.calls_closure |= self._num_calls > 0
         if self._num_calls > 1:
             self._find("calls its closure more than once in a step")
         if before != _random_states():
@@ -141,29 +154,36 @@ class Trial:
             self._find("exchanges the data of a parameter")
         if self._has_kept_values():
             self._find("keeps values of parameters outside of their own state")
-        self._shared.append(str([_shown(leaf) for leaf in tree_leaves(self._outside())]))
+        self.shared.append(
+            {
+                (number, place, key): str(shown(value))
+                for number, places in enumerate(self._outside())
+                for place, entries in enumerate(places)
+                for key, value in entries.items()
+            }
+        )
+
+    def _change(self, method: Callable[[], Any]) -> None:
+        """Call a method that changes what is between steps."""
+        method()
+
+    def _step_twin(self, closure: Callable[[], Tensor] | None) -> None:
+        self.twin.step() if closure is None else self.twin.step(closure)  # type: ignore[arg-type]
 
     def seen_of(self, bits: int) -> Any:
         """Return all that happened to some toys, and what all share after each step."""
         trace = [one for one in self.taint.trace if one.bits & bits]
         states = [
-            _shown(leaf)
+            shown([toy, holder.state.get(toy)])
             for index, toy in enumerate(self.toys)
             if bits & 1 << index
             for holder in with_inner(self.twin)
-            for leaf in (toy, *tree_leaves(holder.state.get(toy)))
         ]
-        return str((trace, states)), self._shared
+        return str((trace, states)), self.shared
 
-    def _outside(self) -> list[Any]:
-        """Return what the optimizer keeps elsewhere than in the state of a parameter."""
-        kept: list[Any] = []
-        for holder in with_inner(self.twin):
-            own = {k: v for k, v in vars(holder).items() if k not in ("state", "param_groups")}
-            groups = [options_of(group) for group in holder.param_groups]
-            others = [v for k, v in holder.state.items() if not isinstance(k, Parameter)]
-            kept += [own, groups, others]
-        return kept
+    def _outside(self) -> list[list[Entries]]:
+        """Return what each optimizer keeps elsewhere than in the state of a parameter."""
+        return [outside_of(holder) for holder in with_inner(self.twin)]
 
     def _find(self, what: str) -> None:
         self.taint.find(Way.ALL_AT_ONCE, what, is_running=False)
@@ -195,19 +215,23 @@ class Trial:
         )
 
 
+def shown(tree: Any) -> list[Any]:
+    """Return the values in a tree, so that they can be compared with another run's."""
+    return list(map(_shown, tree_leaves(tree)))
+
+
 def _shown(leaf: Any) -> Any:
-    """A value that can be compared with another run's."""
     if isinstance(leaf, Tensor):
         return leaf.detach().cpu().flatten().tolist()
     return leaf if isinstance(leaf, bool | int | float | complex | str) else type(leaf)
 
 
-def _train(optimizer: Any, *, is_first: bool) -> None:
-    """Call the ``train()`` without which some do not step, and its counterpart."""
+def _changes(optimizer: Any, *, is_first: bool) -> Iterator[Callable[[], Any]]:
+    """Yield the ``train()`` without which some do not step, and its counterpart."""
     for name in ("train",) if is_first else ("eval", "train"):
         change = getattr(optimizer, name, None)
         if callable(change):
-            change()
+            yield change
 
 
 def _numbers_of_steps(twin: Optimizer, *, is_brief: bool) -> Iterator[int]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 Toys = Mapping[Parameter, Sequence[Parameter]]
 
@@ -49,7 +49,7 @@ def twin_of(optimizer: Any, toys: Sequence[Toys], kept: Sequence[int]) -> Optimi
         CannotCopy: It holds a module, or tensors outside of its state and groups.
     """
     original = bare(optimizer)
-    memo: dict[int, Any] = {}
+    memo: dict[Any, Any] = {}
     for stands_for in toys:
         memo.update({id(parameter): first for parameter, (first, *_) in stands_for.items()})
     for holder in with_inner(original):
@@ -83,7 +83,7 @@ def _check(optimizer: Optimizer) -> None:
             raise CannotCopy("keeps tensors in itself, outside of its state")
 
 
-def _copy_group(group: Mapping[str, Any], toys: Toys, memo: dict[int, Any]) -> dict[str, Any]:
+def _copy_group(group: Mapping[str, Any], toys: Toys, memo: dict[Any, Any]) -> dict[str, Any]:
     own = list(dict.fromkeys(toy for each in toys.values() for toy in each))
     copied: dict[str, Any] = {
         key: copy.deepcopy(value, memo)
@@ -101,7 +101,7 @@ def _copy_group(group: Mapping[str, Any], toys: Toys, memo: dict[int, Any]) -> d
     return copied
 
 
-def _copy(optimizer: Optimizer, memo: dict[int, Any], toys: Toys) -> Optimizer:
+def _copy(optimizer: Optimizer, memo: dict[Any, Any], toys: Toys) -> Optimizer:
     cls = type(optimizer)
     twin = cls.__new__(cls)
     memo[id(optimizer)] = twin
@@ -124,7 +124,7 @@ def _copy(optimizer: Optimizer, memo: dict[int, Any], toys: Toys) -> Optimizer:
     return twin
 
 
-def _own_group(group: Mapping[str, Any], memo: dict[int, Any], toys: Toys) -> dict[str, Any]:
+def _own_group(group: Mapping[str, Any], memo: dict[Any, Any], toys: Toys) -> dict[str, Any]:
     """The copy of a group; a wrapper may have groups of its own over the same parameters."""
     if id(group) in memo:
         return memo[id(group)]  # type: ignore[no-any-return]
@@ -132,7 +132,7 @@ def _own_group(group: Mapping[str, Any], memo: dict[int, Any], toys: Toys) -> di
 
 
 def _copy_state(
-    state: Mapping[Any, Any], memo: dict[int, Any], toys: Toys
+    state: Mapping[Any, Any], memo: dict[Any, Any], toys: Toys
 ) -> defaultdict[Any, Any]:
     """The state that an optimizer made already, each toy's from a parameter that it stands for."""
     copied: defaultdict[Any, Any] = defaultdict(dict)
@@ -145,15 +145,24 @@ def _copy_state(
             for value in tree_leaves(dict(entries))
         ):
             continue  # what steps whole parameters has made it, and will again
-        for toy in toys.get(key, ()):
-            if toy not in copied:
-                copied[toy] = {
-                    name: _toy_entry(name, value, key, toy, memo) for name, value in entries.items()
-                }
+        new = [toy for toy in toys.get(key, ()) if toy not in copied]
+        # Two that stand for one parameter share none of its entries; torch notes storages within.
+        memos = [memo, *({**memo, "torch": {**memo.get("torch", {})}} for _ in new[1:])]
+        for toy, own in zip(new, memos, strict=False):
+            copied[toy] = _toy_state(entries, key, toy, own)
     return copied
 
 
-def _toy_entry(name: str, value: Any, parameter: Tensor, toy: Tensor, memo: dict[int, Any]) -> Any:
+def _toy_state(
+    state: Mapping[str, Any], parameter: Tensor, toy: Tensor, memo: dict[Any, Any]
+) -> dict[str, Any]:
+    return {
+        name: tree_map(lambda leaf, n=name: _toy_entry(n, leaf, parameter, toy, memo), value)
+        for name, value in state.items()
+    }
+
+
+def _toy_entry(name: str, value: Any, parameter: Tensor, toy: Tensor, memo: dict[Any, Any]) -> Any:
     is_number = (
         isinstance(value, Tensor) and not value.dim() and (parameter.dim() or name == "step")
     )
@@ -162,6 +171,7 @@ def _toy_entry(name: str, value: Any, parameter: Tensor, toy: Tensor, memo: dict
     if value.shape != parameter.shape:
         raise CannotCopy("has a state of another shape than its parameter already")
     if value.numel() and value.device.type != "meta":
-        number = value.detach().reshape(-1)[:1].to(toy.device)
+        dtype = toy.dtype if value.dtype is parameter.dtype else value.dtype
+        number = value.detach().reshape(-1)[:1].to(toy.device, dtype)
         return number.expand(toy.numel()).reshape(toy.shape).clone()
     return torch.zeros(toy.shape, dtype=value.dtype, device=toy.device)

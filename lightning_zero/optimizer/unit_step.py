@@ -9,6 +9,9 @@ see one step::
     step        last batch                         the optimizer's own do
     post-hook                                      they hold all members again
 
+Each batch begins with the options of groups, and what else the optimizer keeps for all members, as
+the user's call did; what the last leaves is kept (``outside.py``).
+
 The others are in no batch: what stays on a device, which steps it while the host goes on, and what
 belongs to no engine.
 
@@ -37,8 +40,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.comm import Ledger
+from lightning_zero.optimizer.known import FUSED, is_known
+from lightning_zero.optimizer.outside import Outside
 from lightning_zero.optimizer.pieces import cut_state, pieces_of
-from lightning_zero.optimizer.probe import ELEMENT_WISE
 from lightning_zero.optimizer.states import States
 from lightning_zero.optimizer.stepping_thread import SteppingThread
 from lightning_zero.parameters import Piece
@@ -51,6 +55,9 @@ _OTHERS = -1
 Groups = list[list[Parameter]]
 """The members of each param group."""
 
+Call = Callable[[Any], Any]
+"""Steps an optimizer, or what else it does with all of its members."""
+
 
 class UnitStep:
     """Steps an optimizer unit by unit.
@@ -58,12 +65,13 @@ class UnitStep:
     Args:
         batches: The pieces that are stepped together, one batch after the other. One that is in
             several batches is stepped part by part.
-        states: Where the states rest, of one of torch's own optimizers that step by element.
+        states: Where the states rest, of an optimizer that may be stepped so.
         ledger: Counts the time of steps on the host; ``None`` for those on the device.
         device: What else is busy meanwhile: the device beside the host, or the host itself.
 
     Attributes:
         states: The same.
+        step: The step itself, without hooks.
         is_sure: Whether a step is under way that only waits for its closure.
         is_torn: Whether some units are stepped and others not: amid a step, and for ever behind one
             that ended half-way.
@@ -76,15 +84,6 @@ class UnitStep:
         ledger: Ledger | None = None,
         device: torch.device = _CPU,
     ) -> None:
-        optimizer = states.optimizer
-        name = type(optimizer).__name__
-        if type(optimizer) not in ELEMENT_WISE:
-            known = ", ".join(sorted(cls.__name__ for cls in ELEMENT_WISE))
-            raise ValueError(
-                "Offload and stochastic_rounding step unit by unit, of which it is not known that"
-                f" {name} gives the same numbers. Take one of torch.optim's ({known}), or leave"
-                " offload_optimizer, offload_weights and stochastic_rounding out."
-            )
         self.states = states
         self.is_sure = False
         self._ledger = ledger
@@ -97,7 +96,10 @@ class UnitStep:
         self._under_way: _UnderWay | None = None
         self.is_torn = False
         # Torch patches the class once, to call the hooks; below is the step itself.
-        self._step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
+        kind = type(states.optimizer)
+        self.step: Call = getattr(kind.step, "__wrapped__", kind.step)
+        self._call: Call = self.step
+        self._outside: Outside | None = None
 
     def _open_groups(self) -> list[int]:
         """Return the groups that may step by one pass over their memory, if nobody has said.
@@ -105,7 +107,7 @@ class UnitStep:
         Torch's default on a CPU passes over it once for each operation.
         """
         optimizer, found = self.states.optimizer, []
-        groups = optimizer.param_groups if type(optimizer) in _FUSED else ()
+        groups = optimizer.param_groups if type(optimizer) in FUSED else ()
         for index, group in enumerate(groups):
             is_open = group.get("fused") is None and group.get("foreach") is None
             # Not every fused step takes a rate in a tensor, and none complex numbers.
@@ -116,7 +118,8 @@ class UnitStep:
 
     def take(self, pieces: Iterable[Piece]) -> None:
         """Note the pieces that the optimizer holds."""
-        self.check()  # new ones cannot come into a step that was begun ahead
+        if self._under_way is not None:  # new ones cannot come into a step that was begun ahead
+            self.check()
         self.states.take(pieces)
 
     def part_of(self, state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
@@ -124,6 +127,17 @@ class UnitStep:
         return self.states.kept(cut_state(state, piece), piece)
 
     # -- a step ----------------------------------------------------------------------------------
+
+    def enter(self, call: Call | None = None) -> None:
+        """Note what the optimizer keeps for all of its members, before it is called.
+
+        Args:
+            call: What is called for each batch, if it is no step.
+        """
+        self._call = call or self.step
+        # A step of those that are known changes nothing of it.
+        is_same = is_known(self.states.optimizer)
+        self._outside = None if is_same else Outside(self.states.optimizer)
 
     def check(self) -> None:
         """Raise a ``RuntimeError`` if a step ended half-way."""
@@ -142,6 +156,7 @@ class UnitStep:
             self._under_way = None
             with contextlib.suppress(OSError):  # the step has raised it
                 self.states.close()
+        self._outside = None
 
     def remove(self) -> None:
         """Step no more: the param groups hold all members."""
@@ -193,7 +208,7 @@ class UnitStep:
         self.states.flush()
         self.states.close()
         self._under_way.restore(self.states.optimizer)
-        self._under_way = None
+        self._under_way = self._outside = None
         self.is_torn = False
         self._spend(self._begin)
 
@@ -218,7 +233,9 @@ class UnitStep:
     @torch.no_grad()
     def _step_batch(self, step: _UnderWay, number: int, members: Groups) -> None:
         self._fetch(step, step.stand_in, number, members)
-        self._step(step.stand_in)
+        outside = self._outside
+        with contextlib.nullcontext() if outside is None else outside.lent_to(step.stand_in):
+            self._call(step.stand_in)
         self.states.flush()
 
     def _fetch(self, step: _UnderWay, who: Optimizer, number: int, members: Groups) -> None:
@@ -273,9 +290,14 @@ class _UnderWay:
         self._to_fuse = to_fuse
         groups = optimizer.param_groups
         self._members = [[*group["params"]] for group in groups]
+        named = (zip(g["params"], g.get("param_names", ()), strict=False) for g in groups)
+        self._names = {id(member): name for pairs in named for member, name in pairs}
         self.stand_in: Optimizer = object.__new__(type(optimizer))
         self.stand_in.__dict__.update(optimizer.__dict__)
         self.stand_in.param_groups = [{**group, "params": []} for group in groups]
+        for group in self.stand_in.param_groups:
+            if "param_names" in group:
+                group["param_names"] = []
 
     def next(self) -> tuple[int, Groups]:
         """Take the next batch from those that are left."""
@@ -286,12 +308,19 @@ class _UnderWay:
         """Let the param groups of ``who`` hold these members."""
         for group, some in zip(who.param_groups, members, strict=False):  # one may be added
             group["params"][:] = some
+            if "param_names" in group:
+                group["param_names"][:] = [self._names[id(member)] for member in some]
         for index in self._to_fuse:
             who.param_groups[index]["fused"] = fuses or None
 
     def restore(self, optimizer: Optimizer) -> None:
         """Let the user's param groups be what they were."""
         self.narrow(optimizer, self._members, fuses=False)
+
+
+def call_as(method: Callable[..., Any], stand_in: Optimizer, *args: Any) -> Any:
+    """Call the method of another optimizer for a stand-in of it."""
+    return method.__func__(stand_in, *args)  # type: ignore[attr-defined]
 
 
 def _move_counts(optimizer: Optimizer) -> None:
@@ -305,7 +334,3 @@ def _move_counts(optimizer: Optimizer) -> None:
 
 def _ids(groups: Groups) -> list[int]:
     return [id(member) for members in groups for member in members]
-
-
-_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-"""What has a fused step on CPUs."""

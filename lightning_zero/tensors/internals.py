@@ -6,6 +6,7 @@ where they are used. Names are bound here once: to look one up costs less than a
 
 from __future__ import annotations
 
+from inspect import isabstract
 from typing import Any
 
 import torch
@@ -69,6 +70,17 @@ def step_together(cls: type[Tensor]) -> None:
     Torch does the same for DTensor.
     """
     _optimizers._foreach_supported_types.append(cls)
+
+
+def hook_steps(cls: type[torch.optim.Optimizer]) -> None:
+    """Let the steps of a class and of those that it inherits from call hooks, as torch does.
+
+    It does so when the first object of a class is made, so a class may call a step of another one
+    that calls none yet, and does tomorrow.
+    """
+    for base in reversed(cls.__mro__[: cls.__mro__.index(torch.optim.Optimizer)]):
+        if issubclass(base, torch.optim.Optimizer) and not isabstract(base):
+            object.__new__(base)._patch_step_function()
 
 
 def measure_together(cls: type[Any]) -> None:

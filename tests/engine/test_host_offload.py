@@ -25,6 +25,7 @@ from lightning_zero.optimizer import States, UnitStep, clip
 from lightning_zero.plan import Offload
 from lightning_zero.plan.settings import Settings
 from tests.oracle.models import MODELS
+from tests.oracle.own_optimizers import GroupCounting
 from tests.oracle.painted import beside_the_host
 from tests.oracle.parity import assert_parity
 from tests.oracle.ranks import Pools
@@ -39,6 +40,10 @@ def adamw(model: nn.Module) -> Optimizer:
 
 def momentum(model: nn.Module) -> Optimizer:
     return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, fused=True)
+
+
+def own(model: nn.Module) -> Optimizer:
+    return GroupCounting(model.parameters())
 
 
 def compare(
@@ -61,6 +66,7 @@ def compare_all() -> None:
     for precision in ("16-mixed", "bf16-true"):
         compare(3, momentum, precision=precision, steps=4)
     compare(2, adamw, [0.3], accumulate=2, policy="local")
+    compare(3, own, [0.3], accumulate=2, clip_norm=0.1)
     for wires in ({"direct": True, "windows": False}, {"direct": False}):
         compare(3, momentum, [0.3], comm=Communicator(CPU, **wires))
 
@@ -176,7 +182,7 @@ def test_fused_steps_find_counts_where_they_step(fused: bool | None) -> None:
     with mock.patch.object(torch.optim.AdamW.step, "__wrapped__") as step:
         step.side_effect = lambda who: seen.append(who.param_groups[0]["fused"])
         seen: list[bool | None] = []
-        unit_step._step = step
+        unit_step.enter(step)
         unit_step.begin()
     assert seen == [fused]
     assert optimizer.param_groups[0] == {**group, "fused": True, "params": [leaving]}

@@ -31,10 +31,11 @@ from lightning_zero.comm import StagedFile, StagingMemory, in_pages
 from lightning_zero.comm.scratch import Scratch
 from lightning_zero.engine.engine import Engine
 from lightning_zero.optimizer import batches_of, staging
-from lightning_zero.optimizer.probe import ELEMENT_WISE
+from lightning_zero.optimizer.known import ELEMENT_WISE
 from lightning_zero.optimizer.staging import NUM_SLOTS
 from lightning_zero.plan import RECIPES, Offload
 from lightning_zero.plan.settings import Settings
+from tests.oracle.mapped import is_in_file
 from tests.oracle.models import MODELS
 from tests.oracle.parity import assert_parity
 from tests.oracle.ranks import Pools
@@ -114,16 +115,6 @@ def test_the_bits_are_those_of_memory(ranks: Pools, tmp_path: Path, world: int) 
 
 
 # ---------------------------------------------------------------------------- what is where
-
-
-def is_in_file(tensor: Tensor, folder: str) -> bool:
-    """Return whether a tensor's values are in a mapped file of the folder."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, *_, path = line.split(maxsplit=5)
-        first, last = (int(address, 16) for address in addresses.split("-"))
-        if first <= tensor.data_ptr() < last:
-            return path.startswith(folder)
-    return False
 
 
 def states(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -740,12 +731,11 @@ def test_what_is_not_there_is_refused_with_the_cure(change: dict[str, Any], word
         Settings(**change).check_device()
 
 
-def test_an_optimizer_that_is_not_known_is_refused(tmp_path: Path) -> None:
-    class Own(torch.optim.AdamW):
-        pass
-
+def test_an_optimizer_that_mixes_elements_is_refused(tmp_path: Path) -> None:
     model = MODELS["transformer"].build()
+    matrices = [p for p in model.parameters() if p.dim() == 2]
     engine = shard(model, **offload(3, str(tmp_path)))
-    with pytest.raises(ValueError, match=r"Own gives the same numbers.*AdamW.*leave offload"):
-        engine.adopt(Own(model.parameters()))
+    words = r"Muon mixes the elements of a parameter .*_muon.py:.*unit by unit.*leave offload"
+    with pytest.raises(ValueError, match=words):
+        engine.adopt(torch.optim.Muon(matrices))
     engine.close()

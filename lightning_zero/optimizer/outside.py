@@ -1,0 +1,71 @@
+"""What an optimizer keeps elsewhere than in the states of its members: counts of steps, say.
+
+A step of all members changes it once. So when they are stepped batch by batch, each batch begins
+with it as the step did, and only what the last leaves is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+Entries = dict[Any, Any]
+
+
+def outside_of(optimizer: Optimizer) -> list[Entries]:
+    """Return an optimizer's own attributes, its states of no member, and each group's options."""
+    own = {k: v for k, v in vars(optimizer).items() if k not in ("state", "param_groups")}
+    others = {k: v for k, v in optimizer.state.items() if not isinstance(k, Tensor)}
+    return [own, others, *map(_options_of, optimizer.param_groups)]
+
+
+def name_of(number: int, key: Any) -> str:
+    """Return what people call an entry of the dictionary of this number."""
+    return ["its attribute", "its state"][number] + f" {key!r}" if number < 2 else f"option {key!r}"
+
+
+class Outside:
+    """What an optimizer keeps outside of the states of its members, as it is now."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._before = [_copied(entries) for entries in outside_of(optimizer)]
+
+    @contextlib.contextmanager
+    def lent_to(self, stand_in: Optimizer) -> Iterator[None]:
+        """Enter a context in which another one has a copy of it, which is thrown away."""
+        there = outside_of(stand_in)
+        _put(stand_in, [_copied(entries) for entries in self._before], there)
+        try:
+            yield
+        finally:
+            _put(stand_in, there, outside_of(stand_in))
+
+
+def _put(optimizer: Optimizer, new: Sequence[Entries], old: Sequence[Entries]) -> None:
+    places: list[MutableMapping[Any, Any]]
+    places = [vars(optimizer), optimizer.state, *optimizer.param_groups]
+    for place, entries, before in zip(places, new, old, strict=False):  # a group may be added
+        for key in before.keys() - entries.keys():
+            del place[key]
+        place.update(entries)
+
+
+def _options_of(group: MutableMapping[str, Any]) -> Entries:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _copied(entries: Entries) -> Entries:
+    """Return entries with containers and tensors of their own."""
+    return {k: v if isinstance(v, _PLAIN) else tree_map(_own, v) for k, v in entries.items()}
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _own(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,252 @@
+"""Steps of toys unit by unit, which must give what one step of all of them gives.
+
+An optimizer that steps by element may still do so differently when some parameters are stepped by
+themselves: it counts its calls, divides by the number of parameters, or takes the first one's
+options for all. So the toys of a trial are stepped once more, by the code that steps real units, in
+other batches and another order in each step, in stand-ins and with copies of their states, as of
+those that rest elsewhere. Every toy must see the same operations with the same numbers and end with
+the same state, and what toys share must be the same after each step, to the bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+from typing_extensions import override
+
+from lightning_zero.optimizer.outside import name_of, outside_of
+from lightning_zero.optimizer.states import ParamGroups, States
+from lightning_zero.optimizer.taint import Taint, Traced
+from lightning_zero.optimizer.trial import Master, Trial, shown
+from lightning_zero.optimizer.twin import with_inner
+from lightning_zero.optimizer.unit_step import UnitStep, call_as
+from lightning_zero.tensors import internals
+
+
+class UnitTrial(Trial):
+    """Steps toys batch by batch.
+
+    Args:
+        whole: The same toys stepped together, which has ended.
+        optimizer: The user's.
+        master_of: A tensor with the dtype and the device in which a parameter is stepped.
+    """
+
+    def __init__(self, whole: Trial, optimizer: Optimizer, master_of: Master) -> None:
+        super().__init__(optimizer, master_of, least_groups=2)
+        self._waits_for_closure = whole.waits_for_closure
+        self._random = random.Random(0)
+        self._num_steps = 0
+        internals.hook_steps(type(self.twin))
+
+    @override
+    def _change(self, method: Callable[[], Any]) -> None:
+        step = self._new_step()
+        step.enter(functools.partial(call_as, method))
+        step.begin()
+        method()
+        step.end()
+
+    @override
+    def _step_twin(self, closure: Callable[[], Tensor] | None) -> None:
+        hooked: list[Any] = []
+        hook = self.twin.register_step_pre_hook(lambda *_: hooked.append(_))
+        step = self._new_step()
+        step.enter()
+        if closure is None or not self._waits_for_closure:
+            step.begin()
+            super()._step_twin(closure)
+        else:
+
+            def closure_and_begin() -> Tensor:
+                result = closure()
+                step.begin()
+                return result
+
+            super()._step_twin(closure_and_begin)
+        step.end()
+        self._num_steps += 1
+        hook.remove()
+        if len(hooked) > 1:
+            self._find("calls another step, of a class that it inherits from, with its hooks")
+
+    def _new_step(self) -> UnitStep:
+        """Return what steps some toys by themselves, or all by themselves, in any order.
+
+        Where some have no gradient, they are by themselves behind the others, or before them. (It
+        is so in each seventh step.)
+        """
+        toys = self._random.sample(self.toys, len(self.toys))
+        share = self._random.choice([0.0, 0.5, 0.8])
+        if any(toy.grad is None for toy in toys):
+            toys.sort(key=lambda toy: toy.grad is None, reverse=self._num_steps % 2 == 0)
+            share = 0.0
+        batches: list[list[Any]] = [toys[:1]]
+        for toy in toys[1:]:
+            if len(batches) == 1 or self._random.random() >= share:
+                batches.append([])
+            batches[-1].append(toy)
+        return UnitStep(batches, _LentStates(self.twin, self.taint))
+
+
+class _LentStates(States):
+    """States that come to a stand-in as copies, as those do that rest elsewhere."""
+
+    def __init__(self, optimizer: Optimizer, taint: Taint) -> None:
+        super().__init__(optimizer)
+        self._taint = taint
+        self._lent: list[tuple[Parameter, Parameter]] = []
+
+    @override
+    def fetch(self, number: int, groups: ParamGroups) -> None:
+        for group in groups:
+            group["params"][:] = map(self._lend, group["params"])
+
+    def _lend(self, toy: Parameter) -> Parameter:
+        with self._unseen():
+            stand_in = Parameter(toy.detach(), requires_grad=toy.requires_grad)
+        stand_in.grad = toy.grad
+        self._lent.append((toy, stand_in))
+        self._move(toy, stand_in)
+        return stand_in
+
+    @override
+    def flush(self) -> None:
+        for toy, stand_in in self._lent:
+            self._move(stand_in, toy)
+        self._lent.clear()
+
+    def _move(self, source: Parameter, to: Parameter) -> None:
+        state = self.optimizer.state.pop(source, None)
+        if state is not None:
+            with self._unseen():
+                self.optimizer.state[to] = tree_map_only(Tensor, self._copy, state)
+
+    def _copy(self, value: Tensor) -> Tensor:
+        copy = value.detach().clone()
+        self._taint.mark(copy, self._taint.bits([value]))
+        return copy
+
+    @contextlib.contextmanager
+    def _unseen(self) -> Iterator[None]:
+        with internals.without_modes(), internals.without_interception(), torch.no_grad():
+            yield
+
+
+def reason_against(
+    whole: Trial,
+    part: Trial,
+    form: frozenset[str] | None,
+    optimizer: Optimizer,
+    master_of: Master,
+) -> str:
+    """Return why it is not proved that steps unit by unit give what one step does; ``""`` if it is.
+
+    Args:
+        whole: Toys stepped together, by element.
+        part: A part of each of them.
+        form: The names in its state dict, if they are not those that torch gives.
+        optimizer: The user's.
+        master_of: As for a trial.
+    """
+    if form is not None:
+        return "has a state_dict of a form of its own"
+    if found := _kept_otherwise(whole, optimizer):
+        return found
+    for toy, cut in zip(whole.toys, part.toys, strict=True):
+        entries, others = (trial.twin.state.get(p, {}) for trial, p in ((whole, toy), (part, cut)))
+        if toy.dim() and _of_no_element(entries, toy) != _of_no_element(others, cut):
+            return "keeps other numbers for a part of a parameter than for the whole"
+    by_unit = UnitTrial(whole, optimizer, master_of)
+    by_unit.run()
+    if by_unit.taint.findings:
+        what = by_unit.taint.findings[0].what
+        return f"{what}, tried with some of its parameters without the others"
+    for index in range(len(whole.toys)):
+        if found := _difference(whole, by_unit, 1 << index):
+            return found
+    return _outside_difference(whole, by_unit)
+
+
+def _kept_otherwise(whole: Trial, optimizer: Optimizer) -> str:
+    """Return what rules out steps by unit whatever a step does."""
+    twin = whole.twin
+    if len([*with_inner(twin)]) > 1:
+        return "steps another optimizer within it"
+    if whole.calls_closure and not whole.waits_for_closure:
+        return "touches parameters before it has called its closure"
+    for number, entries in enumerate(outside_of(twin)):
+        for key, value in entries.items():
+            for leaf in tree_leaves(value):
+                if isinstance(leaf, Parameter) or not isinstance(leaf, _FOLLOWED):
+                    return f"keeps a {type(leaf).__name__} as {name_of(number, key)}"
+    for toy in whole.toys:
+        for key, value in twin.state.get(toy, {}).items():
+            for leaf in tree_leaves(value):
+                if not isinstance(leaf, _FOLLOWED):
+                    return f"keeps a {type(leaf).__name__} as {key!r} of a state"
+                if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape != toy.shape:
+                    return f"keeps {key!r} of a state in another shape than its parameter's"
+    return _list_by_parameter(optimizer)
+
+
+_FOLLOWED = (
+    Tensor,
+    bool, int, float, complex, str, bytes, type(None), type, Enum,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
+    FunctionType, BuiltinFunctionType, MethodType, functools.partial,
+)  # fmt: skip
+"""What is copied, or cannot change."""
+
+
+def _list_by_parameter(optimizer: Optimizer) -> str:
+    """Return which list seems to have an entry for each parameter, which toys need not show."""
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    for number, entries in enumerate(outside_of(optimizer)):
+        num = sizes[number - 2] if number > 1 else sum(sizes)
+        for key, value in entries.items():
+            if isinstance(value, list) and len(value) == num > 1:
+                return f"keeps {name_of(number, key)}, a list as long as that of its parameters"
+    return ""
+
+
+def _of_no_element(state: Mapping[str, Any], toy: Tensor) -> list[Any]:
+    """Return the values in a state that are not numbers of elements."""
+    return [
+        shown(leaf)
+        for leaf in tree_leaves({**state})
+        if not isinstance(leaf, Tensor) or leaf.shape != toy.shape
+    ]
+
+
+def _difference(whole: Trial, by_unit: Trial, bits: int) -> str:
+    """Return how the steps of the toys ``bits`` differ."""
+    if whole.seen_of(bits)[0] == by_unit.seen_of(bits)[0]:
+        return ""
+    one, other = (_of(trial.taint.trace, bits) for trial in (whole, by_unit))
+    first = next((a for a, b in zip(one, other, strict=False) if str(a) != str(b)), None)
+    where = f" (from {first.operation} on)" if first else ""
+    return f"steps a parameter differently when others are stepped before or after it{where}"
+
+
+def _of(trace: Sequence[Traced], bits: int) -> list[Traced]:
+    return [traced for traced in trace if traced.bits & bits]
+
+
+def _outside_difference(whole: Trial, by_unit: Trial) -> str:
+    """Return what toys share that differs."""
+    for one, other in zip(whole.shared, by_unit.shared, strict=True):
+        for _, place, key in [at for at in {**one, **other} if one.get(at) != other.get(at)]:
+            return f"changes {name_of(place, key)} by which parameters it steps"
+    return ""

@@ -1,0 +1,124 @@
+"""Users' own optimizers with states in files under a Trainer: numbers and files are zero3's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from lightning_zero import MemoryMonitor, ZeROStrategy
+from tests.oracle.by_trainer import Rows, make_trainer, world
+from tests.oracle.own_optimizers import ByNumber, GroupCounting, Nested, Own, SelfCounting
+from tests.oracle.ranks import Pools
+
+
+class Module(LightningModule):
+    """Layers of which each is a unit."""
+
+    optimizer_class: type[Own]
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        widths = [5, 8, 8, 1]
+        self.layers = nn.ModuleList(map(nn.Linear, widths, widths[1:]))
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        x = batch[0].float() / 11
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return (x - 1).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer_class(self.parameters())
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Stop(Callback):
+    """Saves behind the second step of two microbatches each."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 3:
+            trainer.save_checkpoint(self.path)
+
+
+def fit(
+    cls: type[Own],
+    folder: str,
+    *callbacks: Any,
+    files: bool = True,
+    path: str | None = None,
+    early: bool = False,
+    **more: Any,
+) -> tuple[dict[str, Tensor], Any]:
+    """Returns weights, and what the optimizer counted."""
+    homes: Any = {"offload_optimizer": "nvme", "offload_weights": "nvme", "offload_path": folder}
+    strategy = ZeROStrategy(
+        3, units=(nn.Linear,), min_num_params=0, step_in_backward=early, **(homes if files else {})
+    )
+    module = Module()
+    module.optimizer_class = cls
+    options = {"enable_checkpointing": False, "max_steps": 4, **more}
+    trainer = make_trainer(world(), strategy, folder, callbacks=list(callbacks), **options)
+    trainer.fit(module, Rows(), ckpt_path=path)
+    [optimizer] = trainer.optimizers
+    kept = {k: str(v) for k, v in vars(optimizer).items() if k in ("k", "rates", "warmth")}
+    steps = [group.get("step") for group in optimizer.param_groups]
+    return module.state_dict(), (kept, steps)
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    assert found[1] == expected[1]
+    assert all(torch.equal(value, expected[0][key]) for key, value in found[0].items())
+
+
+def resumed(folder: str) -> None:
+    how: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    cls = (GroupCounting, Nested)[world() - 1]
+    paths = {files: f"{folder}/{files}.ckpt" for files in (False, True)}
+    whole = fit(cls, folder, Stop(paths[False]), files=False, **how)
+    assert_equal(fit(cls, folder, Stop(paths[True]), **how), whole)
+    for saved, files in ((False, True), (True, False), (True, True)):
+        assert_equal(fit(cls, folder, files=files, path=paths[saved], **how), whole)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_resumed_with_and_without_files(ranks: Pools, tmp_path: Path, num_ranks: int) -> None:
+    ranks(num_ranks).run(resumed, str(tmp_path))
+
+
+def amid_backward(folder: str) -> None:
+    """It counts before its closure, in which units are stepped."""
+    monitor = MemoryMonitor()
+    found = fit(SelfCounting, folder, monitor, early=True)
+    assert_equal(found, fit(SelfCounting, folder, files=False))
+    assert found[1][0]["k"] == "4"
+    assert monitor.differences == []
+
+
+def test_stepped_amid_backward(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2).run(amid_backward, str(tmp_path))
+
+
+def refused(folder: str) -> str:
+    try:
+        fit(ByNumber, folder)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_what_is_not_proved_is_refused_on_all_ranks(ranks: Pools, tmp_path: Path) -> None:
+    first, second = ranks(2).run(refused, str(tmp_path))
+    assert first == second
+    assert first.startswith("ByNumber steps a parameter differently when others are stepped")
