@@ -105,7 +105,7 @@ class Verb(Enum):
 
 
 class Placements(NamedTuple):
-    """How a buffer lies on a mesh.
+    """The placements of a buffer on the axes of a mesh.
 
     Attributes:
         shard: On the axis of shards.

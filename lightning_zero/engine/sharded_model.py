@@ -100,8 +100,7 @@ class ShardedModel:
         specs, mesh = specify_units(self.module, settings), self.comm.mesh
         divided = {"num_shards": mesh.shard.size, "num_copies": mesh.replicate.size}
         if settings.offload is not None:
-            ratio = settings.offload.ratio
-            specs = with_cuts(specs, ratio, **divided, rank=mesh.shard.rank)
+            specs = with_cuts(specs, settings.offload.ratio, **divided, rank=mesh.shard.rank)
         written, nbytes, sizes = 0, 0, [0] * len(specs)
         if self.scratch is not None and not streams:
             sizes = [spec.bytes_in_files(**divided) for spec in specs]
@@ -115,8 +114,7 @@ class ShardedModel:
         def store_of(flat: FlatSpec) -> Callable[..., Store]:
             read = [sources[id(p)] for _, p in flat.named if streams]
             if read:
-                kind = stream_for(flat.plan)
-                return functools.partial(kind, sources=read, reader=self.reader)
+                return functools.partial(stream_for(flat.plan), sources=read, reader=self.reader)
             return functools.partial(store_for, num_away=flat.num_away, shared=shared)
 
         # An exception's traceback keeps this frame: it must not keep memory of units to come.
@@ -197,8 +195,7 @@ class ShardedModel:
         unit, flat, index = self._places[id(parameter)]
         flat.settle()
         piece = flat.pieces[index]
-        if value.shape != parameter.shape:
-            value = value.expand(parameter.shape)
+        value = value.expand(parameter.shape)
         if self._is_writing:
             piece.data.copy_(piece.range.part_of(value))
             return
@@ -366,8 +363,7 @@ class ShardedModel:
         copies = f", in {mesh.replicate.size} copies" if mesh.replicate.size > 1 else ""
         if mesh.backward is not None:
             copies = f", over {mesh.backward.size} for backward"
-        stage = self.settings.stage
-        lines = [f"ZeRO stage {stage} over {mesh.shard.size} ranks{copies}, by unit:"]
+        lines = [f"ZeRO stage {self.settings.stage} over {mesh.shard.size} ranks{copies}, by unit:"]
         for (_, numel), equal in itertools.groupby(self.units, size):
             first, *others = [unit.label for unit in equal]
             names = f"{first} to {others[-1]}: {len(others) + 1} x" if others else f"{first}:"
@@ -396,8 +392,7 @@ class ShardedModel:
         }
         kinds.update(dict.fromkeys(rows.values(), 0))
         # As they are now: amid a backward pass a thread may step.
-        states = [item for optimizer in self.optimizers for item in [*optimizer.state.items()]]
-        for member, state in states:
+        for member, state in [item for one in self.optimizers for item in [*one.state.items()]]:
             kinds[rows.get(member, "states")] += sum(
                 value.nbytes for value in tree_leaves(state) if isinstance(value, Tensor)
             )

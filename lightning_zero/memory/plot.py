@@ -143,7 +143,7 @@ def scaling(estimates: Sequence[Estimate], *, title: str, limit: int | None = No
 
 
 class _End(NamedTuple):
-    """Where lines end that are one at this point."""
+    """The end of lines that are one at this point."""
 
     names: tuple[str, ...]
     value: float

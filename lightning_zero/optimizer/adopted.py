@@ -24,7 +24,7 @@ from lightning_zero.optimizer.unit_step import UnitStep
 
 
 class Adopted(NamedTuple):
-    """How an optimizer is stepped.
+    """The way in which an optimizer is stepped.
 
     Attributes:
         step: What steps it; ``None`` if it steps pieces, all at once.

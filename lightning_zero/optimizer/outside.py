@@ -30,7 +30,7 @@ def name_of(number: int, key: Any) -> str:
 
 
 class Outside:
-    """What an optimizer keeps outside of the states of its members, as it is now."""
+    """A copy of what an optimizer keeps outside of the states of its members."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._before = [_copied(entries) for entries in outside_of(optimizer)]

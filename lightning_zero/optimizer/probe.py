@@ -36,7 +36,7 @@ from lightning_zero.optimizer.unit_trial import reason_against
 
 
 class Verdict(NamedTuple):
-    """How an optimizer may be stepped, and what rules out a finer way.
+    """The way in which an optimizer may be stepped, and what rules out a finer one.
 
     Attributes:
         way: The finest one that is proved.

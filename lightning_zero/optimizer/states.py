@@ -40,7 +40,7 @@ class States(OfOptimizer):
 
     @property
     def place(self) -> str:
-        """Where they rest, for people."""
+        """The place where they rest, for people."""
         return "host memory"
 
     def require_room(self, find_piece: FindPiece) -> None:

@@ -29,7 +29,7 @@ from lightning_zero.tensors import internals
 
 
 class Way(Enum):
-    """How an optimizer may be stepped, from what its operations mix."""
+    """The ways in which an optimizer may be stepped, from what its operations mix."""
 
     BY_ELEMENT = "by element"  # nothing: any part of a parameter by itself
     BY_PARAMETER = "by parameter"  # elements of one parameter: each parameter by itself

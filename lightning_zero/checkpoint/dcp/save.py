@@ -50,7 +50,7 @@ class _Share(NamedTuple):
 
     @property
     def place(self) -> Any:
-        """Where it lies, as the table says it."""
+        """Its place, as the table says it."""
         return filesystem._StorageInfo(self.file, self.offset, self.nbytes)
 
 

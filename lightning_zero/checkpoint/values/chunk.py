@@ -60,7 +60,7 @@ class Chunk:
 
     @cached_property
     def place(self) -> InOneRow:
-        """Where the values lie, by the archive's own words."""
+        """The place of the values, by the archive's own words."""
         try:
             with (
                 opened(self.file, self.offset, self.nbytes) as part,

@@ -130,7 +130,7 @@ class ShardedValue(Tensor):
 
     @property
     def start_byte(self) -> int:
-        """Where this rank's part begins, in bytes of the whole tensor."""
+        """The begin of this rank's part, in bytes of the whole tensor."""
         return self.start * self.dtype.itemsize
 
 
