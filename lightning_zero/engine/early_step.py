@@ -43,11 +43,16 @@ from lightning_zero.parameters import Piece, settle, unsettle
 
 
 class EarlyStep:
-    """Steps units in the order of their reductions, each when its own has ended."""
+    """Steps units in the order of their reductions, each when its own has ended.
+
+    Attributes:
+        is_on: Whether units are stepped in this pass on any rank; it is asked for each unit.
+    """
 
     def __init__(self, sharded: ShardedModel) -> None:
         self._sharded = sharded
         self._is_allowed = False
+        self.is_on = False
         # What steps them in this pass, if all ranks want it.
         self._step: UnitStep | None = None
         # Those that are not stepped yet, the next first; none when the early step has ended.
@@ -66,11 +71,6 @@ class EarlyStep:
         finally:
             self._is_allowed = False
 
-    @property
-    def is_on(self) -> bool:
-        """Return whether units are stepped in this pass on any rank."""
-        return self._step is not None
-
     def _sure_step(self) -> UnitStep | None:
         """Return the steps by unit of the optimizer, if it is alone and its step awaits a pass."""
         optimizers = self._sharded.optimizers
@@ -84,7 +84,7 @@ class EarlyStep:
 
     def begin(self, turns: Sequence[Unit]) -> None:
         """Begin with a pass in which all ranks want it, of units in the order of reductions."""
-        self._step, self._turns = self._sure_step(), [*turns]
+        self._step, self._turns, self.is_on = self._sure_step(), [*turns], True
         assert self._step is not None
         self._groups = self._hyperparameters()
 
@@ -175,7 +175,7 @@ class EarlyStep:
         if not self.is_on:
             return
         self.stop()
-        self._step, self._complete, self._lent = None, set(), []
+        self._step, self._complete, self._lent, self.is_on = None, set(), [], False
         for unit in self._sharded.units:
             unit.weights.masters = Masters.OLD
 
