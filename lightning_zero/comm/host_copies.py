@@ -42,9 +42,9 @@ class HostCopies:
         self.device = device
         self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._landings: deque[Landing] = deque()
-        self._recurring = LentMemory(of_many_sizes=True)
+        self._recurring = LentMemory()
         # What is copied to the host, until it is there.
-        self._held: deque[tuple[torch.Event, Tensor]] = deque()
+        self._held: deque[tuple[torch.Event, torch.UntypedStorage]] = deque()
 
     def can_copy(self, tensor: Tensor) -> bool:
         """Return whether a tensor lies on the device, and is no more than torch's own."""
@@ -133,7 +133,7 @@ class HostCopies:
             landing = Landing(event, then)
             source.record_stream(self._stream)
             self._let_go()
-            self._held.append((event, out))
+            self._held.append((event, out.untyped_storage()))
         if then is not None:
             self._landings.append(landing)
             if len(self._landings) > _MOST_LANDINGS:

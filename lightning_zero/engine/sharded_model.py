@@ -171,11 +171,12 @@ class ShardedModel:
     def expose(self, parameter: Parameter) -> None:
         """Notice that the ``data`` of a readable parameter is handed out."""
         _, flat, index = self._places[id(parameter)]
+        flat.own()
         flat.edits.expose(index)
 
-    def keep(self, parameter: Parameter) -> None:
-        """Let the memory of a readable parameter live as long as the model."""
-        self._places[id(parameter)][1].edits.buffer.keep()
+    def own(self, parameter: Parameter) -> bool:
+        """Let a readable parameter have memory that views show in later uses of the unit too."""
+        return self._places[id(parameter)][1].own()
 
     def gives_back(self, parameter: Parameter) -> bool:
         """Return whether views of a readable parameter will lose their memory."""
@@ -194,8 +195,7 @@ class ShardedModel:
         """
         unit, flat, index = self._places[id(parameter)]
         flat.settle()
-        piece = flat.pieces[index]
-        value = value.expand(parameter.shape)
+        piece, value = flat.pieces[index], value.expand(parameter.shape)
         if self._is_writing:
             piece.data.copy_(piece.range.part_of(value))
             return

@@ -196,6 +196,9 @@ class Weights:
         storage = tensor.untyped_storage()._cdata
         for flat in self._flats:
             if flat.weight.tensor.untyped_storage()._cdata == storage:
+                if flat.own():  # the same place in other memory
+                    place = tensor.storage_offset(), tensor.size(), tensor.stride()
+                    tensor.set_(flat.weight.tensor.untyped_storage(), *place)
                 guards.track(tensor, flat.parameters)
                 self.is_pinned = True
                 return

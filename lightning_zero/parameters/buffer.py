@@ -30,7 +30,6 @@ class Buffer:
             self.tensor = tensor
             self.views = self._views_of(layout, tensor)
         self._nbytes = self.tensor.nbytes
-        self._is_kept = False
 
     @staticmethod
     def _views_of(layout: Layout, tensor: Tensor) -> list[Tensor]:
@@ -51,12 +50,12 @@ class Buffer:
         """Give the memory back; views stay, unreadable until the buffer is filled again."""
         storage = self.tensor.untyped_storage()
         # Memory that a numpy array was made of is the array's too, and stays.
-        if storage.resizable() and not self._is_kept:
+        if storage.resizable():
             storage.resize_(0)
 
-    def keep(self) -> None:
-        """Give the memory back no more: somebody holds no more of it than an address."""
-        self._is_kept = True
+    def own(self) -> bool:
+        """Have memory of its own from now on; return whether the content has moved there."""
+        return False
 
     def shard(self, rank: int, world_size: int) -> Tensor:
         """Return the part of ``rank``; a view, so it needs memory to be read."""

@@ -26,7 +26,7 @@ from lightning_zero.parameters.sharded_grad import ShardedGrad
 from lightning_zero.parameters.shards import Shard
 from lightning_zero.parameters.stores import Store
 from lightning_zero.plan import Layout, Plan
-from lightning_zero.tensors import lasting_tensors
+from lightning_zero.tensors import lasting_tensors, properties
 
 
 class FlatParameters:
@@ -140,6 +140,14 @@ class FlatParameters:
         self.classes.show(self.weight.views)
         if is_new:
             self.edits.begin(self.weight)
+
+    def own(self) -> bool:
+        """Let the weights have memory of their own from now on; return whether they move there."""
+        if not self.weight.own():
+            return False
+        for parameter, view in zip(self.parameters, self.weight.views, strict=True):
+            properties.set_data(parameter, view)
+        return True
 
     def show_resting(self) -> None:
         """Point the parameters at placeholders that send every use to the owner."""

@@ -165,10 +165,12 @@ class View(Tensor):
     Attributes:
         parameter: The parameter that it is a view of.
         ownership: Whose the parameter was when the view was taken.
+        hides: Whether changes of it raise no version of the parameter's.
     """
 
     parameter: Parameter
     ownership: Ownership
+    hides: bool
 
     @classmethod
     def __torch_function__(
@@ -216,7 +218,8 @@ def _touch_and_use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     used = [] if func in properties.METADATA else list(_used_in((args, kwargs)))
     _touch(used)
     parameters = [one.parameter if isinstance(one, View) else one for one in used]
-    return _use(parameters, func, args, kwargs)
+    hides = any(isinstance(one, View) and one.hides for one in used)
+    return _use(parameters, func, args, kwargs, hides=hides)
 
 
 def _touch(used: Sequence[Parameter | View]) -> None:
@@ -257,13 +260,11 @@ def _used_in(value: Any) -> Iterator[Parameter | View]:
 
 
 def _use(
-    parameters: list[Parameter],
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    parameters: list[Parameter], func: Any, args: Any, kwargs: Any, *, hides: bool = False
 ) -> Any:
     """Call ``func`` on readable ``parameters``, or on views of them."""
-    for parameter in parameters if func in properties.HIDING else ():
+    hides |= func in properties.HIDING
+    for parameter in parameters if hides else ():
         owner_of(parameter).expose(parameter)
     for parameter in parameters if func in properties.POINTING else ():
         _keep_address(parameter)
@@ -272,28 +273,32 @@ def _use(
         if torch.compiler.is_compiling():
             return result
         returning = [p for p in parameters if owner_of(p).gives_back(p)]
-        if returning:
-            _track_all(result, {internals.storage_key(p): p for p in returning})
+        storages = {internals.storage_key(p): p for p in returning}
+        viewed = list(_lying_in(storages, result)) if returning else []
+        if True in [owner_of(p).own(p) for _, p in viewed]:  # they lie elsewhere now
+            return _use(parameters, func, args, kwargs, hides=hides)
+        for tensor, parameter in viewed:
+            _become_view(tensor, parameter, hides=hides)
         return result
 
 
-def _track_all(value: Any, storages: dict[int, Parameter]) -> None:
-    """Make those tensors in ``value`` that lie in one of ``storages`` views of the parameters."""
+def _lying_in(storages: dict[int, Parameter], value: Any) -> Iterator[tuple[Tensor, Parameter]]:
+    """Yield the tensors in ``value`` that lie in one of ``storages``, each with its parameter."""
     if type(value) in (list, tuple):
         for one in value:
-            _track_all(one, storages)
+            yield from _lying_in(storages, one)
     # What has no storage of its own: sparse tensors, those that functorch wraps.
     elif type(value) is Tensor and internals.has_storage(value):
         parameter = storages.get(internals.storage_key(value))
         if parameter is not None:
-            _become_view(value, parameter)
+            yield value, parameter
 
 
-def _become_view(tensor: Tensor, parameter: Parameter) -> None:
+def _become_view(tensor: Tensor, parameter: Parameter, *, hides: bool) -> None:
     # Not `as_subclass`, which adds a node to the graph.
     tensor.__class__ = View
     view = cast(View, tensor)
-    view.parameter, view.ownership = parameter, ownership_of(parameter)
+    view.parameter, view.ownership, view.hides = parameter, ownership_of(parameter), hides
 
 
 def track(tensor: Tensor, parameters: Iterable[Parameter]) -> None:
@@ -302,7 +307,7 @@ def track(tensor: Tensor, parameters: Iterable[Parameter]) -> None:
         first = tensor.storage_offset()
         with internals.as_plain_tensors():
             before = [p for p in parameters if p.storage_offset() <= first]
-            _become_view(tensor, max(before, key=Tensor.storage_offset))
+            _become_view(tensor, max(before, key=Tensor.storage_offset), hides=False)
 
 
 def _keep_address(parameter: Parameter) -> None:
@@ -319,7 +324,9 @@ def _keep_address(parameter: Parameter) -> None:
             f"The address of parameter {ownership.name!r} cannot be given away: its memory"
             " is given back when its module is done. Give away a copy: `p.detach().clone()`"
         )
-    ownership.owner.keep(parameter)
+    with internals.as_plain_tensors():
+        # As for any array of numpy's, torch will no longer free the storage.
+        torch.empty(0, dtype=torch.uint8).set_(parameter.untyped_storage()).numpy()
 
 
 # -- the classes -----------------------------------------------------------------------------------

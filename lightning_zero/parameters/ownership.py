@@ -27,8 +27,8 @@ class Owner(Protocol):
     def expose(self, parameter: Parameter) -> None:
         """Notice that a readable ``parameter`` may be changed behind its version counter."""
 
-    def keep(self, parameter: Parameter) -> None:
-        """Let the memory of a readable ``parameter`` live as long as the owner."""
+    def own(self, parameter: Parameter) -> bool:
+        """Let a readable ``parameter`` have memory that views show later; return if it moves."""
 
     def replace(self, parameter: Parameter, data: Tensor) -> None:
         """Keep ``data`` as the new value of a readable ``parameter``, or raise."""
@@ -59,8 +59,9 @@ class NoOwner:
     def expose(self, parameter: Parameter) -> None:
         """Do nothing: changes of the parameter are its own now."""
 
-    def keep(self, parameter: Parameter) -> None:
-        """Do nothing: readable memory stays."""
+    def own(self, parameter: Parameter) -> bool:
+        """Return ``False``: readable memory stays."""
+        return False
 
     def replace(self, parameter: Parameter, data: Tensor) -> None:
         """Let ``data`` be what a readable parameter is."""

@@ -21,6 +21,8 @@ from lightning_zero.tensors import LentMemory, ask_for_large_pages, lasting_tens
 _T = TypeVar("_T")
 NUM_THREADS = 2
 _AT_ONCE_BYTES = 4 * 2**20
+_MOST_FREE = 2
+"""Units whose memory may wait for the next ones: they may be of two sizes in turns."""
 
 
 class Source(Protocol):
@@ -45,22 +47,22 @@ class Source(Protocol):
 class LentBuffer(Buffer):
     """A buffer on the host whose memory is lent anew for each use.
 
-    Whoever keeps a view keeps what it shows: nobody else is lent that memory. But what autograd
-    saves would keep that of all units, so from a use with gradients on it is the buffer's own.
+    From a use on of which views are kept, or which autograd sees, it is the buffer's own: views see
+    the data of later uses then, and hold none between.
     """
 
     def __init__(self, layout: Layout, dtype: torch.dtype, memory: LentMemory) -> None:
         super().__init__(layout, dtype, torch.device("cpu"))
         self._layout, self._memory = layout, memory
         self._own = self.tensor, self.views
-        self._is_lent = self._nbytes > 0
+        self._may_be_lent = True
 
     @override
     def allocate(self) -> None:
         if self.tensor is not self._own[0]:
             return
-        self._is_lent &= not torch.is_grad_enabled()
-        if not self._is_lent:
+        self._may_be_lent &= not torch.is_grad_enabled()
+        if not self._may_be_lent:
             super().allocate()
             return
         with lasting_tensors():
@@ -70,9 +72,20 @@ class LentBuffer(Buffer):
 
     @override
     def release(self) -> None:
-        if not self._is_kept:
-            self.tensor, self.views = self._own
+        self.tensor, self.views = self._own
         super().release()
+
+    @override
+    def own(self) -> bool:
+        self._may_be_lent = False
+        lent = self.tensor
+        if lent is self._own[0]:
+            return False
+        self.tensor, self.views = self._own
+        super().allocate()
+        with lasting_tensors():
+            self.tensor.copy_(lent)
+        return True
 
 
 def _in_large_pages(numel: int, dtype: torch.dtype) -> Tensor:
@@ -92,7 +105,7 @@ class Reader:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, "lightning_zero.read")
-        self.memory = LentMemory(of_many_sizes=False)
+        self.memory = LentMemory(most=_MOST_FREE)
 
     def start(self, unit: str, parts: Iterable[Callable[[], _T]]) -> Reading[_T]:
         """Start to read ``parts`` of a unit's weights."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -18,17 +19,16 @@ class LentMemory:
     it more still. Whoever keeps a view, or an array of it, keeps what it shows.
 
     Args:
-        of_many_sizes: Whether memory of all sizes is kept for later, or of the last size only.
+        most: How many of what nobody has are kept, the last ones; all if omitted.
     """
 
-    def __init__(self, *, of_many_sizes: bool) -> None:
-        self._of_many_sizes = of_many_sizes
-        self._free: dict[int, list[Tensor]] | None = {}
+    def __init__(self, *, most: int | None = None) -> None:
+        self._free: deque[Tensor] = deque(maxlen=most)
 
     @property
     def nbytes(self) -> int:
         """Bytes that nobody has."""
-        return sum(nbytes * len(free) for nbytes, free in (self._free or {}).items())
+        return sum(memory.nbytes for memory in self._free)
 
     def lend(
         self, numel: int, dtype: torch.dtype, make: Callable[[int, torch.dtype], Tensor]
@@ -37,22 +37,25 @@ class LentMemory:
 
         Its content is undefined.
         """
-        nbytes, free = numel * dtype.itemsize, self._free or {}
+        nbytes = numel * dtype.itemsize
         with lasting_tensors():
             if not nbytes:
                 return torch.empty(numel, dtype=dtype, device="cpu")
-            if not free.get(nbytes) and not self._of_many_sizes:
-                free.clear()
-            memory = free[nbytes].pop() if free.get(nbytes) else make(nbytes, torch.uint8)
+            memory = self._taken(nbytes)
+            if memory is None:
+                memory = make(nbytes, torch.uint8)
             # Every storage that lies there holds this, and nothing else does.
             lent = memory.numpy().data
-            weakref.finalize(lent, self._take_back, memory).atexit = False
+            weakref.finalize(lent, self._free.append, memory).atexit = False
             return torch.frombuffer(lent, dtype=dtype)
 
-    def _take_back(self, memory: Tensor) -> None:
-        if self._free is not None:
-            self._free.setdefault(memory.numel(), []).append(memory)
+    def _taken(self, nbytes: int) -> Tensor | None:
+        for index, memory in enumerate(self._free):
+            if memory.nbytes == nbytes:
+                del self._free[index]
+                return memory
+        return None
 
     def close(self) -> None:
-        """Take nothing back any more."""
-        self._free = None
+        """Keep nothing any more."""
+        self._free = deque(maxlen=0)

@@ -28,13 +28,13 @@ def test_memory_recurs_when_nobody_holds_it() -> None:
     assert copies.recurring_memory(0, torch.float32).numel() == 0
 
 
-def test_memory_of_one_size_is_kept_for_weights() -> None:
-    memory, make = LentMemory(of_many_sizes=False), HostCopies(CPU).lasting_memory
-    for nbytes in (64, 128):
+def test_the_last_memory_is_kept_that_nobody_has() -> None:
+    memory, make = LentMemory(most=2), HostCopies(CPU).lasting_memory
+    for nbytes, kept in ((64, 64), (128, 192), (32, 160)):
         memory.lend(nbytes, torch.uint8, make)  # nobody holds it
-        assert memory.nbytes == nbytes
+        assert memory.nbytes == kept
     held = memory.lend(32, torch.float32, make)
-    assert memory.nbytes == 0
+    assert memory.nbytes == 32
     memory.close()
     del held
     assert memory.nbytes == 0

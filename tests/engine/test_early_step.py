@@ -58,7 +58,7 @@ def test_the_bits_are_those_of_a_step_behind_the_pass(
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_so_are_those_of_all_optimizers(ranks: Pools, tmp_path: Path, world: int) -> None:
-    ranks(world).run(compare_all, str(tmp_path))
+    ranks(world).run(compare_all, str(tmp_path), timeout=150)
 
 
 def test_files_are_read_while_units_go_backward(tmp_path: Path) -> None:
