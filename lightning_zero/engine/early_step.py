@@ -18,8 +18,11 @@ its gradients are final                  the pass is in the closure of the only 
                                          comes when the unit is stepped raises; whoever steps it
                                          waits until they have landed
 nothing comes between pass and step      whoever enters :meth:`EarlyStep.allowed` says so; other
-                                         gradients or hyperparameters in the step raise
+                                         gradients or hyperparameters in the step raise, and so
+                                         does a pass that never ended
 weights were not edited                  else the unit is stepped behind the pass
+nothing is compiled in a step            it holds the compiler's lock; else torch's optimizers,
+                                         told that something compiles, compute otherwise
 all ranks agree                          a flag that they exchange where the pass begins
 ======================================== ==========================================================
 
@@ -40,6 +43,7 @@ from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.weights import Masters
 from lightning_zero.optimizer import UnitStep, unit_step_of
 from lightning_zero.parameters import Piece, settle, unsettle
+from lightning_zero.tensors import internals
 
 
 class EarlyStep:
@@ -61,6 +65,7 @@ class EarlyStep:
         self._complete: set[Unit] = set()
         self._lent: list[Lent] = []
         self._groups: list[rank_check.Description] = []
+        self._has_ended = False
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
@@ -80,12 +85,14 @@ class EarlyStep:
     @property
     def is_wanted(self) -> bool:
         """Return whether this rank would step units in the pass that begins."""
-        return self._is_allowed and self._sure_step() is not None
+        may = self._is_allowed and internals.has_compile_lock()
+        return may and self._sure_step() is not None
 
     def begin(self, turns: Sequence[Unit]) -> None:
         """Begin with a pass in which all ranks want it, of units in the order of reductions."""
         self._step, self._turns, self.is_on = self._sure_step(), [*turns], True
         assert self._step is not None
+        self._has_ended = False
         self._groups = self._hyperparameters()
 
     def note(self, unit: Unit) -> None:
@@ -108,15 +115,20 @@ class EarlyStep:
         settle(pieces)  # what autograd does to parameters is no concern of a thread that steps
         lent = [Lent(piece, is_first=not had) for piece, had in zip(pieces, had_any, strict=True)]
         self._lent += lent
+        land = functools.partial(_land, works, lent)
         if all(isinstance(work, Arrived) for work in works):
-            _land(works, lent)
+            land()
+        else:
+            for piece in pieces:
+                piece.gradient.landing = land  # for whoever reads it amid the pass
         unit.weights.masters = Masters.STEPPED
         order = [one.pieces for one in self._turns]
-        self._step.step_ahead(order, functools.partial(_land, works, lent))
+        self._step.step_ahead(order, land)
         self._turns.pop(0)
 
     def end_pass(self) -> None:
         """Note all gradients, which have landed: from now on users see them, and change them."""
+        self._has_ended = True
         for lent in self._lent:
             lent.note()
 
@@ -149,6 +161,12 @@ class EarlyStep:
         """Raise if the optimizer's step finds other values than units were stepped with."""
         if not self.is_on:
             return
+        if self._lent and not self._has_ended:  # others may never come
+            raise RuntimeError(
+                "A backward pass has raised an error when, by step_in_backward=True, units may have"
+                " been stepped already, and the closure of the optimizer's step went on without"
+                " it. Let the closure raise the error, or leave the setting out."
+            )
         self.wait()
         unsettle(lent.piece for lent in self._lent)
         if self._groups != self._hyperparameters():
@@ -166,6 +184,7 @@ class EarlyStep:
             self._step.stop_ahead()
         unsettle(lent.piece for lent in self._lent)
         for lent in self._lent:
+            lent.piece.gradient.landing = None
             if lent.is_first:
                 lent.piece.reduced = None
         self.end()
@@ -221,6 +240,7 @@ def _land(works: Iterable[Work], all_lent: Iterable[Lent]) -> None:
         work.wait()
     for lent in all_lent:
         lent.note()
+        lent.piece.gradient.landing = None
 
 
 def _differs(what: str) -> RuntimeError:

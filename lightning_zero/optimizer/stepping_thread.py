@@ -6,26 +6,40 @@ It waits until a unit's gradients have landed, and steps its batches, one unit a
     down                 unit 3   unit 2   unit 1 ...
     step                            unit 3   unit 2   unit 1    the rest, by the optimizer's call
 
-The interpreter's lock is free for others while it waits, and in torch's own operations.
+The interpreter's lock is free for others while it waits, and in torch's own operations. What is
+process-wide in torch and would change a step, that something is compiled, is kept from it by the
+compiler's own lock; what is a thread's own, autocast and the default device, it takes over.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
 
 import torch
 
+from lightning_zero.tensors import internals
+
 Call = Callable[[], None]
+
+_END_SECONDS = 10.0
+"""How long the end of a thread is waited for, which may take one more step."""
 
 
 class SteppingThread:
     """One thread, for as long as the optimizer is stepped by it.
 
-    1. :meth:`give` what is stepped next.
-    2. :meth:`wait` before the optimizer is stepped by others, or :meth:`stop`.
-    3. :meth:`close`.
+    1. :meth:`follow` the thread that steps otherwise.
+    2. :meth:`give` what is stepped next.
+    3. :meth:`wait` before the optimizer is stepped by others, or :meth:`stop`.
+    4. :meth:`close`.
+
+    The interpreter does not wait for it at its end if gradients do not land any more.
 
     Args:
         device: The one that computes, be it the host itself.
@@ -34,32 +48,38 @@ class SteppingThread:
     def __init__(self, device: torch.device) -> None:
         if device.type != "cpu" and device.index is None:
             device = torch.device(device.type, torch.accelerator.current_device_index())
-        # It is made with the first call, and ends with this object or the interpreter.
-        self._threads = ThreadPoolExecutor(1, "lightning_zero.step", _take, (device,))
-        self._lock = threading.Lock()
+        self._device = device
+        self._work = _Work()
+        self._around = _Around(device)
         self._given: list[Future[None]] = []
         # Of what was given and not stopped since.
         self._is_over = threading.Event()
+        # Made with the first call; ends with this object, or before the interpreter.
+        self._end: weakref.finalize[..., SteppingThread] | None = None
+
+    def follow(self) -> None:
+        """Let steps be taken under the autocast and the default device of the calling thread."""
+        self._around = _Around(self._device)
 
     def give(self, landed: Call, steps: Sequence[Call]) -> None:
         """Let the thread wait until gradients have ``landed``, and take steps then.
 
         If one raises, those behind it are left out.
-        """
-        self._given.append(self._threads.submit(self._run, self._is_over, landed, steps))
 
-    def _run(self, is_over: threading.Event, landed: Call, steps: Sequence[Call]) -> None:
-        try:
-            if not is_over.is_set():
-                landed()
-            for step in steps:
-                with self._lock:
-                    if is_over.is_set():
-                        return
-                    step()
-        except BaseException:
-            is_over.set()
-            raise
+        Raises:
+            RuntimeError: It is closed.
+        """
+        work = self._work
+        if work.is_closed.is_set():
+            raise RuntimeError("A thread that is closed steps nothing more.")
+        if self._end is None:
+            name = "lightning_zero.step"
+            thread = threading.Thread(target=work.run, args=(self._device,), name=name, daemon=True)
+            thread.start()
+            self._end = weakref.finalize(self, _end, thread, work)
+        future = Future[None]()
+        self._given.append(future)
+        work.calls.put(_Given(future, self._is_over, landed, steps, self._around))
 
     def wait(self) -> None:
         """Return when all steps are taken that were given; raises what one of them has raised."""
@@ -73,17 +93,108 @@ class SteppingThread:
         Gradients that have not landed are not waited for: they may come from ranks that are gone.
         """
         self._is_over.set()
-        with self._lock:
+        with self._work.stepping:
             self._is_over = threading.Event()
         self._given = []
 
     def close(self) -> None:
-        """Stop, and let the thread end."""
+        """Stop, and end the thread; one that waits for gradients ends when they land, if ever."""
         self.stop()
-        self._threads.shutdown(wait=False)
+        self._work.is_closed.set()
+        if self._end is not None:
+            self._end()
 
 
-def _take(device: torch.device) -> None:
-    """Let a device be that of this thread, which optimizers ask for its stream."""
-    if device.type != "cpu":  # else each thread has the first one
-        torch.accelerator.set_device_index(device)
+class _Around:
+    """What is this thread's own in torch and changes what operations do."""
+
+    def __init__(self, device: torch.device) -> None:
+        kinds = {"cpu", device.type}
+        on = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
+        self._autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in on]
+        self._default = torch.get_default_device()
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Enter it in another thread."""
+        with contextlib.ExitStack() as stack:
+            if self._default.type != "cpu":  # that of each thread to begin with
+                stack.enter_context(self._default)
+            for kind, dtype in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
+            yield
+
+
+class _Given:
+    """Steps of one unit, and what they wait for."""
+
+    def __init__(
+        self,
+        future: Future[None],
+        is_over: threading.Event,
+        landed: Call,
+        steps: Sequence[Call],
+        around: _Around,
+    ) -> None:
+        self.future, self.is_over = future, is_over
+        self.landed, self.steps, self.around = landed, steps, around
+
+
+class _Work:
+    """What the thread knows; its owner is not among that, and so may go.
+
+    Attributes:
+        calls: What was given; ``None`` ends the thread.
+        stepping: Is held while a step is taken.
+        is_closed: Nothing is stepped from now on.
+        is_landing: Gradients are waited for.
+    """
+
+    def __init__(self) -> None:
+        self.calls = SimpleQueue[_Given | None]()
+        self.stepping = threading.Lock()
+        self.is_closed = threading.Event()
+        self.is_landing = False
+
+    def run(self, device: torch.device) -> None:
+        """Take what is given, until the end."""
+        if device.type != "cpu":  # optimizers ask for its stream; each thread has the first one
+            torch.accelerator.set_device_index(device)
+        while (given := self.calls.get()) is not None:
+            try:
+                self._take(given)
+            except BaseException as error:
+                given.is_over.set()
+                given.future.set_exception(error)
+            else:
+                given.future.set_result(None)
+            del given  # else what it holds would live until the next comes
+
+    def _take(self, given: _Given) -> None:
+        def is_over() -> bool:
+            return given.is_over.is_set() or self.is_closed.is_set()
+
+        self.is_landing = True  # before the look: whoever ends this thread looks the other way
+        try:
+            if not is_over():
+                given.landed()
+        finally:
+            self.is_landing = False
+        for step in given.steps:
+            # The compiler's first, as whoever compiles holds it when he comes to stop this.
+            with internals.compile_lock(), self.stepping:
+                if is_over():
+                    return
+                with given.around.entered():
+                    step()
+
+
+def _end(thread: threading.Thread, work: _Work) -> None:
+    """End a thread; it is waited for unless it waits itself, for gradients that may never come."""
+    work.is_closed.set()
+    work.calls.put(None)
+    if thread is threading.current_thread():  # which held the last reference to what has ended
+        return
+    until = time.monotonic() + _END_SECONDS
+    while thread.is_alive() and not work.is_landing and time.monotonic() < until:
+        thread.join(0.01)

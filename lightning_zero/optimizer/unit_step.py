@@ -135,6 +135,7 @@ class UnitStep:
             call: What is called for each batch, if it is no step.
         """
         self._call = call or self.step
+        self._thread.follow()
         # A step of those that are known changes nothing of it.
         is_same = is_known(self.states.optimizer)
         self._outside = None if is_same else Outside(self.states.optimizer)

@@ -18,7 +18,7 @@ another in its place, which :meth:`~GradientView.follow` repeats on the piece.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +89,7 @@ class GradientView:
         arrival: A gradient that autograd added to :attr:`shown` before it was hidden.
         is_of_copy: Whether the average is one over the ranks of one copy of what is sharded.
         is_settled: Whether nobody but an optimizer, which steps now, changes gradients.
+        landing: Waits until the piece's part has its numbers; ``None`` if it has.
     """
 
     def __init__(self, piece: Piece, sharded: ShardedGrad) -> None:
@@ -98,10 +99,11 @@ class GradientView:
         self.shown: Tensor | None = None
         self.arrival: Tensor | None = None
         self.is_of_copy = self.is_settled = False
+        self.landing: Callable[[], None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # As a pickled parameter has no gradient; to read one takes all ranks, in one order.
-        none = dict.fromkeys(("sharded", "shown", "arrival"))
+        none = dict.fromkeys(("sharded", "shown", "arrival", "landing"))
         flags = dict.fromkeys(("is_of_copy", "is_settled"), False)
         return {"piece": self.piece, "state": GradState.NONE, **flags, **none}
 

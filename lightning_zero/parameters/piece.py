@@ -108,6 +108,8 @@ class Piece(Parameter):
             with internals.as_plain_tensors():
                 if _GRAD.__get__(self.parameter) is not view.shown:
                     view.follow()
+        if view.landing is not None:
+            view.landing()
         return view.shown if view.state.is_unsynced else _GRAD.__get__(self)
 
     @grad.setter
@@ -118,12 +120,14 @@ class Piece(Parameter):
 
     @property
     def reduced(self) -> Tensor | None:
-        """This rank's part of the averaged gradient."""
+        """This rank's part of the averaged gradient, when it has landed."""
         view = self.gradient
         if not view.is_settled:
             with internals.as_plain_tensors():
                 if _GRAD.__get__(self.parameter) is not view.shown:
                     view.follow()
+        if view.landing is not None:
+            view.landing()
         return _GRAD.__get__(self)  # type: ignore[no-any-return]
 
     @reduced.setter

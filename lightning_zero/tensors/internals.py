@@ -6,6 +6,9 @@ where they are used. Names are bound here once: to look one up costs less than a
 
 from __future__ import annotations
 
+import functools
+import importlib
+from contextlib import AbstractContextManager
 from inspect import isabstract
 from typing import Any
 
@@ -51,6 +54,29 @@ profiler_is_enabled = torch.autograd._profiler_enabled
 
 enable_profiler_ranges = torch.autograd._enable_record_function
 """Turns the ranges of torch's own works on and off, for which there is no public switch."""
+
+
+@functools.cache
+def _lock_of_compiler() -> AbstractContextManager[Any] | None:
+    # The first optimizer imports it anyway.
+    module = importlib.import_module("torch._dynamo.convert_frame")
+    return getattr(module, "compile_lock", None)
+
+
+def has_compile_lock() -> bool:
+    """Return whether this version of torch has a :func:`compile_lock`."""
+    return _lock_of_compiler() is not None
+
+
+def compile_lock() -> AbstractContextManager[Any]:
+    """Return the lock under which any thread of the process compiles; the same thread may again.
+
+    ``torch.compiler.is_compiling()`` is true in all threads meanwhile, and torch's optimizers then
+    compute with tensors where they else take numbers. Nothing public tells or holds it off.
+    """
+    lock = _lock_of_compiler()
+    assert lock is not None, "has_compile_lock was not asked"
+    return lock
 
 
 def in_backward() -> bool:

@@ -197,6 +197,26 @@ def test_an_error_in_the_pass_leaves_a_torn_step(tmp_path: Path) -> None:
     run.engine.close(restore=False)
 
 
+def test_an_error_of_the_pass_that_the_closure_keeps_tears_the_step(tmp_path: Path) -> None:
+    run = Run("recomputed", str(tmp_path), is_early=True)
+    run.step(0)
+    backward = run.backward
+
+    def go_on(step: int, micro: int) -> Tensor:
+        with contextlib.suppress(ZeroDivisionError):
+            return backward(step, micro)
+        return torch.zeros(())
+
+    run.backward = go_on  # type: ignore[method-assign]
+    run.model.blocks[0][0].weight.register_hook(lambda _: 1 / 0)  # type: ignore[index, union-attr]
+    with pytest.raises(RuntimeError, match="has raised an error when"):
+        run.step(1)
+    with pytest.raises(RuntimeError, match="ended half-way"):
+        require_whole_steps([run.optimizer])
+    run.engine.reset()
+    run.engine.close(restore=False)
+
+
 def test_edited_weights_and_missing_gradients_are_stepped_behind_the_pass(tmp_path: Path) -> None:
     """A unit that a branch leaves out, and one whose weights a forward clamps."""
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -28,7 +30,7 @@ from tests.oracle.in_closures import Run, assert_equal, counted
 from tests.oracle.painted import beside_the_host, late_landings
 from tests.oracle.ranks import Pools
 
-THREAD = "lightning_zero.step_0"
+THREAD = "lightning_zero.step"
 
 
 @contextlib.contextmanager
@@ -225,7 +227,76 @@ def test_what_changes_gradients_is_found_though_the_thread_is_late(
     assert seen == ([False, True] if between is go_again else [False])
 
 
-def test_a_thread_ends_with_what_gave_it_work(tmp_path: Path) -> None:
+def test_who_reads_a_gradient_amid_the_pass_waits_until_it_has_landed(tmp_path: Path) -> None:
+    """Read it whole and in part, and change it, which is found."""
+    with beside_the_host(painted=False), late_landings() as stream:
+        run = run_beside(str(tmp_path))
+        found = dict[str, Tensor]()
+
+        def read(where: str) -> None:
+            piece = run.engine.sharded.piece(weight(run, 3))
+            assert piece is not None
+            assert piece.grad is not None
+            found[where] = piece.grad.clone()
+            whole = run.engine.sharded.full_grad(weight(run, 3))
+            assert whole is not None
+            assert torch.equal(whole.flatten(), found[where])
+            piece.grad.mul_(0.5)
+
+        def read_early(_: Tensor) -> None:
+            timer = threading.Timer(0.1, stream.gate.set)
+            timer.start()
+            read("early")
+            timer.join()
+
+        handle = weight(run, 0).register_hook(read_early)
+        stream.gate.clear()
+        with pytest.raises(RuntimeError, match="the gradient of"):
+            run.step(0)
+        handle.remove()
+        run.engine.reset()
+        run.engine.close(restore=False)
+
+        run = run_beside(str(tmp_path))
+        run.is_early, run.between = False, lambda _: read("behind")
+        run.step(0)
+        run.engine.close(restore=False)
+    assert torch.equal(found["early"], found["behind"])
+
+
+def test_nothing_is_stepped_while_something_compiles(tmp_path: Path) -> None:
+    """Torch's optimizers compute otherwise then."""
+    seen, step_batch = list[bool](), UnitStep._step_batch
+
+    def note(*args: Any) -> None:
+        seen.append(torch.compiler.is_compiling())
+        step_batch(*args)
+
+    noted = patch.object(UnitStep, "_step_batch", note)
+    with beside_the_host(painted=False), late_landings() as stream, noted:
+        run = run_beside(str(tmp_path))
+
+        def compile_slowly(graph: Any, _: Any) -> Any:
+            stream.gate.set()
+            time.sleep(0.2)
+            assert not seen
+            return graph
+
+        compiled = torch.compile(lambda x: x + 1, backend=compile_slowly)
+
+        def compile_amid(_: Tensor) -> None:
+            compiled(torch.zeros(1))
+
+        weight(run, 0).register_hook(compile_amid)
+        stream.gate.clear()
+        run.step(0)
+        run.engine.close(restore=False)
+        torch.compiler.reset()
+    assert seen
+    assert not any(seen)
+
+
+def test_a_thread_ends_with_what_gave_it_work() -> None:
     """End it also if nobody closes that."""
     device = torch.device("cpu")
     thread = SteppingThread(device)
@@ -234,10 +305,69 @@ def test_a_thread_ends_with_what_gave_it_work(tmp_path: Path) -> None:
     thread.wait()
     assert done == [0, 1, 1]
     own = next(one for one in threading.enumerate() if one.name == THREAD)
-    assert not own.daemon
     left = weakref.ref(thread)
     del thread
     gc.collect()
     own.join(10)
     assert left() is None
     assert not own.is_alive()
+
+
+def test_a_thread_is_closed_while_gradients_do_not_land() -> None:
+    thread, done = SteppingThread(torch.device("cpu")), list[int]()
+    waits, gate = threading.Event(), threading.Event()
+
+    def land() -> None:
+        waits.set()
+        gate.wait(20)
+
+    thread.give(land, [lambda: done.append(1)])
+    own = next(one for one in threading.enumerate() if one.name == THREAD)
+    assert waits.wait(20)
+    thread.close()
+    assert own.is_alive()
+    with pytest.raises(RuntimeError, match="closed"):
+        thread.give(land, [])
+    gate.set()
+    own.join(10)
+    assert not own.is_alive()
+    assert not done
+
+
+EXIT = """
+import threading, time, torch
+from lightning_zero.optimizer import SteppingThread
+
+def step(began):
+    began.set()
+    time.sleep(0.3)
+    print("stepped", flush=True)
+
+threads = [SteppingThread(torch.device("cpu")) for _ in range(2)]
+began = threading.Event()
+threads[0].give(threading.Event().wait, [])
+threads[1].give(lambda: None, [lambda: step(began)] * 2)
+began.wait()
+"""
+
+
+def test_the_interpreter_ends_behind_the_step_under_way_and_waits_for_no_landing() -> None:
+    done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "stepped\n"), done.stderr
+
+
+def test_a_thread_steps_under_what_it_follows() -> None:
+    thread, seen = SteppingThread(torch.device("cpu")), list[Any]()
+
+    def look() -> None:
+        how = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        seen.append((*how, torch.get_default_device().type))
+
+    with torch.autocast("cpu", torch.float16), torch.device("meta"):
+        thread.follow()
+    thread.give(lambda: None, [look])
+    thread.follow()
+    thread.give(lambda: None, [look])
+    thread.wait()
+    thread.close()
+    assert seen == [(True, torch.float16, "meta"), (False, torch.bfloat16, "cpu")]
