@@ -108,8 +108,8 @@ class Piece(Parameter):
             with internals.as_plain_tensors():
                 if _GRAD.__get__(self.parameter) is not view.shown:
                     view.follow()
-        if view.landing is not None:
-            view.landing()
+        if (landing := view.landing) is not None:  # read once: another thread may end it
+            landing()
         return view.shown if view.state.is_unsynced else _GRAD.__get__(self)
 
     @grad.setter
@@ -126,8 +126,8 @@ class Piece(Parameter):
             with internals.as_plain_tensors():
                 if _GRAD.__get__(self.parameter) is not view.shown:
                     view.follow()
-        if view.landing is not None:
-            view.landing()
+        if (landing := view.landing) is not None:  # read once: another thread may end it
+            landing()
         return _GRAD.__get__(self)  # type: ignore[no-any-return]
 
     @reduced.setter
