@@ -171,6 +171,8 @@ class EarlyStep:
         unsettle(lent.piece for lent in self._lent)
         if self._groups != self._hyperparameters():
             raise _differs("hyperparameters of the optimizer")
+        if self._step is not None and (what := self._step.changed_meanwhile()):
+            raise _differs(f"{what} of the optimizer")
         for lent in self._lent:
             if not lent.is_as_it_was:
                 raise _differs(f"the gradient of {lent.piece.range.slot.name!r}")

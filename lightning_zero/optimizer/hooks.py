@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from operator import is_
 from typing import Any, Protocol
@@ -14,11 +13,13 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm import Communicator
 from lightning_zero.optimizer import adopted, pieces
+from lightning_zero.optimizer.outside import Announced
 from lightning_zero.optimizer.owners import WholeStep
 from lightning_zero.optimizer.probe import Verdict, verdict_of
 from lightning_zero.optimizer.taint import Way
 from lightning_zero.optimizer.unit_step import UnitStep, call_as
 from lightning_zero.parameters import Piece, drop_gradients, settle, unsettle
+from lightning_zero.tensors import internals
 
 
 class Removable(Protocol):
@@ -75,8 +76,18 @@ class OptimizerHooks:
             optimizer.register_step_post_hook(lambda *_: self._end()),
             *(_Around(optimizer, name, self.change) for name in ("train", "eval")),
             _Around(optimizer, "zero_grad", self._zero_grad),
-            *([self._step] if isinstance(self._step, UnitStep) else ()),
+            *(self._of_units(optimizer, self._step) if isinstance(self._step, UnitStep) else ()),
         ]
+
+    def _of_units(self, optimizer: Optimizer, step: UnitStep) -> list[Removable]:
+        """Let units be stepped behind all pre-hooks, which may change rates."""
+
+        def register(_: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            handle = method(*args, **kwargs)
+            internals.call_last(self._before_step, optimizer)
+            return handle
+
+        return [_Around(optimizer, "register_step_pre_hook", register), step]
 
     def _probe(self, optimizer: Optimizer) -> Verdict:
         step = self._step if isinstance(self._step, UnitStep) else None
@@ -134,6 +145,11 @@ class OptimizerHooks:
         self._is_begun = False
         self._point(optimizer)
         if isinstance(self._step, UnitStep):
+            if not internals.is_called_last(self._before_step, optimizer):
+                raise RuntimeError(
+                    f"A step pre-hook of {type(optimizer).__name__} is called when units are"
+                    " stepped already. Register it by the optimizer's own register_step_pre_hook."
+                )
             self._step.enter()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -234,7 +250,7 @@ class _Around:
         self._is_there = callable(getattr(type(optimizer), name, None))
         if self._is_there:
             method = getattr(optimizer, name)
-            setattr(optimizer, name, functools.partial(call, optimizer, method))
+            setattr(optimizer, name, Announced(call, optimizer, method))
 
     def remove(self) -> None:
         """Let the method be the optimizer's own again."""

@@ -1,25 +1,38 @@
 """What an optimizer keeps elsewhere than in the states of its members: counts of steps, say.
 
 A step of all members changes it once. So when they are stepped batch by batch, each batch begins
-with it as the step did, and only what the last leaves is kept.
+with it as it was when the first one did, and only what the last leaves is kept.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 Entries = dict[Any, Any]
 
 
+class Announced(functools.partial[Any]):
+    """What an engine has put in the place of a method of the user's optimizer.
+
+    Whatever steps in the optimizer's place, or is a copy of it, has the method of its class.
+    """
+
+
 def outside_of(optimizer: Optimizer) -> list[Entries]:
     """Return an optimizer's own attributes, its states of no member, and each group's options."""
-    own = {k: v for k, v in vars(optimizer).items() if k not in ("state", "param_groups")}
+    own = {
+        key: value
+        for key, value in vars(optimizer).items()
+        if key not in ("state", "param_groups") and not isinstance(value, Announced)
+    }
     others = {k: v for k, v in optimizer.state.items() if not isinstance(k, Tensor)}
     return [own, others, *map(_options_of, optimizer.param_groups)]
 
@@ -34,6 +47,14 @@ class Outside:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._before = [_copied(entries) for entries in outside_of(optimizer)]
+
+    def changed(self, optimizer: Optimizer) -> str:
+        """Return the name of something of it that is another now, ``""`` if nothing is."""
+        for number, (old, new) in enumerate(zip(self._before, outside_of(optimizer), strict=False)):
+            for key in {**old, **new}:
+                if key not in old or key not in new or not _is_equal(old[key], new[key]):
+                    return name_of(number, key)
+        return ""
 
     @contextlib.contextmanager
     def lent_to(self, stand_in: Optimizer) -> Iterator[None]:
@@ -65,6 +86,17 @@ def _copied(entries: Entries) -> Entries:
 
 
 _PLAIN = (bool, int, float, str, type(None))
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    (leaves, form), (others, other_form) = tree_flatten(one), tree_flatten(other)
+    return form == other_form and all(map(_is_same, leaves, others))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype is other.dtype and torch.equal(one, other)
+    return one is other or (type(one) is type(other) and bool(one == other))
 
 
 def _own(value: Any) -> Any:

@@ -83,6 +83,7 @@ class SteppingThread:
 
     def wait(self) -> None:
         """Return when all steps are taken that were given; raises what one of them has raised."""
+        _require_other()
         for future in self._given:
             future.result()
         self._given = []
@@ -92,6 +93,7 @@ class SteppingThread:
 
         Gradients that have not landed are not waited for: they may come from ranks that are gone.
         """
+        _require_other()
         self._is_over.set()
         with self._work.stepping:
             self._is_over = threading.Event()
@@ -103,6 +105,20 @@ class SteppingThread:
         self._work.is_closed.set()
         if self._end is not None:
             self._end()
+
+
+_here = threading.local()
+"""Of a thread that steps: that it does."""
+
+
+def _require_other() -> None:
+    """Raise in a thread that steps, which would wait for itself."""
+    if hasattr(_here, "steps"):
+        raise RuntimeError(
+            "An optimizer's step of a unit amid the backward pass (step_in_backward=True) asks for"
+            " the end of such steps, as its own step(), train() and eval() do. Leave"
+            " step_in_backward out, or what the step calls."
+        )
 
 
 class _Around:
@@ -158,6 +174,7 @@ class _Work:
 
     def run(self, device: torch.device) -> None:
         """Take what is given, until the end."""
+        _here.steps = True
         if device.type != "cpu":  # optimizers ask for its stream; each thread has the first one
             torch.accelerator.set_device_index(device)
         while (given := self.calls.get()) is not None:

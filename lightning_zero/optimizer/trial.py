@@ -6,8 +6,9 @@ import inspect
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
+from operator import gt
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +45,7 @@ class Trial:
         shared: What all toys share after each step, by its place.
         waits_for_closure: Whether it touches nothing before it has called its closure.
         calls_closure: Whether it ever calls it.
+        drops_gradients: Whether a gradient was none or zero behind a step and not before.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Trial:
         self._num_calls = 0
         self.waits_for_closure = True
         self.calls_closure = False
+        self.drops_gradients = False
 
     def _toys_for(
         self, group: Mapping[str, Any], master_of: Master
@@ -115,23 +118,21 @@ class Trial:
         grads = [self._grad(number, index) for index in range(len(self.toys))]
         places = [toy.data_ptr() for toy in self.toys]
         before = _random_states()
-        self._num_calls, self.taint.has_touched = 0, False
+        self._num_calls = 0
 
         def closure() -> Tensor:
             self._num_calls += 1
             if self._num_calls == 1:
                 self.waits_for_closure &= not self.taint.has_touched
-            for index, (toy, grad) in enumerate(zip(self.toys, grads, strict=True)):
-                toy.grad = grad
-                if grad is not None:
-                    self.taint.mark(grad, 1 << index)
+            self._give(grads)
+            _change_rates(self.twin, number)
             loss = torch.ones(())
             self.taint.mark(loss, (1 << len(self.toys)) - 1)
             return loss
 
         try:
-            closure()
-            self._num_calls, self.taint.has_touched = 0, False
+            self._give(grads)
+            had_any = [grad is not None and bool(grad.any()) for grad in grads]
             with self.taint:
                 for change in _changes(self.twin, is_first=number == 0):
                     self._change(change)
@@ -150,6 +151,8 @@ class Trial:
             self._find("calls its closure more than once in a step")
         if before != _random_states():
             self._find("draws random numbers")
+        has_any = [toy.grad is not None and bool(toy.grad.any()) for toy in self.toys]
+        self.drops_gradients |= any(map(gt, had_any, has_any))
         if places != [toy.data_ptr() for toy in self.toys]:
             self._find("exchanges the data of a parameter")
         if self._has_kept_values():
@@ -162,6 +165,13 @@ class Trial:
                 for key, value in entries.items()
             }
         )
+
+    def _give(self, grads: Sequence[Tensor | None]) -> None:
+        """Let toys have gradients."""
+        for index, (toy, grad) in enumerate(zip(self.toys, grads, strict=True)):
+            toy.grad = grad
+            if grad is not None:
+                self.taint.mark(grad, 1 << index)
 
     def _change(self, method: Callable[[], Any]) -> None:
         """Call a method that changes what is between steps."""
@@ -232,6 +242,13 @@ def _changes(optimizer: Any, *, is_first: bool) -> Iterator[Callable[[], Any]]:
         change = getattr(optimizer, name, None)
         if callable(change):
             yield change
+
+
+def _change_rates(optimizer: Optimizer, number: int) -> None:
+    """Change the rates of param groups, as closures may."""
+    for group in optimizer.param_groups:
+        if isinstance(group.get("lr"), float):
+            group["lr"] *= 2.0 if number % 2 else 0.5
 
 
 def _numbers_of_steps(twin: Optimizer, *, is_brief: bool) -> Iterator[int]:

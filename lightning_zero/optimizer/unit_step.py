@@ -10,7 +10,7 @@ see one step::
     post-hook                                      they hold all members again
 
 Each batch begins with the options of groups, and what else the optimizer keeps for all members, as
-the user's call did; what the last leaves is kept (``outside.py``).
+the closure has left them; what the last batch leaves is kept (``outside.py``).
 
 The others are in no batch: what stays on a device, which steps it while the host goes on, and what
 belongs to no engine.
@@ -19,7 +19,8 @@ Around each batch's step its states are fetched from where they rest, and flushe
 
 While its closure runs, whoever knows that the gradients of a unit are final may let its batches be
 stepped **ahead**, by a thread of its own (``stepping_thread.py``), in an order that is set with the
-first and ends with the others. The pre-hook waits for that, and goes on from there.
+first and ends with the others. The pre-hook waits for that, and goes on from there. What has
+changed for all members since the first was stepped is an error.
 
 An error amid the batches leaves some stepped and others not. Such a step is **torn**: nothing may
 be stepped or saved any more.
@@ -41,7 +42,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm import Ledger
 from lightning_zero.optimizer.known import FUSED, is_known
-from lightning_zero.optimizer.outside import Outside
+from lightning_zero.optimizer.outside import Outside, outside_of
 from lightning_zero.optimizer.pieces import cut_state, pieces_of
 from lightning_zero.optimizer.states import States
 from lightning_zero.optimizer.stepping_thread import SteppingThread
@@ -129,16 +130,9 @@ class UnitStep:
     # -- a step ----------------------------------------------------------------------------------
 
     def enter(self, call: Call | None = None) -> None:
-        """Note what the optimizer keeps for all of its members, before it is called.
-
-        Args:
-            call: What is called for each batch, if it is no step.
-        """
+        """Note what is called for each batch, if it is no step, and by which thread."""
         self._call = call or self.step
         self._thread.follow()
-        # A step of those that are known changes nothing of it.
-        is_same = is_known(self.states.optimizer)
-        self._outside = None if is_same else Outside(self.states.optimizer)
 
     def check(self) -> None:
         """Raise a ``RuntimeError`` if a step ended half-way."""
@@ -157,7 +151,7 @@ class UnitStep:
             self._under_way = None
             with contextlib.suppress(OSError):  # the step has raised it
                 self.states.close()
-        self._outside = None
+        self._outside, self._call = None, self.step
 
     def remove(self) -> None:
         """Step no more: the param groups hold all members."""
@@ -189,6 +183,12 @@ class UnitStep:
         """Return when all is stepped of which that was asked; raises what has come of it."""
         self._thread.wait()
 
+    def changed_meanwhile(self) -> str:
+        """Return what of the optimizer has changed since the first was stepped ahead, if any."""
+        if self._under_way is None or self._outside is None:
+            return ""
+        return self._outside.changed(self.states.optimizer)
+
     def stop_ahead(self) -> None:
         """Step no more of what has not begun."""
         self._thread.stop()
@@ -210,6 +210,7 @@ class UnitStep:
         self.states.close()
         self._under_way.restore(self.states.optimizer)
         self._under_way = self._outside = None
+        self._call = self.step
         self.is_torn = False
         self._spend(self._begin)
 
@@ -228,7 +229,10 @@ class UnitStep:
             batches = {number: batches[number] for number in sorted(batches, key=place_of)}
         # Nothing is torn: who lacks the memory for it may try again.
         self.states.open([*batches])
-        self._under_way = _UnderWay(self.states.optimizer, batches, self._open_groups())
+        optimizer = self.states.optimizer
+        # A step of those that are known changes nothing of it.
+        self._outside = None if is_known(optimizer) else Outside(optimizer)
+        self._under_way = _UnderWay(optimizer, batches, self._open_groups())
         return self._under_way
 
     @torch.no_grad()
@@ -294,7 +298,7 @@ class _UnderWay:
         named = (zip(g["params"], g.get("param_names", ()), strict=False) for g in groups)
         self._names = {id(member): name for pairs in named for member, name in pairs}
         self.stand_in: Optimizer = object.__new__(type(optimizer))
-        self.stand_in.__dict__.update(optimizer.__dict__)
+        self.stand_in.__dict__.update(outside_of(optimizer)[0], state=optimizer.state)
         self.stand_in.param_groups = [{**group, "params": []} for group in groups]
         for group in self.stand_in.param_groups:
             if "param_names" in group:

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
-from lightning_zero.optimizer.outside import name_of, outside_of
+from lightning_zero.optimizer.outside import Announced, Outside, name_of, outside_of
 from lightning_zero.optimizer.states import ParamGroups, States
 from lightning_zero.optimizer.taint import Taint, Traced
 from lightning_zero.optimizer.trial import Master, Trial, shown
@@ -41,6 +41,9 @@ class UnitTrial(Trial):
         whole: The same toys stepped together, which has ended.
         optimizer: The user's.
         master_of: A tensor with the dtype and the device in which a parameter is stepped.
+
+    Attributes:
+        changes_early: What a step changes for all toys before it has called its closure, if any.
     """
 
     def __init__(self, whole: Trial, optimizer: Optimizer, master_of: Master) -> None:
@@ -48,6 +51,7 @@ class UnitTrial(Trial):
         self._waits_for_closure = whole.waits_for_closure
         self._random = random.Random(0)
         self._num_steps = 0
+        self.changes_early = ""
         internals.hook_steps(type(self.twin))
 
     @override
@@ -63,13 +67,16 @@ class UnitTrial(Trial):
         hooked: list[Any] = []
         hook = self.twin.register_step_pre_hook(lambda *_: hooked.append(_))
         step = self._new_step()
-        step.enter()
+        with _unseen():
+            before = Outside(self.twin)
         if closure is None or not self._waits_for_closure:
             step.begin()
             super()._step_twin(closure)
         else:
 
             def closure_and_begin() -> Tensor:
+                with _unseen():
+                    self.changes_early = self.changes_early or before.changed(self.twin)
                 result = closure()
                 step.begin()
                 return result
@@ -114,7 +121,7 @@ class _LentStates(States):
             group["params"][:] = map(self._lend, group["params"])
 
     def _lend(self, toy: Parameter) -> Parameter:
-        with self._unseen():
+        with _unseen():
             stand_in = Parameter(toy.detach(), requires_grad=toy.requires_grad)
         stand_in.grad = toy.grad
         self._lent.append((toy, stand_in))
@@ -130,7 +137,7 @@ class _LentStates(States):
     def _move(self, source: Parameter, to: Parameter) -> None:
         state = self.optimizer.state.pop(source, None)
         if state is not None:
-            with self._unseen():
+            with _unseen():
                 self.optimizer.state[to] = tree_map_only(Tensor, self._copy, state)
 
     def _copy(self, value: Tensor) -> Tensor:
@@ -138,10 +145,12 @@ class _LentStates(States):
         self._taint.mark(copy, self._taint.bits([value]))
         return copy
 
-    @contextlib.contextmanager
-    def _unseen(self) -> Iterator[None]:
-        with internals.without_modes(), internals.without_interception(), torch.no_grad():
-            yield
+
+@contextlib.contextmanager
+def _unseen() -> Iterator[None]:
+    """Enter a context in which no taint sees operations."""
+    with internals.without_modes(), internals.without_interception(), torch.no_grad():
+        yield
 
 
 def reason_against(
@@ -170,6 +179,8 @@ def reason_against(
             return "keeps other numbers for a part of a parameter than for the whole"
     by_unit = UnitTrial(whole, optimizer, master_of)
     by_unit.run()
+    if by_unit.changes_early:
+        return f"changes {by_unit.changes_early} before it has called its closure"
     if by_unit.taint.findings:
         what = by_unit.taint.findings[0].what
         return f"{what}, tried with some of its parameters without the others"
@@ -186,6 +197,12 @@ def _kept_otherwise(whole: Trial, optimizer: Optimizer) -> str:
         return "steps another optimizer within it"
     if whole.calls_closure and not whole.waits_for_closure:
         return "touches parameters before it has called its closure"
+    if whole.drops_gradients:
+        return "drops gradients in its step"
+    for name, value in vars(optimizer).items():
+        is_put_there = name == "step" or isinstance(value, Announced)  # by schedulers, by engines
+        if callable(value) and hasattr(type(optimizer), name) and not is_put_there:
+            return f"has a {name!r} beside that of its class"
     for number, entries in enumerate(outside_of(twin)):
         for key, value in entries.items():
             for leaf in tree_leaves(value):

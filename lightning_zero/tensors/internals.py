@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from inspect import isabstract
 from typing import Any
@@ -107,6 +108,17 @@ def hook_steps(cls: type[torch.optim.Optimizer]) -> None:
     for base in reversed(cls.__mro__[: cls.__mro__.index(torch.optim.Optimizer)]):
         if issubclass(base, torch.optim.Optimizer) and not isabstract(base):
             object.__new__(base)._patch_step_function()
+
+
+def call_last(hook: Callable[..., Any], optimizer: torch.optim.Optimizer) -> None:
+    """Let a step pre-hook of an optimizer be called behind all others: torch has no such order."""
+    hooks: Any = optimizer._optimizer_step_pre_hooks
+    hooks.move_to_end(next(key for key, value in hooks.items() if value == hook))
+
+
+def is_called_last(hook: Callable[..., Any], optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step pre-hook of an optimizer is called behind all others."""
+    return bool(next(reversed(optimizer._optimizer_step_pre_hooks.values())) == hook)
 
 
 def measure_together(cls: type[Any]) -> None:

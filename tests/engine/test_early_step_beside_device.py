@@ -296,6 +296,15 @@ def test_nothing_is_stepped_while_something_compiles(tmp_path: Path) -> None:
     assert not any(seen)
 
 
+@pytest.mark.parametrize("name", ["wait", "stop"])
+def test_a_thread_never_waits_for_itself(name: str) -> None:
+    thread = SteppingThread(torch.device("cpu"))
+    thread.give(lambda: None, [getattr(thread, name)])
+    with pytest.raises(RuntimeError, match="asks for the end of such steps"):
+        thread.wait()
+    thread.close()
+
+
 def test_a_thread_ends_with_what_gave_it_work() -> None:
     """End it also if nobody closes that."""
     device = torch.device("cpu")

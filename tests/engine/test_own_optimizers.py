@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ import pytorch_optimizer
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.engine.engine import Engine
@@ -20,7 +22,7 @@ from lightning_zero.optimizer.outside import outside_of
 from lightning_zero.plan import RECIPES, Offload
 from lightning_zero.plan.settings import Settings
 from tests.oracle.mapped import is_in_file
-from tests.oracle.own_optimizers import BY_UNIT, Nested, SelfCounting
+from tests.oracle.own_optimizers import BY_UNIT, Evaluating, Nested, Own, SelfCounting
 from tests.oracle.ranks import Pools
 
 
@@ -106,11 +108,118 @@ def assert_equal(found: list[Any], expected: list[Any]) -> None:
 def compare_all(folder: str) -> None:
     with mock.patch.object(staging, "_BATCH_BYTES", 1):
         world = dist.get_world_size()
-        for number, cls in enumerate([*BY_UNIT, pytorch_optimizer.AggMo][: 3 + world]):
+        for number, cls in enumerate([*BY_UNIT, pytorch_optimizer.AggMo][: 4 + world]):
             stage = (3, 2, 1)[(number + world) % 3]
             expected = trained(cls, stage)
             assert len(expected) > 10
             assert_equal(trained(cls, stage, **files(stage, folder)), expected)
+
+
+class Scaled(Own):
+    """Has a factor as an attribute, which users change."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.scale = 1.0
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        p.add_(grad, alpha=-group["lr"] * self.scale)
+
+
+Change = Callable[[Any, int], None]
+
+
+def change_all(optimizer: Any, number: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = 0.02 * (number + 1)
+    optimizer.scale = 1.0 + number
+
+
+def keep(optimizer: Any, number: int) -> None:
+    pass
+
+
+def in_closures(
+    cls: Any,
+    *,
+    first: Change = keep,
+    last: Change = keep,
+    before: Change = keep,
+    closes: bool = True,
+    is_early: bool = False,
+    **how: Any,
+) -> list[Tensor]:
+    """Return weights after steps whose closures change something first or last, or a hook does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    settings = Settings(stage=3, units=(nn.Linear,), step_in_backward=is_early, **how)
+    engine = Engine(model, settings)
+    optimizer = cls(model.parameters())
+    engine.adopt(optimizer)
+    numbers = iter(range(9))
+    optimizer.register_step_pre_hook(lambda *_: before(optimizer, next(numbers)))
+    for number in range(3):
+
+        def closure(number: int = number) -> Tensor:
+            first(optimizer, number)
+            optimizer.zero_grad()
+            with engine.step() as watch:
+                loss = model(torch.linspace(-1, 1, 32).view(4, 8)).square().mean()
+                watch(loss)
+            with engine.stepping_early() if is_early else contextlib.nullcontext():
+                loss.backward()
+            last(optimizer, number)
+            return loss.detach()
+
+        if closes:
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+    try:
+        return [value.clone() for value in model.state_dict().values()]
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_units_are_stepped_with_what_closures_have_set(tmp_path: Path, is_early: bool) -> None:
+    plain = in_closures(Scaled, first=change_all)
+    found = in_closures(Scaled, first=change_all, is_early=is_early, **files(3, str(tmp_path)))
+    assert_equal(found, plain)
+    assert not torch.equal(plain[0], in_closures(Scaled)[0])
+
+
+def test_what_changes_behind_the_pass_holds_or_is_refused(tmp_path: Path) -> None:
+    def rescale(optimizer: Any, number: int) -> None:
+        optimizer.scale *= 0.5
+
+    how = {"last": rescale, **files(3, str(tmp_path))}
+    assert_equal(in_closures(Scaled, **how), in_closures(Scaled, last=rescale))
+    words = "has changed its attribute 'scale' of the optimizer"
+    with pytest.raises(RuntimeError, match=words):
+        in_closures(Scaled, is_early=True, **how)
+
+
+@pytest.mark.parametrize("cls", [lambda p: torch.optim.SGD(p, 0.1), Scaled])
+@pytest.mark.parametrize("closes", [False, True])
+def test_pre_hooks_come_before_all_units(tmp_path: Path, cls: Any, closes: bool) -> None:
+    how: dict[str, Any] = {"before": change_all, "closes": closes}
+    assert_equal(in_closures(cls, **how, **files(3, str(tmp_path))), in_closures(cls, **how))
+
+
+def test_a_pre_hook_that_would_come_late_is_refused(tmp_path: Path) -> None:
+    def first(optimizer: Any, number: int) -> None:
+        Optimizer.register_step_pre_hook(optimizer, keep)  # type: ignore[arg-type]
+
+    with pytest.raises(RuntimeError, match=r"pre-hook of Scaled .*own register_step_pre_hook"):
+        in_closures(Scaled, first=first, closes=False, **files(3, str(tmp_path)))
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_step_may_call_methods_of_the_optimizer(tmp_path: Path, is_early: bool) -> None:
+    found = in_closures(Evaluating, is_early=is_early, **files(3, str(tmp_path)))
+    assert_equal(found, in_closures(Evaluating))
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -30,6 +30,7 @@ class Own(Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     self.update(p, p.grad, group)
+        self.finish()
         return loss
 
     def prepare(self) -> None:
@@ -40,6 +41,9 @@ class Own(Optimizer):
 
     def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         p.add_(grad, alpha=-group["lr"])
+
+    def finish(self) -> None:
+        """Do what is done last."""
 
 
 # -- by unit ---------------------------------------------------------------------------------------
@@ -68,10 +72,8 @@ class SelfCounting(Own):
         self.rates: list[float] = []
         self.warmth = torch.zeros(())
 
-    def prepare(self) -> None:
-        self.k += 1
-
     def begin(self) -> None:
+        self.k += 1
         self.rates.append(1 / (1 + self.k))
         self.warmth.add_(0.25).clamp_(max=1)
         self.state["of all"] = self.k  # type: ignore[index]
@@ -134,7 +136,17 @@ class Swapping(Own):
         mean.lerp_(p, 0.3)
 
 
-BY_UNIT: list[type[Own]] = [GroupCounting, SelfCounting, Nested, Swapping]
+class Evaluating(Swapping):
+    """Has the mean in the place of its weights from each step to the next."""
+
+    def begin(self) -> None:
+        self.train()
+
+    def finish(self) -> None:
+        self.eval()
+
+
+BY_UNIT: list[type[Own]] = [GroupCounting, SelfCounting, Nested, Evaluating, Swapping]
 
 
 # -- otherwise by unit -----------------------------------------------------------------------------
@@ -241,6 +253,38 @@ class BeforeTheClosure(Own):
                 p.mul_(0.99)
 
 
+class CountingEarly(Own):
+    """Counts its steps before the closure has run, which may look at that."""
+
+    k = 0
+
+    def prepare(self) -> None:
+        self.k += 1
+
+
+class Clearing(Own):
+    """Drops the gradients that it has stepped by."""
+
+    def finish(self) -> None:
+        self.zero_grad()
+
+
+class Zeroing(Own):
+    """Lets the gradients that it has stepped by be zero."""
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        super().update(p, grad, group)
+        grad.zero_()
+
+
+class Replacing(Own):
+    """Has a method of its own in each object."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.update = super().update  # type: ignore[method-assign]
+
+
 @dataclass
 class Schedule:
     """Something whose changes nobody sees."""
@@ -276,8 +320,9 @@ class Inheriting(torch.optim.SGD):
     k = 0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = super().step(closure)
         self.k += 1
-        return super().step(closure)
+        return loss
 
 
 NOT_BY_UNIT: dict[type[Any], str] = {
@@ -291,6 +336,10 @@ NOT_BY_UNIT: dict[type[Any], str] = {
     ByPlace: "option 'scales', a list as long as that of its parameters",
     TakingTheFirst: "cannot step a toy .IndexError.*without the others",
     BeforeTheClosure: "touches parameters before it has called its closure",
+    CountingEarly: "changes its attribute 'k' before it has called its closure",
+    Clearing: "drops gradients in its step",
+    Zeroing: "drops gradients in its step",
+    Replacing: "has a 'update' beside that of its class",
     Scheduled: "keeps a Schedule as its attribute 'schedule'",
     Tabulated: "keeps 'table' of a state in another shape",
     Inheriting: "calls another step, of a class that it inherits from",
