@@ -171,15 +171,18 @@ def in_closures(
             last(optimizer, number)
             return loss.detach()
 
-        if closes:
-            optimizer.step(closure)
-        else:
-            closure()
-            optimizer.step()
-    try:
-        return [value.clone() for value in model.state_dict().values()]
-    finally:
-        engine.close()
+        try:
+            if closes:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+        except RuntimeError:
+            engine.reset()
+            engine.close(restore=False)
+            raise
+    engine.close()
+    return [value.clone() for value in model.state_dict().values()]
 
 
 @pytest.mark.parametrize("is_early", [False, True])
