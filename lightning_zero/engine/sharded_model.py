@@ -195,7 +195,9 @@ class ShardedModel:
         """
         unit, flat, index = self._places[id(parameter)]
         flat.settle()
-        piece, value = flat.pieces[index], value.expand(parameter.shape)
+        piece = flat.pieces[index]
+        # What is not read yet would be read whole.
+        value = value if value.shape == parameter.shape else value.expand(parameter.shape)
         if self._is_writing:
             piece.data.copy_(piece.range.part_of(value))
             return
@@ -331,8 +333,7 @@ class ShardedModel:
         """Return the whole reduced gradient of a parameter, ``None`` without one; a collective."""
         _, flat, index = self._places[id(parameter)]
         piece = flat.pieces[index]
-        flags = bytes([piece.reduced is not None])
-        about = f"of parameter {piece.range.slot.name!r}"
+        flags, about = bytes([piece.reduced is not None]), f"of parameter {piece.range.slot.name!r}"
         (any_has,) = self.comm.control.call(SyncPoint.GRADIENT, flags, about=about).wait()
         if not any_has:
             return None
@@ -380,10 +381,9 @@ class ShardedModel:
         elsewhere is counted by names of its own: ``disk states``, ``host gradients`` and so on.
         """
         names = ("weights", "gathered", "gradients", "unreduced", "master", "states", "buffers")
-        kinds = Counter(dict.fromkeys(names, 0))
+        kinds = Counter({**dict.fromkeys(names, 0), "gathered": self.reader.memory.nbytes})
         for flat in self.flats:
             kinds.update(flat.memory())
-        kinds["gathered"] += self.reader.memory.nbytes
         for transport in self.comm.transports.values():
             kinds["unreduced"] += transport.scratch_bytes
             kinds.update({kind: held.nbytes for kind, held in transport.passing.items()})
