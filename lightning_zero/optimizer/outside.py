@@ -20,7 +20,7 @@ Entries = dict[Any, Any]
 
 
 class Announced(functools.partial[Any]):
-    """What an engine has put in the place of a method of the user's optimizer.
+    """A stand-in that an engine has put in the place of a method of the user's optimizer.
 
     Whatever steps in the optimizer's place, or is a copy of it, has the method of its class.
     """

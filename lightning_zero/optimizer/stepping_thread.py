@@ -122,7 +122,7 @@ def _require_other() -> None:
 
 
 class _Around:
-    """What is this thread's own in torch and changes what operations do."""
+    """The settings of torch that are a thread's own and change what operations do."""
 
     def __init__(self, device: torch.device) -> None:
         kinds = {"cpu", device.type}
@@ -157,7 +157,7 @@ class _Given:
 
 
 class _Work:
-    """What the thread knows; its owner is not among that, and so may go.
+    """The work of the thread, by which its owner is not kept alive.
 
     Attributes:
         calls: What was given; ``None`` ends the thread.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def is_in_file(tensor: Tensor, folder: str) -> bool:
-    """Whether the system has mapped a file of the folder where the tensor's values are."""
+    """Return whether the system has mapped a file of the folder where the tensor's values are."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, *_, path = line.split(maxsplit=5)
         first, last = (int(address, 16) for address in addresses.split("-"))
