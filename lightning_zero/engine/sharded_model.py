@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_zero.comm import Communicator, Scratch, SyncPoint
 from lightning_zero.engine import materialize
 from lightning_zero.engine.open_units import OpenUnits
-from lightning_zero.engine.unit import Unit
+from lightning_zero.engine.unit import Unit, listed
 from lightning_zero.engine.weights import State
 from lightning_zero.parameters import (
     FlatParameters,
@@ -196,8 +195,8 @@ class ShardedModel:
         unit, flat, index = self._places[id(parameter)]
         flat.settle()
         piece = flat.pieces[index]
-        # What is not read yet would be read whole.
-        value = value if value.shape == parameter.shape else value.expand(parameter.shape)
+        if value.shape != parameter.shape:  # what is not read yet would be read whole
+            value = value.expand(parameter.shape)
         if self._is_writing:
             piece.data.copy_(piece.range.part_of(value))
             return
@@ -333,7 +332,8 @@ class ShardedModel:
         """Return the whole reduced gradient of a parameter, ``None`` without one; a collective."""
         _, flat, index = self._places[id(parameter)]
         piece = flat.pieces[index]
-        flags, about = bytes([piece.reduced is not None]), f"of parameter {piece.range.slot.name!r}"
+        flags = bytes([piece.reduced is not None])
+        about = f"of parameter {piece.range.slot.name!r}"
         (any_has,) = self.comm.control.call(SyncPoint.GRADIENT, flags, about=about).wait()
         if not any_has:
             return None
@@ -355,21 +355,12 @@ class ShardedModel:
 
     def describe(self) -> str:
         """Return the units with their sizes, equal ones that follow each other in one line."""
-
-        def size(unit: Unit) -> tuple[bool, int]:
-            slots = [slot for flat in unit.flat_parameters for slot in flat.layout.slots]
-            return unit is self.root, sum(slot.numel for slot in slots)
-
-        mesh = self.comm.mesh
+        mesh, stage = self.comm.mesh, self.settings.stage
         copies = f", in {mesh.replicate.size} copies" if mesh.replicate.size > 1 else ""
         if mesh.backward is not None:
             copies = f", over {mesh.backward.size} for backward"
-        lines = [f"ZeRO stage {self.settings.stage} over {mesh.shard.size} ranks{copies}, by unit:"]
-        for (_, numel), equal in itertools.groupby(self.units, size):
-            first, *others = [unit.label for unit in equal]
-            names = f"{first} to {others[-1]}: {len(others) + 1} x" if others else f"{first}:"
-            lines.append(f"  {names} {numel:,} parameters")
-        return "\n".join(lines)
+        head = f"ZeRO stage {stage} over {mesh.shard.size} ranks{copies}, by unit:"
+        return "\n".join([head, *listed(self.units)])
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -392,7 +383,8 @@ class ShardedModel:
         }
         kinds.update(dict.fromkeys(rows.values(), 0))
         # As they are now: amid a backward pass a thread may step.
-        for member, state in [item for one in self.optimizers for item in [*one.state.items()]]:
+        states = [item for optimizer in self.optimizers for item in [*optimizer.state.items()]]
+        for member, state in states:
             kinds[rows.get(member, "states")] += sum(
                 value.nbytes for value in tree_leaves(state) if isinstance(value, Tensor)
             )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
@@ -76,3 +77,16 @@ class Unit:
         self.calls.abandon()
         self.weights.abandon()
         self.gradients.abandon()
+
+
+def listed(units: Iterable[Unit]) -> Iterator[str]:
+    """Yield units with their sizes, the root by itself, other equal ones in a row in one line."""
+
+    def size(unit: Unit) -> tuple[bool, int]:
+        slots = [slot for flat in unit.flat_parameters for slot in flat.layout.slots]
+        return not unit.name, sum(slot.numel for slot in slots)
+
+    for (_, numel), equal in itertools.groupby(units, size):
+        first, *others = [unit.label for unit in equal]
+        names = f"{first} to {others[-1]}: {len(others) + 1} x" if others else f"{first}:"
+        yield f"  {names} {numel:,} parameters"

@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import torch
 
@@ -141,19 +142,14 @@ class _Around:
             yield
 
 
-class _Given:
+class _Given(NamedTuple):
     """Steps of one unit, and what they wait for."""
 
-    def __init__(
-        self,
-        future: Future[None],
-        is_over: threading.Event,
-        landed: Call,
-        steps: Sequence[Call],
-        around: _Around,
-    ) -> None:
-        self.future, self.is_over = future, is_over
-        self.landed, self.steps, self.around = landed, steps, around
+    future: Future[None]
+    is_over: threading.Event
+    landed: Call
+    steps: Sequence[Call]
+    around: _Around
 
 
 class _Work:

@@ -75,7 +75,6 @@ class Trial:
         users = (p for group in optimizer.param_groups for p in group["params"])
         self.taint = Taint(users, answer)
         self.shared: list[dict[Place, str]] = []
-        self._num_calls = 0
         self.waits_for_closure = True
         self.calls_closure = False
         self.drops_gradients = False
@@ -117,12 +116,12 @@ class Trial:
     def _step(self, number: int) -> None:
         grads = [self._grad(number, index) for index in range(len(self.toys))]
         places = [toy.data_ptr() for toy in self.toys]
-        before = _random_states()
-        self._num_calls = 0
+        before, num_calls = _random_states(), 0
 
         def closure() -> Tensor:
-            self._num_calls += 1
-            if self._num_calls == 1:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == 1:
                 self.waits_for_closure &= not self.taint.has_touched
             self._give(grads)
             _change_rates(self.twin, number)
@@ -145,9 +144,9 @@ class Trial:
             self._find(f"cannot step a toy ({type(error).__name__}: {error})")
             return
         finally:
-            self.waits_for_closure &= self._num_calls > 0
-            self.calls_closure |= self._num_calls > 0
-        if self._num_calls > 1:
+            self.waits_for_closure &= num_calls > 0
+            self.calls_closure |= num_calls > 0
+        if num_calls > 1:
             self._find("calls its closure more than once in a step")
         if before != _random_states():
             self._find("draws random numbers")

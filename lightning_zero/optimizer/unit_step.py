@@ -100,7 +100,6 @@ class UnitStep:
         kind = type(states.optimizer)
         self.step: Call = getattr(kind.step, "__wrapped__", kind.step)
         self._call: Call = self.step
-        self._outside: Outside | None = None
 
     def _open_groups(self) -> list[int]:
         """Return the groups that may step by one pass over their memory, if nobody has said.
@@ -151,7 +150,7 @@ class UnitStep:
             self._under_way = None
             with contextlib.suppress(OSError):  # the step has raised it
                 self.states.close()
-        self._outside, self._call = None, self.step
+        self._call = self.step
 
     def remove(self) -> None:
         """Step no more: the param groups hold all members."""
@@ -185,9 +184,8 @@ class UnitStep:
 
     def changed_meanwhile(self) -> str:
         """Return what of the optimizer has changed since the first was stepped ahead, if any."""
-        if self._under_way is None or self._outside is None:
-            return ""
-        return self._outside.changed(self.states.optimizer)
+        outside = None if self._under_way is None else self._under_way.outside
+        return "" if outside is None else outside.changed(self.states.optimizer)
 
     def stop_ahead(self) -> None:
         """Step no more of what has not begun."""
@@ -209,7 +207,7 @@ class UnitStep:
         self.states.flush()
         self.states.close()
         self._under_way.restore(self.states.optimizer)
-        self._under_way = self._outside = None
+        self._under_way = None
         self._call = self.step
         self.is_torn = False
         self._spend(self._begin)
@@ -229,16 +227,13 @@ class UnitStep:
             batches = {number: batches[number] for number in sorted(batches, key=place_of)}
         # Nothing is torn: who lacks the memory for it may try again.
         self.states.open([*batches])
-        optimizer = self.states.optimizer
-        # A step of those that are known changes nothing of it.
-        self._outside = None if is_known(optimizer) else Outside(optimizer)
-        self._under_way = _UnderWay(optimizer, batches, self._open_groups())
+        self._under_way = _UnderWay(self.states.optimizer, batches, self._open_groups())
         return self._under_way
 
     @torch.no_grad()
     def _step_batch(self, step: _UnderWay, number: int, members: Groups) -> None:
         self._fetch(step, step.stand_in, number, members)
-        outside = self._outside
+        outside = step.outside
         with contextlib.nullcontext() if outside is None else outside.lent_to(step.stand_in):
             self._call(step.stand_in)
         self.states.flush()
@@ -288,10 +283,12 @@ class _UnderWay:
         left: Those that are not begun; the last is the user's own call's.
         stand_in: Steps the others. It has the optimizer's options and states, and groups of its
             own: amid a backward pass other threads may read the optimizer's.
+        outside: What the optimizer keeps for all members; ``None`` if a step changes nothing of it.
     """
 
     def __init__(self, optimizer: Optimizer, left: dict[int, Groups], to_fuse: list[int]) -> None:
         self.left = left
+        self.outside = None if is_known(optimizer) else Outside(optimizer)
         self._to_fuse = to_fuse
         groups = optimizer.param_groups
         self._members = [[*group["params"]] for group in groups]
