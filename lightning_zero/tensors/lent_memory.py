@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -28,7 +29,7 @@ class LentMemory:
     @property
     def nbytes(self) -> int:
         """Bytes that nobody has."""
-        return sum(memory.nbytes for memory in self._free)
+        return sum(memory.nbytes for memory in self._free.copy())
 
     def lend(
         self, numel: int, dtype: torch.dtype, make: Callable[[int, torch.dtype], Tensor]
@@ -50,11 +51,17 @@ class LentMemory:
             return torch.frombuffer(lent, dtype=dtype)
 
     def _taken(self, nbytes: int) -> Tensor | None:
-        for index, memory in enumerate(self._free):
-            if memory.nbytes == nbytes:
-                del self._free[index]
-                return memory
-        return None
+        # No lock, which a finalizer in this thread would wait for: each call is one step, between
+        # which other threads may append, and take.
+        taken = None
+        with contextlib.suppress(IndexError):
+            for _ in range(len(self._free)):
+                memory = self._free.popleft()
+                if taken is None and memory.nbytes == nbytes:
+                    taken = memory
+                else:
+                    self._free.append(memory)
+        return taken
 
     def close(self) -> None:
         """Keep nothing any more."""

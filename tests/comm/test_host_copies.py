@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
 import torch
+from torch import Tensor
 
 from lightning_zero.comm.dry import DryHostCopies
 from lightning_zero.comm.host_copies import HostCopies, pinned_bytes
@@ -38,6 +43,36 @@ def test_the_last_memory_is_kept_that_nobody_has() -> None:
     memory.close()
     del held
     assert memory.nbytes == 0
+
+
+@pytest.mark.parametrize("look", [0, 1, 2])
+def test_memory_is_lent_while_other_threads_drop_theirs(look: int) -> None:
+    held = dict[int, Tensor]()
+
+    class Seen(Tensor):
+        @property
+        def nbytes(self) -> int:
+            if next(looks) == look:
+                with ThreadPoolExecutor(1) as thread:
+                    thread.submit(held.clear).result()
+            return self.numel()
+
+    def make(numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype).as_subclass(Seen)
+
+    memory, looks = LentMemory(most=3), itertools.count(3)
+    sizes = 16, 32, 48, 64
+    held.update((size, memory.lend(size, torch.uint8, make)) for size in sizes)
+    for size in sizes[:3]:
+        del held[size]
+    looks = itertools.count()
+    mine = [memory.lend(48, torch.uint8, make) for _ in range(2)]
+    assert not held
+    assert mine[0].data_ptr() != mine[1].data_ptr()
+    held[0], looks = memory.lend(80, torch.uint8, make), itertools.count()
+    del mine
+    assert 0 < memory.nbytes <= 3 * 80
+    assert not held
 
 
 def test_what_waits_in_torchs_pinned_memory_is_rounded_up() -> None:
