@@ -79,8 +79,11 @@ class HostCopies:
 
     def _let_go(self) -> None:
         """Hold no longer what has arrived."""
-        while self._held and self._held[0][0].query():
-            self._held.popleft()
+        # Each is taken before it is looked at: another thread may do the same.
+        with contextlib.suppress(IndexError):
+            while (held := self._held.popleft())[0].query():
+                pass
+            self._held.appendleft(held)
 
     def passing_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return host memory for a while, of any size; its content is undefined.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -73,6 +74,29 @@ def test_memory_is_lent_while_other_threads_drop_theirs(look: int) -> None:
     del mine
     assert 0 < memory.nbytes <= 3 * 80
     assert not held
+
+
+class End:
+    """The end of a copy, which may be asked for by another thread meanwhile."""
+
+    def __init__(self, *, has_come: bool, ask: Callable[[], object] | None = None) -> None:
+        self._has_come, self._ask = has_come, ask
+
+    def query(self) -> bool:
+        ask, self._ask = self._ask, None
+        if ask is not None:
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(ask).result()
+        return self._has_come
+
+
+def test_what_has_not_arrived_is_held_though_two_threads_look() -> None:
+    copies = HostCopies(CPU)
+    late = torch.empty(4)
+    ends = End(has_come=True, ask=copies._let_go), End(has_come=False)
+    copies._held.extend((end, late.untyped_storage()) for end in ends)  # type: ignore[misc]
+    copies._let_go()
+    assert [end for end, _ in copies._held] == [ends[1]]
 
 
 def test_what_waits_in_torchs_pinned_memory_is_rounded_up() -> None:
