@@ -192,8 +192,7 @@ def _state_of(optimizer: Optimizer, group: Mapping[str, Any], toy: Parameter) ->
     number = next(n for n, other in enumerate(bare(optimizer).param_groups) if other is group)
     twin = _twin_of_group(optimizer, number, toy)
     toy.grad = torch.ones_like(toy)
-    if callable(train := getattr(twin, "train", None)):
-        train()  # without which some do not step
+    _let_train(twin)
     for _ in range(2):
         twin.step()
     return [value for value in tree_leaves(twin.state[toy]) if isinstance(value, Tensor)]
@@ -225,6 +224,7 @@ def missing_in_state(
         # As `load_state_dict` ends: older checkpoints are given the options of later versions.
         of_toy = {toy: {**owned(numbers), **zeros}}
         twin.__setstate__({"state": of_toy, "param_groups": [group]})
+        _let_train(twin)
         with torch.random.fork_rng(devices=[]):
             twin.step()
     except KeyError as error:
@@ -232,6 +232,12 @@ def missing_in_state(
     except Exception:
         return None  # what a toy on the host cannot do says nothing of the state
     return None
+
+
+def _let_train(optimizer: Optimizer) -> None:
+    """Tell an optimizer that it is to train, without which some do not step."""
+    if callable(train := getattr(optimizer, "train", None)):
+        train()
 
 
 def _twin_of_group(optimizer: Optimizer, number: int, toy: Parameter) -> Optimizer:
