@@ -143,6 +143,12 @@ class HostCopies:
                 self._landings.popleft().wait()
         return landing
 
+    def abandon(self) -> None:
+        """Let nothing follow what is on its way to the host."""
+        for landing in self._landings:
+            landing.abandon()
+        self._landings.clear()
+
     @contextlib.contextmanager
     def _beside_computation(self, stream: torch.Stream) -> Iterator[None]:
         """Work on the stream, behind what was given to the device before."""
@@ -203,9 +209,14 @@ class Landing:
 
     def wait(self) -> None:
         """Return when they are there, and what follows is done."""
+        if self._event is not None:
+            self._event.synchronize()
         with self._lock:
-            if self._event is not None:
-                self._event.synchronize()
             then, self._then = self._then, None
             if then is not None:
                 then()
+
+    def abandon(self) -> None:
+        """Let nothing follow, be they there or not."""
+        with self._lock:
+            self._then = None

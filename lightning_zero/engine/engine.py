@@ -239,6 +239,7 @@ class Engine:
         self.sharded.opened.close()
         for unit in self.sharded.units:
             unit.abandon()
+        self.comm.host_copies.abandon()
         for transport in self.comm.transports.values():
             transport.release_scratch()
         self._step.close()

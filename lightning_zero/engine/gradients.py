@@ -8,6 +8,7 @@ expect -> take, take, ... -> show_local                     (within ``no_sync``)
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
@@ -41,7 +42,7 @@ class Gradients:
             for place, piece in enumerate(flat.pieces)
         ]
         self._num_missing = 0
-        self._finishes: list[Callable[[], None]] = []
+        self._finishes: list[Callable[..., None]] = []
 
     def expect(self, reach: Reach) -> None:
         """Begin a backward pass, whose gradients go so far."""
@@ -134,10 +135,10 @@ class Gradients:
 
     def abandon(self) -> None:
         """Drop all gradients that are not shown to the optimizer yet."""
-        try:
-            self.finish()
-        except RuntimeError:
-            # The ranks we waited for are gone; what they would have sent is lost with them.
-            self._finishes = []
+        finishes, self._finishes = self._finishes, []
+        # The ranks we wait for may be gone; what they would have sent is lost with them.
+        with contextlib.suppress(RuntimeError):
+            for finish in finishes:
+                finish(is_wanted=False)
         for flat in self._flats:
             flat.reducer.drop()

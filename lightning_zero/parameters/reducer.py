@@ -159,8 +159,11 @@ class Reducer:
 
     # -- from the partial buffer to the shard ----------------------------------------------------
 
-    def reduce(self, unit: str, tag: int) -> Callable[[], None]:
-        """Start to average the gradients over the ranks; the returned call ends it."""
+    def reduce(self, unit: str, tag: int) -> Callable[..., None]:
+        """Start to average the gradients over the ranks; the returned call ends it.
+
+        With ``is_wanted=False`` it leaves the average out.
+        """
         self._move()
         partial, views = self.partial or self._allocate_partial()
         for view, is_filled in zip(views, self.filled, strict=True):
@@ -182,11 +185,14 @@ class Reducer:
         add = functools.partial(self.shard.add, self._reach, late_scale, unit=unit, tag=tag)
         return functools.partial(self._finish, work, target, add)
 
-    def _finish(self, work: Work, target: Tensor, add: Callable[[Tensor], None]) -> None:
+    def _finish(
+        self, work: Work, target: Tensor, add: Callable[[Tensor], None], *, is_wanted: bool = True
+    ) -> None:
         """Wait for a reduction; what it reads and writes had to live until then."""
         work.wait()
         self._in_flight = []
-        add(target)
+        if is_wanted:
+            add(target)
 
     # -- from the shard to optimizer and user ----------------------------------------------------
 

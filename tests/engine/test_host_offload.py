@@ -26,7 +26,7 @@ from lightning_zero.plan import Offload
 from lightning_zero.plan.settings import Settings
 from tests.oracle.models import MODELS
 from tests.oracle.own_optimizers import GroupCounting
-from tests.oracle.painted import beside_the_host
+from tests.oracle.painted import beside_the_host, late_landings
 from tests.oracle.parity import assert_parity
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import CPU, shard, train
@@ -358,3 +358,51 @@ def test_a_host_without_a_device_is_refused() -> None:
         settings = Settings(stage=3 if offload.weights else 2, offload=offload)
         with pytest.raises(ValueError, match=message):
             Engine(nn.Linear(2, 2), settings)
+
+
+# ---------------------------------------------------------------------------- abandoned passes
+
+
+def interrupt(_: Tensor) -> None:
+    raise KeyboardInterrupt
+
+
+def stepped_behind(*, is_interrupted: bool, **settings: Any) -> dict[str, Tensor]:
+    """Step behind a pass that was interrupted while gradients went to where others rest."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)])
+    engine = Engine(module, Settings(units=(nn.Linear,), **settings))
+    optimizer = momentum(module)
+    engine.adopt(optimizer)
+
+    def backward(part: int) -> None:
+        module(torch.full((2, 8), 0.1 * part)).sum().backward()
+
+    backward(1)
+    if is_interrupted:
+        handle = module[0].weight.register_hook(interrupt)  # type: ignore[union-attr]
+        with pytest.raises(KeyboardInterrupt):
+            backward(2)
+        handle.remove()
+    optimizer.zero_grad(set_to_none=False)
+    backward(3)
+    optimizer.step()
+    engine.close()
+    return dict(module.state_dict())
+
+
+def compare_abandoned() -> None:
+    for stage in (2, 3):
+        expected = stepped_behind(is_interrupted=False, stage=stage)
+        found = {"the device": stepped_behind(is_interrupted=True, stage=stage)}
+        offload = Offload.of_stage(stage, "cpu")
+        with beside_the_host(painted=False), late_landings():
+            found["its host"] = stepped_behind(is_interrupted=True, stage=stage, offload=offload)
+        for where, weights in found.items():
+            wrong = [name for name, one in weights.items() if not torch.equal(one, expected[name])]
+            assert not wrong, f"stage {stage}, where gradients rest on {where}: {wrong}"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_nothing_of_a_pass_that_was_abandoned_is_added_later(ranks: Pools, world: int) -> None:
+    ranks(world).run(compare_abandoned)
