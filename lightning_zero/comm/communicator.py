@@ -178,9 +178,13 @@ class Communicator:
             self.control.call(sync_point).wait()
 
     def exclusive(self, before: SyncPoint, after: SyncPoint | None = None) -> Exclusive:
-        """Return the context in which this rank may change its masters; all ranks enter it."""
-        control = self.control if self.reads_peers else None
-        return Exclusive(control, before, after or before, self._note_change)
+        """Return the context in which this rank may change its masters; all ranks enter it.
 
-    def _note_change(self) -> None:
+        Its device, beside whose host they may rest, has read them too.
+        """
+        control = self.control if self.reads_peers else None
+        return Exclusive(control, before, after or before, self._on_exclusive)
+
+    def _on_exclusive(self) -> None:
         self.num_changes += 1
+        self.host_copies.wait_until_read()

@@ -40,7 +40,9 @@ class HostCopies:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = None if device.type == "cpu" else torch.Stream(device)
+        self._stream = None if device.type in ("cpu", "meta") else torch.Stream(device)
+        # The last copy to the device.
+        self._up: torch.Event | None = None
         self._landings: deque[Landing] = deque()
         self._recurring = LentMemory()
         # What is copied to the host, until it is there.
@@ -109,7 +111,13 @@ class HostCopies:
             return then()
         with self._beside_computation(self._stream):
             out.copy_(source, non_blocking=True)
+            self._up = self._stream.record_event()
             return _Arrival(then(), self._stream.record_event(), self.device)
+
+    def wait_until_read(self) -> None:
+        """Return when the device has read what was sent up, which may be written to then."""
+        if self._up is not None:
+            self._up.synchronize()
 
     def up_as_they_come(self, parts: Iterable[tuple[Tensor, Tensor]]) -> Work:
         """Return what copies each ``(out, source)`` to the device when it is waited for.

@@ -6,6 +6,7 @@ Devices are played by painted memories (`tests/oracle/painted.py`).
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ from lightning_zero.plan import Offload
 from lightning_zero.plan.settings import Settings
 from tests.oracle.models import MODELS
 from tests.oracle.own_optimizers import GroupCounting
-from tests.oracle.painted import beside_the_host, late_landings
+from tests.oracle.painted import beside_the_host, late_landings, late_readings
 from tests.oracle.parity import assert_parity
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import CPU, shard, train
@@ -406,3 +407,41 @@ def compare_abandoned() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_nothing_of_a_pass_that_was_abandoned_is_added_later(ranks: Pools, world: int) -> None:
     ranks(world).run(compare_abandoned)
+
+
+# ---------------------------------------------------------------------------- masters under way
+
+
+def write_what_goes_up(stage: int) -> None:
+    """Change masters while the device may still read them, in each way."""
+    module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)])
+    with beside_the_host(painted=False), late_readings() as stream:
+        offload = Offload.of_stage(stage, "cpu")
+        engine = Engine(module, Settings(units=(nn.Linear,), stage=stage, offload=offload))
+        optimizer = momentum(module)
+        engine.adopt(optimizer)
+        module(torch.ones(2, 8)).sum().backward()
+
+        def step() -> None:
+            optimizer.step()
+
+        def load() -> None:
+            with engine.sharded.writing():
+                for parameter in module.parameters():
+                    parameter.copy_(torch.zeros(parameter.shape))
+
+        for change in (step, step, load, step):
+            stream.gate.clear()
+            timer = threading.Timer(0.05, stream.gate.set)
+            timer.start()
+            with torch.no_grad():
+                module(torch.ones(2, 8))
+                change()
+            timer.join()
+        engine.close()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_goes_up_is_not_written_to_meanwhile(ranks: Pools, world: int, stage: int) -> None:
+    ranks(world).run(write_what_goes_up, stage)

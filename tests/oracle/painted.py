@@ -13,6 +13,11 @@ host later, if at all, within
 
     with late_landings() as stream:
         ...
+
+and those to the device read late, and see whether anybody writes what they read, within
+
+    with late_readings() as stream:
+        ...
 """
 
 from __future__ import annotations
@@ -198,6 +203,16 @@ class LateStream:
 
         return LateEvent(self, self._thread.submit(arrive))
 
+    def read(self, source: Tensor) -> Any:
+        """Read one that goes the other way; returns the end, which raises if it was changed."""
+        sent = source.clone()
+
+        def read() -> None:
+            assert self.gate.wait(20), "a copy was waited for that cannot begin"
+            assert torch.equal(source, sent), "what goes up was written to meanwhile"
+
+        return LateEvent(self, self._thread.submit(read))
+
 
 class LateEvent:
     """The end of a copy."""
@@ -223,3 +238,20 @@ def late_landings() -> Iterator[LateStream]:
 
     with mock.patch.object(HostCopies, "down", late):
         yield stream
+
+
+@contextlib.contextmanager
+def late_readings() -> Iterator[LateStream]:
+    """Let copies to the device, which come at once, read late what they bring."""
+    stream, up = LateStream(), HostCopies.up
+    events: list[LateEvent] = []
+
+    def late(copies: Any, out: Tensor, source: Tensor, then: Any) -> Any:
+        events.append(stream.read(source))
+        copies._up = events[-1]
+        return up(copies, out, source, then)
+
+    with mock.patch.object(HostCopies, "up", late):
+        yield stream
+    for event in events:
+        event.synchronize()
