@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Generic, Protocol, TypeVar
@@ -182,13 +183,9 @@ class Stream(Store):
                 nothing.fill_(torch.nan)
             return Shared(nothing.expand(self.layout.shard_numel))
 
-    @override
-    def weights(self) -> Buffer:
-        return LentBuffer(self.layout, self.plan.weight.dtype, self._reader.memory)
-
+    @abstractmethod
     def _read(self, out: Tensor, *, unit: str, tag: int) -> Work:
-        reads = (functools.partial(self._read_part, *part) for part in self._parts(out))
-        return self._reader.start(unit, reads)
+        """Start to read whole weights to ``out``."""
 
     def _parts(self, out: Tensor) -> Iterator[tuple[Source, int, Tensor]]:
         """Yield the parts of a buffer of whole weights: where each is read from, and to."""
@@ -226,15 +223,24 @@ class Stream(Store):
         return True
 
 
+class LentStream(Stream):
+    """The same where weights are whole on the host: they are read to where they are used."""
+
+    @override
+    def weights(self) -> Buffer:
+        return LentBuffer(self.layout, self.plan.weight.dtype, self._reader.memory)
+
+    @override
+    def _read(self, out: Tensor, *, unit: str, tag: int) -> Work:
+        reads = (functools.partial(self._read_part, *part) for part in self._parts(out))
+        return self._reader.start(unit, reads)
+
+
 class HostStream(Stream, HostStore):
     """The same beside a device: what is read to host memory goes up to the whole weights.
 
     Each part is read to memory of its own, in the dtype of the weights, and goes up as it comes.
     """
-
-    @override
-    def weights(self) -> Buffer:
-        return HostStore.weights(self)
 
     @override
     def _read(self, out: Tensor, *, unit: str, tag: int) -> Work:
@@ -262,4 +268,4 @@ class HostStream(Stream, HostStore):
 
 def stream_for(plan: Plan) -> type[Stream]:
     """Return the store of weights that rest in a checkpoint, for where a plan makes them whole."""
-    return HostStream if plan.grad.medium is Medium.HOST else Stream
+    return HostStream if plan.grad.medium is Medium.HOST else LentStream
