@@ -121,9 +121,7 @@ class _Case:
 
     def _offloaded(self) -> list[str]:
         """Return the least offload that would fit, if any does."""
-        named = named_offloads("cpu", "nvme")
-        if self.model.activation_offload:  # which a device has that is not the host
-            named = [one for one in named if not one[1].is_mapped(self.model.device)]
+        named = [one for one in named_offloads("cpu", "nvme") if not self.model.against(one[1])]
         tried = compare(self.model, (), [self.world_size], offloads=named, **self.settings)
         found = next((one for one in tried if one.can_run and self.limits.admits(one)), None)
         if found is None:

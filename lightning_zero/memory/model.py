@@ -186,6 +186,9 @@ class ModelPlan:
     ) -> list[Snapshot]:
         """Return a step at a stage (0: DDP) by the engine's ``settings``, told to ``timeline``."""
         _require_sense(stage, world_size, rank, offload)
+        against = "" if offload is None else self.against(offload)
+        if against:
+            raise ValueError(against)
         if stage == 0:
             return self._under_ddp(adds_gradients=num_microbatches > 1)
         chosen = Settings(
@@ -198,7 +201,7 @@ class ModelPlan:
         on_rank = {"num_shards": num_shards, "num_copies": world_size // num_shards, "rank": place}
         if offload is not None and self.has_units:
             specs = with_cuts(specs, offload.ratio, **on_rank)
-        on_host = self._is_on_host(offload)
+        on_host = offload is not None and offload.is_mapped(self.device)
         terms = terms_of_specs(
             specs,
             lambda parameter, numel: self.state_bytes(parameter, numel, place, num_shards),
@@ -231,15 +234,14 @@ class ModelPlan:
             timeline=timeline,
         )
 
-    def _is_on_host(self, offload: Offload | None) -> bool:
-        """Return whether the device is the host itself, and maps files; raises where it cannot."""
-        is_mapped = offload is not None and offload.is_mapped(self.device)
-        if is_mapped and self.activation_offload:
-            raise ValueError(
+    def against(self, offload: Offload) -> str:
+        """Return why the model is not offloaded so; empty if it may be."""
+        if self.activation_offload and offload.is_mapped(self.device):
+            return (
                 "activation_offload=True needs a device beside the host, but offload to files is"
                 f" predicted for device={str(self.device)!r}. Leave it out, or give device='cuda'."
             )
-        return is_mapped
+        return ""
 
     def _transport(self, *, reads_peers: bool) -> DryTransport:
         if self.device.type != "cpu":
