@@ -186,11 +186,10 @@ class ModelPlan:
     ) -> list[Snapshot]:
         """Return a step at a stage (0: DDP) by the engine's ``settings``, told to ``timeline``."""
         _require_sense(stage, world_size, rank, offload)
-        against = "" if offload is None else self.against(offload)
-        if against:
-            raise ValueError(against)
         if stage == 0:
             return self._under_ddp(adds_gradients=num_microbatches > 1)
+        if against := self.against(offload, **settings):
+            raise ValueError(against)
         chosen = Settings(
             stage, self.recipe, broadcast_buffers=False, device=_META, **self._cut, **settings
         )
@@ -234,14 +233,18 @@ class ModelPlan:
             timeline=timeline,
         )
 
-    def against(self, offload: Offload) -> str:
-        """Return why the model is not offloaded so; empty if it may be."""
-        if self.activation_offload and offload.is_mapped(self.device):
+    def against(
+        self, offload: Offload | None, *, stochastic_rounding: bool = False, **_: Any
+    ) -> str:
+        """Return why the model is not offloaded, or rounded, so; empty if it may be."""
+        is_mapped = offload is not None and offload.is_mapped(self.device)
+        if self.activation_offload and is_mapped:
             return (
                 "activation_offload=True needs a device beside the host, but offload to files is"
                 f" predicted for device={str(self.device)!r}. Leave it out, or give device='cuda'."
             )
-        return ""
+        steps_by_unit = offload is not None or stochastic_rounding
+        return self._states.against_units if steps_by_unit else ""
 
     def _transport(self, *, reads_peers: bool) -> DryTransport:
         if self.device.type != "cpu":

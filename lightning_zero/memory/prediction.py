@@ -164,7 +164,8 @@ def estimate(
 ) -> Estimate:
     """Estimate the bytes that one rank will hold, by kind, through a step.
 
-    An ``offload`` that no strategy does (``Estimate.can_run``) is the plan's formula.
+    An ``offload`` that no strategy does (``Estimate.can_run``) is the plan's formula. An optimizer
+    that a strategy refuses to step unit by unit is refused here too.
 
     Args:
         model_or_numel: A module on any device, a function that builds one (it is called on

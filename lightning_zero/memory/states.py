@@ -25,6 +25,7 @@ from lightning_zero.optimizer import (
     pieces_of,
     staging_bytes,
     state_bytes,
+    verdict_of,
     way_of,
     whole_state_bytes,
     whole_step_of,
@@ -110,6 +111,17 @@ class OptimizerStates:
                 sizes[dtype] += part.nbytes
                 num_entries[dtype] = max(num_entries.get(dtype, 0), state.num_entries(dtype))
         return sum(num_entries[dtype] * in_pages(size) for dtype, size in sizes.items())
+
+    @cached_property
+    def against_units(self) -> str:
+        """Why an optimizer is refused where it would step unit by unit; empty if none is."""
+        for optimizer in self._optimizers:
+            if not pieces_of(optimizer):  # else it steps already
+                try:
+                    verdict_of(optimizer, by_unit=True)
+                except ValueError as error:
+                    return str(error)
+        return ""
 
     @cached_property
     def _ways(self) -> list[Way]:

@@ -18,7 +18,13 @@ from lightning_zero.engine import Engine
 from lightning_zero.memory import Offload, format_bytes
 from lightning_zero.memory.advice import Limits, advise
 from lightning_zero.memory.model import ModelPlan
-from lightning_zero.memory.prediction import NO_OFFLOAD_YET, Estimate, compare, named_offloads
+from lightning_zero.memory.prediction import (
+    NO_OFFLOAD_YET,
+    Estimate,
+    compare,
+    estimate_of,
+    named_offloads,
+)
 from lightning_zero.optimizer import staging
 from lightning_zero.plan import RECIPES, Settings
 from tests.oracle.command import run
@@ -247,6 +253,16 @@ def test_advice_on_a_cpu_counts_what_is_staged() -> None:
     stages = compare(subject, (3,), [1])
     assert f"zero3_nvme would fit: {format_bytes(most)} at most" in advise(subject, stages, most)
     assert "nvme" not in advise(subject, stages, most - 1)
+
+
+def test_what_does_not_step_unit_by_unit_is_refused_and_not_advised() -> None:
+    subject = ModelPlan(
+        lambda: nn.Linear(64, 40), optimizer="adafactor", device=torch.device("cuda")
+    )
+    for how in ({"offload": "cpu"}, {"offload": "nvme"}, {"stochastic_rounding": True}):
+        with pytest.raises(ValueError, match=r"Adafactor .*numbers when it steps unit by unit"):
+            estimate_of(subject, 3, 2, **how)  # type: ignore[arg-type]
+    assert "would fit" not in advise(subject, compare(subject, (3,), [2]), 10)
 
 
 def test_advice_knows_the_host() -> None:
