@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -31,6 +32,7 @@ from tests.oracle.painted import beside_the_host, late_landings, late_readings
 from tests.oracle.parity import assert_parity
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import CPU, shard, train
+from tests.oracle.turns import turn_of
 
 STEPS, MICRO = 3, 2
 
@@ -62,10 +64,14 @@ def compare(
 
 
 def compare_all() -> None:
-    for stage, precision in itertools.product((1, 2, 3), ("32-true", "bf16-mixed")):
-        compare(stage, adamw, precision=precision, accumulate=2, clip_norm=0.1)
-    for precision in ("16-mixed", "bf16-true"):
-        compare(3, momentum, precision=precision, steps=4)
+    """One rank runs each case with one of the ratios, two run it with the other one."""
+    world, ratios = dist.get_world_size(), (1.0, 0.3)
+    cases = itertools.product((1, 2, 3), ("32-true", "bf16-mixed"))
+    for number, (stage, precision) in enumerate(cases):
+        turn = turn_of(world + stage + number, ratios)
+        compare(stage, adamw, turn, precision=precision, accumulate=2, clip_norm=0.1)
+    for number, precision in enumerate(("16-mixed", "bf16-true")):
+        compare(3, momentum, turn_of(world + number, ratios), precision=precision, steps=4)
     compare(2, adamw, [0.3], accumulate=2, policy="local")
     compare(3, own, [0.3], accumulate=2, clip_norm=0.1)
     for wires in ({"direct": True, "windows": False}, {"direct": False}):

@@ -27,7 +27,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -35,7 +35,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_zero.comm import StagedFile, StagingMemory
 from lightning_zero.comm.host_copies import HostCopies, Landing
@@ -51,13 +50,15 @@ class Memories(TorchDispatchMode):
 
     Attributes:
         crossed: The bytes that were copied, "up" to the device and "down" to the host.
-        peak: The most bytes on the device behind an operation, of what operations made.
+        peak: The most bytes on the device behind an operation, of what operations made, since
+            `restart`; nothing before, as it takes longer than all else.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.crossed: Counter[str] = Counter()
         self.peak = 0
+        self._follows_peak = False
         self.new = "device"  # the colour of what is made of nothing
         self._made: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         # Those that are gone are forgotten, or others that are made where they were would be taken
@@ -76,12 +77,13 @@ class Memories(TorchDispatchMode):
         """Count what crosses, and the peak, from now on."""
         self.crossed.clear()
         self.peak = 0
+        self._follows_peak = True
 
     def colour(self, tensor: Tensor) -> str:
         return "host" if tensor.untyped_storage()._cdata in self._hosts else "device"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [one for one in tree_leaves((args, kwargs)) if is_memory(one)]
+        given = [one for one in leaves_of((*args, *(kwargs or {}).values())) if is_memory(one)]
         colours = {self.colour(one) for one in given}
         if func in _COPIES and len(colours) == 2:
             direction = "down" if self.colour(args[0]) == "host" else "up"
@@ -92,12 +94,13 @@ class Memories(TorchDispatchMode):
         known = {one.untyped_storage()._cdata for one in given}
         result = func(*args, **(kwargs or {}))
         colour = next(iter(colours)) if len(colours) == 1 else self.new
-        for one in tree_leaves(result):
+        for one in leaves_of([result]):
             if is_memory(one) and one.untyped_storage()._cdata not in known:
                 self.paint(one, colour)
                 if colour == "device" and not one.is_meta:
                     self._made.add(one.untyped_storage())
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in self._made))
+        if self._follows_peak:
+            self.peak = max(self.peak, sum(storage.nbytes() for storage in self._made))
         return result
 
 
@@ -109,14 +112,23 @@ class OnHost(TorchDispatchMode):
         self._memories = memories
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for one in tree_leaves((args, kwargs)):
+        for one in leaves_of((*args, *(kwargs or {}).values())):
             if is_memory(one) and self._memories.colour(one) != "host":
                 raise AssertionError(f"{func} of a thread works on a tensor of the device")
         result = func(*args, **(kwargs or {}))
-        for one in tree_leaves(result):
+        for one in leaves_of([result]):
             if is_memory(one):
                 self._memories.paint(one, "host")
         return result
+
+
+def leaves_of(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield the arguments or results of an operation, of which some are lists."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value
 
 
 def is_memory(value: Any) -> bool:

@@ -18,6 +18,7 @@ What a rank function may count on:
   launchers set (RANK, LOCAL_RANK, WORLD_SIZE, ...) are set, so a Lightning Trainer works too;
 - every call begins with the same seeds on all ranks, the default dtype, a clean `os.environ` and
   the repository's root as its folder;
+- an optimizer like one that the rank has seen before is not proved once more (proofs.py);
 - `assert` explains itself and the project's warning filters hold, as in the test process.
 
 What goes wrong on any rank becomes one `RankError` that shows each rank: its traceback, or where
@@ -55,6 +56,7 @@ import torch
 import torch.distributed as dist
 
 from tests.oracle.forks import ROOT, Process, Server, server, without_pytest
+from tests.oracle.proofs import keep_proofs
 
 START_SECONDS = 120.0
 MEET_SECONDS = 20.0
@@ -315,6 +317,7 @@ def be_rank(connection: Connection, index: int, world_size: int, folder: Path) -
     stacks = _stack_file(folder, index).open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
+    keep_proofs()
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group("gloo", store=store, rank=index, world_size=world_size, timeout=_NEVER)
     # pytest around the loop gives its assertion messages and the project's warning filters

@@ -1,0 +1,117 @@
+"""Proofs of optimizers, each taken once in a rank's process.
+
+A trial steps toys for up to a second, and most tests on ranks adopt an optimizer that others have
+adopted before. So ranks keep what a proof has found, for an optimizer that is the same in all that
+a proof sees: its class, attributes and options, the shapes of its parameters, and the dtype and
+device in which they are stepped. One that has states is proved anew, and so is one with anything in
+it whose content is not seen here. In the process of a test, as in those of `tests/optimizer`,
+nothing is kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
+
+_PLAIN = bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None)
+
+
+class _Unseen(Exception):
+    """There is something that may differ where its likeness does not."""
+
+
+def keep_proofs() -> None:
+    """Let this process prove equal optimizers once."""
+    module: Any = importlib.import_module("lightning_zero.optimizer.probe")
+    probe, kept = module.probe, {}
+
+    @functools.wraps(probe)
+    def once(
+        optimizer: Any, master_of: Callable[..., Tensor] = lambda p: p, *, by_unit: bool = False
+    ) -> Any:
+        original = module.bare(optimizer)
+        try:
+            if module.is_known(original):  # without a proof
+                raise _Unseen
+            key = _likeness(original, master_of), by_unit, *_surroundings()
+        except _Unseen:
+            return probe(optimizer, master_of, by_unit=by_unit)
+        if key not in kept:
+            kept[key] = probe(optimizer, master_of, by_unit=by_unit)
+        return kept[key]
+
+    module.probe = once
+
+
+def _surroundings() -> Iterator[Any]:
+    yield torch.get_default_dtype()
+    yield torch.is_grad_enabled()
+    yield tuple(map(type, _get_current_dispatch_mode_stack()))
+
+
+def _likeness(optimizer: Optimizer, master_of: Callable[..., Tensor]) -> Any:
+    """Return what is equal for optimizers of which one proof holds."""
+    numbers: dict[int, int] = {}
+
+    def of_parameter(value: Any) -> Any:
+        master, whole = master_of(value), getattr(value, "parameter", value)
+        number = numbers.setdefault(id(value), len(numbers))
+        return type(value), number, tuple(whole.shape), master.dtype, master.device
+
+    def of_optimizer(one: Optimizer) -> Any:
+        if one.state:
+            raise _Unseen
+        own = {k: v for k, v in vars(one).items() if k not in ("state", "param_groups")}
+        attributes = [(name, of_attribute(one, name, value)) for name, value in own.items()]
+        groups = [
+            [(key, of(value)) for key, value in group.items() if key != "param_names"]
+            + ["param_names" in group]
+            for group in one.param_groups
+        ]
+        return type(one), _frozen(attributes), _frozen(groups)
+
+    def of_attribute(one: Optimizer, name: str, value: Any) -> Any:
+        if callable(value) and hasattr(type(one), name):
+            return type(value)  # a copy has that of its class
+        if isinstance(value, OrderedDict):  # hooks, which a copy has not
+            if any(isinstance(leaf, Module | Tensor) for leaf in tree_leaves(value)):
+                raise _Unseen
+            return OrderedDict
+        return of(value)
+
+    def of(value: Any) -> Any:
+        if isinstance(value, torch.nn.Parameter):
+            return of_parameter(value)
+        if isinstance(value, Optimizer):
+            return of_optimizer(value)
+        if isinstance(value, _PLAIN):
+            return type(value), repr(value)
+        if isinstance(value, dict):
+            return type(value), _frozen([(of(key), of(entry)) for key, entry in value.items()])
+        if isinstance(value, list | tuple):
+            return type(value), _frozen([of(entry) for entry in value])
+        if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() < 2:
+            return value.dtype, tuple(value.shape), repr(value.tolist())
+        if isinstance(value, type | BuiltinFunctionType):
+            return value
+        if isinstance(value, FunctionType) and value.__closure__ is None:
+            return value
+        raise _Unseen
+
+    return of_optimizer(optimizer)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
