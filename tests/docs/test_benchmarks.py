@@ -54,7 +54,12 @@ def held(world: int) -> int:
     return (LAYERS * padded(BLOCK, world) + padded(ROOT_SIZES, world)) // world
 
 
-def test_contenders_side_by_side(tmp_path: Path) -> None:
+# Where it is not fresh, the server of its processes is forked; the rehearsal starts a real one.
+is_fresh = pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.slow)])
+
+
+@is_fresh
+def test_contenders_side_by_side(tmp_path: Path, fresh: bool) -> None:
     """Two real ranks of each: a table, a JSON and a picture, with the elements of the oracle."""
     names = ["ddp", "zero1", "zero3", "fsdp2"]
     options = [
@@ -62,7 +67,7 @@ def test_contenders_side_by_side(tmp_path: Path) -> None:
     ]
     command = ["--only", *names, *options, "--output", tmp_path]
     script = "examples/benchmarks/compare.py"
-    finished = run_script(script, *command, timeout=170)
+    finished = run_script(script, *command, timeout=170, fresh=fresh)
     rows = re.findall(r"^\| ([a-z]\w*) \| [\d.]+ \| [\d.]+ \|", finished.stdout, re.MULTILINE)
     assert rows == names
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
@@ -332,12 +337,13 @@ def test_a_package_that_an_interpreter_lacks_is_named(tmp_path: Path) -> None:
     assert "Install deepspeed there, or leave --deepspeed out." in finished.stderr
 
 
-def test_checkpoints(tmp_path: Path) -> None:
+@is_fresh
+def test_checkpoints(tmp_path: Path, fresh: bool) -> None:
     """Every way saves and loads the same values again, and has its line."""
     ways = ["file", "directory", "dcp"]
     command = ["--megabytes", 3, "--rounds", 1, "--folder", tmp_path, "--only", *ways]
     script = "examples/benchmarks/checkpoint.py"
-    finished = run_script(script, *command, timeout=170)
+    finished = run_script(script, *command, timeout=170, fresh=fresh)
     lines = re.findall(r"^([a-z.]+)((?: +[\d.]+){5})$", finished.stdout, re.M)
     assert [name for name, _ in lines] == ways
     assert list(tmp_path.iterdir()) == []
@@ -352,11 +358,12 @@ WAYS = [
 ]
 
 
-def test_wires_side_by_side(tmp_path: Path) -> None:
+@is_fresh
+def test_wires_side_by_side(tmp_path: Path, fresh: bool) -> None:
     """Two real ranks: a line and a row for each way and size, with the elements that were sent."""
     command = ["--mib", 0.25, 0.5, "--rounds", 2, "--devices", "cpu", "--output", tmp_path]
     script = "examples/benchmarks/wires.py"
-    finished = run_script(script, *command, timeout=170)
+    finished = run_script(script, *command, timeout=170, fresh=fresh)
     line = r"^\| (\w.*?)( \(chosen\))? \| [\d.]+ \| [\d.]+ to [\d.]+ \|"
     lines = [(way, bool(mark)) for way, mark in re.findall(line, finished.stdout, re.MULTILINE)]
     assert lines == [(way, way.startswith("shared memory ")) for way in WAYS] * 2

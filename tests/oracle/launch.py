@@ -1,7 +1,8 @@
 """Scripts in processes of their own: for tests of launchers, commands and examples.
 
-A process begins with everything imported (forks.py) unless it is to be fresh; processes that it
-starts itself, as launchers do, are interpreters of their own, each of which costs seconds.
+A process begins with everything imported (forks.py) unless it is to be fresh, and so does a fork
+server of multiprocessing that it starts; other processes of its own, as launchers start them, are
+interpreters, each of which costs seconds.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import io
+import multiprocessing.util
 import os
 import runpy
 import signal
@@ -230,6 +232,7 @@ def _be_python(connection: Connection, command: list[str], errors: str, cwd: Pat
         os.dup2(file.fileno(), 2)
     faulthandler.enable()
     os.chdir(cwd)
+    _fork_servers()
     code = 0
     try:
         _be_main(command)
@@ -243,6 +246,32 @@ def _be_python(connection: Connection, command: list[str], errors: str, cwd: Pat
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _fork_servers() -> None:
+    """Let a fork server of multiprocessing be forked, in place of an interpreter's start."""
+    start = multiprocessing.util.spawnv_passfds
+
+    def start_or_fork(path: bytes, args: Sequence[str], fds: Sequence[int]) -> int:
+        code = str(args[-1])
+        if "multiprocessing.forkserver" not in code:
+            return start(path, args, fds)
+        if pid := os.fork():
+            return pid
+        try:
+            # Among the others is the end by whose closing the server learns that it is left alone.
+            kept, last = {0, 1, 2, *fds}, max(map(int, os.listdir("/proc/self/fd")))
+            for descriptor in set(range(last + 1)) - kept:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+            exec(code, {"__name__": "__main__"})
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+
+    if Path("/proc/self/fd").exists():
+        multiprocessing.util.spawnv_passfds = start_or_fork
 
 
 def _be_main(command: list[str]) -> None:
