@@ -65,21 +65,22 @@ def sharded_step(
     still = {**dict.fromkeys(KINDS, 0), **_resting(units, Medium.DEVICE), "buffers": buffers}
     host, disk = (_resting(units, medium) for medium in (Medium.HOST, Medium.DISK))
     transport, passing = comm.transport, comm.transport.passing
-    by_label = {unit.name or "root": unit for unit in units}
+    kept_share = {unit.name or "root": unit.kept_share for unit in units}
+    sent_share = {unit.name or "root": unit.sent_share for unit in units}
     cast = max(unit.cast for unit in units)
 
-    def of_shards(share: str, nbytes: Mapping[str, int]) -> int:
-        return sum(round(getattr(by_label[u], share) * count) for u, count in nbytes.items())
+    def of_shards(share: Mapping[str, float], nbytes: Mapping[str, int]) -> int:
+        return sum(round(share[unit] * count) for unit, count in nbytes.items())
 
     def held(cast: int = cast) -> Kinds:
         # What is offloaded is reduced into a shard that is free anyway, and is sent from there.
-        sent = of_shards("sent_share", transport.last_reduced)
-        targets = sum(transport.targets.values()) - of_shards("sent_share", transport.targets)
+        sent = of_shards(sent_share, transport.last_reduced)
+        targets = sum(transport.targets.values()) - of_shards(sent_share, transport.targets)
         return {
             **still,
             "gathered": passing["gathered"].nbytes
             + (transport.gathered + cast if settings.stage == 3 else 0),
-            "gradients": of_shards("kept_share", transport.reduced) + sent,
+            "gradients": of_shards(kept_share, transport.reduced) + sent,
             "unreduced": passing["unreduced"].nbytes + transport.partials + targets,
         }
 
