@@ -7,6 +7,7 @@ save           one save: agree, write, seal, rename
 saver          the saves of a run, in this thread or behind the training
 load           reading a checkpoint, of which each rank reads its own ranges
 unread         archives of which nothing is mapped, and large tensors are not read
+open_file      files that are read part by part, some of them over and over
 source         where a parameter's values lie that is read whenever it is used
 checksums      checksums of records and of their blocks, and checking what is read
 read_ahead     reading a mapped file before its pages are asked for

@@ -10,7 +10,6 @@ Files before had the CRCs of blocks of 128 KiB, counted from the begin of the re
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import zlib
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.crc import joined_checksum
+from lightning_zero.checkpoint.open_file import OpenFile
 from lightning_zero.checkpoint.read_ahead import read_ahead
 from lightning_zero.checkpoint.word_sums import BLOCK_BYTES, word_sums
 
@@ -231,17 +231,6 @@ def old_decoded_blocks(content: bytes, sizes: Iterable[int]) -> list[Blocks]:
     return found
 
 
-class OpenFile:
-    """A file that stays open for as long as somebody has this, whatever becomes of its name."""
-
-    def __init__(self, path: Path) -> None:
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def __del__(self) -> None:
-        if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
-
-
 @dataclass(frozen=True)
 class CheckedBytes:
     """Bytes of a file, and their checksums.
@@ -275,10 +264,8 @@ class CheckedBytes:
                 shown = torch.split(mapped[stretch.start : stretch.stop], _PORTION_BYTES)
                 if stretch.damage_in(_counted(shown, passed)) is None:
                     continue
-            with self.opened() as descriptor:
-                place, nbytes = self.offset + stretch.start, stretch.stop - stretch.start
-                content = _read(descriptor, place, nbytes)
-                damage = stretch.damage_in(_counted(content, passed))
+            place, nbytes = self.offset + stretch.start, stretch.stop - stretch.start
+            damage = stretch.damage_in(_counted(_read(self.opened(), place, nbytes), passed))
             if damage is not None:
                 raise ValueError(
                     f"{str(self.file)!r} is damaged: bytes [{damage[0]}, {damage[1]}) of {name!r},"
@@ -289,21 +276,13 @@ class CheckedBytes:
     def read_ahead(self, start: int, stop: int) -> None:
         """Let the system start to read bytes ``[start, stop)``, where it can be asked to."""
         if hasattr(os, "posix_fadvise"):
-            with self.opened() as descriptor:
-                place, advice = self.offset + start, os.POSIX_FADV_WILLNEED
-                os.posix_fadvise(descriptor, place, stop - start, advice)
+            place, advice = self.offset + start, os.POSIX_FADV_WILLNEED
+            file = self.opened()
+            os.posix_fadvise(file.descriptor, place, stop - start, advice)
 
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[int]:
-        """Open the file, in a context."""
-        if self.kept is not None:
-            yield self.kept.descriptor
-            return
-        descriptor = os.open(self.file, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
+    def opened(self) -> OpenFile:
+        """Return the file that is kept open, or open it for as long as somebody has it."""
+        return self.kept or OpenFile(self.file)
 
     def _stretches(self, start: int, stop: int) -> Iterator[Stretch]:
         if self.blocks is not None:
@@ -384,14 +363,14 @@ def check(ranges: Iterable[CheckedRange]) -> None:
             one.then()
 
 
-def _read(descriptor: int, offset: int, nbytes: int) -> Iterator[Tensor]:
+def _read(file: OpenFile, offset: int, nbytes: int) -> Iterator[Tensor]:
     """Yield bytes of a file in pieces; a piece is shorter where the file ends."""
     buffer = torch.empty(min(nbytes, _AT_ONCE), dtype=torch.uint8, device="cpu")
     for start in range(0, nbytes, _AT_ONCE):
         content = buffer[: min(nbytes - start, _AT_ONCE)]
         view, position = content.numpy().data, 0
         while position < len(view):
-            count = os.preadv(descriptor, [view[position:]], offset + start + position)
+            count = os.preadv(file.descriptor, [view[position:]], offset + start + position)
             if not count:
                 break
             position += count

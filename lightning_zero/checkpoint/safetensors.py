@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.checksums import CheckedBytes, OpenFile
+from lightning_zero.checkpoint.checksums import CheckedBytes
 from lightning_zero.checkpoint.file.skeleton import bytes_of
+from lightning_zero.checkpoint.open_file import OpenFile
 from lightning_zero.checkpoint.values.boxes import Box
 from lightning_zero.checkpoint.values.chunk import InOneRow
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_zero.checkpoint.checksums import CheckedRange, OpenFile, check
+from lightning_zero.checkpoint.checksums import CheckedRange, check
 from lightning_zero.checkpoint.file.records import stored_records
+from lightning_zero.checkpoint.open_file import OpenFile
 from lightning_zero.checkpoint.values.boxes import Box, memory_order
 from lightning_zero.checkpoint.values.chunk import InOneRow, is_in_one_row, read_bytes
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor

@@ -38,6 +38,9 @@ class Source(Protocol):
     def lay_out(self, stride: Sequence[int]) -> None:
         """Count elements from now on in the memory order of a tensor of this ``stride``."""
 
+    def expect_passes(self) -> None:
+        """Note that this process reads it over and over, and no other of this host does."""
+
     def check(self) -> None:
         """Raise a ``ValueError`` if the values are damaged, unless they were checked."""
 
@@ -169,6 +172,8 @@ class Stream(Store):
         self._scratch = scratch
         for source, slot in zip(sources, layout.slots, strict=True):
             source.lay_out(slot.stride)
+            if comm.mesh.size == 1:
+                source.expect_passes()
         super().__init__(layout, plan, comm, scratch)
         self.is_stream = True
         self.fetch = self.fetch_weights = self._read

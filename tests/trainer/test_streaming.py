@@ -19,6 +19,7 @@ from lightning_zero import ZeROStrategy
 from lightning_zero.checkpoint import load, write_safetensors
 from lightning_zero.comm import Control, Scratch
 from tests.oracle.by_trainer import make_trainer, world
+from tests.oracle.cached import are_forgettable, cached_share, forget
 from tests.oracle.painted import Memories, beside_the_host
 from tests.oracle.ranks import Pools
 
@@ -161,6 +162,33 @@ def test_the_bits_are_those_of_memory(
     paths = {name: make(tmp_path) for name, make in LAYOUTS.items()}
     ranks(num_ranks).run(written, str(tmp_path))
     ranks(num_ranks).run(compare, str(tmp_path), list(map(str, paths.values())), precisions)
+
+
+class Forgotten(Net):
+    """Predicts with a file of which the system keeps nothing from batch to batch."""
+
+    def on_predict_batch_start(self, *_: Any) -> None:
+        forget(Path(self.trainer.ckpt_path))
+
+
+def forgotten(folder: str, path: str) -> bool:
+    """Return whether the last pass has gone through the system's cache."""
+    trainer = make_trainer(world(), "zero3_nvme", folder)
+    found = trainer.predict(Forgotten(), Batches(), ckpt_path=path)
+    is_cached = cached_share(Path(path)) > 0.5
+    assert all(map(torch.equal, found, outputs("zero3", folder, path)[0]))
+    return is_cached
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_rank_alone_reads_past_a_cache_that_loses_weights(
+    ranks: Pools, tmp_path: Path, num_ranks: int
+) -> None:
+    path = as_lightning(tmp_path)
+    if not are_forgettable(path):
+        pytest.skip("this file system has no requests past the system's cache")
+    expected = [num_ranks > 1] * num_ranks
+    assert ranks(num_ranks).run(forgotten, str(tmp_path), str(path)) == expected
 
 
 class Restored(Net):

@@ -7,7 +7,6 @@ region of them is read by its place. Nothing is unpickled but the tensor's own d
 
 from __future__ import annotations
 
-import ctypes
 import io
 import os
 import pickle
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.checksums import Blocks, CheckedBytes, CheckedRange
 from lightning_zero.checkpoint.file.records import checked_record, read_record
+from lightning_zero.checkpoint.open_file import OpenFile
 from lightning_zero.checkpoint.values.boxes import Box, dense_stride, memory_order
 
 BUFFER_BYTES = 8 * 2**20
@@ -127,13 +127,12 @@ class InOneRow:
         """Copy ``region``, counted from the first element of the box, to ``out`` of its shape."""
         if not region.numel:
             return
-        with self.content.opened() as descriptor:
-            sizes, part = self.box.permuted(self.order).sizes, region.permuted(self.order)
-            offset = self.content.offset + self.start * self.dtype.itemsize
-            self._fill(descriptor, offset, sizes, part, out.permute(self.order))
+        sizes, part = self.box.permuted(self.order).sizes, region.permuted(self.order)
+        offset = self.content.offset + self.start * self.dtype.itemsize
+        self._fill(self.content.opened(), offset, sizes, part, out.permute(self.order))
 
     def _fill(
-        self, descriptor: int, offset: int, sizes: tuple[int, ...], region: Box, out: Tensor
+        self, file: OpenFile, offset: int, sizes: tuple[int, ...], region: Box, out: Tensor
     ) -> None:
         """Read a region of a tensor whose dimensions are in memory order, a buffer at a time."""
         if not sizes:
@@ -142,19 +141,19 @@ class InOneRow:
         start, count = region.offsets[0], region.sizes[0]
         inner = Box(region.offsets[1:], region.sizes[1:])
         if inner.sizes == sizes[1:] and out.dtype == self.dtype and out.is_contiguous():
-            _read_to(out.view(-1).view(torch.uint8), descriptor, offset + start * row)
+            file.read(out.view(-1).view(torch.uint8), offset + start * row)
             return
         if row > BUFFER_BYTES and len(sizes) > 1:
             for index in range(count):
                 place = offset + (start + index) * row
-                self._fill(descriptor, place, sizes[1:], inner, out[index])
+                self._fill(file, place, sizes[1:], inner, out[index])
             return
         whole_rows = (slice(None),)
         at_once = max(1, BUFFER_BYTES // row)
         for first in range(0, count, at_once):
             number = min(at_once, count - first)
             content = torch.empty(number * row, dtype=torch.uint8)
-            _read_to(content, descriptor, offset + (start + first) * row)
+            file.read(content, offset + (start + first) * row)
             rows = content.view(self.dtype).view(number, *sizes[1:])
             out[first : first + number].copy_(rows[whole_rows + inner.slices])
 
@@ -287,17 +286,5 @@ def damage_of(file: Path, offset: int, nbytes: int) -> str | None:
 def read_bytes(content: CheckedBytes) -> Tensor:
     """Return bytes of a file in memory, unchecked."""
     found = torch.empty(content.nbytes, dtype=torch.uint8)
-    with content.opened() as descriptor:
-        _read_to(found, descriptor, content.offset)
+    content.opened().read(found, content.offset)
     return found
-
-
-def _read_to(content: Tensor, descriptor: int, offset: int) -> None:
-    """Fill the bytes ``content`` from ``offset`` of a file on."""
-    # Not as an array of numpy's: the memory of a storage that had one is not given back.
-    view = memoryview((ctypes.c_ubyte * len(content)).from_address(content.data_ptr())).cast("B")
-    while view:
-        count = os.preadv(descriptor, [view], offset)
-        if not count:
-            raise OSError(f"it ends before byte {offset + len(view)}")
-        view, offset = view[count:], offset + count

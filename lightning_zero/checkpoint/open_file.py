@@ -1,0 +1,142 @@
+"""Files that are read part by part, some of them over and over.
+
+What is read goes through the system's cache, in which other ranks and later passes find it. But a
+file that does not fit there drives out of it what is asked for next, part by part, so that each
+pass takes all of it from the disk, and the time for the cache's own pages on top. So what the cache
+has lost since its last reading is read past it (``O_DIRECT``), and what fits stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+from collections import deque
+from pathlib import Path
+
+from torch import Tensor
+
+from lightning_zero.comm import PAGE, StagingMemory, in_pages
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+
+_BLOCK_BYTES = 4 * 2**20
+_MEMORY_BYTES = _BLOCK_BYTES + 2**21
+"""A block and the rest of its pages, in large pages: requests of small ones are cut up."""
+
+_MOST_FREE = 2
+"""Memory that requests past the cache are read to is kept for as many threads."""
+
+
+class OpenFile:
+    """A file that stays open for as long as somebody has this, whatever becomes of its name."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._again: _ReadAgain | None = None
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+    def expect_passes(self) -> None:
+        """Note that this process reads the file over and over, and no other of this host does."""
+        if self._again is None and hasattr(os, "O_DIRECT"):
+            with contextlib.suppress(OSError):  # a file system without such requests
+                self._again = _ReadAgain(self.descriptor)
+
+    def read(self, out: Tensor, offset: int) -> None:
+        """Fill the bytes ``out`` from ``offset`` on.
+
+        Raises:
+            OSError: The file ends before, or the disk failed.
+        """
+        if self._again is not None and self._again.read(out, offset):
+            return
+        # Not as an array of numpy's: the memory of a storage that had one is not given back.
+        view = memoryview((ctypes.c_ubyte * len(out)).from_address(out.data_ptr())).cast("B")
+        while view:
+            count = os.preadv(self.descriptor, [view], offset)
+            if not count:
+                raise OSError(f"it ends before byte {offset + len(view)}")
+            view, offset = view[count:], offset + count
+
+
+class _ReadAgain:
+    """The later readings of a file.
+
+    Raises:
+        OSError: The file cannot be read past the system's cache, or not be mapped.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._nbytes = os.fstat(descriptor).st_size
+        self._were_read = bytearray(-(-self._nbytes // _BLOCK_BYTES))
+        self._free: deque[StagingMemory] = deque(maxlen=_MOST_FREE)
+        # By the descriptor, as the file may have no name any more.
+        path = f"/proc/self/fd/{descriptor}"
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        # Only to ask which of its pages are cached. Shared, as a private mapping counts as memory.
+        self._address = _libc.mmap(
+            None,
+            ctypes.c_size_t(self._nbytes),
+            mmap.PROT_READ,
+            mmap.MAP_SHARED,
+            descriptor,
+            ctypes.c_long(0),
+        )
+        if self._address == ctypes.c_void_p(-1).value:
+            del self._address
+            raise OSError(ctypes.get_errno(), "mmap")
+
+    def __del__(self) -> None:
+        if hasattr(self, "_address"):
+            _libc.munmap(ctypes.c_void_p(self._address), ctypes.c_size_t(self._nbytes))
+        if hasattr(self, "_file"):
+            os.close(self._file)
+
+    def read(self, out: Tensor, offset: int) -> bool:
+        """Fill ``out`` past the cache, if it was read before and the cache has lost it.
+
+        Returns whether it is filled.
+        """
+        stop = offset + len(out)
+        blocks = slice(offset // _BLOCK_BYTES, -(-stop // _BLOCK_BYTES))
+        was_read = all(self._were_read[blocks])
+        self._were_read[blocks] = bytes([1]) * len(self._were_read[blocks])
+        if not was_read or self._are_cached(offset, stop):
+            return False
+        memory = self._free.pop() if self._free else StagingMemory(_MEMORY_BYTES)
+        try:
+            for start in range(offset, stop, _BLOCK_BYTES):
+                end = min(stop, start + _BLOCK_BYTES)
+                begin = self._fill(memory, start, end)
+                place, source = out.data_ptr() + start - offset, memory.tensor.data_ptr()
+                ctypes.memmove(place, source + start - begin, end - start)
+        except OSError:  # what cannot be read past the cache may be through it, or raise there
+            return False
+        self._free.append(memory)
+        return True
+
+    def _are_cached(self, start: int, stop: int) -> bool:
+        """Return whether the cache has all of some bytes, or does not say."""
+        begin = start // mmap.PAGESIZE * mmap.PAGESIZE
+        pages = (ctypes.c_ubyte * (-(-(stop - begin) // mmap.PAGESIZE)))()
+        place = ctypes.c_void_p(self._address + begin)
+        if _libc.mincore(place, ctypes.c_size_t(stop - begin), ctypes.byref(pages)):
+            return True
+        return all(page & 1 for page in pages)
+
+    def _fill(self, memory: StagingMemory, start: int, stop: int) -> int:
+        """Read whole pages to ``memory`` that have some bytes, and return where they begin."""
+        begin = start // PAGE * PAGE
+        nbytes, done = in_pages(stop - begin), 0
+        while begin + done < stop:
+            count = os.preadv(self._file, [memory.part(done, nbytes - done)], begin + done)
+            if not count:
+                raise OSError(errno.EIO, "the file ends early")
+            done += count
+        return begin
