@@ -20,6 +20,7 @@ from tests.oracle.models import Blocks
 from tests.oracle.projects import WAYS, WIDTH
 from tests.oracle.ranks import Pools, RankError
 from tests.oracle.sharded import CPU, sgd, shard
+from tests.oracle.watch import impatient
 
 SECONDS = 40.0
 STAGES = (1, 2, 3)
@@ -172,6 +173,7 @@ def test_one_rank_alone_may_look_where_memory_is_shared(ranks: Pools) -> None:
     assert torch.equal(first, second)
 
 
+@impatient
 def _touches_alone(way: str, use: Callable[[nn.Module], Any]) -> None:
     """Rank 0 uses what others do not, and every rank raises its error with the seconds it took."""
     engine, optimizer = _job(way)

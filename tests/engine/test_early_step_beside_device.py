@@ -28,7 +28,7 @@ from lightning_zero.optimizer import SteppingThread, UnitStep, require_whole_ste
 from lightning_zero.plan import Offload
 from tests.oracle.in_closures import Run, assert_equal, counted
 from tests.oracle.painted import beside_the_host, late_landings
-from tests.oracle.ranks import Pools
+from tests.oracle.ranks import ROOT, Pools
 
 THREAD = "lightning_zero.step"
 
@@ -344,7 +344,12 @@ def test_a_thread_is_closed_while_gradients_do_not_land() -> None:
 
 
 EXIT = """
-import threading, time, torch
+import sys, threading, time, torch, types
+
+# Without what else the package imports, which takes seconds.
+package = types.ModuleType("lightning_zero")
+package.__path__ = ["lightning_zero"]
+sys.modules["lightning_zero"] = package
 from lightning_zero.optimizer import SteppingThread
 
 def step(began):
@@ -361,7 +366,8 @@ began.wait()
 
 
 def test_the_interpreter_ends_behind_the_step_under_way_and_waits_for_no_landing() -> None:
-    done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", EXIT]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "stepped\n"), done.stderr
 
 

@@ -28,6 +28,7 @@ from tests.oracle.models import Blocks
 from tests.oracle.projects import WAYS, WIDTH, Regression, make_trainer, rows, wired
 from tests.oracle.ranks import Pools, RankError
 from tests.oracle.sharded import CPU, adamw, shard
+from tests.oracle.watch import impatient
 
 SECONDS = 40.0
 """Far less than the group's time limit, far more than finding out takes on a busy machine."""
@@ -154,6 +155,7 @@ def skips(way: str, what: str, stage: int = 3) -> list[str]:
     return []
 
 
+@impatient
 def raises_on_all(way: str, what: str, stage: int) -> None:
     """As `skips`; where connections are given up, so is the pool."""
     found = skips(way, what, stage)
@@ -357,6 +359,7 @@ class Shuffled(DataLoader[Any]):
         return (tuple(torch.randn(2, 1, WIDTH)) for _ in range(len(self)))  # type: ignore[misc]
 
 
+@impatient
 def sized_apart() -> None:
     trainer = make_trainer(3, use_distributed_sampler=False, max_epochs=2)
     trainer.fit(Counting(), Shuffled(Some(1)))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.oracle.forks import SHARED
 from tests.oracle.launch import ScriptError, is_running, run_script
 from tests.oracle.ranks import Pool, Pools, RankError
 
@@ -248,8 +249,10 @@ def test_ranks_do_not_outlive_the_test_process() -> None:
             "os.kill(os.getpid(), signal.SIGKILL)",
         ]
     )
+    # The servers that this process shares, if it does, or new ones would import everything.
+    env = {name: os.environ[name] for name in [SHARED] if name in os.environ}
     with pytest.raises(ScriptError, match="ended with code -9") as caught:
-        run_script(code)
+        run_script(code, env=env)
     ((busy, idle),) = re.findall(r"^ranks (\d+) (\d+)$", str(caught.value), re.MULTILINE)
     deadline = time.monotonic() + 10.0
     while is_running(int(busy)) or is_running(int(idle)):
