@@ -75,7 +75,8 @@ def sharded_step(
     def held(cast: int = cast) -> Kinds:
         # What is offloaded is reduced into a shard that is free anyway, and is sent from there.
         sent = of_shards(sent_share, transport.last_reduced)
-        targets = sum(transport.targets.values()) - of_shards(sent_share, transport.targets)
+        in_flight = transport.targets
+        targets = sum(in_flight.values()) - of_shards(sent_share, in_flight)
         return {
             **still,
             "gathered": passing["gathered"].nbytes

@@ -26,6 +26,7 @@ from tests.oracle.projects import (
     under_all,
 )
 from tests.oracle.ranks import Pools
+from tests.oracle.turns import in_turns
 
 # ----------------------------------------------------------------------------- inference mode
 
@@ -205,7 +206,7 @@ def _profile(stage: int, folder: str) -> tuple[list[str], list[str]]:
 
 
 def test_profilers_show_our_verbs(ranks: Pools, tmp_path: Path) -> None:
-    for stage in (1, 2, 3):
+    for stage in in_turns("profilers"):
         verbs = ["unshard", "wait", "reduce", "finish_reduce"] + ["reshard"] * (stage == 3)
         units = ["root", *(f"net.blocks.{number}" for number in range(3))]
         expected = {f"zero.{verb} {unit}" for verb in verbs for unit in units}
