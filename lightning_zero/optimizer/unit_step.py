@@ -56,6 +56,8 @@ _OTHERS = -1
 Groups = list[list[Parameter]]
 """The members of each param group."""
 
+_NOT_BY_FUSED_SGD = frozenset([torch.bfloat16, torch.float16])
+
 Call = Callable[[Any], Any]
 """Steps an optimizer, or what else it does with all of its members."""
 
@@ -117,10 +119,26 @@ class UnitStep:
         return found
 
     def take(self, pieces: Iterable[Piece]) -> None:
-        """Note the pieces that the optimizer holds."""
+        """Note the pieces that the optimizer holds.
+
+        Raises:
+            ValueError: Torch would step some wrongly on the host.
+        """
+        self._require_right_steps()
         if self._under_way is not None:  # new ones cannot come into a step that was begun ahead
             self.check()
         self.states.take(pieces)
+
+    def _require_right_steps(self) -> None:
+        optimizer = self.states.optimizer
+        for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
+            on_host = (one.dtype for one in group["params"] if one.device.type == "cpu")
+            if group.get("fused") and not _NOT_BY_FUSED_SGD.isdisjoint(on_host):
+                raise ValueError(
+                    "On CPUs, where these parameters are stepped, torch's SGD with fused=True"
+                    " leaves most of one in 16 bits as it was. Leave fused=True out, or train in"
+                    " mixed precision."
+                )
 
     def part_of(self, state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
         """Return this rank's part of a whole parameter's state, where states rest."""

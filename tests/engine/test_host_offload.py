@@ -42,7 +42,7 @@ def adamw(model: nn.Module) -> Optimizer:
 
 
 def momentum(model: nn.Module) -> Optimizer:
-    return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, fused=True)
+    return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
 
 
 def own(model: nn.Module) -> Optimizer:
@@ -147,7 +147,7 @@ def stepped(fused: bool | None) -> list[set[str]]:
     found: list[set[str]] = []
     case = MODELS["transformer"]
     model = case.build()
-    kernel = torch._fused_sgd_
+    kernel = torch._fused_adam_
     with beside_the_host() as memories:
 
         def noting(params: list[Tensor], *args: Any, **more: Any) -> Any:
@@ -155,10 +155,10 @@ def stepped(fused: bool | None) -> list[set[str]]:
             return kernel(params, *args, **more)
 
         engine = shard(model, offload=Offload("cpu", "cpu", 0.5))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=fused)
+        optimizer = torch.optim.Adam(model.parameters(), 0.1, fused=fused)
         engine.adopt(optimizer)
         case.loss(model, case.batch(4, 0)).backward()
-        with mock.patch.object(torch, "_fused_sgd_", noting):
+        with mock.patch.object(torch, "_fused_adam_", noting):
             optimizer.step()
         assert optimizer.param_groups[0]["fused"] is fused
         engine.close()

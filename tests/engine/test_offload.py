@@ -739,3 +739,40 @@ def test_an_optimizer_that_mixes_elements_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=words):
         engine.adopt(torch.optim.Muon(matrices))
     engine.close()
+
+
+# ---------------------------------------------------------------------------- fused
+
+
+def sgd_in_half(folder: str) -> None:
+    """Steps of SGD in 16 bits, of which one parameter gets its first gradient late."""
+    for momentum in (0.0, 0.9):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40)).bfloat16()
+        plain = copy.deepcopy(model)
+        engine = shard(model, recipe=RECIPES["bf16-true"], **offload(3, folder))
+        ours, theirs = (
+            torch.optim.SGD(one.parameters(), 1.0, momentum=momentum) for one in (model, plain)
+        )
+        engine.adopt(ours)
+        x = torch.ones(2, 40, dtype=torch.bfloat16)
+        for number in range(3):
+            for one, optimizer in ((model, ours), (plain, theirs)):
+                one[0].bias.requires_grad_(number > 0)
+                optimizer.zero_grad()
+                one(x).square().mean().backward()
+                optimizer.step()
+        engine.close()
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_sgd_is_not_fused_without_being_told(ranks: Pools, tmp_path: Path) -> None:
+    ranks(1).run(sgd_in_half, str(tmp_path))
+
+
+def test_fused_sgd_in_16_bits_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8).bfloat16()
+    engine = shard(model, recipe=RECIPES["bf16-true"], **offload(3, str(tmp_path)))
+    with pytest.raises(ValueError, match="leaves most of one in 16 bits"):
+        engine.adopt(torch.optim.SGD(model.parameters(), 0.1, fused=True))
+    engine.close()
