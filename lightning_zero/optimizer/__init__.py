@@ -14,6 +14,7 @@ trial           steps of toy parameters
 unit_trial      such steps unit by unit, against steps of all at once
 outside         what an optimizer keeps for all of its members
 taint           following an element through the operations of an optimizer
+operands        what operations read and write
 twin            a copy of an optimizer that owns toy parameters
 adopted         how optimizers that engines have adopted are stepped, and what they save
 hooks           what happens before and after a step of it

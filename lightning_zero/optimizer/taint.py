@@ -13,7 +13,7 @@ read of one parameter gives, and sees whether another one notices.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import cache
 from itertools import zip_longest
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_zero.optimizer.operands import arguments_of, leaves_of, read_by, written_by
 from lightning_zero.tensors import internals
 
 
@@ -175,10 +176,10 @@ class Taint(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        leaves = list(_leaves((*args, *kwargs.values())))
+        leaves = list(leaves_of((*args, *kwargs.values())))
         name = func.overloadpacket.__name__
         self._check_may_run(func, leaves)
-        written = list(_written(func, args, kwargs))
+        written = list(written_by(func, args, kwargs))
         if name.startswith(("_foreach_", "_fused_")):
             return self._run_on_lists(func, args, kwargs, written)
         bits = self.bits(leaves)
@@ -192,9 +193,9 @@ class Taint(TorchDispatchMode):
             self.find(Way.BY_PARAMETER, read)
             self.read = self.read or read + _calling_line()
             return self._answer(bits, func(*args, **kwargs))
-        shapes = self._judge(name, _is_element_wise(func), bits, _read(func, args, kwargs))
+        shapes = self._judge(name, _is_element_wise(func), bits, read_by(func, args, kwargs))
         result = func(*args, **kwargs)
-        results = list(_leaves([result]))
+        results = list(leaves_of([result]))
         is_read = not written and not any(isinstance(each, Tensor) for each in results)
         if is_read or torch.Tag.dynamic_output_shape in func.tags:
             self.find(Way.ALL_AT_ONCE, f"reads values of several parameters on the host ({name})")
@@ -253,12 +254,12 @@ class Taint(TorchDispatchMode):
         is_element_wise = _is_element_wise(func)
         self.has_touched = True
         lists, common = [], []
-        for argument, value in _arguments(func, args, kwargs):
+        for argument, value in arguments_of(func, args, kwargs):
             if not isinstance(value, list | tuple):
                 common.append(value)
             elif value and argument.name != "state_steps":
                 lists.append(value)
-        if self.bits(_leaves((*common, kwargs.get("state_steps")))):
+        if self.bits(leaves_of((*common, kwargs.get("state_steps")))):
             self.find(Way.ALL_AT_ONCE, f"takes a number for all from a parameter ({name})")
         judged = []
         for row in zip_longest(*lists):
@@ -309,48 +310,6 @@ def _is_element_wise(func: Any) -> bool:
     # Some operations in place lack the tag that the one out of place has.
     out_of_place = getattr(getattr(torch.ops.aten, name, None), func._overloadname, None)
     return out_of_place is not None and torch.Tag.pointwise in out_of_place.tags
-
-
-@cache
-def _schema_of(func: Any) -> list[Any]:
-    """The arguments of an operation, of which torch makes objects whenever it is asked."""
-    return list(func._schema.arguments)
-
-
-def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-    for index, argument in enumerate(_schema_of(func)):
-        if index < len(args):
-            yield argument, args[index]
-        elif argument.name in kwargs:
-            yield argument, kwargs[argument.name]
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
-    """The tensors that ``func`` changes."""
-    for argument, value in _arguments(func, args, kwargs):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from (value if isinstance(value, list | tuple) else [value])
-
-
-def _read(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The operands whose values count: not those that are only overwritten."""
-    overwrites = func.overloadpacket.__name__ in ("copy_", "fill_", "zero_")
-    return list(
-        _leaves(
-            value
-            for index, (argument, value) in enumerate(_arguments(func, args, kwargs))
-            if not argument.is_out and not (overwrites and index == 0)
-        )
-    )
-
-
-def _leaves(values: Iterable[Any]) -> Iterator[Any]:
-    """The arguments of an operation, of which some are lists."""
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from value
-        else:
-            yield value
 
 
 def _columns(result: Any) -> list[list[Any]]:
