@@ -109,7 +109,10 @@ class _ReadAgain:
         self._were_read[blocks] = bytes([1]) * len(self._were_read[blocks])
         if not was_read or self._are_cached(offset, stop):
             return False
-        memory = self._free.pop() if self._free else StagingMemory(_MEMORY_BYTES)
+        try:
+            memory = self._free.pop()
+        except IndexError:  # other threads have it all
+            memory = StagingMemory(_MEMORY_BYTES)
         try:
             for start in range(offset, stop, _BLOCK_BYTES):
                 end = min(stop, start + _BLOCK_BYTES)
