@@ -6,8 +6,10 @@ shards           a rank's shard, in one memory or in two
 stores           where weights, gradients and masters rest
 second_shards    a second copy of weights for the backward pass
 streams          weights that are read where a checkpoint has them
+living_views     views that somebody holds, for when other data takes their place
 ownership        which engine a parameter belongs to
-guards           the classes that parameters have at rest and while they are whole
+guards           what uses of parameters, at rest or whole, come to
+classes          what each parameter of a group is now
 edits            changes that users make in whole weights
 sharded_grad     stand-ins for whole gradients
 grad_view        what ``parameter.grad`` shows, as named states

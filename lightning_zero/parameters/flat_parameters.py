@@ -16,17 +16,17 @@ from torch.nn import Parameter
 
 from lightning_zero.comm import Arrived, Communicator, Scratch, Shared, Work
 from lightning_zero.parameters.buffer import Buffer
+from lightning_zero.parameters.classes import ParameterClasses
 from lightning_zero.parameters.edits import Edits
 from lightning_zero.parameters.grad_view import GradientView
-from lightning_zero.parameters.guards import ParameterClasses
-from lightning_zero.parameters.ownership import Owner
+from lightning_zero.parameters.ownership import Owner, ownership_of
 from lightning_zero.parameters.piece import Piece, PieceRange
 from lightning_zero.parameters.reducer import Reducer
 from lightning_zero.parameters.sharded_grad import ShardedGrad
 from lightning_zero.parameters.shards import Shard
 from lightning_zero.parameters.stores import Store
 from lightning_zero.plan import Layout, Plan
-from lightning_zero.tensors import lasting_tensors, properties
+from lightning_zero.tensors import internals, lasting_tensors, properties
 
 
 class FlatParameters:
@@ -186,6 +186,12 @@ class FlatParameters:
         buffer.release()
         return buffer
 
+    @property
+    def _lasting(self) -> list[Buffer]:
+        """The buffers that are filled again, so that views of them show later values."""
+        opened = self.__dict__.get("_opened", self.weight)
+        return [self.weight] if opened is self.weight else [self.weight, opened]
+
     def open(self, unit: str, tag: int) -> Work:
         """Start to make the masters whole for code between steps; see :meth:`show_open`."""
         if self._opened is self.weight and not self.plan.gives_weights_back:
@@ -254,9 +260,16 @@ class FlatParameters:
                 " precision by Trainer(precision=...), or convert a copy.deepcopy of it made in"
                 " `with lightning_zero.gathered(module):`"
             )
-        with lasting_tensors():
-            value = data.to(parameter.dtype)
-            # One rank alone may put back what was there, as `module.float()` does.
+        self.edits.bring_back()
+        with lasting_tensors(), internals.as_plain_tensors():
+            value, shown = data.to(parameter.dtype), self.edits.buffer
+            in_same = internals.storage_key(value) == internals.storage_key(parameter)
+            if in_same and _place(value) == _place(parameter):
+                return  # its own memory, as `module.float()` puts it back
+            value = value.clone() if in_same else value
+            places = [buffer.views[index] for buffer in self._lasting if buffer is not shown]
+            ownership_of(parameter).views.part(parameter, places, slot.name)
+            # One rank alone may put back what was there.
             if not torch.equal(parameter, value):
                 parameter.copy_(value)
 
@@ -316,6 +329,10 @@ class FlatParameters:
             kind = "master" if self.plan.has_master else "weights"
             rows.update(self.store.rows({kind: self.master.nbytes}))
         return rows
+
+
+def _place(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+    return int(tensor.storage_offset()), tensor.stride()
 
 
 def _describe(tensor: Tensor) -> str:

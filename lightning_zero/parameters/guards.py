@@ -10,7 +10,8 @@ memory away: its ``data``, and the methods that return views. What is done to ``
 from the version counter by which changes in place are noticed, and another tensor put in its place
 would be trained by nobody. What may outlive the memory becomes a :class:`View`.
 
-Swapping ``__class__`` is what torch does for ``UninitializedParameter``; it stays in this module.
+Swapping ``__class__`` is what torch does for ``UninitializedParameter``; it stays in this module
+and in ``classes``.
 The alternative, a second ``Parameter`` object in ``module._parameters``, loses the identity that
 optimizers, tied weights, EMA dictionaries and hooks rely on.
 """
@@ -34,10 +35,8 @@ from lightning_zero.parameters.ownership import (
     Ownership,
     owner_of,
     ownership_of,
-    take,
 )
-from lightning_zero.plan import Home
-from lightning_zero.tensors import internals, lasting_tensors, properties
+from lightning_zero.tensors import internals, properties
 
 
 class Resting:
@@ -57,9 +56,7 @@ class Resting:
             owner_of(args[0]).write(args[0], args[1])
             return args[0]
         if func == properties.SET_DATA:
-            _touch(list(_used_in(args)))
-            owner_of(args[0]).replace(args[0], args[1])
-            return None
+            return _replace(args[0], args[1])
         return _touch_and_use(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
@@ -142,8 +139,7 @@ def _attribute(name: str, traced: Callable[[Any], Tensor]) -> property:
         return traced(self) if torch.compiler.is_compiling() else _view(self, func)
 
     def replace(self: Whole, data: Tensor) -> None:
-        parameter = cast(Parameter, self)
-        owner_of(parameter).replace(parameter, data)
+        _replace(cast(Parameter, self), data)
 
     return property(get, replace if name == "data" else None)
 
@@ -248,6 +244,12 @@ def _touch(used: Sequence[Parameter | View]) -> None:
             raise kept_too_long(one.ownership.name)
 
 
+def _replace(parameter: Parameter, data: Tensor) -> None:
+    """Let the owner keep ``data`` as the parameter's value; both are readable together."""
+    _touch(list(_used_in((parameter, data))))
+    owner_of(parameter).replace(parameter, data)
+
+
 def _used_in(value: Any) -> Iterator[Parameter | View]:
     """Yield the parameters in ``value`` that have an owner, and views of them."""
     if isinstance(value, (Resting, Whole, View)):
@@ -272,13 +274,16 @@ def _use(
         result = func(*args, **kwargs)
         if torch.compiler.is_compiling():
             return result
-        returning = [p for p in parameters if owner_of(p).gives_back(p)]
-        storages = {internals.storage_key(p): p for p in returning}
-        viewed = list(_lying_in(storages, result)) if returning else []
-        if True in [owner_of(p).own(p) for _, p in viewed]:  # they lie elsewhere now
+        storages = {internals.storage_key(p): p for p in parameters}
+        viewed = list(_lying_in(storages, result))
+        returning = {id(p) for _, p in viewed if owner_of(p).gives_back(p)}
+        # They lie elsewhere now?
+        if True in [owner_of(p).own(p) for _, p in viewed if id(p) in returning]:
             return _use(parameters, func, args, kwargs, hides=hides)
         for tensor, parameter in viewed:
-            _become_view(tensor, parameter, hides=hides)
+            ownership_of(parameter).views.add(tensor)
+            if id(parameter) in returning:
+                _become_view(tensor, parameter, hides=hides)
         return result
 
 
@@ -327,70 +332,6 @@ def _keep_address(parameter: Parameter) -> None:
     with internals.as_plain_tensors():
         # As for any array of numpy's, torch will no longer free the storage.
         torch.empty(0, dtype=torch.uint8).set_(parameter.untyped_storage()).numpy()
-
-
-# -- the classes -----------------------------------------------------------------------------------
-
-
-@functools.cache
-def _class(mixin: type, cls: type[Parameter]) -> type[Parameter]:
-    name = f"Resting{cls.__name__}" if mixin is Resting else cls.__name__
-    return cast("type[Parameter]", type(name, (mixin, cls), {}))
-
-
-class ParameterClasses:
-    """The classes that the parameters of one owner have by turns, made once for all steps.
-
-    Args:
-        named: The parameters, the owner's until :meth:`end`.
-        owner: Called at uses of the parameters. It is not kept alive.
-        home: Where the weights rest: the dtype and device of the placeholders.
-    """
-
-    def __init__(self, named: Sequence[tuple[str, Parameter]], owner: Owner, home: Home) -> None:
-        self._parameters = [parameter for _, parameter in named]
-        for parameter in self._parameters:
-            unguard(parameter)
-        self._ownerships = [take(parameter, owner, name) for name, parameter in named]
-        self._resting, self._whole = (
-            [_class(mixin, type(parameter)) for parameter in self._parameters]
-            for mixin in (Resting, Whole)
-        )
-        # One element that stands for any number: NaN where the dtype has one.
-        has_nan = home.dtype.is_floating_point or home.dtype.is_complex
-        value = float("nan") if has_nan else 0
-        with lasting_tensors():
-            one = torch.full((), value, dtype=home.dtype, device=home.device)
-            self._placeholders = [one.expand(p.shape) for p in self._parameters]
-
-    def rest(self) -> None:
-        """Point the parameters at placeholders, and send every use of them to the owner."""
-        with internals.as_plain_tensors():
-            for parameter, cls, data in zip(
-                self._parameters, self._resting, self._placeholders, strict=True
-            ):
-                properties.SET_DATA(parameter, data)
-                parameter.__class__ = cls
-
-    def show(self, views: Sequence[Tensor]) -> None:
-        """Point the parameters at ``views``, and let the owner know what gives them away."""
-        with internals.as_plain_tensors():
-            for parameter, cls, data in zip(self._parameters, self._whole, views, strict=True):
-                properties.SET_DATA(parameter, data)
-                parameter.__class__ = cls
-
-    def guard(self) -> None:
-        """Send every use of the parameters to the owner, their data staying what it is."""
-        for parameter, cls in zip(self._parameters, self._resting, strict=True):
-            parameter.__class__ = cls
-
-    def end(self) -> None:
-        """Let go of the parameters: readable ones are ordinary again, those at rest stay so."""
-        for ownership in self._ownerships:
-            ownership.end()
-        for parameter, cls in zip(self._parameters, self._whole, strict=True):
-            if type(parameter) is cls:
-                unguard(parameter)
 
 
 def unguard(parameter: Parameter) -> None:

@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_zero.parameters.living_views import LivingViews
 from lightning_zero.tensors import properties
 
 
@@ -78,13 +79,17 @@ class Ownership:
     Args:
         owner: Not kept alive.
         name: The parameter's qualified name.
+
+    Attributes:
+        views: The views of the parameter that live.
     """
 
-    __slots__ = ("_owner", "name")
+    __slots__ = ("_owner", "name", "views")
 
     def __init__(self, owner: Owner, name: str) -> None:
         self._owner: Callable[[], Owner | None] = weakref.ref(owner)
         self.name = name
+        self.views = LivingViews()
 
     @property
     def owner(self) -> Owner:

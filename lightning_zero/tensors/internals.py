@@ -31,6 +31,12 @@ without_modes = _python_dispatch._disable_current_modes
 without_torch_function = torch._C._disabled_torch_function_impl
 """The ``__torch_function__`` of a class that has none: half the cost of torch's default one."""
 
+hold: Callable[[Tensor], None] = Tensor._fix_weakref  # type: ignore[attr-defined]
+"""Holds a tensor that a weak reference gave, also one that only C++ held; as torch's own do."""
+
+num_uses: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
+"""Counts who holds a tensor, all of Python as one: more are its own views, or a graph."""
+
 make_wrapper = Tensor._make_wrapper_subclass
 """Makes a tensor without memory; the only way to one, and used by DTensor."""
 

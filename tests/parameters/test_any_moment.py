@@ -22,6 +22,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from lightning_zero import gathered
 from lightning_zero.engine.engine import Engine
 from lightning_zero.parameters import guards
+from lightning_zero.parameters.classes import ParameterClasses
 from lightning_zero.plan import Home, Placement
 from lightning_zero.plan.plan import RECIPES
 from lightning_zero.plan.settings import Settings
@@ -691,7 +692,7 @@ def test_every_method_that_returns_views_is_watched() -> None:
     parameter = Parameter(torch.ones(4, 4, 2))
     storage = parameter.untyped_storage().data_ptr()
     owner: Any = _GivesBack()
-    classes = guards.ParameterClasses(
+    classes = ParameterClasses(
         [("weight", parameter)],
         owner,
         Home(Placement.REPLICATED, parameter.dtype, parameter.device),

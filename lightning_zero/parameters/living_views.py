@@ -1,0 +1,88 @@
+"""The tensors over a parameter's memory that somebody holds, for when other data takes its place.
+
+``p.data = x`` gives a parameter other memory in plain torch, and who holds the former ``p.data``
+keeps the former value. A parameter on a flat buffer stays where it is, so its views have to go.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_zero.tensors import internals, lasting_tensors, properties
+
+
+class LivingViews:
+    """The views that were made of one parameter and still live."""
+
+    __slots__ = ("_refs",)
+
+    def __init__(self) -> None:
+        self._refs: dict[int, weakref.ref[Tensor]] = {}
+
+    def add(self, view: Tensor) -> None:
+        """Know ``view`` for as long as it lives."""
+        key, refs = id(view), self._refs
+        refs[key] = weakref.ref(view, lambda _: refs.pop(key, None))
+
+    def part(self, parameter: Parameter, elsewhere: Sequence[Tensor], name: str) -> None:
+        """Give the views a copy of what the parameter is now; they become ordinary tensors.
+
+        Those in other memory than the parameter's and ``elsewhere`` are snapshots already.
+
+        Args:
+            parameter: Readable, and dense.
+            elsewhere: The parameter's places in other buffers.
+            name: The parameter's qualified name.
+
+        Raises:
+            RuntimeError: A view shows more digits than the parameter does now, or is itself viewed
+                by what nobody knows.
+        """
+        living = [view for ref in [*self._refs.values()] if (view := ref()) is not None]
+        for view in living:
+            internals.hold(view)
+        with lasting_tensors(), internals.as_plain_tensors():
+            for place in (parameter, *elsewhere):
+                key = internals.storage_key(place)
+                lying = [view for view in living if internals.storage_key(view) == key]
+                if not lying:
+                    continue
+                if place.dtype.itemsize > parameter.dtype.itemsize:
+                    raise _unknown(name, "was taken between steps, where it had more digits")
+                plain = [view for view in lying if type(view) is Tensor]
+                if max(map(internals.num_uses, plain), default=1) > 1:
+                    raise _unknown(name, "has views of its own, or is saved for a backward pass")
+                flat = parameter.as_strided((parameter.numel(),), (1,))
+                copied = flat.to(place.dtype, copy=True)
+                for view in lying:
+                    _move(view, place, copied)
+
+
+def _move(view: Tensor, place: Tensor, copied: Tensor) -> None:
+    """Let ``view``, which lies in ``place``, lie in a copy of that."""
+    size = view.dtype.itemsize
+    start = view.storage_offset() * size - place.storage_offset() * place.dtype.itemsize
+    if not 0 <= start < copied.nbytes:
+        return  # of a neighbour in the buffer
+    before = view.untyped_storage()
+    moved = copied.new_empty(0, dtype=view.dtype)
+    moved.set_(copied.untyped_storage(), start // size, view.size(), view.stride())
+    moved = moved.conj() if view.is_conj() else moved
+    properties.SET_DATA(view, moved._neg_view() if view.is_neg() else moved)
+    if type(view) is not Tensor:
+        view.__class__ = Tensor
+        view.__dict__.clear()
+    if not before.resizable():
+        # An array of numpy's, made of the view, holds the view and by it the memory.
+        view.memory_of_arrays = before  # type: ignore[attr-defined]
+
+
+def _unknown(name: str, why: str) -> RuntimeError:
+    return RuntimeError(
+        f"The data of parameter {name!r} cannot be replaced: a view of it is kept that {why}. Keep"
+        " a copy: `p.data.clone()`"
+    )
