@@ -55,6 +55,23 @@ class _StandIn(Tensor):
     def whole(self) -> Tensor:
         """Return the whole gradient, an ordinary tensor."""
 
+    @property
+    def data(self) -> Tensor:
+        """The same gradient; assigned to, it has other values, and its dtype and shape."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        dtypes = (self.dtype, self.piece.dtype)
+        if (value.shape, value.device) != (self.shape, self.device) or value.dtype not in dtypes:
+            raise RuntimeError(
+                f"The gradient of parameter {self.piece.range.slot.name!r}, of shape"
+                f" {tuple(self.shape)}, {self.dtype} on {self.device}, cannot have data of shape"
+                f" {tuple(value.shape)}, {value.dtype} on {value.device}"
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
     def numpy(self, *, force: bool = False) -> Any:
         """Return the whole gradient as an array."""
         return self.whole().numpy(force=force)

@@ -16,7 +16,7 @@ from lightning_zero import full_grad, gathered, grad_norm
 from lightning_zero.engine.engine import Engine
 from lightning_zero.parameters.sharded_grad import ShardedGrad
 from lightning_zero.plan.settings import Settings
-from tests.oracle.projects import Regression, Run, assert_like_ddp, fit, rows, under_all
+from tests.oracle.projects import WIDTH, Regression, Run, assert_like_ddp, fit, rows, under_all
 from tests.oracle.ranks import Pools
 from tests.oracle.turns import STAGES
 
@@ -95,6 +95,8 @@ class _Operates(Noting):
         weights[0].grad *= mask
         weights[0].grad.add_(weights[1].grad, alpha=0.5).mul_(torch.tensor(0.5))
         weights[1].grad.data.clamp_(-0.01, 0.02)
+        weights[1].grad.data = weights[1].grad.data * mask + weights[0].grad.data
+        weights[2].grad.data = weights[1].grad.data.clone()
         weights[2].grad[2:4] = 0.0
         weights[2].grad[weights[2].grad > 0.1] = 0.1
         with gathered(self.head):
@@ -173,6 +175,9 @@ class _Refused(Noting):
             grad[2:].zero_()
         with pytest.raises(RuntimeError, match="add_ of a view"):
             grad.data.flatten()[3:][1:] += 1.0
+        for data in (torch.zeros(WIDTH), torch.zeros(WIDTH, WIDTH, dtype=torch.float64)):
+            with pytest.raises(RuntimeError, match=r"'head.weight', .* cannot have data of"):
+                grad.data = data
         before = grad.clone()
         grad.mul_(1.0)
         assert torch.equal(before, grad.clone())
@@ -328,4 +333,17 @@ def test_gradients_that_users_put_in_are_counted() -> None:
     assert [piece.reduced is None for piece in engine.sharded.pieces] == [False, False]
     # No piece shows a part of the shard any more, and it is gone.
     assert engine.sharded.memory()["gradients"] == model.weight.nbytes + model.bias.nbytes
+    engine.close()
+
+
+def test_data_of_a_gradient_that_is_not_sent() -> None:
+    model = nn.Linear(4, 3)
+    engine = Engine(model, Settings(stage=1))
+    engine.adopt(torch.optim.SGD(model.parameters(), 0.1))
+    with engine.no_sync():
+        model(torch.ones(2, 4)).sum().backward()
+    model.weight.grad.data = model.weight.grad.data * 2 + 1.0
+    assert model.weight.grad.tolist() == [[5.0] * 4] * 3
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.weight.grad.tolist() == [[7.0] * 4] * 3
     engine.close()
