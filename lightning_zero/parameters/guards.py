@@ -21,8 +21,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -105,6 +107,7 @@ def _ordinary(parameter: Parameter) -> Iterator[Parameter]:
         parameter.__class__ = cls
 
 
+_TORCH = os.path.dirname(torch.__file__)
 _HANDING_ON = {"torch.nn.modules.module", "torch.functional", "torch._tensor"}
 """The modules of torch that return to their caller what a parameter's methods return."""
 
@@ -113,12 +116,21 @@ def _view(whole: Whole, func: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     """Return what ``func`` makes of a readable parameter, to the caller of our caller."""
     if torch.compiler.is_compiling():
         return func(whole, *args, **kwargs)
-    caller = sys._getframe(2).f_globals.get("__name__") or "torch."
-    if caller.startswith("torch.") and caller not in _HANDING_ON:
+    if _is_of_torch(sys._getframe(2)):
         # Torch uses a view and lets go of it; its compiler, which calls this while compiled code
         # runs, wants a plain tensor.
         return func(whole, *args, **kwargs)
     return _use([cast(Parameter, whole)], func, (whole, *args), kwargs)
+
+
+def _is_of_torch(frame: FrameType) -> bool:
+    """Return whether code is torch's own and keeps no views."""
+    module = frame.f_globals.get("__name__")
+    if module is None:
+        # A compiled graph, or what torch's compiler writes around it; else what a user executes.
+        is_graph = isinstance(frame.f_locals.get("self"), torch.fx.GraphModule)
+        return is_graph or frame.f_code.co_filename.startswith(_TORCH)
+    return module.startswith("torch.") and module not in _HANDING_ON
 
 
 def _method(func: Callable[..., Any]) -> Callable[..., Any]:

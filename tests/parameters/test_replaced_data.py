@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -145,3 +146,16 @@ def test_what_cannot_keep_its_value_is_refused(ranks: Pools) -> None:
         assert "has views of its own" in first
         assert "'phase.bias' cannot be replaced" in second
         assert "between steps, where it had more digits" in third
+
+
+HALVE = compile("for p in parameters: p.data.mul_(0.5)", "<run>", "exec")
+
+
+def test_code_of_no_module_changes_data() -> None:
+    engine = Engine(Net(), Settings(stage=3, units={Block}))
+    for moment in (contextlib.nullcontext(), engine.step(awaits_backward=False)):
+        with moment:
+            exec(HALVE, {"parameters": engine.module.parameters()})
+    engine.close()
+    for halved, p in zip(engine.module.parameters(), Net().parameters(), strict=True):
+        assert torch.equal(halved, p / 4)
