@@ -18,6 +18,7 @@ from torch._dynamo.eval_frame import skip_code
 
 from lightning_zero.engine.unit import Unit
 from lightning_zero.optimizer import Removable
+from lightning_zero.parameters import guards
 
 
 class Hook:
@@ -114,8 +115,7 @@ class Hooks:
             parameter = unit.gradients.parameters[index]
             if parameter.requires_grad:
                 hook = functools.partial(self._on_grad, unit, index)
-                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                self.handles.append(handle)
+                self.handles.append(guards.hook_last(parameter, hook))
             else:
                 frozen.append(index)
         if frozen:

@@ -30,6 +30,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.parameters.ownership import (
     NoOwner,
@@ -156,6 +157,29 @@ def _attribute(name: str, traced: Callable[[Any], Tensor]) -> property:
     return property(get, replace if name == "data" else None)
 
 
+_REGISTER: Any = Tensor.register_post_accumulate_grad_hook
+
+
+def _hook_gradient(self: Resting | Whole, hook: Callable[..., Any]) -> RemovableHandle:
+    """Register a hook that finds a gradient before the owner takes that."""
+    parameter = cast(Parameter, self)
+    last = ownership_of(parameter).last_hook
+    with internals.as_plain_tensors():
+        handle: RemovableHandle = _REGISTER(parameter, hook)
+        if last is not None:
+            internals.put_last(last, parameter)
+    return handle
+
+
+def hook_last(parameter: Parameter, hook: Callable[..., Any]) -> RemovableHandle:
+    """Register the owner's hook for gradients, which is called behind all others'."""
+    handle = _hook_gradient(cast(Whole, parameter), hook)
+    ownership_of(parameter).last_hook = handle.id
+    return handle
+
+
+for _mixin in (Resting, Whole):
+    _mixin.register_post_accumulate_grad_hook = _hook_gradient  # type: ignore[union-attr]
 for _name, _func in properties.VIEWING.items():
     setattr(Whole, _name, _method(_func))
 for _name, _traced in properties.VIEWING_ATTRIBUTES.items():

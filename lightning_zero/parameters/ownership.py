@@ -82,14 +82,16 @@ class Ownership:
 
     Attributes:
         views: The views of the parameter that live.
+        last_hook: The ``id`` of the owner's hook, which takes gradients; ``None`` without one.
     """
 
-    __slots__ = ("_owner", "name", "views")
+    __slots__ = ("_owner", "last_hook", "name", "views")
 
     def __init__(self, owner: Owner, name: str) -> None:
         self._owner: Callable[[], Owner | None] = weakref.ref(owner)
         self.name = name
         self.views = LivingViews()
+        self.last_hook: int | None = None
 
     @property
     def owner(self) -> Owner:

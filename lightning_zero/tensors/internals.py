@@ -91,6 +91,13 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def put_last(hook: int, tensor: Tensor) -> None:
+    """Let a post-accumulate-grad hook, by its handle's ``id``, be called behind all others."""
+    hooks: Any = tensor._post_accumulate_grad_hooks
+    if hook in hooks:
+        hooks[hook] = hooks.pop(hook)
+
+
 def storage_key(tensor: Tensor) -> int:
     """Return the identity of a tensor's storage, also while it has no memory and so no address."""
     with as_plain_tensors():

@@ -110,6 +110,32 @@ class _Operates(Noting):
         self.note_norms()
 
 
+class _Hooked(Noting):
+    """Changes gradients as autograd finishes them, by hooks that come before and amid training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.bias.register_post_accumulate_grad_hook(self.double)
+
+    def double(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.notes.append(tuple(parameter.grad.shape))
+        parameter.grad.mul_(2.0)
+
+    def on_fit_start(self) -> None:
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(self.double)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1:
+            weight = self.net.blocks[1].linear.weight
+            self.handle = weight.register_post_accumulate_grad_hook(self.double)
+        if batch_idx == 2:
+            self.handle.remove()
+        return loss
+
+
 class _Drops(Noting):
     """Drops the gradients of every other step, by one of three ways."""
 
@@ -139,7 +165,7 @@ class _Unused(Noting):
         self.notes.append(dict(lightning_grad_norm(self, 2)))
 
 
-CASES = [_NotesNorms, _Reads, _ClipsByNorm, _ClipsByValue, _Operates, _Drops]
+CASES = [_NotesNorms, _Reads, _ClipsByNorm, _ClipsByValue, _Operates, _Hooked, _Drops]
 
 
 def _train(strategy: Any, case: type[Noting]) -> Run:
