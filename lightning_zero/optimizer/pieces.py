@@ -92,13 +92,27 @@ def take_state(
     replaced: Mapping[Piece, Parameter],
     part_of: Callable[[Mapping[str, Any], Piece], Mapping[str, Any] | None],
 ) -> None:
-    """Let the pieces have what ``part_of`` makes of the state of their parameters."""
+    """Let the pieces have what ``part_of`` makes of the state of their parameters.
+
+    Who made it with the dtype of weights that are copies knew of no other, and means the master's.
+    """
     for holder in with_inner(optimizer):
         for piece, parameter in replaced.items():
             if parameter in holder.state:
-                part = part_of(holder.state.pop(parameter), piece)
+                part = part_of(_as_of_master(holder.state.pop(parameter), piece), piece)
                 if part is not None:
                     holder.state[piece] = part
+
+
+def _as_of_master(state: Mapping[str, Any], piece: Piece) -> Mapping[str, Any]:
+    """Return a state with tensors of the master's dtype where they have the weight's."""
+    of_weight = piece.gradient.sharded.dtype
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(piece.dtype) if tensor.dtype is of_weight else tensor
+
+    is_same = of_weight is piece.dtype or not isinstance(state, Mapping)
+    return state if is_same else tree_map_only(Tensor, cast, {**state})  # type: ignore[no-any-return]
 
 
 def cut_state(state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:

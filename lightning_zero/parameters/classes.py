@@ -29,13 +29,20 @@ class ParameterClasses:
         named: The parameters, the owner's until :meth:`end`.
         owner: Called at uses of the parameters. It is not kept alive.
         home: Where the weights rest: the dtype and device of the placeholders.
+        dtype: The masters'.
     """
 
-    def __init__(self, named: Sequence[tuple[str, Parameter]], owner: Owner, home: Home) -> None:
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Parameter]],
+        owner: Owner,
+        home: Home,
+        dtype: torch.dtype,
+    ) -> None:
         self._parameters = [parameter for _, parameter in named]
         for parameter in self._parameters:
             unguard(parameter)
-        self._ownerships = [take(parameter, owner, name) for name, parameter in named]
+        self._ownerships = [take(parameter, owner, name, dtype) for name, parameter in named]
         self._resting, self._whole = (
             [_class(mixin, type(parameter)) for parameter in self._parameters]
             for mixin in (Resting, Whole)

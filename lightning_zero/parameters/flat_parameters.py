@@ -78,7 +78,7 @@ class FlatParameters:
         has_copies = plan.has_master or plan.gives_weights_back
         self.edits = Edits(self.parameters, self.weight, has_copies=has_copies)
         self.reducer = Reducer(self.pieces, self.store)
-        self.classes = ParameterClasses(named, owner, plan.weight)
+        self.classes = ParameterClasses(named, owner, plan.weight, plan.master.dtype)
         # This rank's part of weights in code that were edited since they were gathered.
         self._edited: Tensor | None = None
         self.show_whole()

@@ -60,6 +60,9 @@ class Resting:
             return args[0]
         if func == properties.SET_DATA:
             return _replace(args[0], args[1])
+        if func in properties.CREATING and isinstance(args[0], Resting):
+            # As from the masters, which are what code between steps sees.
+            kwargs = {"dtype": ownership_of(cast(Parameter, args[0])).dtype, **(kwargs or {})}
         return _touch_and_use(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -79,19 +80,21 @@ class Ownership:
     Args:
         owner: Not kept alive.
         name: The parameter's qualified name.
+        dtype: Its master's.
 
     Attributes:
         views: The views of the parameter that live.
         last_hook: The ``id`` of the owner's hook, which takes gradients; ``None`` without one.
     """
 
-    __slots__ = ("_owner", "last_hook", "name", "views")
+    __slots__ = ("_owner", "dtype", "last_hook", "name", "views")
 
-    def __init__(self, owner: Owner, name: str) -> None:
+    def __init__(self, owner: Owner, name: str, dtype: torch.dtype) -> None:
         self._owner: Callable[[], Owner | None] = weakref.ref(owner)
         self.name = name
         self.views = LivingViews()
         self.last_hook: int | None = None
+        self.dtype = dtype
 
     @property
     def owner(self) -> Owner:
@@ -108,14 +111,14 @@ _ownerships: dict[int, Ownership] = {}
 """The last ownership of each parameter that lives, by the parameter's ``id``."""
 
 
-def take(parameter: Parameter, owner: Owner, name: str) -> Ownership:
+def take(parameter: Parameter, owner: Owner, name: str, dtype: torch.dtype) -> Ownership:
     """Make ``parameter`` the owner's."""
     key = id(parameter)
     if key not in _ownerships:
         # A number means something only as long as its parameter lives. Torch's own dictionary with
         # weak keys asks more of every reshard than all the rest of it.
         weakref.finalize(parameter, _ownerships.pop, key, None)
-    _ownerships[key] = Ownership(owner, name)
+    _ownerships[key] = Ownership(owner, name, dtype)
     return _ownerships[key]
 
 

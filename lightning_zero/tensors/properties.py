@@ -3,6 +3,7 @@
 ========== ====================================================================================
 FACTS      say what a tensor is
 METADATA   all that can be done to a parameter of which there is a placeholder of another stride
+CREATING   those of them that make a tensor of the parameter's dtype, unless another is said
 HIDING     gives the memory to something whose changes raise no version
 POINTING   gives the memory's address to something that does not keep torch from freeing it
 VIEWING    methods and attributes that may return another tensor over the same memory
@@ -70,21 +71,16 @@ _METHODS = [
     "register_hook",
     "register_post_accumulate_grad_hook",
     "is_same_size",
-    "new_empty",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-    "new_tensor",
 ]
+_CREATING_METHODS = ["new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"]
 _FACT_FUNCTIONS = ["is_floating_point", "is_complex", "numel", "is_tensor"]
-_FUNCTIONS = [
+_CREATING_FUNCTIONS = [
     "empty_like",
     "zeros_like",
     "ones_like",
     "full_like",
     "rand_like",
     "randn_like",
-    "is_same_size",
 ]
 
 _VIEWING_METHODS = [
@@ -153,13 +149,18 @@ def _metadata() -> frozenset[Any]:
     return (FACTS - {Tensor.stride, Tensor.storage_offset}).union(
         [attribute.__set__ for attribute in attributes],
         [getattr(Tensor, name) for name in _METHODS],
-        [getattr(torch, name) for name in _FUNCTIONS],
+        [torch.is_same_size],
+        CREATING,
     )
 
 
 _DATA: Any = Tensor.data
 _CUDA_ARRAY: Any = Tensor.__cuda_array_interface__
 
+CREATING = frozenset(
+    [getattr(Tensor, name) for name in _CREATING_METHODS]
+    + [getattr(torch, name) for name in _CREATING_FUNCTIONS]
+)
 FACTS = _facts()
 METADATA = _metadata()
 GET_DATA, SET_DATA = _DATA.__get__, _DATA.__set__

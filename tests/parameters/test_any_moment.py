@@ -696,6 +696,7 @@ def test_every_method_that_returns_views_is_watched() -> None:
         [("weight", parameter)],
         owner,
         Home(Placement.REPLICATED, parameter.dtype, parameter.device),
+        parameter.dtype,
     )
     classes.show([parameter.data])
     watched, missed = set(), set()

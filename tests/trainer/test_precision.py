@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from lightning_zero import ZeROPrecision, ZeROStrategy
+from lightning_zero import MemoryMonitor, ZeROPrecision, ZeROStrategy
 from lightning_zero.optimizer.loss_scaler import LossScaler
 from tests.oracle.projects import (
     Regression,
@@ -168,6 +170,82 @@ def _kinds_of_state(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_weights_and_masters_have_the_dtypes_of_the_table(ranks: Pools, stage: int) -> None:
     ranks(2).run(_kinds_of_state, stage)
+
+
+class _Made(torch.optim.Optimizer):
+    """Makes its states with itself, in every way in which it can know the weights' dtype."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].update(
+                    sum=torch.full_like(p, 0.1),
+                    new=p.new_full(p.shape, 0.1),
+                    listed=[torch.zeros(p.shape, dtype=p.dtype)],
+                    own=torch.zeros_like(p, dtype=torch.float64),
+                )
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                for total in (state["sum"], state["new"], *state["listed"], state["own"]):
+                    total.add_(p.grad**2)
+                p.sub_(group["lr"] * p.grad / state["sum"].sqrt())
+        return loss
+
+
+def _adagrad(params: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(params, lr, initial_accumulator_value=0.1)
+
+
+class _Starts(Regression):
+    """Notes its states before the first step."""
+
+    def on_train_start(self) -> None:
+        (optimizer,) = self.trainer.optimizers
+        leaves = [(k, v) for s in optimizer.state.values() for k, v in s.items() if k != "step"]
+        tensors = [(k, t) for k, v in leaves for t in tree_leaves(v) if t.numel()]
+        self.notes = sorted({(k, str(t.dtype), float(t.max())) for k, t in tensors})
+
+
+def _made(strategy: Any, path: str, kind: Any, precision: str) -> Run:
+    module, monitor = _Starts(optimizer=kind), MemoryMonitor()
+    is_ours = isinstance(strategy, int)
+    trainer = make_trainer(
+        strategy, precision=precision, max_steps=8, callbacks=[monitor] if is_ours else []
+    )
+    trainer.fit(module, rows())
+    # Adagrad has counts of pieces without elements too.
+    assert kind is _adagrad or monitor.differences == []
+    trainer.save_checkpoint(f"{path}/{strategy}.ckpt")
+    trainer.strategy.barrier()
+    (saved,) = torch.load(f"{path}/{strategy}.ckpt")["optimizer_states"]
+    states = [[t for t in tree_leaves(s) if t.dim()] for s in saved["state"].values()]
+    run = Run.of(module, trainer)
+    run.notes = [module.notes, states, [str(t.dtype) for state in states for t in state]]
+    return run
+
+
+def _makers(path: str, precision: str) -> dict[Any, list[Run]]:
+    return under_all(lambda s: [_made(s, path, kind, precision) for kind in (_adagrad, _Made)])
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_states_made_in_a_constructor_are_those_of_ddp(
+    ranks: Pools, tmp_path: Path, precision: str
+) -> None:
+    runs = ranks(2).run(_makers, str(tmp_path), precision)
+    for number in range(2):
+        each = [{name: made[number] for name, made in of_rank.items()} for of_rank in runs]
+        assert_like_ddp(each, dtype=torch.bfloat16)
+        for run in each[0].values():
+            assert run.notes[0] == each[0]["ddp"].notes[0]
 
 
 def test_plugin_of_the_strategy_is_kept() -> None:
