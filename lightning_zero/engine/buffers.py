@@ -8,6 +8,35 @@ from torch import Tensor, nn
 from lightning_zero.comm import Communicator
 
 
+class BufferSync:
+    """The broadcasts of buffers before forwards: those that DDP would make.
+
+    DDP sends none behind a forward of which no gradients are to be sent: within `no_sync`, without
+    gradients, and under manual optimization, where Lightning lets its forwards await no backward.
+
+    Attributes:
+        is_due: Whether the next forward sends them.
+    """
+
+    def __init__(self, module: nn.Module, comm: Communicator, *, is_on: bool) -> None:
+        self._module, self._comm, self._is_on = module, comm, is_on
+        self.is_due = True
+        # Whether a forward runs that is one of DDP's, and not a call of a part of the module.
+        self._is_counted = False
+
+    def begin(self) -> None:
+        """Begin a forward; all ranks call it."""
+        self._is_counted = True
+        if self._is_on and self.is_due:
+            broadcast_buffers(self._module, self._comm)
+
+    def end(self, *, sends: bool) -> None:
+        """End a forward, one of DDP's or another; ``sends`` if its gradients are to be sent."""
+        if self._is_counted:
+            self.is_due = sends
+        self._is_counted = False
+
+
 @torch.no_grad()
 def broadcast_buffers(module: nn.Module, comm: Communicator) -> None:
     """Overwrite the module's buffers with rank 0's, one message per dtype, as DDP does."""

@@ -133,7 +133,11 @@ class Engine:
             raise
         if not awaits_backward:
             self._step.keeps_graph = False
-        self._forward.leave(outputs if awaits_backward else None)
+        self._forward.leave(outputs, awaits_backward=awaits_backward)
+
+    def prepare_backward(self) -> None:
+        """Note a backward pass under manual optimization, of which DDP's forwards know nothing."""
+        self._forward.buffers.is_due = self._forward.sends
 
     def stepping_early(self) -> contextlib.AbstractContextManager[None]:
         """Enter a context for a backward pass behind which nobody changes or reads anything.

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_zero.engine.backward import Backward
 from lightning_zero.engine.backward_events import with_grad
-from lightning_zero.engine.buffers import broadcast_buffers
+from lightning_zero.engine.buffers import BufferSync
 from lightning_zero.engine.join import Join
 from lightning_zero.engine.module_hook import Hook, Hooks
 from lightning_zero.engine.order_check import OrderCheck
@@ -28,6 +28,7 @@ class Forward:
 
     Attributes:
         order_check: The comparison with other ranks that the last forward has left under way.
+        buffers: The broadcasts of buffers.
     """
 
     def __init__(
@@ -48,8 +49,9 @@ class Forward:
         self.order_check = OrderCheck(sharded)
         # Whether a call of the module itself runs that entered the step, so that it must leave.
         self._is_called = False
-        # Whether gradients were sent since the last forward, as DDP counts its broadcasts.
-        self._is_synced = True
+        self.buffers = BufferSync(
+            sharded.module, sharded.comm, is_on=sharded.settings.broadcast_buffers
+        )
 
     def hook_modules(self) -> None:
         """Hook the modules of all units, and the children whose weights the root holds."""
@@ -99,20 +101,25 @@ class Forward:
             if unit.is_inlined:
                 unit.weights.wait()
         root.weights.wait()
-        if broadcasts and not self._join.is_open and self._sharded.settings.broadcast_buffers:
-            is_due, self._is_synced = self._is_synced, self._backward.syncs
-            if is_due:
-                broadcast_buffers(self._sharded.module, self._sharded.comm)
+        if broadcasts and not self._join.is_open:
+            self.buffers.begin()
 
-    def leave(self, outputs: Any) -> None:
+    def leave(self, outputs: Any, *, awaits_backward: bool = True) -> None:
         """Come out of a forward; behind the outermost, await a backward from its ``outputs``."""
+        outputs = outputs if awaits_backward else None
         if self._step.leave():
+            self.buffers.end(sends=awaits_backward and self.sends)
             self._end(outputs)
         elif self._sharded.root.weights.gives_back and not internals.in_backward():
             # The user may keep it until the step has ended, or the run.
             tracked = with_grad(outputs) if torch.is_grad_enabled() else []
             if tracked:
                 self._backward.unshard_before(tracked)
+
+    @property
+    def sends(self) -> bool:
+        """Return whether a forward or backward pass that runs now has gradients to be sent."""
+        return torch.is_grad_enabled() and self._backward.syncs
 
     def _end(self, outputs: Any) -> None:
         tracked = with_grad(outputs) if torch.is_grad_enabled() else []
@@ -147,7 +154,7 @@ class Forward:
         """Go into a call of the module, or of a child whose weights the root holds."""
         # What DDP does for a call of the module itself, it does not for one of a child in a hook.
         is_root = module is self._sharded.module
-        self.enter(broadcasts=is_root)
+        self.enter(broadcasts=is_root and self._sharded.settings.broadcast_in_calls)
         self._is_called |= is_root
 
     def after_root(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -170,7 +177,7 @@ class Forward:
         if is_recompute:
             self._backward.begin()
         elif self._step.enter():
-            self._begin(broadcasts=True)
+            self._begin(broadcasts=False)
         is_tracked = torch.is_grad_enabled()
         arguments = [*args, *kwargs.values()] if is_tracked else ()
         unit.calls.begin(arguments, self._backward.events)

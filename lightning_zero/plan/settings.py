@@ -23,7 +23,11 @@ from lightning_zero.plan.units import MIN_NUMEL, UnitPolicy
 
 @dataclass(frozen=True)
 class Settings:
-    """The user's settings of the engine; ``ZeROStrategy`` documents each of them."""
+    """The user's settings of the engine; ``ZeROStrategy`` documents each of them.
+
+    Under a Trainer its steps are forwards of DDP's, and calls of the module in hooks are not: they
+    do not ``broadcast_in_calls``.
+    """
 
     stage: int = 3
     recipe: Recipe = RECIPES["32-true"]
@@ -35,6 +39,7 @@ class Settings:
     min_num_params: int = MIN_NUMEL
     accumulate: str | None = None
     broadcast_buffers: bool = True
+    broadcast_in_calls: bool = True
     shard: int | str = "all"
     backward_shard: int | str | None = None
     gather_bits: int | None = None

@@ -65,6 +65,8 @@ class SteppingStrategy(RankStrategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         assert self.engine is not None
+        if not self._module.automatic_optimization:
+            self.engine.prepare_backward()
         context: AbstractContextManager[None] = nullcontext()
         if self.engine.sharded.settings.step_in_backward:
             obstacle = obstacle_to_early_steps(self._module.trainer)

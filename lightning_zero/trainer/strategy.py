@@ -292,6 +292,7 @@ class ZeROStrategy(SavingStrategy):
             recipe=self.precision_plugin.recipe,
             device=self.root_device,
             broadcast_buffers=self.settings.broadcast_buffers and is_fitting,
+            broadcast_in_calls=False,
             offload_path=self.settings.offload_path or module.trainer.default_root_dir,
         )
         run = self._current

@@ -73,6 +73,65 @@ def test_buffers_while_accumulating(ranks: Pools) -> None:
     assert_like_ddp(ranks(2).run(_train, accumulate_grad_batches=2), ulps=256)
 
 
+class Drifting(WithBuffers):
+    """A buffer that each rank changes its own way in every forward, also in those of a hook."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += self.global_rank + 1
+        return super().forward(x + 0.01 * self.count[0])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx in (1, 2):
+            with torch.no_grad():
+                self(batch[0])
+
+
+class Manual(Drifting):
+    """Sends gradients or not, within a step and behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        with optimizer.toggle_model(sync_grad=batch_idx != 0):
+            self.manual_backward(self.loss(batch))
+        if batch_idx:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if batch_idx == 2:
+            self.manual_backward(self.loss(batch))
+            self.zero_grad()
+
+
+def _drift(case: type[WithBuffers], **options: Any) -> dict[Any, Run]:
+    def train(strategy: Any) -> Run:
+        module = case()
+        data = rows(64, batch_size=8), rows(16, batch_size=4, seed=1)
+        run = fit(module, strategy, max_epochs=2, data=data, val_check_interval=2, **options)
+        run.notes = module.seen
+        return run
+
+    return {name: train(name) for name in ("ddp", *STAGES)}
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [(Drifting, {}), (Drifting, {"accumulate_grad_batches": 2}), (Manual, {})],
+)
+def test_buffers_are_sent_before_the_forwards_of_ddp(
+    ranks: Pools, case: type[WithBuffers], options: Any
+) -> None:
+    """Validations come between batches, and change buffers too."""
+    runs = ranks(2).run(_drift, case, **options)
+    assert_like_ddp(runs, ulps=256)
+    assert runs[0]["ddp"].notes != runs[1]["ddp"].notes
+
+
 class _Spare(Regression):
     """Has a batch norm that is not called: torch synchronizes none on CPU."""
 
