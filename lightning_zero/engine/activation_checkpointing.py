@@ -1,13 +1,18 @@
 """Activation checkpointing: activations are dropped after forward and computed again in backward.
 
+A module is computed again with the tensors that it held in its forward: `torch.func.functional_call`
+lends it others for that time only.
+
 Chen et al., *Training Deep Nets with Sublinear Memory Cost*, 2016.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from operator import is_
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,7 +29,7 @@ class ActivationCheckpointing(Replacements):
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         super().__init__()
         for module in modules:
-            self.wrap(module, "forward", _checkpointed)
+            self.wrap(module, "forward", _checkpointed, module)
 
     @classmethod
     def chosen(
@@ -48,5 +53,37 @@ class ActivationCheckpointing(Replacements):
         return cls(found)
 
 
-def _checkpointed(forward: Any, *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+def _checkpointed(forward: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    run = forward if torch.compiler.is_compiling() else _with_held(module, forward)
+    return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+
+def _with_held(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``forward`` with the parameters and buffers that a module holds now."""
+    held = [named for child in module.modules() for named in (child._parameters, child._buffers)]
+    then = [{**named} for named in held]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if all(map(_are_same, held, then)):
+            return forward(*args, **kwargs)
+        now = [{**named} for named in held]
+        _hold(held, then)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            _hold(held, now)
+
+    return run
+
+
+_Named = dict[str, Any]
+
+
+def _are_same(named: _Named, others: _Named) -> bool:
+    return named.keys() == others.keys() and all(map(is_, named.values(), others.values()))
+
+
+def _hold(held: Sequence[_Named], others: Sequence[_Named]) -> None:
+    for named, tensors in zip(held, others, strict=True):
+        named.clear()
+        named.update(tensors)
