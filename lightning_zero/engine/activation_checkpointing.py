@@ -1,7 +1,7 @@
 """Activation checkpointing: activations are dropped after forward and computed again in backward.
 
-A module is computed again with the tensors that it held in its forward: `torch.func.functional_call`
-lends it others for that time only.
+A module is computed again with the tensors of its forward, also those that `functional_call` of
+`torch.func` lent it for that time only.
 
 Chen et al., *Training Deep Nets with Sublinear Memory Cost*, 2016.
 """

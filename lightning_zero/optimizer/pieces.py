@@ -112,7 +112,7 @@ def _as_of_master(state: Mapping[str, Any], piece: Piece) -> Mapping[str, Any]:
         return tensor.to(piece.dtype) if tensor.dtype is of_weight else tensor
 
     is_same = of_weight is piece.dtype or not isinstance(state, Mapping)
-    return state if is_same else tree_map_only(Tensor, cast, {**state})  # type: ignore[no-any-return]
+    return state if is_same else tree_map_only(Tensor, cast, {**state})
 
 
 def cut_state(state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:

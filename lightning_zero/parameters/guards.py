@@ -63,6 +63,8 @@ class Resting:
         if func in properties.CREATING and isinstance(args[0], Resting):
             # As from the masters, which are what code between steps sees.
             kwargs = {"dtype": ownership_of(cast(Parameter, args[0])).dtype, **(kwargs or {})}
+        if func is Tensor.detach:
+            _refuse_parameter_of(args[0], sys._getframe(1))
         return _touch_and_use(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
@@ -111,6 +113,17 @@ def _ordinary(parameter: Parameter) -> Iterator[Parameter]:
         parameter.__class__ = cls
 
 
+def _refuse_parameter_of(data: Any, caller: FrameType) -> None:
+    """Raise if a ``Parameter`` is made of ``data``: it would be trained by nobody."""
+    if isinstance(data, Parameter) and caller.f_globals.get("__name__") == "torch.nn.parameter":
+        raise RuntimeError(
+            f"Parameter {ownership_of(data).name!r} is being trained, and another Parameter over"
+            " its memory would be trained by nobody. Parametrize a module (`weight_norm`) before"
+            " `fit`, in `__init__` or `configure_model`, or make the Parameter of a copy:"
+            " `p.detach().clone()`"
+        )
+
+
 _TORCH = os.path.dirname(torch.__file__)
 _HANDING_ON = {"torch.nn.modules.module", "torch.functional", "torch._tensor"}
 """The modules of torch that return to their caller what a parameter's methods return."""
@@ -120,7 +133,9 @@ def _view(whole: Whole, func: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     """Return what ``func`` makes of a readable parameter, to the caller of our caller."""
     if torch.compiler.is_compiling():
         return func(whole, *args, **kwargs)
-    if _is_of_torch(sys._getframe(2)):
+    frame = sys._getframe(2)
+    _refuse_parameter_of(whole, frame)
+    if _is_of_torch(frame):
         # Torch uses a view and lets go of it; its compiler, which calls this while compiled code
         # runs, wants a plain tensor.
         return func(whole, *args, **kwargs)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.oracle.projects import (
     Regression,
@@ -63,6 +63,30 @@ class ForeachEMA(EMA):
         torch._foreach_lerp_(
             list(self.average.values()), [p.data for p in pl_module.parameters()], 0.3
         )
+
+
+class Parametrized(Noted):
+    """Makes parameters of those that are trained, amid the training."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for make in (nn.utils.parametrizations.weight_norm, lambda m: nn.Parameter(m.weight)):
+            for module in (self.net.blocks[1].linear, self.head):
+                with pytest.raises(RuntimeError, match=r"Parametrize a module .* before `fit`"):
+                    make(module)
+                self.notes.append(type(module))
+
+
+def _parametrize() -> list[Any]:
+    notes = []
+    for stage in (1, 3):
+        module = Parametrized()
+        fit(module, stage, max_steps=2)
+        notes.append(len(module.notes))
+    return notes
+
+
+def test_parameters_made_of_those_that_are_trained_are_refused(ranks: Pools) -> None:
+    assert ranks(2).run(_parametrize) == [[8, 8]] * 2
 
 
 def _edit(parameter: Tensor, how: int) -> None:
