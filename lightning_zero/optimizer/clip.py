@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_zero.comm import Communicator
 from lightning_zero.parameters import Piece, stack_on
+from lightning_zero.tensors import internals
 
 
 def grads_of(pieces: Sequence[Piece]) -> list[dict[int, Tensor]]:
@@ -43,8 +44,9 @@ def total_norm(pieces: Sequence[Piece], comm: Communicator, norm_type: float = 2
         A 0-d tensor, fp32 (fp64 if any master is), the same on every rank.
     """
     dtype = torch.float32
-    for piece in pieces:
-        dtype = torch.promote_types(dtype, piece.dtype.to_real())
+    with internals.as_plain_tensors():
+        for piece in pieces:
+            dtype = torch.promote_types(dtype, piece.dtype.to_real())
     found: dict[int, Tensor] = {}
     for grads in grads_of(pieces):
         real = [grad.abs() if grad.is_complex() else grad for grad in grads.values()]

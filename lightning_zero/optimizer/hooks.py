@@ -121,6 +121,7 @@ class OptimizerHooks:
         if self._step is not None:
             self._step.take(self._pieces)
         pieces.take_state(optimizer, replaced, self._part_of)
+        unsettle(self._pieces)
 
     def _check_still_holds(self, optimizer: Optimizer) -> None:
         way = self._probe(optimizer).way
@@ -209,9 +210,9 @@ class OptimizerHooks:
         if not self._is_begun:
             return
         self._is_begun = False
-        unsettle(self._pieces)
         if self._step is not None:
             self._step.end()
+        unsettle(self._pieces)
         self._after(self._pieces)
 
     def change(self, optimizer: Optimizer, method: Callable[..., Any], *args: Any) -> Any:

@@ -65,19 +65,6 @@ def averages(pieces: Sequence[Piece]) -> list[Tensor | None]:
         return list(map(_GRAD.__get__, pieces))
 
 
-def settle(pieces: Sequence[Piece]) -> None:
-    """Follow what users made of the gradients, once for the many times that a step reads them."""
-    averages(pieces)
-    for piece in pieces:
-        piece.gradient.is_settled = True
-
-
-def unsettle(pieces: Iterable[Piece]) -> None:
-    """Look at the parameter again whenever a piece's gradient is read: a step has ended."""
-    for piece in pieces:
-        piece.gradient.is_settled = False
-
-
 class GradientView:
     """The gradient of one parameter as its module shows it.
 
@@ -112,10 +99,10 @@ class GradientView:
         self.is_of_copy = is_of_copy
         with internals.as_plain_tensors():
             _GRAD.__set__(self.piece.parameter, self.sharded)
+            # An optimizer that saw a gradient of no elements would make a state for it.
+            if reduced is not None and reduced.numel():
+                _GRAD.__set__(self.piece, reduced)
         self.state, self.shown = GradState.SHARDED, self.sharded
-        # An optimizer that saw a gradient of no elements would make a state for it.
-        if reduced is not None and reduced.numel():
-            _GRAD.__set__(self.piece, reduced)
 
     def show_unsynced(self, held: Tensor) -> None:
         """Show the gradient ``held``, which is this rank's own."""
@@ -158,8 +145,8 @@ class GradientView:
         with internals.as_plain_tensors():
             if _GRAD.__get__(self.piece.parameter) is self.shown:
                 _GRAD.__set__(self.piece.parameter, None)
+            _GRAD.__set__(self.piece, None)
         self.state, self.shown = GradState.NONE, None
-        _GRAD.__set__(self.piece, None)
 
     def follow(self) -> None:
         """Repeat what the user did: dropped the parameter's gradient, or put another there."""

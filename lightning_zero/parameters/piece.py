@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils._pytree import tree_map_only
 
-from lightning_zero.parameters.grad_view import GradientView
+from lightning_zero.parameters.grad_view import GradientView, GradState, averages
+from lightning_zero.parameters.guards import Resting
 from lightning_zero.parameters.shards import Shard
 from lightning_zero.plan import Slot
-from lightning_zero.tensors import internals, lasting_tensors
+from lightning_zero.tensors import internals, lasting_tensors, properties
 
 _GRAD: Any = Tensor.grad
 
@@ -31,6 +35,11 @@ class PieceRange:
     start: int
     stop: int
     in_shard: slice
+
+    @property
+    def numel(self) -> int:
+        """The number of its elements."""
+        return self.stop - self.start
 
     def part_of(self, whole: Tensor) -> Tensor:
         """Return the elements ``[n]`` of ``whole``, of the parameter's shape, in this range.
@@ -119,6 +128,11 @@ class Piece(Parameter):
         _GRAD.__set__(self, value)
 
     @property
+    def part(self) -> Tensor:
+        """This rank's part of the master, whether an optimizer steps or not."""
+        return self.detach()
+
+    @property
     def reduced(self) -> Tensor | None:
         """This rank's part of the averaged gradient, when it has landed."""
         view = self.gradient
@@ -128,17 +142,88 @@ class Piece(Parameter):
                     view.follow()
         if (landing := view.landing) is not None:  # read once: another thread may end it
             landing()
-        return _GRAD.__get__(self)  # type: ignore[no-any-return]
+        with internals.as_plain_tensors():
+            return _GRAD.__get__(self)  # type: ignore[no-any-return]
 
     @reduced.setter
     def reduced(self, value: Tensor | None) -> None:
-        _GRAD.__set__(self, value)
+        with internals.as_plain_tensors():
+            _GRAD.__set__(self, value)
 
     @property
     def kept(self) -> Tensor | None:
         """The value of :attr:`reduced` when it was last read; its memory is there until then."""
-        return _GRAD.__get__(self)  # type: ignore[no-any-return]
+        with internals.as_plain_tensors():
+            return _GRAD.__get__(self)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:  # type: ignore[override]
         shape, of = tuple(self.parameter.shape), self.range
         return f"Piece [{of.start}:{of.stop}] of a parameter of shape {shape}, {self.dtype}"
+
+
+class PieceAtRest(Piece):
+    """A piece outside of its optimizer's step, where to all code but ours it is the parameter.
+
+    What goes through ``param_groups`` there means whole parameters, and would else get another
+    norm on each rank, and change masters that whole weights do not follow.
+    """
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The parameter's own: averaged, and of its shape."""
+        with internals.as_plain_tensors():
+            shown = _GRAD.__get__(self.parameter)
+        # Amid a backward pass, or behind one that was interrupted, what earlier ones have left.
+        is_hidden = shown is None and self.gradient.state is GradState.HIDDEN
+        return self.gradient.sharded if is_hidden else shown
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        with internals.as_plain_tensors():
+            _GRAD.__set__(self.parameter, value)
+            if value is None:
+                _GRAD.__set__(self, None)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Let the package see the piece, all others the parameter; both have the master's dtype."""
+        if func in properties.KINDS or internals.is_called_by(_PACKAGE):
+            with internals.as_plain_tensors():
+                return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map_only(PieceAtRest, attrgetter("parameter"), (args, kwargs or {}))
+        return Resting.__torch_function__(func, types, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with internals.as_plain_tensors():
+            return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with internals.as_plain_tensors():
+            return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+_PACKAGE = __name__.partition(".")[0]
+
+
+def settle(pieces: Sequence[Piece]) -> None:
+    """Let an optimizer that steps find pieces, whose gradients nobody else changes meanwhile.
+
+    What users made of the gradients is followed once for the many times that a step reads them.
+    """
+    averages(pieces)
+    for piece in pieces:
+        piece.__class__ = Piece
+        piece.gradient.is_settled = True
+
+
+def unsettle(pieces: Iterable[Piece]) -> None:
+    """Let pieces be the parameters to other code again: a step has ended."""
+    for piece in pieces:
+        piece.__class__ = PieceAtRest
+        piece.gradient.is_settled = False

@@ -37,6 +37,7 @@ _aten = torch.ops.aten
 _ALIASES = {_aten.detach.default, _aten.alias.default, _aten.detach_.default}
 _WRITES = {_aten.copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default}
 """Element-wise changes that torch does not tag as such."""
+_UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
 _NORM = f"{SyncPoint.GRADIENT.value}: its norm"
 
 
@@ -132,6 +133,8 @@ class ShardedGrad(_StandIn):
             return _norm_of_each(args[0], _order(args, kwargs), kwargs.get("dtype"))
         if _changes_elements(func, name):
             return _change(func, args, kwargs)
+        if func is _UNSCALE:
+            return _unscale(*args)
         if func._schema.is_mutable and _holds_one(args[0]):
             raise _cannot_change(name)
         args, kwargs = tree_map_only(ShardedGrad, ShardedGrad.whole, (args, kwargs))
@@ -353,6 +356,18 @@ def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     matched_kwargs = {key: _matching(value, targets) for key, value in kwargs.items()}
     func(targets.part_to_change(), *matched, **matched_kwargs)
     return targets
+
+
+def _unscale(grads: Sequence[Tensor], found_inf: Tensor, factor: Tensor) -> None:
+    """Do what ``torch.amp.GradScaler`` does; all ranks note what any has found."""
+    parts = [one.part_to_change() if isinstance(one, ShardedGrad) else one for one in grads]
+    for numbers in _by_memory(grads):
+        device = parts[numbers[0]].device
+        found = found_inf.to(device)
+        _UNSCALE([parts[number] for number in numbers], found, factor.to(device))
+        found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
+    comm = next(one.comm for one in grads if isinstance(one, ShardedGrad))
+    comm.control.max(found_inf, f"{SyncPoint.GRADIENT.value}: whether it is finite")
 
 
 def _by_memory(tensors: Sequence[Any]) -> list[list[int]]:

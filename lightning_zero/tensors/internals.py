@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from inspect import isabstract
@@ -84,6 +85,14 @@ def compile_lock() -> AbstractContextManager[Any]:
     lock = _lock_of_compiler()
     assert lock is not None, "has_compile_lock was not asked"
     return lock
+
+
+def is_called_by(package: str) -> bool:
+    """Return whether the next caller of a caller of this that is not torch is of ``package``."""
+    frame: Any = sys._getframe(2)
+    while (name := frame.f_globals.get("__name__", "").partition(".")[0]) == "torch":
+        frame = frame.f_back
+    return bool(name == package)
 
 
 def in_backward() -> bool:

@@ -1,6 +1,7 @@
 """The functions of torch by what they need of a tensor's memory.
 
 ========== ====================================================================================
+KINDS      say what a tensor is made of, but not how much of it there is
 FACTS      say what a tensor is
 METADATA   all that can be done to a parameter of which there is a placeholder of another stride
 CREATING   those of them that make a tensor of the parameter's dtype, unless another is said
@@ -50,6 +51,8 @@ _READABLE_ATTRIBUTES = [
     "_backward_hooks",
     "_post_accumulate_grad_hooks",
 ]
+_KIND_ATTRIBUTES = ("dtype", "device", "layout", "itemsize", "is_cuda", "is_cpu", "is_meta")
+_KIND_METHODS = ("element_size", "is_floating_point", "is_complex", "get_device", "__hash__")
 _WRITABLE_ATTRIBUTES = ("requires_grad", "grad", "grad_dtype", "names", "_backward_hooks")
 _FACT_METHODS = [
     "size",
@@ -160,6 +163,11 @@ _CUDA_ARRAY: Any = Tensor.__cuda_array_interface__
 CREATING = frozenset(
     [getattr(Tensor, name) for name in _CREATING_METHODS]
     + [getattr(torch, name) for name in _CREATING_FUNCTIONS]
+)
+KINDS = frozenset(
+    [getattr(Tensor, name).__get__ for name in _KIND_ATTRIBUTES]
+    + [getattr(Tensor, name) for name in _KIND_METHODS]
+    + [torch.is_floating_point, torch.is_complex]
 )
 FACTS = _facts()
 METADATA = _metadata()

@@ -66,7 +66,7 @@ def planned(engine: Engine) -> Kinds:
     for unit in engine.sharded.units:
         for flat in unit.flat_parameters:
             terms = flat.plan.resting_bytes(flat.layout.numel, world, trainable=flat.trainable)
-            sizes = [piece.numel() for piece in flat.pieces if piece.numel()]
+            sizes = [piece.range.numel for piece in flat.pieces if piece.range.numel]
             if not sizes:
                 # Only padding falls to this rank: no piece keeps a part of the shard.
                 terms["gradients"] = 0

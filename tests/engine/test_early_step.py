@@ -90,7 +90,7 @@ def test_files_are_read_while_units_go_backward(tmp_path: Path) -> None:
 def change_gradient(run: Run) -> None:
     run.engine.sharded.pieces[-1].parameter.grad.mul_(2)  # type: ignore[union-attr]
     for piece in run.engine.sharded.pieces:
-        piece.grad.mul_(0.5)  # type: ignore[union-attr]
+        piece.reduced.mul_(0.5)  # type: ignore[union-attr]
 
 
 def drop_gradient(run: Run) -> None:

@@ -164,7 +164,7 @@ def interrupted(folder: str, medium: str) -> None:
             with threads_of_steps() as found, pytest.raises(KeyboardInterrupt):
                 run.step(1)
             run.engine.reset()
-            masters = [piece.detach().clone() for piece in run.engine.sharded.pieces]
+            masters = [piece.part.clone() for piece in run.engine.sharded.pieces]
             num_steps = found[THREAD]
             with pytest.raises(RuntimeError, match="ended half-way"):
                 require_whole_steps([run.optimizer])
@@ -176,7 +176,7 @@ def interrupted(folder: str, medium: str) -> None:
             # Nothing is stepped when the others land.
             assert found[THREAD] == num_steps
             pairs = zip(masters, run.engine.sharded.pieces, strict=True)
-            assert all(torch.equal(before, piece) for before, piece in pairs)
+            assert all(torch.equal(before, piece.part) for before, piece in pairs)
 
 
 @pytest.mark.parametrize("medium", ["cpu", "nvme"])
@@ -188,7 +188,7 @@ def test_an_interrupt_amid_the_pass_ends_the_thread(
 
 def halve(run: Run) -> None:
     for piece in run.engine.sharded.pieces:
-        piece.grad.mul_(0.5)  # type: ignore[union-attr]
+        piece.reduced.mul_(0.5)  # type: ignore[union-attr]
 
 
 def go_again(run: Run) -> None:
@@ -236,12 +236,12 @@ def test_who_reads_a_gradient_amid_the_pass_waits_until_it_has_landed(tmp_path: 
         def read(where: str) -> None:
             piece = run.engine.sharded.piece(weight(run, 3))
             assert piece is not None
-            assert piece.grad is not None
-            found[where] = piece.grad.clone()
+            assert piece.reduced is not None
+            found[where] = piece.reduced.clone()
             whole = run.engine.sharded.full_grad(weight(run, 3))
             assert whole is not None
             assert torch.equal(whole.flatten(), found[where])
-            piece.grad.mul_(0.5)
+            piece.reduced.mul_(0.5)
 
         def read_early(_: Tensor) -> None:
             timer = threading.Timer(0.1, stream.gate.set)

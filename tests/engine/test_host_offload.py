@@ -130,14 +130,14 @@ def near_the_ratio(
 ) -> None:
     """Masters, states and gradients are divided alike, by whole pieces, as near as these allow."""
     pieces = engine.sharded.pieces
-    largest = max(piece.nbytes for piece in pieces)
+    largest = max(piece.part.nbytes for piece in pieces)
     kind = "weights" if engine.sharded.settings.stage == 3 else "master"
     away, here = held[f"{where} {kind}"], held[kind]
     padded = 64 * 4
     assert abs(away - ratio * (away + here)) <= largest / 2 + padded
     staying = [piece for piece in pieces if piece.stays]
     assert 0 < len(staying) < len(pieces)
-    momenta = [optimizer.state[piece]["momentum_buffer"] for piece in staying if piece.numel()]
+    momenta = [optimizer.state[piece]["momentum_buffer"] for piece in staying if piece.range.numel]
     assert held["states"] == sum(state.nbytes for state in momenta)
     assert held["gradients"] == held["host gradients"] == 0
 
@@ -215,7 +215,7 @@ def test_gradients_lie_where_others_did_unless_somebody_holds_them() -> None:
                     case.loss(engine.module, case.batch(4, MICRO * step + micro)).backward()
                 optimizer.step()
                 if step == 1:
-                    kept, values = first.grad, first.grad.clone()
+                    kept, values = first.reduced, first.reduced.clone()
                 optimizer.zero_grad()
                 made.append(allocate.call_count)
     # One more shard where that of the kept gradient lay.
@@ -250,7 +250,7 @@ def unfrozen(stage: int, folder: str) -> None:
         held = engine.sharded.memory()
         own = [piece for flat in engine.sharded.units[0].flat_parameters for piece in flat.pieces]
         if settings:
-            assert held["states"] == sum(piece.nbytes for piece in own)
+            assert held["states"] == sum(piece.part.nbytes for piece in own)
         engine.close()
         return dict(module.state_dict())
 

@@ -153,7 +153,7 @@ def held(folder: str, stage: int, precision: str) -> tuple[dict[str, int], dict[
     flats = engine.sharded.flats
     found = list(states(optimizer))
     assert all(group["fused"] is None for group in optimizer.param_groups)
-    assert len(found) == 2 * sum(piece.numel() > 0 for piece in engine.sharded.pieces)
+    assert len(found) == 2 * sum(piece.range.numel > 0 for piece in engine.sharded.pieces)
     assert all(is_in_file(tensor, folder) for tensor in found)
     assert all(is_in_file(flat.master, folder) for flat in flats)
     assert all(
@@ -164,7 +164,7 @@ def held(folder: str, stage: int, precision: str) -> tuple[dict[str, int], dict[
     expected = {
         "disk weights": sum(f.master.nbytes for f in flats if not f.plan.has_master),
         "disk master": sum(f.master.nbytes for f in flats if f.plan.has_master),
-        "disk states": counters + sum(8 * piece.numel() for piece in engine.sharded.pieces),
+        "disk states": counters + sum(8 * piece.range.numel for piece in engine.sharded.pieces),
     }
     assert expected["disk weights"] + expected["disk master"] == shards
     memory = engine.sharded.memory()
@@ -231,24 +231,26 @@ def test_hooks_closures_and_schedulers_see_one_step(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_users_hooks_see_pieces_in_every_step(tmp_path: Path) -> None:
+def test_users_hooks_see_all_members_in_every_step(tmp_path: Path) -> None:
     model = MODELS["transformer"].build()
     engine = shard(model, **offload(3, str(tmp_path)))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    averages: dict[Tensor, Tensor] = {}
+    averages: dict[tuple[int, torch.Size], Tensor] = {}
 
     def average(*_: Any) -> None:
         for group in optimizer.param_groups:
             for piece in group["params"]:
-                averages.setdefault(piece, piece.detach().clone()).lerp_(piece.detach(), 0.5)
-                assert optimizer.state[piece]["momentum_buffer"].shape == piece.shape
+                # The first hook sees what is stepped, the second one the whole parameters.
+                key, value = (id(piece), piece.shape), piece.detach()
+                averages.setdefault(key, value.clone()).lerp_(value, 0.5)
+                assert optimizer.state[piece]["momentum_buffer"].numel() == piece.range.numel
 
     optimizer.register_step_post_hook(average)
     engine.adopt(optimizer)
     optimizer.register_step_post_hook(average)
     for _ in range(3):
         step(engine, optimizer)
-    assert set(map(id, averages)) == set(map(id, engine.sharded.pieces))
+    assert {key for key, _ in averages} == set(map(id, engine.sharded.pieces))
     engine.close()
 
 
@@ -262,7 +264,7 @@ def test_a_torn_step_is_neither_gone_on_from_nor_saved(
 ) -> None:
     model, engine, optimizer = stepped_once(tmp_path)
     flats = engine.sharded.root.flat_parameters
-    of_root = {piece.data_ptr() for flat in flats for piece in flat.pieces}
+    of_root = {piece.part.data_ptr() for flat in flats for piece in flat.pieces}
     kernel = torch._fused_adamw_
 
     def fail(params: list[Tensor], *args: Any, **kwargs: Any) -> None:
@@ -337,7 +339,9 @@ def test_requests_go_through_the_cache_where_others_are_refused(
 def change(engine: Engine, optimizer: Optimizer) -> None:
     """Change states in place, by others, by other memory, and by those of another batch."""
     last: dict[int, dict[str, Any]] = {}
-    held = [piece for piece in engine.sharded.pieces if piece.numel() and piece in optimizer.state]
+    held = [
+        piece for piece in engine.sharded.pieces if piece.range.numel and piece in optimizer.state
+    ]
     for number, piece in enumerate(held):
         state = optimizer.state[piece]
         if number % 4 == 0:
@@ -346,11 +350,11 @@ def change(engine: Engine, optimizer: Optimizer) -> None:
             state["momentum_buffer"] = state["momentum_buffer"] * 0.25
         elif number % 4 == 2:
             state["momentum_buffer"].data = state["momentum_buffer"] * 0.75
-        elif (other := last.pop(piece.numel(), None)) is not None:
+        elif (other := last.pop(piece.range.numel, None)) is not None:
             ours, theirs = state["momentum_buffer"], other["momentum_buffer"]
             state["momentum_buffer"], other["momentum_buffer"] = theirs, ours
         else:
-            last[piece.numel()] = state
+            last[piece.range.numel] = state
 
 
 def in_small_batches(folder: str, is_direct: bool) -> None:
@@ -509,7 +513,7 @@ def test_bytes_of_files_are_in_the_traffic_and_waits_in_a_profile(tmp_path: Path
     with torch.profiler.profile() as profile:
         step(engine, optimizer)
     batches = batches_of([unit.pieces for unit in engine.sharded.units])
-    nbytes = 2 * sum(in_pages(sum(piece.nbytes for piece in batch)) for batch in batches)
+    nbytes = 2 * sum(in_pages(sum(part.nbytes for part in batch)) for batch in batches)
     for verb in ("read", "write"):
         assert engine.comm.traffic["optimizer", verb].bytes == nbytes
     names = Counter(event.name for event in profile.events())

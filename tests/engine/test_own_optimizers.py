@@ -85,7 +85,7 @@ def trained(cls: Any, stage: int, dtype: torch.dtype = torch.float32, **how: Any
     for piece, state in zip(engine.sharded.pieces, held, strict=True):
         of_elements = [x for x in tree_leaves(state) if torch.is_tensor(x) and x.dim()]
         assert all(x.dtype is dtype for x in of_elements)
-        if "offload" in how and piece.numel():
+        if "offload" in how and piece.range.numel:
             assert all(is_in_file(x, how["offload_path"]) for x in of_elements)
     states = [x.clone() if torch.is_tensor(x) else x for x in tree_leaves(held)]
     kept = [
