@@ -159,6 +159,8 @@ class Backward:
 
     def on_grad(self, unit: Unit, index: int, _: Tensor) -> None:
         """Take a parameter's gradient; the last one of a unit may start its reduction."""
+        if not unit.gradients.parameters[index].requires_grad:
+            return  # frozen since its forward: torch tells of it, and has no gradient
         if self._step.phase is not Phase.BACKWARD:
             if self._step.phase is Phase.IDLE and not unit.weights.is_gathered:
                 self._refuse_graph(unit)

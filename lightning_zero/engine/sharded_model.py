@@ -318,8 +318,8 @@ class ShardedModel:
         memory that is freed when the next buffer comes.
 
         Args:
-            part_of: Yield the whole tensors of which each rank holds ``part_of(piece)`` instead;
-                the parts of one flat buffer have one dtype.
+            part_of: Yield the whole tensors of which each rank holds ``part_of(piece)`` instead,
+                in a dtype that holds the numbers of all parts of one flat buffer.
         """
         for flat in self.flats:
             if part_of is None:

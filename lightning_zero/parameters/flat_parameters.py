@@ -166,8 +166,11 @@ class FlatParameters:
         return self.full_from({index: part}).views[index].clone()
 
     def full_from(self, parts: Mapping[int, Tensor]) -> Buffer:
-        """Return a new buffer of which each rank's ``parts``, by index, are its pieces."""
-        dtype = next(iter(parts.values())).dtype
+        """Return a new buffer of which each rank's ``parts``, by index, are its pieces.
+
+        It has a dtype that holds the numbers of all of them.
+        """
+        dtype = functools.reduce(torch.promote_types, [part.dtype for part in parts.values()])
         with lasting_tensors():
             device = self.plan.weight.device
             whole = Buffer(self.layout, dtype, device)

@@ -151,7 +151,10 @@ class Average:
                 lambda piece: parts[id(piece)]
             )
         }
-        return [wholes[id(self._pieces[id(own)].parameter)] for own in self.copy.parameters()]
+        return [
+            wholes[id(self._pieces[id(own)].parameter)].to(own.dtype)
+            for own in self.copy.parameters()
+        ]
 
     def restore(self, whole: Sequence[Tensor]) -> None:
         """Make the copy an ordinary module on the host that holds ``whole``."""

@@ -139,6 +139,21 @@ class Toggled(Adversaries):
                 generate.zero_grad()
 
 
+class ToggledLate(Adversaries):
+    """Freezes the other network between forward and backward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        z, _ = batch
+        generate, _ = self.optimizers()
+        loss = self.judge(self(z), is_real=True)
+        self.toggle_optimizer(generate)
+        self.manual_backward(loss)
+        self.note(loss)
+        generate.step()
+        generate.zero_grad()
+        self.untoggle_optimizer(generate)
+
+
 class Plain(Adversaries):
     """Calls `loss.backward()` and closures itself, which DDP does not average."""
 
@@ -259,7 +274,7 @@ def _train(strategy: Any, case: type[Adversaries], **options: Any) -> Run:
     return run
 
 
-CASES = [Toggling, Frequencies, Accumulating, Toggled, Plain]
+CASES = [Toggling, Frequencies, Accumulating, Toggled, ToggledLate, Plain]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     LambdaCallback,
@@ -160,6 +161,37 @@ def test_averages_are_of_masters(ranks: Pools) -> None:
         for stage in STAGES:
             for key, value in rank["ddp"].params.items():
                 torch.testing.assert_close(rank[stage].params[key], value, rtol=2e-4, atol=2e-4)
+
+
+class OfTwoDtypes(LightningModule):
+    """A parameter in bf16 before others in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.scale = nn.Parameter(torch.ones(WIDTH, dtype=torch.bfloat16))
+            self.net = nn.Linear(WIDTH, WIDTH)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return (self.net(batch[0]) * self.scale).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _average_of_two_dtypes(strategy: Any) -> dict[str, torch.Tensor]:
+    callback = EMAWeightAveraging(decay=0.9)
+    strategy = make_strategy(strategy, units="auto") if isinstance(strategy, int) else strategy
+    fit(OfTwoDtypes(), strategy, data=data(), callbacks=[callback], precision="bf16-true")
+    return dict(callback._average_model.state_dict())
+
+
+def test_averages_keep_their_dtypes(ranks: Pools) -> None:
+    for rank in ranks(2).run(under_all, _average_of_two_dtypes, stages=(1, 3)):
+        for stage in (1, 3):
+            for key, value in rank["ddp"].items():
+                torch.testing.assert_close(rank[stage][key], value, rtol=1e-2, atol=1e-2)
 
 
 # ------------------------------------------------------------------------------- checkpoints
