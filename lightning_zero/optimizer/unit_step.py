@@ -132,8 +132,10 @@ class UnitStep:
     def _require_right_steps(self) -> None:
         optimizer = self.states.optimizer
         for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
-            on_host = (one.dtype for one in group["params"] if one.device.type == "cpu")
-            if group.get("fused") and not _NOT_BY_FUSED_SGD.isdisjoint(on_host):
+            pieces = (one for one in group["params"] if isinstance(one, Piece))
+            stepped = map(self.states.stepped_as, pieces)
+            on_host = {one.dtype for one in stepped if one.device.type == "cpu"}
+            if group.get("fused") and on_host & _NOT_BY_FUSED_SGD:
                 raise ValueError(
                     "On CPUs, where these parameters are stepped, torch's SGD with fused=True"
                     " leaves most of one in 16 bits as it was. Leave fused=True out, or train in"
