@@ -503,8 +503,10 @@ def staged_in_backward(folder: str) -> tuple[dict[str, int], dict[str, int]]:
         engine.adopt(own)
         for name, parameter in model.named_parameters():
             unit = name.removesuffix(".weight")
-            parameter.register_post_accumulate_grad_hook(
-                lambda _, unit=unit: found.update({unit: held.now})  # type: ignore[misc]
+            # By the plain method, to be called behind the engine's own, as no user's hook is.
+            torch.Tensor.register_post_accumulate_grad_hook(
+                parameter,
+                lambda _, unit=unit: found.update({unit: held.now}),  # type: ignore[misc]
             )
 
         def closure() -> torch.Tensor:
