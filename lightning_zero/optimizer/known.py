@@ -29,7 +29,7 @@ ELEMENT_WISE = frozenset(
 """They step by element, and by unit, as a step changes nothing that parameters share."""
 
 FUSED = frozenset([torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
-"""What is fused on CPUs without being told.
+"""The classes that are fused on CPUs without being told.
 
 Not SGD, whose fused step there leaves most of a 16-bit parameter as it was, and fails where some
 parameters have momentum and others not yet.

@@ -14,7 +14,7 @@ from tests.oracle.cached import are_forgettable, cached_share, forget
 
 NBYTES = 10 * 2**20 + 136
 PARTS = [(136, 4 * 2**20), (4 * 2**20 + 136, 1000), (4 * 2**20 + 2000, NBYTES - 4 * 2**20 - 2000)]
-"""Where each begins, and its bytes: none is at a page, one ends in the middle of one."""
+"""The begin of each, and its bytes: none is at a page, one ends in the middle of one."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What the system's cache has of a file, by the system's own word."""
+"""The share of a file that the system's cache has, by the system's own word."""
 
 from __future__ import annotations
 

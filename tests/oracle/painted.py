@@ -27,7 +27,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -40,6 +40,7 @@ from lightning_zero.comm import StagedFile, StagingMemory
 from lightning_zero.comm.host_copies import HostCopies, Landing
 from lightning_zero.comm.scratch import Scratch
 from lightning_zero.optimizer import SteppingThread
+from lightning_zero.optimizer.operands import leaves_of
 from lightning_zero.plan import Offload
 
 _COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
@@ -120,15 +121,6 @@ class OnHost(TorchDispatchMode):
             if is_memory(one):
                 self._memories.paint(one, "host")
         return result
-
-
-def leaves_of(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield the arguments or results of an operation, of which some are lists."""
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from value
-        else:
-            yield value
 
 
 def is_memory(value: Any) -> bool:
