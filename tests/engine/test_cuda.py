@@ -36,6 +36,7 @@ from lightning_zero.engine import materialize
 from lightning_zero.engine.engine import Engine
 from lightning_zero.optimizer import Way, clip, way_of
 from lightning_zero.optimizer.pieces import state_bytes
+from lightning_zero.parameters import settle
 from lightning_zero.plan.plan import RECIPES, Offload
 from lightning_zero.plan.settings import Settings
 from tests.oracle.models import MODELS, Block
@@ -313,6 +314,7 @@ def test_torchs_functions_take_all_gradients_at_once(
         optimizers, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "cuda"]
     )
     choose: Any = optimizers._default_to_fused_or_foreach
+    settle(job.engine.sharded.pieces)  # as a step begins
     assert choose(job.engine.sharded.pieces, differentiable=False) == (False, True)
     job.optimizer.step()
     job.engine.close()
