@@ -69,19 +69,16 @@ def sharded_step(
     sent_share = {unit.name or "root": unit.sent_share for unit in units}
     cast = max(unit.cast for unit in units)
 
-    def of_shards(share: Mapping[str, float], nbytes: Mapping[str, int]) -> int:
-        return sum(round(share[unit] * count) for unit, count in nbytes.items())
-
     def held(cast: int = cast) -> Kinds:
         # What is offloaded is reduced into a shard that is free anyway, and is sent from there.
-        sent = of_shards(sent_share, transport.last_reduced)
+        sent = _share_of(sent_share, transport.last_reduced)
         in_flight = transport.targets
-        targets = sum(in_flight.values()) - of_shards(sent_share, in_flight)
+        targets = sum(in_flight.values()) - _share_of(sent_share, in_flight)
         return {
             **still,
             "gathered": passing["gathered"].nbytes
             + (transport.gathered + cast if settings.stage == 3 else 0),
-            "gradients": of_shards(kept_share, transport.reduced) + sent,
+            "gradients": _share_of(kept_share, transport.reduced) + sent,
             "unreduced": passing["unreduced"].nbytes + transport.partials + targets,
         }
 
@@ -97,6 +94,11 @@ def sharded_step(
         kinds = {**rest, "gathered": rest["gathered"] + stepped}
         found.append(Snapshot("", "step", kinds, {**host, "staging": staged}, disk))
     return [*found, Snapshot("", "rest", rest, {**host, "staging": 0}, disk)]
+
+
+def _share_of(shares: Mapping[str, float], nbytes: Mapping[str, int]) -> int:
+    """Return the bytes of all units, of each its share."""
+    return sum(round(shares[unit] * count) for unit, count in nbytes.items())
 
 
 def _are_stepping(segments: Sequence[Segment]) -> Iterator[bool]:

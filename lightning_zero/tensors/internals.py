@@ -90,9 +90,12 @@ def compile_lock() -> AbstractContextManager[Any]:
 def is_called_by(package: str) -> bool:
     """Return whether the next caller of a caller of this that is not torch is of ``package``."""
     frame: Any = sys._getframe(2)
-    while (name := frame.f_globals.get("__name__", "").partition(".")[0]) == "torch":
+    while frame is not None:  # a thread of torch's own may have no other caller
+        name = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if name != "torch":
+            return name == package
         frame = frame.f_back
-    return bool(name == package)
+    return False
 
 
 def in_backward() -> bool:
