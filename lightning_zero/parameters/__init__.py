@@ -11,7 +11,9 @@ ownership        which engine a parameter belongs to
 guards           what uses of parameters, at rest or whole, come to
 classes          what each parameter of a group is now
 edits            changes that users make in whole weights
-sharded_grad     stand-ins for whole gradients
+stand_in         tensors without memory that stand for gradients
+sharded_grad     stand-ins for whole averaged gradients
+unsynced_grad    stand-ins for the gradients of a rank alone
 grad_view        what ``parameter.grad`` shows, as named states
 piece            a range of a parameter, and what the optimizer holds
 reducer          gradients on their way from autograd to the optimizer

@@ -18,13 +18,18 @@ another in its place, which :meth:`~GradientView.follow` repeats on the piece.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from lightning_zero.parameters.sharded_grad import ShardedGrad, UnsyncedGrad
+from lightning_zero.parameters.sharded_grad import ShardedGrad
+from lightning_zero.parameters.stand_in import StandIn
+from lightning_zero.parameters.unsynced_grad import UnsyncedGrad
 from lightning_zero.tensors import internals, lasting_tensors
 
 if TYPE_CHECKING:
@@ -52,8 +57,9 @@ def drop_gradients(pieces: Iterable[Piece]) -> None:
     with internals.as_plain_tensors():
         for piece in pieces:
             _GRAD.__set__(piece.parameter, None)
+            piece.gradient.leave()
             _GRAD.__set__(piece, None)
-            piece.gradient.state, piece.gradient.shown = GradState.NONE, None
+            piece.gradient.state = GradState.NONE
 
 
 def averages(pieces: Sequence[Piece]) -> list[Tensor | None]:
@@ -145,8 +151,21 @@ class GradientView:
         with internals.as_plain_tensors():
             if _GRAD.__get__(self.piece.parameter) is self.shown:
                 _GRAD.__set__(self.piece.parameter, None)
+            self.leave()
             _GRAD.__set__(self.piece, None)
-        self.state, self.shown = GradState.NONE, None
+        self.state = GradState.NONE
+
+    def leave(self) -> None:
+        """Let a stand-in that somebody keeps have the values for itself from now on."""
+        self.shown = None
+        # Not a new one in each step, which would cost as much as all else that is done there.
+        if self.state is GradState.NONE or _num_uses(self) == _ALONE:
+            return
+        if self.landing is not None:
+            self.landing()
+        part = self.piece.kept
+        self.sharded.kept = torch.zeros_like(self.piece.detach()) if part is None else part.clone()
+        self.sharded = self.sharded.another()
 
     def follow(self) -> None:
         """Repeat what the user did: dropped the parameter's gradient, or put another there."""
@@ -155,17 +174,22 @@ class GradientView:
             theirs = _GRAD.__get__(piece.parameter)
         if theirs is None:
             self.drop()
+        elif isinstance(theirs, StandIn) and theirs.piece is not piece:
+            raise _of_another(piece, theirs.piece)
+        elif isinstance(theirs, StandIn) and theirs.original is self.shown:
+            piece.parameter.grad = self.shown
         elif self.state.is_unsynced:
             assert self.shown is not None
             piece.parameter.grad, piece.reduced = self.shown, None
             self.state = GradState.UNSYNCED
             self.shown.copy_(theirs.detach())
         else:
-            self.show_sharded()
-            if piece.numel():
-                with lasting_tensors():
-                    part = piece.range.part_of(theirs.detach())
-                    piece.reduced = part.to(piece.device, piece.dtype, copy=True)
+            with lasting_tensors():
+                is_kept = isinstance(theirs, ShardedGrad)
+                part = theirs.part if is_kept else piece.range.part_of(theirs.detach())
+                part = part.to(piece.device, piece.dtype, copy=True)
+            self.leave()
+            self.show_sharded(part)
 
     def add_sharded(self, held: Tensor) -> None:
         """Add the averaged gradient of before, if there is one, to the unsynced one ``held``."""
@@ -173,3 +197,20 @@ class GradientView:
             # Averaging it once more, with what every rank adds, leaves it what it is.
             held.add_(self.sharded.whole())
             self.piece.reduced, self.state = None, GradState.UNSYNCED
+
+
+def _num_uses(view: Any) -> int:
+    return sys.getrefcount(view.sharded)
+
+
+_ALONE = _num_uses(SimpleNamespace(sharded=object()))
+"""The uses of a stand-in that nobody keeps."""
+
+
+def _of_another(piece: Piece, other: Piece) -> RuntimeError:
+    name, source = piece.range.slot.name, other.range.slot.name
+    return RuntimeError(
+        f"The gradient of parameter {source!r} was assigned to parameter {name!r}"
+        " (`p.grad = q.grad`). Gradients lie in pieces over the ranks, and two parameters cannot"
+        " share one. Assign a copy: `p.grad = q.grad.clone()`"
+    )

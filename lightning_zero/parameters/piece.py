@@ -181,8 +181,8 @@ class PieceAtRest(Piece):
     def grad(self, value: Tensor | None) -> None:
         with internals.as_plain_tensors():
             _GRAD.__set__(self.parameter, value)
-            if value is None:
-                _GRAD.__set__(self, None)
+        if value is None:
+            self.gradient.drop()
 
     @classmethod
     def __torch_function__(

@@ -9,16 +9,14 @@ goes on working:
 * everything else gathers the whole gradient.
 
 All but the changes are collectives, so every rank must do the same. The stand-in has the value
-that the piece holds now: zeros, if somebody dropped the piece's alone. Under mixed precision it
-has the parameter's dtype, and what is computed from it the more precise one of the piece.
-
-Between microbatches whose gradients are not sent, every rank has a whole gradient of its own, and a
-:class:`UnsyncedGrad` stands for that one.
+that the piece holds now: zeros, if somebody dropped the piece's alone. When the parameter gets
+another gradient or none, a stand-in that somebody keeps goes on having the values of its own. Under
+mixed precision it has the parameter's dtype, and what is computed from it the more precise one of
+the piece.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -28,67 +26,20 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_zero.comm import Communicator, SyncPoint
+from lightning_zero.parameters.stand_in import ALIASES, StandIn, is_autograd_adding
 from lightning_zero.tensors import internals
 
 if TYPE_CHECKING:
     from lightning_zero.parameters.piece import Piece
 
 _aten = torch.ops.aten
-_ALIASES = {_aten.detach.default, _aten.alias.default, _aten.detach_.default}
 _WRITES = {_aten.copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default}
 """Element-wise changes that torch does not tag as such."""
 _UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
 _NORM = f"{SyncPoint.GRADIENT.value}: its norm"
 
 
-class _StandIn(Tensor):
-    """A tensor without memory; what leaves torch, or this process, is the whole gradient.
-
-    Attributes:
-        piece: This rank's piece of the parameter.
-    """
-
-    piece: Piece
-
-    __torch_function__ = internals.without_torch_function  # type: ignore[assignment]
-
-    @abstractmethod
-    def whole(self) -> Tensor:
-        """Return the whole gradient, an ordinary tensor."""
-
-    @property
-    def data(self) -> Tensor:
-        """The same gradient; assigned to, it has other values, and its dtype and shape."""
-        return self.detach()
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        dtypes = (self.dtype, self.piece.dtype)
-        if (value.shape, value.device) != (self.shape, self.device) or value.dtype not in dtypes:
-            raise RuntimeError(
-                f"The gradient of parameter {self.piece.range.slot.name!r}, of shape"
-                f" {tuple(self.shape)}, {self.dtype} on {self.device}, cannot have data of shape"
-                f" {tuple(value.shape)}, {value.dtype} on {value.device}"
-            )
-        with torch.no_grad():
-            self.copy_(value)
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """Return the whole gradient as an array."""
-        return self.whole().numpy(force=force)
-
-    def tolist(self) -> Any:
-        """Return the whole gradient as nested lists."""
-        return self.whole().tolist()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.whole().clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.whole().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-
-class ShardedGrad(_StandIn):
+class ShardedGrad(StandIn):
     """The stand-in for an averaged gradient of which every rank holds a piece.
 
     Attributes:
@@ -122,9 +73,9 @@ class ShardedGrad(_StandIn):
         """Work on the pieces where that is exact, else on the whole gradient."""
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        if func in _ALIASES:
-            return ShardedGrad(args[0].piece, args[0], args[0].comm, args[0].assemble)
-        if name in ("add", "add_") and _is_autograd_adding(args):
+        if func in ALIASES:
+            return args[0].another(viewed=args[0].original)
+        if name in ("add", "add_") and is_autograd_adding(args):
             args[0].piece.gradient.arrival = args[1]
             return args[0]
         if name == "linalg_vector_norm" and _is_of_all(args):
@@ -147,17 +98,28 @@ class ShardedGrad(_StandIn):
         self.comm.control.call(SyncPoint.GRADIENT, about=about).wait()
         return self.assemble(self.part)
 
+    def another(self, viewed: StandIn | None = None) -> ShardedGrad:
+        """Return a stand-in for what the piece has, or a view of one."""
+        made = ShardedGrad(self.piece, self, self.comm, self.assemble)
+        made.viewed = viewed
+        return made
+
     @property
     def part(self) -> Tensor:
         """This rank's part of the gradient; zeros if the optimizer dropped it."""
-        grad = self.piece.reduced
+        grad, original = None, self.original
+        if original.kept is None:
+            grad = self.piece.reduced  # who has put another in its place is heard only now
+        if original.kept is not None:
+            return original.kept
         return grad if grad is not None else torch.zeros_like(self.piece.detach())
 
     def part_to_change(self) -> Tensor:
-        """Return :attr:`part`, held by the piece, so that changes last."""
-        if self.piece.reduced is None and self.piece.numel():
-            self.piece.reduced = self.part
-        return self.part
+        """Return :attr:`part`, held by the piece or for good, so that changes last."""
+        part = self.part
+        if self.original.kept is None and self.piece.numel():
+            self.piece.reduced = part
+        return part
 
     def __setitem__(self, index: Any, value: Any) -> None:
         whole = self.whole()
@@ -169,59 +131,6 @@ class ShardedGrad(_StandIn):
 
 
 internals.measure_together(ShardedGrad)
-
-
-class UnsyncedGrad(_StandIn):
-    """The stand-in for a gradient that this rank summed up by itself since the last reduction.
-
-    Its uses are no collectives, unless averaged gradients of before were kept: then the first use
-    gathers them.
-
-    Attributes:
-        held: The whole gradient, in the buffer from which it will be reduced.
-    """
-
-    held: Tensor
-
-    @staticmethod
-    def __new__(cls, piece: Piece, like: Tensor, held: Tensor) -> UnsyncedGrad:
-        """Show ``held`` with the dtype of ``like``, which a parameter wants of its gradient."""
-        made: UnsyncedGrad = internals.make_wrapper(
-            cls, held.shape, strides=held.stride(), dtype=like.dtype, device=like.device
-        )
-        made.piece, made.held = piece, held
-        return made
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Work on the gradient that is held."""
-        kwargs = kwargs or {}
-        if func in _ALIASES:
-            return UnsyncedGrad(args[0].piece, args[0], args[0].held)
-        if func.overloadpacket.__name__ in ("add", "add_") and _is_autograd_adding(args):
-            args[0].piece.gradient.arrival = args[1]
-            return args[0]
-        target = args[0] if func._schema.is_mutable else None
-        args, kwargs = tree_map_only(UnsyncedGrad, UnsyncedGrad.whole, (args, kwargs))
-        result = func(*args, **kwargs)
-        return target if isinstance(target, UnsyncedGrad) else result
-
-    def whole(self) -> Tensor:
-        """Return the gradient as DDP shows it within ``no_sync``; changes of it last."""
-        self.piece.gradient.add_sharded(self.held)
-        return self.held
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self.whole()[index] = value.whole() if isinstance(value, UnsyncedGrad) else value
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"Gradient of this rank alone, of shape {tuple(self.shape)}, {self.dtype}"
 
 
 class _ReadOnlyView(Tensor):
@@ -315,11 +224,6 @@ def _is_of_all(args: Sequence[Any]) -> bool:
     dims = args[2] if len(args) > 2 else None
     is_whole = dims is None or len(dims) == args[0].dim()
     return is_whole and not any(args[3:]) and (len(args) < 2 or args[1] >= 0)
-
-
-def _is_autograd_adding(args: Sequence[Any]) -> bool:
-    is_ours = internals.in_backward() and isinstance(args[0], _StandIn)
-    return is_ours and not isinstance(args[1], _StandIn)
 
 
 def _holds_one(value: Any) -> bool:

@@ -110,6 +110,27 @@ class _Operates(Noting):
         self.note_norms()
 
 
+class _Keeps(Noting):
+    """Keeps gradients when their parameters have others, or none, and puts some back."""
+
+    kept: tuple[Tensor | None, ...] = ()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        former, self.kept = self.kept, tuple(p.grad for p in self.parameters())
+        self.notes += [
+            float((now - then).norm()) for now, then in zip(self.kept, former, strict=bool(former))
+        ]
+        views = [grad.detach() for grad in self.kept]
+        bias = self.head.bias
+        bias.grad = bias.grad * 3
+        self.notes.append((bias.grad - views[-1]).tolist())
+        for parameter in self.net.parameters():
+            parameter.grad = parameter.grad.data
+        optimizer.zero_grad()
+        for parameter, grad in zip(self.parameters(), views, strict=True):
+            parameter.grad = grad if parameter.ndim > 1 else grad.mul_(2.0) * 0.5
+
+
 class _Hooked(Noting):
     """Changes gradients as autograd finishes them, by hooks that come before and amid training."""
 
@@ -165,7 +186,7 @@ class _Unused(Noting):
         self.notes.append(dict(lightning_grad_norm(self, 2)))
 
 
-CASES = [_NotesNorms, _Reads, _ClipsByNorm, _ClipsByValue, _Operates, _Hooked, _Drops]
+CASES = [_NotesNorms, _Reads, _ClipsByNorm, _ClipsByValue, _Operates, _Keeps, _Hooked, _Drops]
 
 
 def _train(strategy: Any, case: type[Noting]) -> Run:
@@ -208,6 +229,11 @@ class _Refused(Noting):
         grad.mul_(1.0)
         assert torch.equal(before, grad.clone())
         assert "in pieces" in repr(grad)
+        self.net.stem.bias.grad = self.head.bias.grad
+        with pytest.raises(RuntimeError, match=r"of parameter 'head.bias' .* 'net.stem.bias'"):
+            full_grad(self.net.stem.bias)
+        self.net.stem.bias.grad = self.head.bias.grad.clone()
+        assert torch.equal(full_grad(self.net.stem.bias), self.head.bias.grad.clone())
 
 
 class _TakesNoMemory(Noting):
@@ -369,7 +395,10 @@ def test_data_of_a_gradient_that_is_not_sent() -> None:
     with engine.no_sync():
         model(torch.ones(2, 4)).sum().backward()
     model.weight.grad.data = model.weight.grad.data * 2 + 1.0
+    model.weight.grad = kept = model.weight.grad.detach()
     assert model.weight.grad.tolist() == [[5.0] * 4] * 3
     model(torch.ones(2, 4)).sum().backward()
     assert model.weight.grad.tolist() == [[7.0] * 4] * 3
+    with pytest.raises(RuntimeError, match="'weight' was kept that was not sent"):
+        kept.tolist()
     engine.close()

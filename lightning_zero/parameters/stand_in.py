@@ -1,0 +1,81 @@
+"""Tensors without memory that stand for gradients on the module."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.tensors import internals
+
+if TYPE_CHECKING:
+    from lightning_zero.parameters.piece import Piece
+
+_aten = torch.ops.aten
+ALIASES = {_aten.detach.default, _aten.alias.default, _aten.detach_.default}
+"""Operations whose result is the same gradient."""
+
+
+class StandIn(Tensor):
+    """A tensor without memory; what leaves torch, or this process, is the whole gradient.
+
+    Attributes:
+        piece: This rank's piece of the parameter.
+        viewed: The stand-in of which this one is a view; ``None`` if of none.
+        kept: This rank's part, when the piece no longer has it.
+    """
+
+    piece: Piece
+    viewed: StandIn | None = None
+    kept: Tensor | None = None
+
+    __torch_function__ = internals.without_torch_function  # type: ignore[assignment]
+
+    @property
+    def original(self) -> StandIn:
+        """The stand-in that is no view of another, but of which this one may be a view."""
+        return self if self.viewed is None else self.viewed
+
+    @abstractmethod
+    def whole(self) -> Tensor:
+        """Return the whole gradient, an ordinary tensor."""
+
+    @property
+    def data(self) -> Tensor:
+        """The same gradient; assigned to, it has other values, and its dtype and shape."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        dtypes = (self.dtype, self.piece.dtype)
+        if (value.shape, value.device) != (self.shape, self.device) or value.dtype not in dtypes:
+            raise RuntimeError(
+                f"The gradient of parameter {self.piece.range.slot.name!r}, of shape"
+                f" {tuple(self.shape)}, {self.dtype} on {self.device}, cannot have data of shape"
+                f" {tuple(value.shape)}, {value.dtype} on {value.device}"
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the whole gradient as an array."""
+        return self.whole().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return the whole gradient as nested lists."""
+        return self.whole().tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.whole().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.whole().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def is_autograd_adding(args: Sequence[Any]) -> bool:
+    """Return whether autograd adds what it has finished to a stand-in."""
+    is_ours = internals.in_backward() and isinstance(args[0], StandIn)
+    return is_ours and not isinstance(args[1], StandIn)
