@@ -106,7 +106,7 @@ def take_state(
 
 def _as_of_master(state: Mapping[str, Any], piece: Piece) -> Mapping[str, Any]:
     """Return a state with tensors of the master's dtype where they have the weight's."""
-    of_weight = piece.gradient.sharded.dtype
+    of_weight = piece.weight_dtype
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(piece.dtype) if tensor.dtype is of_weight else tensor

@@ -28,6 +28,9 @@ from lightning_zero.parameters.stores import Store
 from lightning_zero.plan import Layout, Plan
 from lightning_zero.tensors import internals, lasting_tensors, properties
 
+HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")
+"""Whether this version of torch lets a gradient have another dtype than its parameter."""
+
 
 class FlatParameters:
     """The parameters of a unit that share a dtype and trainability, on their buffers.
@@ -72,6 +75,11 @@ class FlatParameters:
         self.plan = plan
         self.store = make_store(self.layout, plan, comm, scratch)
         self.weight = self.store.weights()
+        self._grad_dtype = plan.weight.dtype
+        if HAS_GRAD_DTYPE and plan.weight.dtype is not plan.master.dtype:
+            self._grad_dtype = plan.master.dtype
+            for parameter in self.parameters:
+                parameter.grad_dtype = None  # any, as autograd's own are the weight's
         if not self.store.is_stream:
             self._load()
         self.pieces = [self._cut_piece(index) for index in range(len(named))]
@@ -123,9 +131,10 @@ class FlatParameters:
         in_shard = slice(*layout.piece_in_shard(*place))
         range_ = PieceRange(layout.slots[index], *layout.piece(*place), in_shard)
         stays = self.store.stays(in_shard)
-        piece = Piece.cut(self.parameters[index], range_, self.master, stays=stays)
+        parameter, weights = self.parameters[index], self.weight.tensor
+        piece = Piece.cut(parameter, range_, self.master, weights.dtype, stays=stays)
         assemble = functools.partial(self.full_of, index)
-        stand_in = ShardedGrad(piece, self.weight.tensor, comm, assemble)
+        stand_in = ShardedGrad(piece, self._grad_dtype, weights.device, comm, assemble)
         piece.gradient = GradientView(piece, stand_in)
         return piece
 

@@ -114,7 +114,7 @@ class GradientView:
         """Show the gradient ``held``, which is this rank's own."""
         has_none = self.state is GradState.NONE
         self.state = GradState.UNSYNCED if has_none else GradState.UNSYNCED_ON_SHARDED
-        self.shown = UnsyncedGrad(self.piece, self.piece.parameter, held)
+        self.shown = UnsyncedGrad(self.piece, self.sharded, held)
         self.piece.parameter.grad = self.shown
 
     def hide(self) -> bool:

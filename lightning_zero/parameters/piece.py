@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
@@ -78,20 +79,31 @@ class Piece(Parameter):
         parameter: The parameter on the module that this is a piece of.
         range: Which of its elements.
         gradient: What the parameter's ``grad`` shows.
+        weight_dtype: The dtype in which the parameter computes.
         stays: Whether it rests on the device though others are offloaded.
     """
 
     parameter: Parameter
     range: PieceRange
     gradient: GradientView
+    weight_dtype: torch.dtype
     stays: bool
 
     @classmethod
-    def cut(cls, parameter: Parameter, range: PieceRange, shard: Shard, *, stays: bool) -> Piece:
+    def cut(
+        cls,
+        parameter: Parameter,
+        range: PieceRange,
+        shard: Shard,
+        weight_dtype: torch.dtype,
+        *,
+        stays: bool,
+    ) -> Piece:
         """Return the piece of ``parameter`` whose values lie in this rank's ``shard``."""
         with lasting_tensors():
             piece = cls(shard[range.in_shard], requires_grad=False)
         piece.parameter, piece.range, piece.stays = parameter, range, stays
+        piece.weight_dtype = weight_dtype
         return piece
 
     @property

@@ -11,8 +11,8 @@ goes on working:
 All but the changes are collectives, so every rank must do the same. The stand-in has the value
 that the piece holds now: zeros, if somebody dropped the piece's alone. When the parameter gets
 another gradient or none, a stand-in that somebody keeps goes on having the values of its own. Under
-mixed precision it has the parameter's dtype, and what is computed from it the more precise one of
-the piece.
+mixed precision it has the dtype of the piece, or where torch wants that of the parameter; what is
+computed from it has that of the piece.
 """
 
 from __future__ import annotations
@@ -52,12 +52,17 @@ class ShardedGrad(StandIn):
 
     @staticmethod
     def __new__(
-        cls, piece: Piece, like: Tensor, comm: Communicator, assemble: Callable[[Tensor], Tensor]
+        cls,
+        piece: Piece,
+        dtype: torch.dtype,
+        device: torch.device,
+        comm: Communicator,
+        assemble: Callable[[Tensor], Tensor],
     ) -> ShardedGrad:
-        """Make the stand-in for ``piece``'s parameter, of the dtype and device of ``like``."""
+        """Make the stand-in for ``piece``'s parameter."""
         slot = piece.range.slot
         made: ShardedGrad = internals.make_wrapper(
-            cls, slot.shape, strides=slot.stride, dtype=like.dtype, device=like.device
+            cls, slot.shape, strides=slot.stride, dtype=dtype, device=device
         )
         made.piece, made.comm, made.assemble = piece, comm, assemble
         return made
@@ -100,7 +105,7 @@ class ShardedGrad(StandIn):
 
     def another(self, viewed: StandIn | None = None) -> ShardedGrad:
         """Return a stand-in for what the piece has, or a view of one."""
-        made = ShardedGrad(self.piece, self, self.comm, self.assemble)
+        made = ShardedGrad(self.piece, self.dtype, self.device, self.comm, self.assemble)
         made.viewed = viewed
         return made
 

@@ -29,7 +29,7 @@ class UnsyncedGrad(StandIn):
 
     @staticmethod
     def __new__(cls, piece: Piece, like: Tensor, held: Tensor) -> UnsyncedGrad:
-        """Show ``held`` with the dtype of ``like``, which a parameter wants of its gradient."""
+        """Show ``held`` with the dtype and device of ``like``."""
         made: UnsyncedGrad = internals.make_wrapper(
             cls, held.shape, strides=held.stride(), dtype=like.dtype, device=like.device
         )

@@ -230,7 +230,7 @@ class _Refused(Noting):
         assert torch.equal(before, grad.clone())
         assert "in pieces" in repr(grad)
         self.net.stem.bias.grad = self.head.bias.grad
-        with pytest.raises(RuntimeError, match=r"of parameter 'head.bias' .* 'net.stem.bias'"):
+        with pytest.raises(RuntimeError, match=r"'head.bias' was assigned to parameter 'net"):
             full_grad(self.net.stem.bias)
         self.net.stem.bias.grad = self.head.bias.grad.clone()
         assert torch.equal(full_grad(self.net.stem.bias), self.head.bias.grad.clone())

@@ -38,7 +38,7 @@ PRECISIONS = {
 
 
 class Noting(Regression):
-    """Notes the norm of the gradients and, under "16-mixed", the loss scale."""
+    """Notes norms and dtypes of the gradients, replaces them, and notes the loss scale."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(lr=0.05, optimizer=torch.optim.SGD)
@@ -47,6 +47,9 @@ class Noting(Regression):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         norms = [float(p.grad.norm()) for p in self.parameters() if p.grad is not None]
         self.notes.append([norm if norm < 1e30 else "inf" for norm in norms])
+        for parameter in self.parameters() if hasattr(Tensor, "grad_dtype") else ():
+            self.notes.append(str(parameter.grad.dtype))
+            parameter.grad = parameter.grad * 0.5
 
     def on_train_batch_end(self, *args: Any) -> None:
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
