@@ -74,6 +74,9 @@ class OptimizerHooks:
         self.handles: list[Removable] = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(lambda *_: self._end()),
+            optimizer.register_load_state_dict_post_hook(
+                lambda holder: pieces.guard_states(holder, self._pieces)
+            ),
             *(_Around(optimizer, name, self.change) for name in ("train", "eval")),
             _Around(optimizer, "zero_grad", self._zero_grad),
             *(self._of_units(optimizer, self._step) if isinstance(self._step, UnitStep) else ()),
@@ -121,6 +124,7 @@ class OptimizerHooks:
         if self._step is not None:
             self._step.take(self._pieces)
         pieces.take_state(optimizer, replaced, self._part_of)
+        pieces.guard_states(optimizer, self._pieces)
         unsettle(self._pieces)
 
     def _check_still_holds(self, optimizer: Optimizer) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +88,55 @@ def point_at_pieces(optimizer: Optimizer, find_piece: FindPiece) -> dict[Piece, 
     return replaced
 
 
+class StatesOfPieces(defaultdict[Any, Any]):
+    """An optimizer's states by piece; to ask for that of a parameter of the module is an error.
+
+    The answer would be that there is none, and ``state[parameter]`` would make an empty one.
+
+    Attributes:
+        names: The names of the parameters that have pieces, by id; none in a copy.
+    """
+
+    names: Mapping[int, str] = MappingProxyType({})
+
+    def __missing__(self, key: Any) -> Any:
+        self._refuse(key)
+        return super().__missing__(key)
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or self._refuse(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return the state of ``key``."""
+        return super().get(key, default) if key in self else default
+
+    def _refuse(self, key: object) -> bool:
+        name = self.names.get(id(key))
+        if name is None:
+            return False
+        raise RuntimeError(
+            f"optimizer.state has the state of this rank's piece of parameter {name!r}, not of the"
+            " parameter. Take the pieces from the groups: `for group in optimizer.param_groups:"
+            " for p in group['params']: optimizer.state[p]`"
+        )
+
+
+def guard_states(optimizer: Optimizer, pieces: Iterable[Piece]) -> None:
+    """Let nobody look in vain for the states of parameters of which ``optimizer`` has ``pieces``.
+
+    It is to be called again when torch has loaded states, for which it makes another dictionary.
+    """
+    names = {id(piece.parameter): piece.range.slot.name for piece in pieces}
+    guarded: dict[int, StatesOfPieces] = {}  # a wrapper's may be what it wraps has
+    for holder in with_inner(optimizer):
+        state = vars(holder).get("state")
+        if type(state) is defaultdict:
+            made = StatesOfPieces(state.default_factory, state)
+            holder.state = state = guarded.setdefault(id(state), made)
+        if isinstance(state, StatesOfPieces):
+            state.names = names
+
+
 def take_state(
     optimizer: Optimizer,
     replaced: Mapping[Piece, Parameter],
@@ -98,10 +148,10 @@ def take_state(
     """
     for holder in with_inner(optimizer):
         for piece, parameter in replaced.items():
-            if parameter in holder.state:
-                part = part_of(_as_of_master(holder.state.pop(parameter), piece), piece)
-                if part is not None:
-                    holder.state[piece] = part
+            state = holder.state.pop(parameter, None)
+            part = None if state is None else part_of(_as_of_master(state, piece), piece)
+            if part is not None:
+                holder.state[piece] = part
 
 
 def _as_of_master(state: Mapping[str, Any], piece: Piece) -> Mapping[str, Any]:

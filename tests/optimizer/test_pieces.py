@@ -328,7 +328,14 @@ def look_at_objects() -> None:
     # The state that Adagrad made at once was cut with its parameter.
     sizes = [piece.range.stop - piece.range.start for piece in pieces]
     assert [optimizer.state[piece]["sum"].shape for piece in pieces] == [(size,) for size in sizes]
-    assert set(optimizer.state) == set(pieces)
+    for _ in range(2):
+        looks = ("__getitem__", "__contains__", "get")
+        for look in [getattr(optimizer.state, name) for name in looks]:
+            with pytest.raises(RuntimeError, match=r"this rank's piece of parameter 'stem\.\w+'"):
+                look(parameters[0])
+        assert optimizer.state.get(nn.Parameter(torch.ones(1))) is None
+        assert set(optimizer.state) == set(pieces)
+        optimizer.load_state_dict(optimizer.state_dict())
     shards = sum(
         b.layout.shard_numel for unit in engine.sharded.units for b in unit.flat_parameters
     )

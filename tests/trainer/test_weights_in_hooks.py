@@ -89,6 +89,26 @@ def test_parameters_made_of_those_that_are_trained_are_refused(ranks: Pools) -> 
     assert ranks(2).run(_parametrize) == [[8, 8]] * 2
 
 
+class Orthogonal(Regression):
+    """Keeps a weight orthogonal, from the beginning or as soon as it trains."""
+
+    def on_fit_start(self) -> None:
+        if not nn.utils.parametrize.is_parametrized(self.head):
+            nn.utils.parametrizations.orthogonal(self.head)
+
+
+def _orthogonal(strategy: Any) -> Run:
+    module = Orthogonal()
+    if strategy == "ddp":
+        # It leaves out of its averages what lies in another memory than when it began.
+        module.on_fit_start()
+    return fit(module, strategy, max_steps=3)
+
+
+def test_parametrizing_amid_a_run_is_as_before_it(ranks: Pools) -> None:
+    assert_like_ddp(ranks(2).run(under_all, _orthogonal))
+
+
 def _edit(parameter: Tensor, how: int) -> None:
     """One of many ways to change a parameter in place."""
     with torch.no_grad():
