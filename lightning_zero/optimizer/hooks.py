@@ -74,10 +74,8 @@ class OptimizerHooks:
         self.handles: list[Removable] = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(lambda *_: self._end()),
-            optimizer.register_load_state_dict_post_hook(
-                lambda holder: pieces.guard_states(holder, self._pieces)
-            ),
             *(_Around(optimizer, name, self.change) for name in ("train", "eval")),
+            _Around(optimizer, "load_state_dict", self._load),
             _Around(optimizer, "zero_grad", self._zero_grad),
             *(self._of_units(optimizer, self._step) if isinstance(self._step, UnitStep) else ()),
         ]
@@ -237,6 +235,13 @@ class OptimizerHooks:
             raise
         self._end()
         return result
+
+    def _load(
+        self, optimizer: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Load states, for which torch makes another dictionary."""
+        method(*args, **kwargs)
+        pieces.guard_states(optimizer, self._pieces)
 
     def _zero_grad(
         self, _: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any

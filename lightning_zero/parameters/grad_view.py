@@ -18,9 +18,9 @@ another in its place, which :meth:`~GradientView.follow` repeats on the piece.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from sys import getrefcount
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -57,9 +57,9 @@ def drop_gradients(pieces: Iterable[Piece]) -> None:
     with internals.as_plain_tensors():
         for piece in pieces:
             _GRAD.__set__(piece.parameter, None)
-            piece.gradient.leave()
             _GRAD.__set__(piece, None)
-            piece.gradient.state = GradState.NONE
+            if piece.gradient.state is not GradState.NONE:
+                piece.gradient.drop()
 
 
 def averages(pieces: Sequence[Piece]) -> list[Tensor | None]:
@@ -151,16 +151,17 @@ class GradientView:
         with internals.as_plain_tensors():
             if _GRAD.__get__(self.piece.parameter) is self.shown:
                 _GRAD.__set__(self.piece.parameter, None)
-            self.leave()
+            self.shown = None
+            if self.state is not GradState.NONE and getrefcount(self.sharded) != _ALONE:
+                self._leave()
             _GRAD.__set__(self.piece, None)
         self.state = GradState.NONE
 
-    def leave(self) -> None:
-        """Let a stand-in that somebody keeps have the values for itself from now on."""
-        self.shown = None
-        # Not a new one in each step, which would cost as much as all else that is done there.
-        if self.state is GradState.NONE or _num_uses(self) == _ALONE:
-            return
+    def _leave(self) -> None:
+        """Let the stand-in, which somebody keeps, have the values for itself from now on.
+
+        Not a new one in each step, which would cost as much as all else that is done there.
+        """
         if self.landing is not None:
             self.landing()
         part = self.piece.kept
@@ -188,7 +189,7 @@ class GradientView:
                 is_kept = isinstance(theirs, ShardedGrad)
                 part = theirs.part if is_kept else piece.range.part_of(theirs.detach())
                 part = part.to(piece.device, piece.dtype, copy=True)
-            self.leave()
+            self.drop()
             self.show_sharded(part)
 
     def add_sharded(self, held: Tensor) -> None:
@@ -199,12 +200,9 @@ class GradientView:
             self.piece.reduced, self.state = None, GradState.UNSYNCED
 
 
-def _num_uses(view: Any) -> int:
-    return sys.getrefcount(view.sharded)
-
-
-_ALONE = _num_uses(SimpleNamespace(sharded=object()))
-"""The uses of a stand-in that nobody keeps."""
+_HOLDER = SimpleNamespace(sharded=object())
+_ALONE = getrefcount(_HOLDER.sharded)
+"""The uses of a stand-in that its view alone has: nobody keeps it."""
 
 
 def _of_another(piece: Piece, other: Piece) -> RuntimeError:
