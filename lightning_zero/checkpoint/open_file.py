@@ -3,7 +3,9 @@
 What is read goes through the system's cache, in which other ranks and later passes find it. But a
 file that does not fit there drives out of it what is asked for next, part by part, so that each
 pass takes all of it from the disk, and the time for the cache's own pages on top. So what the cache
-has lost since its last reading is read past it (``O_DIRECT``), and what fits stays.
+has lost since its last reading is read past it (``O_DIRECT``), and what fits stays. Such requests
+are for whole sectors of the file and of memory: they go straight to memory that lies as the file
+does, and to other memory by a copy.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pathlib import Path
 from torch import Tensor
 
 from lightning_zero.comm import PAGE, StagingMemory, in_pages
+from lightning_zero.tensors import SECTOR
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -54,15 +57,23 @@ class OpenFile:
         Raises:
             OSError: The file ends before, or the disk failed.
         """
-        if self._again is not None and self._again.read(out, offset):
-            return
-        # Not as an array of numpy's: the memory of a storage that had one is not given back.
-        view = memoryview((ctypes.c_ubyte * len(out)).from_address(out.data_ptr())).cast("B")
-        while view:
-            count = os.preadv(self.descriptor, [view], offset)
-            if not count:
-                raise OSError(f"it ends before byte {offset + len(view)}")
-            view, offset = view[count:], offset + count
+        if self._again is None or not self._again.read(out, offset):
+            _fill(self.descriptor, _memory_of(out), offset)
+
+
+def _memory_of(out: Tensor) -> memoryview:
+    # Not as an array of numpy's: the memory of a storage that had one is not given back.
+    return memoryview((ctypes.c_ubyte * len(out)).from_address(out.data_ptr())).cast("B")
+
+
+def _fill(descriptor: int, memory: memoryview, offset: int, least: int | None = None) -> None:
+    """Fill ``memory`` from ``offset`` of a file on, or what the file has, if that is ``least``."""
+    done, least = 0, len(memory) if least is None else least
+    while done < least:
+        count = os.preadv(descriptor, [memory[done:]], offset + done)
+        if not count:
+            raise OSError(errno.EIO, f"it ends before byte {offset + least}")
+        done += count
 
 
 class _ReadAgain:
@@ -73,12 +84,14 @@ class _ReadAgain:
     """
 
     def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
         self._nbytes = os.fstat(descriptor).st_size
         self._were_read = bytearray(-(-self._nbytes // _BLOCK_BYTES))
         self._free: deque[StagingMemory] = deque(maxlen=_MOST_FREE)
         # By the descriptor, as the file may have no name any more.
         path = f"/proc/self/fd/{descriptor}"
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        self._takes_sectors = self._try_sector()
         # Only to ask which of its pages are cached. Shared, as a private mapping counts as memory.
         self._address = _libc.mmap(
             None,
@@ -109,19 +122,47 @@ class _ReadAgain:
         self._were_read[blocks] = bytes([1]) * len(self._were_read[blocks])
         if not was_read or self._are_cached(offset, stop):
             return False
+        lies_alike = (out.data_ptr() - offset) % SECTOR == 0
+        try:
+            if self._takes_sectors and lies_alike:
+                self._read_sectors(_memory_of(out), offset)
+            else:
+                self._read_and_copy(out, offset)
+        except OSError:  # what cannot be read past the cache may be through it, or raise there
+            return False
+        return True
+
+    def _read_sectors(self, memory: memoryview, offset: int) -> None:
+        """Fill ``memory``; parts of sectors at its ends, which others have too, by the cache."""
+        stop = offset + len(memory)
+        first, last = -(-offset // SECTOR) * SECTOR, stop // SECTOR * SECTOR
+        if first >= last:
+            first = last = stop
+        _fill(self._descriptor, memory[: first - offset], offset)
+        _fill(self._file, memory[first - offset : last - offset], first)
+        _fill(self._descriptor, memory[last - offset :], last)
+
+    def _read_and_copy(self, out: Tensor, offset: int) -> None:
+        """Fill ``out`` by way of whole pages."""
+        stop = offset + len(out)
         try:
             memory = self._free.pop()
         except IndexError:  # other threads have it all
             memory = StagingMemory(_MEMORY_BYTES)
-        try:
-            for start in range(offset, stop, _BLOCK_BYTES):
-                end = min(stop, start + _BLOCK_BYTES)
-                begin = self._fill(memory, start, end)
-                place, source = out.data_ptr() + start - offset, memory.tensor.data_ptr()
-                ctypes.memmove(place, source + start - begin, end - start)
-        except OSError:  # what cannot be read past the cache may be through it, or raise there
-            return False
+        for start in range(offset, stop, _BLOCK_BYTES):
+            end, begin = min(stop, start + _BLOCK_BYTES), start // PAGE * PAGE
+            _fill(self._file, memory.part(0, in_pages(end - begin)), begin, least=end - begin)
+            place, source = out.data_ptr() + start - offset, memory.tensor.data_ptr()
+            ctypes.memmove(place, source + start - begin, end - start)
         self._free.append(memory)
+
+    def _try_sector(self) -> bool:
+        """Return whether requests may be for sectors, where others are for pages alone."""
+        memory = StagingMemory(PAGE)
+        try:
+            _fill(self._file, memory.part(SECTOR, SECTOR), SECTOR)
+        except OSError:
+            return False
         return True
 
     def _are_cached(self, start: int, stop: int) -> bool:
@@ -132,14 +173,3 @@ class _ReadAgain:
         if _libc.mincore(place, ctypes.c_size_t(stop - begin), ctypes.byref(pages)):
             return True
         return all(page & 1 for page in pages)
-
-    def _fill(self, memory: StagingMemory, start: int, stop: int) -> int:
-        """Read whole pages to ``memory`` that have some bytes, and return where they begin."""
-        begin = start // PAGE * PAGE
-        nbytes, done = in_pages(stop - begin), 0
-        while begin + done < stop:
-            count = os.preadv(self._file, [memory.part(done, nbytes - done)], begin + done)
-            if not count:
-                raise OSError(errno.EIO, "the file ends early")
-            done += count
-        return begin

@@ -29,6 +29,7 @@ class Source:
     def __init__(self, name: str, value: Tensor) -> None:
         self._name = name
         self._value = value
+        self._row = value.row if isinstance(value, LazyTensor) else None
         self.is_checked = False
 
     @property
@@ -52,6 +53,7 @@ class Source:
         """Count elements from now on in the memory order of a tensor of this ``stride``."""
         if isinstance(self._value, LazyTensor):
             self._value = self._value.laid_out(stride)
+            self._row = self._value.row if isinstance(self._value, LazyTensor) else None
         else:
             with lasting_tensors():
                 ordered = torch.empty_strided(
@@ -65,6 +67,11 @@ class Source:
             if isinstance(chunk, InOneRow) and chunk.content.kept is not None:
                 chunk.content.kept.expect_passes()
 
+    def offset(self, dtype: torch.dtype) -> int | None:
+        """Return where its elements lie one behind the other in a file, if they have ``dtype``."""
+        row = self._row
+        return row.offset(0) if row is not None and row.dtype is dtype else None
+
     def check(self) -> None:
         """Raise a ``ValueError`` if the values are damaged, unless they were checked."""
         if not self.is_checked and isinstance(self._value, LazyTensor):
@@ -73,6 +80,9 @@ class Source:
 
     def read(self, start: int, out: Tensor, dtype: torch.dtype) -> None:
         """Read elements from ``start`` on to ``out``, ``[n]``, cast to ``dtype`` on the way."""
+        if self._row is not None and self._row.dtype is out.dtype:
+            self._row.read_row(start, out)
+            return
         if not isinstance(self._value, LazyTensor):
             part = self._value.as_strided((out.numel(),), (1,), start)
         elif dtype in (self._value.dtype, out.dtype):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Generic, Protocol, TypeVar
@@ -17,7 +18,7 @@ from lightning_zero.comm import Communicator, Outcome, Scratch, Shared, SyncPoin
 from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.parameters.stores import HostStore, Store
 from lightning_zero.plan import Layout, Medium, Plan
-from lightning_zero.tensors import LentMemory, ask_for_large_pages, lasting_tensors
+from lightning_zero.tensors import SECTOR, LentMemory, ask_for_large_pages, lasting_tensors
 
 _T = TypeVar("_T")
 NUM_THREADS = 2
@@ -41,6 +42,9 @@ class Source(Protocol):
     def expect_passes(self) -> None:
         """Note that this process reads it over and over, and no other of this host does."""
 
+    def offset(self, dtype: torch.dtype) -> int | None:
+        """Return where its elements lie one behind the other in a file, if they have ``dtype``."""
+
     def check(self) -> None:
         """Raise a ``ValueError`` if the values are damaged, unless they were checked."""
 
@@ -53,11 +57,16 @@ class LentBuffer(Buffer):
 
     From a use on of which views are kept, or which autograd sees, it is the buffer's own: views see
     the data of later uses then, and hold none between.
+
+    Args:
+        behind_sector: Bytes between the begin of a sector and that of the memory.
     """
 
-    def __init__(self, layout: Layout, dtype: torch.dtype, memory: LentMemory) -> None:
+    def __init__(
+        self, layout: Layout, dtype: torch.dtype, memory: LentMemory, behind_sector: int
+    ) -> None:
         super().__init__(layout, dtype, torch.device("cpu"))
-        self._layout, self._memory = layout, memory
+        self._layout, self._memory, self._behind_sector = layout, memory, behind_sector
         self._own = self.tensor, self.views
         self._may_be_lent = True
 
@@ -71,7 +80,9 @@ class LentBuffer(Buffer):
             return
         with lasting_tensors():
             numel, dtype = self.tensor.numel(), self.tensor.dtype
-            self.tensor = self._memory.lend(numel, dtype, _in_large_pages)
+            self.tensor = self._memory.lend(
+                numel, dtype, _in_large_pages, behind_sector=self._behind_sector
+            )
             self.views = self._views_of(self._layout, self.tensor)
 
     @override
@@ -193,14 +204,19 @@ class Stream(Store):
         """Start to read whole weights to ``out``."""
 
     def _parts(self, out: Tensor) -> Iterator[tuple[Source, int, Tensor]]:
-        """Yield the parts of a buffer of whole weights: where each is read from, and to."""
-        at_once = _AT_ONCE_BYTES // out.element_size()
+        """Yield the parts of a buffer of whole weights: where each is read from, and to.
+
+        Where the file has them as they are, they end at ends of sectors.
+        """
+        size, dtype = out.element_size(), out.dtype
         for source, slot in zip(self._sources, self.layout.slots, strict=True):
-            whole = out[slot.offset : slot.stop]
-            # A checksum may be that of the whole.
-            size = at_once if source.is_checked else max(slot.numel, 1)
-            for start in range(0, slot.numel, size):
-                yield source, start, whole[start : start + size]
+            ends = range(0)  # a checksum may be that of the whole
+            if source.is_checked:
+                to_sector = -(source.offset(dtype) or 0) % SECTOR // size
+                ends = range(to_sector + _AT_ONCE_BYTES // size, slot.numel, _AT_ONCE_BYTES // size)
+            for start, stop in itertools.pairwise((0, *ends, slot.numel)):
+                if start < stop:
+                    yield source, start, out[slot.offset + start : slot.offset + stop]
 
     def _read_part(self, source: Source, start: int, out: Tensor) -> None:
         source.check()
@@ -233,7 +249,18 @@ class LentStream(Stream):
 
     @override
     def weights(self) -> Buffer:
-        return LentBuffer(self.layout, self.plan.weight.dtype, self._reader.memory)
+        dtype = self.plan.weight.dtype
+        return LentBuffer(self.layout, dtype, self._reader.memory, self._behind_sector(dtype))
+
+    def _behind_sector(self, dtype: torch.dtype) -> int:
+        """Return where memory lies as most of the file's bytes do, which need no copy then."""
+        nbytes: Counter[int] = Counter({0: 0})
+        # Nothing is read any more when it has settled, and there are no sources.
+        for source, slot in zip(self._sources, self.layout.slots, strict=False):
+            offset = source.offset(dtype)
+            if offset is not None and offset % dtype.itemsize == 0:
+                nbytes[(offset - slot.offset * dtype.itemsize) % SECTOR] += slot.numel
+        return max(nbytes, key=nbytes.__getitem__)
 
     @override
     def _read(self, out: Tensor, *, unit: str, tag: int) -> Work:

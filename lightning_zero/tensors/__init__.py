@@ -16,12 +16,13 @@ internals   every private name of torch in use, with its reason
 from lightning_zero.tensors.chunks import numel_at_a_time
 from lightning_zero.tensors.large_pages import ask_for_large_pages
 from lightning_zero.tensors.lasting import lasting_tensors
-from lightning_zero.tensors.lent_memory import LentMemory
+from lightning_zero.tensors.lent_memory import SECTOR, LentMemory
 from lightning_zero.tensors.nested import named_tensors, tensors_in
 from lightning_zero.tensors.profiling import span, unseen
 from lightning_zero.tensors.storages import Storages
 
 __all__ = [
+    "SECTOR",
     "LentMemory",
     "Storages",
     "ask_for_large_pages",

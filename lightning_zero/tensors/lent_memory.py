@@ -12,6 +12,9 @@ from torch import Tensor
 
 from lightning_zero.tensors.lasting import lasting_tensors
 
+SECTOR = 512
+"""Bytes that requests past the system's cache are multiples of, in the file and in memory."""
+
 
 class LentMemory:
     """Memory of the host that is lent, and lent again when nothing refers to it any more.
@@ -32,23 +35,30 @@ class LentMemory:
         return sum(memory.nbytes for memory in self._free.copy())
 
     def lend(
-        self, numel: int, dtype: torch.dtype, make: Callable[[int, torch.dtype], Tensor]
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        make: Callable[[int, torch.dtype], Tensor],
+        *,
+        behind_sector: int | None = None,
     ) -> Tensor:
         """Return memory of just this size, which ``make`` makes if none is free.
 
-        Its content is undefined.
+        Its content is undefined. It lies where ``make`` puts it, or so many bytes behind a sector.
         """
         nbytes = numel * dtype.itemsize
         with lasting_tensors():
             if not nbytes:
                 return torch.empty(numel, dtype=dtype, device="cpu")
+            nbytes += 0 if behind_sector is None else SECTOR
             memory = self._taken(nbytes)
             if memory is None:
                 memory = make(nbytes, torch.uint8)
             # Every storage that lies there holds this, and nothing else does.
             lent = memory.numpy().data
             weakref.finalize(lent, self._free.append, memory).atexit = False
-            return torch.frombuffer(lent, dtype=dtype)
+            shift = 0 if behind_sector is None else behind_sector - memory.data_ptr()
+            return torch.frombuffer(lent, dtype=dtype, count=numel, offset=shift % SECTOR)
 
     def _taken(self, nbytes: int) -> Tensor | None:
         # No lock, which a finalizer in this thread would wait for: each call is one step, between

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.open_file import OpenFile
+from lightning_zero.tensors import SECTOR
 from tests.oracle.cached import are_forgettable, cached_share, forget
 
 NBYTES = 10 * 2**20 + 136
@@ -49,6 +52,31 @@ def test_what_is_lost_is_read_past_the_cache(tmp_path: Path, content: Tensor) ->
     os.pread(file.descriptor, 2**20, 0)  # and what the system reads ahead
     read_all(file, content)
     assert 0.09 < cached_share(path) < 0.9
+
+
+@pytest.mark.parametrize("start", [136, 4 * 2**20 + 1, 5 * 2**20])
+@pytest.mark.parametrize("nbytes", [0, 100, 700, 5 * 2**20 + 77])
+@pytest.mark.parametrize("takes_sectors", [True, False])
+def test_memory_that_lies_as_the_file_is_filled_without_a_copy(
+    tmp_path: Path, content: Tensor, start: int, nbytes: int, takes_sectors: bool, mocker: Any
+) -> None:
+    memory = torch.zeros(6 * 2**20, dtype=torch.uint8)
+    place = (start - memory.data_ptr()) % SECTOR
+    file = OpenFile(tmp_path / "file")
+    if not takes_sectors:
+        refused = OSError(22, "Invalid argument")
+        mocker.patch("lightning_zero.checkpoint.open_file._fill", side_effect=refused)
+    file.expect_passes()
+    mocker.stopall()
+    read_all(file, content)
+    forget(tmp_path / "file")
+    copies = mocker.spy(ctypes, "memmove")
+    file.read(memory[place : place + nbytes], start)
+    assert torch.equal(memory[place : place + nbytes], content[start : start + nbytes])
+    assert not memory[:place].any()
+    assert not memory[place + nbytes :].any()
+    assert copies.call_count == (0 if takes_sectors else -(-nbytes // (4 * 2**20)))
+    assert cached_share(tmp_path / "file") < 0.1
 
 
 def test_what_is_read_by_many_goes_through_the_cache(tmp_path: Path, content: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import resource
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -98,8 +99,10 @@ def as_own(folder: Path) -> Path:
     return folder / "own.ckpt"
 
 
-def as_safetensors(folder: Path, max_bytes: int | None = None) -> Path:
-    held = state(torch.bfloat16)
+def as_safetensors(
+    folder: Path, max_bytes: int | None = None, dtype: torch.dtype = torch.bfloat16
+) -> Path:
+    held = state(dtype)
     shapes = {key: (value.dtype, tuple(value.shape)) for key, value in held.items()}
     path = folder / ("sharded" if max_bytes else "one.safetensors")
     write_safetensors(path, shapes, held.__getitem__, max_bytes=max_bytes)
@@ -171,13 +174,14 @@ class Forgotten(Net):
         forget(Path(self.trainer.ckpt_path))
 
 
-def forgotten(folder: str, path: str) -> bool:
-    """Return whether the last pass has gone through the system's cache."""
+def forgotten(folder: str, path: str) -> tuple[bool, bool]:
+    """Return whether the last pass has gone through the system's cache, and any to other memory."""
     trainer = make_trainer(world(), "zero3_nvme", folder)
-    found = trainer.predict(Forgotten(), Batches(), ckpt_path=path)
+    with mock.patch("ctypes.memmove", side_effect=ctypes.memmove) as copies:
+        found = trainer.predict(Forgotten(), Batches(), ckpt_path=path)
     is_cached = cached_share(Path(path)) > 0.5
     assert all(map(torch.equal, found, outputs("zero3", folder, path)[0]))
-    return is_cached
+    return is_cached, any(call.args[2] > 2**20 for call in copies.mock_calls)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -187,8 +191,11 @@ def test_a_rank_alone_reads_past_a_cache_that_loses_weights(
     path = as_lightning(tmp_path)
     if not are_forgettable(path):
         pytest.skip("this file system has no requests past the system's cache")
-    expected = [num_ranks > 1] * num_ranks
-    assert ranks(num_ranks).run(forgotten, str(tmp_path), str(path)) == expected
+    ranks(num_ranks).run(written, str(tmp_path))
+    paths = path, as_own(tmp_path), as_safetensors(tmp_path, dtype=torch.float32)
+    for path in paths:
+        found = ranks(num_ranks).run(forgotten, str(tmp_path), str(path))
+        assert found == [(num_ranks > 1, False)] * num_ranks, path
 
 
 class Restored(Net):

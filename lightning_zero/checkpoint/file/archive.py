@@ -22,8 +22,13 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-ALIGNMENT = 64
+from lightning_zero.tensors import SECTOR
+
+_ALIGNMENT = 64
 """Bytes to which records are aligned, as in ``torch.save``."""
+
+_LARGE_BYTES = 2**20
+"""Larger ones are aligned to sectors, for requests past the system's cache."""
 
 ROOT = "archive/"
 """The folder in the archive that holds every record; torch takes it from the first record."""
@@ -61,7 +66,8 @@ class Archive:
         position = 0
         for name, nbytes in sizes:
             least = position + len(_header(ROOT + name, nbytes, 0))
-            offset = -(-least // ALIGNMENT) * ALIGNMENT
+            alignment = SECTOR if nbytes >= _LARGE_BYTES else _ALIGNMENT
+            offset = -(-least // alignment) * alignment
             records.append(Record(ROOT + name, nbytes, position, offset))
             position = records[-1].stop + len(_descriptor(0, nbytes))
         return cls(tuple(records))

@@ -128,8 +128,15 @@ class InOneRow:
         if not region.numel:
             return
         sizes, part = self.box.permuted(self.order).sizes, region.permuted(self.order)
-        offset = self.content.offset + self.start * self.dtype.itemsize
-        self._fill(self.content.opened(), offset, sizes, part, out.permute(self.order))
+        self._fill(self.content.opened(), self.offset(0), sizes, part, out.permute(self.order))
+
+    def offset(self, index: int) -> int:
+        """Return where in its file the element lies that is at ``index`` in memory order."""
+        return self.content.offset + (self.start + index) * self.dtype.itemsize
+
+    def read_row(self, start: int, out: Tensor) -> None:
+        """Read elements from ``start`` on in memory order to ``out``, ``[n]`` of their dtype."""
+        self.content.opened().read(out.view(torch.uint8), self.offset(start))
 
     def _fill(
         self, file: OpenFile, offset: int, sizes: tuple[int, ...], region: Box, out: Tensor

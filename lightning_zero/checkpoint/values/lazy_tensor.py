@@ -113,6 +113,16 @@ class LazyTensor(Tensor):
         self.read_to(flat, start)
         return flat
 
+    @property
+    def row(self) -> InOneRow | None:
+        """What has all of its elements in a file in the tensor's memory order, if that is one."""
+        chunk = self.chunks[0] if len(self.chunks) == 1 and self.value is None else None
+        if not isinstance(chunk, InOneRow) or chunk.box.sizes != self.shape:
+            return None
+        order = memory_order(self.shape, self.stride())
+        is_same = dense_stride(self.shape, order) == dense_stride(self.shape, chunk.order)
+        return chunk if is_same else None
+
     def read_to(self, out: Tensor, start: int) -> None:
         """Read elements from ``start`` on to ``out``, ``[n]``, which may have another dtype."""
         stop, position = start + out.numel(), int(out.storage_offset())
