@@ -42,6 +42,7 @@ from lightning_zero.optimizer import (
     States,
     UnitStep,
     batches_of,
+    end,
 )
 from lightning_zero.parameters import Piece, Source
 from lightning_zero.plan import Settings
@@ -268,6 +269,8 @@ class Engine:
             if unit.weights.state is not State.RESTING:
                 unit.weights.wait()
         self._hooks.remove()
+        for optimizer in self.sharded.optimizers:
+            end(optimizer)
         self._step.lifetime = Lifetime.CLOSED
         for flat in self.sharded.flats:
             flat.let_go()

@@ -31,7 +31,7 @@ from lightning_zero.optimizer.adopted import (
     whole_members,
     whole_step_of,
 )
-from lightning_zero.optimizer.hooks import OptimizerHooks, Removable
+from lightning_zero.optimizer.hooks import OptimizerHooks, Removable, end
 from lightning_zero.optimizer.loss_scaler import LossScaler
 from lightning_zero.optimizer.owners import owners_of
 from lightning_zero.optimizer.pieces import (
@@ -70,6 +70,7 @@ __all__ = [
     "bare",
     "batches_of",
     "cut_state",
+    "end",
     "members",
     "missing_in_state",
     "own_form_of",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from operator import is_
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -46,7 +46,8 @@ class OptimizerHooks:
         handles: Remove them to end it.
 
     Raises:
-        ValueError: The optimizer can be stepped in no way, or a parameter is in two of its groups.
+        ValueError: The optimizer can be stepped in no way, a parameter is in two of its groups, or
+            it is that of another run.
     """
 
     def __init__(
@@ -60,6 +61,8 @@ class OptimizerHooks:
         after: Callable[[list[Piece]], None],
         by_unit: Callable[[Optimizer], UnitStep] | None = None,
     ) -> None:
+        if any(find_piece(piece.parameter) is not piece for piece in pieces.pieces_of(optimizer)):
+            raise ValueError(_ENDED.format(kind=type(optimizer).__name__))
         self._find_piece = find_piece
         self._changed, self._before, self._after = changed, before, after
         self._step: WholeStep | UnitStep | None = by_unit(optimizer) if by_unit else None
@@ -250,6 +253,26 @@ class OptimizerHooks:
         method(*args, **kwargs)
         if kwargs.get("set_to_none", args[0] if args else True):
             drop_gradients(self._pieces)
+
+
+def end(optimizer: Optimizer) -> None:
+    """Let every later step of an optimizer raise: the engine has ended whose pieces it holds."""
+    if pieces.pieces_of(optimizer):
+        optimizer.register_step_pre_hook(_refuse)
+        for name in ("train", "eval"):
+            _Around(optimizer, name, _refuse)
+
+
+def _refuse(optimizer: Optimizer, *_: Any) -> NoReturn:
+    raise RuntimeError(_ENDED.format(kind=type(optimizer).__name__))
+
+
+_ENDED = (
+    "{kind} was used by a run that has ended, and has this rank's parts of its states only. Make a"
+    " new one: `configure_optimizers` has to return another for each run, and a checkpoint has the"
+    " whole states for it (`trainer.fit(ckpt_path=...)`). What is to be done with this one belongs"
+    " into `on_train_end`, or earlier."
+)
 
 
 class _Around:
