@@ -55,6 +55,7 @@ from lightning_zero.checkpoint import ModuleLoad, read_safetensors, write_safete
 from lightning_zero.comm import StagingMemory
 from lightning_zero.engine import Engine
 from lightning_zero.optimizer import States, UnitStep
+from lightning_zero.parameters import settle, unsettle
 from lightning_zero.plan import Offload, Settings
 
 STATES_ALONE = "with states in files"
@@ -157,15 +158,21 @@ class Stepping:
 
     def on_pieces(self) -> tuple[Callable[[], object], Callable[[], object]]:
         """The step of another optimizer over the pieces: at once, and unit by unit."""
-        optimizer = torch.optim.AdamW(self.engine.sharded.pieces, 1e-4, fused=True)
+        pieces = self.engine.sharded.pieces
+        optimizer = torch.optim.AdamW(pieces, 1e-4, fused=True)
         unit_step = UnitStep([unit.pieces for unit in self.engine.sharded.units], States(optimizer))
+
+        def settled(step: Callable[[], object]) -> None:
+            settle(pieces)
+            step()
+            unsettle(pieces)
 
         def by_unit() -> None:
             unit_step.begin()
             optimizer.step()
             unit_step.end()
 
-        return optimizer.step, by_unit
+        return functools.partial(settled, optimizer.step), functools.partial(settled, by_unit)
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from lightning_zero.comm.scratch import Scratch
 from lightning_zero.comm.traffic import Ledger
 from lightning_zero.comm.window import Window
 from lightning_zero.plan import Slot
-from lightning_zero.tensors import Storages, lasting_tensors
+from lightning_zero.tensors import LARGE_BYTES, Storages, ask_for_large_pages, lasting_tensors
 
 
 class Work(Protocol):
@@ -244,7 +244,10 @@ class Transport(ABC):
 
     def _lasting(self, numel: int, dtype: torch.dtype) -> Tensor:
         with lasting_tensors():
-            return torch.empty(numel, dtype=dtype, device=self.device)
+            memory = torch.empty(numel, dtype=dtype, device=self.device)
+        if memory.nbytes >= LARGE_BYTES:
+            ask_for_large_pages(memory)
+        return memory
 
 
 def weights_of(unit: str) -> str:

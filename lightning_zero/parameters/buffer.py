@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.plan import Layout
-from lightning_zero.tensors import lasting_tensors
+from lightning_zero.tensors import LARGE_BYTES, ask_for_large_pages, lasting_tensors
 
 
 class Buffer:
@@ -30,6 +30,7 @@ class Buffer:
             self.tensor = tensor
             self.views = self._views_of(layout, tensor)
         self._nbytes = self.tensor.nbytes
+        self._is_large = self._nbytes >= LARGE_BYTES
 
     @staticmethod
     def _views_of(layout: Layout, tensor: Tensor) -> list[Tensor]:
@@ -45,6 +46,8 @@ class Buffer:
         storage = self.tensor.untyped_storage()
         if storage.nbytes() < self._nbytes:
             storage.resize_(self._nbytes)
+            if self._is_large:
+                ask_for_large_pages(self.tensor)
 
     def release(self) -> None:
         """Give the memory back; views stay, unreadable until the buffer is filled again."""

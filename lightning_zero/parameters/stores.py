@@ -32,7 +32,7 @@ from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.parameters.piece import Piece
 from lightning_zero.parameters.shards import Shard, SplitShard
 from lightning_zero.plan import Layout, Medium, Placement, Plan
-from lightning_zero.tensors import lasting_tensors
+from lightning_zero.tensors import LARGE_BYTES, ask_for_large_pages, lasting_tensors
 
 
 def extent_of(layout: Layout, plan: Plan, scratch: Scratch | None = None) -> Extent:
@@ -183,7 +183,11 @@ class Store:
 
     def _shard(self, device: torch.device) -> Tensor:
         with lasting_tensors():
-            return torch.empty(self.layout.shard_numel, dtype=self.plan.master.dtype, device=device)
+            dtype = self.plan.master.dtype
+            shard = torch.empty(self.layout.shard_numel, dtype=dtype, device=device)
+        if shard.nbytes >= LARGE_BYTES:
+            ask_for_large_pages(shard)
+        return shard
 
     def flush(self, source: Tensor, resting: Shard | None, *, unit: str) -> tuple[Shard, Work]:
         """Start to bring a unit's reduced shard to where gradients rest, added to those that do.

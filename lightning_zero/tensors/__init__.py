@@ -14,7 +14,7 @@ internals   every private name of torch in use, with its reason
 """
 
 from lightning_zero.tensors.chunks import numel_at_a_time
-from lightning_zero.tensors.large_pages import ask_for_large_pages
+from lightning_zero.tensors.large_pages import LARGE_BYTES, ask_for_large_pages
 from lightning_zero.tensors.lasting import lasting_tensors
 from lightning_zero.tensors.lent_memory import SECTOR, LentMemory
 from lightning_zero.tensors.nested import named_tensors, tensors_in
@@ -22,6 +22,7 @@ from lightning_zero.tensors.profiling import span, unseen
 from lightning_zero.tensors.storages import Storages
 
 __all__ = [
+    "LARGE_BYTES",
     "SECTOR",
     "LentMemory",
     "Storages",

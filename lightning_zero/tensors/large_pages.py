@@ -7,6 +7,9 @@ import mmap
 
 from torch import Tensor
 
+LARGE_BYTES = 4 * 2**20
+"""What is smaller would have one page at most."""
+
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)
 _libc = ctypes.CDLL(None)
 
