@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_zero.parameters import guards
+from lightning_zero.parameters import guards, ownership_of
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -107,14 +107,17 @@ class MetaInitializer:
 
 
 def forget_values(module: nn.Module) -> bool:
-    """Bring parameters that an engine left at rest to the meta device; whether any is there."""
+    """Bring parameters that an engine left at rest to the meta device; whether any is there.
+
+    They are as before that engine: at rest they have the dtype that it computed in, and no order.
+    """
     fresh: dict[int, nn.Parameter] = {}
     for child in module.modules():
         for name, parameter in child._parameters.items():
             if isinstance(parameter, guards.Resting):
                 if id(parameter) not in fresh:
-                    blank = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                    fresh[id(parameter)] = nn.Parameter(blank, parameter.requires_grad)
+                    like = ownership_of(parameter).like
+                    fresh[id(parameter)] = nn.Parameter(like, parameter.requires_grad)
                 child._parameters[name] = fresh[id(parameter)]
     return any(parameter.is_meta for parameter in module.parameters())
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_zero.parameters.living_views import LivingViews
-from lightning_zero.tensors import properties
+from lightning_zero.tensors import lasting_tensors, properties
 
 
 class Owner(Protocol):
@@ -80,21 +80,22 @@ class Ownership:
     Args:
         owner: Not kept alive.
         name: The parameter's qualified name.
-        dtype: Its master's.
+        like: A tensor on the meta device that is as the parameter is when nobody owns it: of its
+            master's dtype, in its memory format.
 
     Attributes:
         views: The views of the parameter that live.
         last_hook: The ``id`` of the owner's hook, which takes gradients; ``None`` without one.
     """
 
-    __slots__ = ("_owner", "dtype", "last_hook", "name", "views")
+    __slots__ = ("_owner", "last_hook", "like", "name", "views")
 
-    def __init__(self, owner: Owner, name: str, dtype: torch.dtype) -> None:
+    def __init__(self, owner: Owner, name: str, like: Tensor) -> None:
         self._owner: Callable[[], Owner | None] = weakref.ref(owner)
         self.name = name
         self.views = LivingViews()
         self.last_hook: int | None = None
-        self.dtype = dtype
+        self.like = like
 
     @property
     def owner(self) -> Owner:
@@ -112,13 +113,15 @@ _ownerships: dict[int, Ownership] = {}
 
 
 def take(parameter: Parameter, owner: Owner, name: str, dtype: torch.dtype) -> Ownership:
-    """Make ``parameter`` the owner's."""
+    """Make ``parameter``, whose master has a ``dtype``, the owner's."""
     key = id(parameter)
     if key not in _ownerships:
         # A number means something only as long as its parameter lives. Torch's own dictionary with
         # weak keys asks more of every reshard than all the rest of it.
         weakref.finalize(parameter, _ownerships.pop, key, None)
-    _ownerships[key] = Ownership(owner, name, dtype)
+    with lasting_tensors():
+        like = torch.empty_like(parameter, dtype=dtype, device="meta")
+    _ownerships[key] = Ownership(owner, name, like)
     return _ownerships[key]
 
 

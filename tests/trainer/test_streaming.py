@@ -449,6 +449,38 @@ def test_a_file_that_lacks_a_weight_is_copied(ranks: Pools, tmp_path: Path) -> N
     ranks(2).run(partly, str(tmp_path), str(tmp_path / "part.ckpt"))
 
 
+class Again(Net):
+    """One parameter is not contiguous; it is saved after each run."""
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            super().configure_model()
+            self.net[0][1].weight = nn.Parameter(self.net[0][1].weight.detach().t())
+
+    def on_predict_end(self) -> None:
+        self.strides = [parameter.stride() for parameter in self.parameters()]
+        self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/again.ckpt")
+
+
+def again(folder: str, path: str) -> None:
+    model = Again()
+    trainer = make_trainer(world(), "zero3_nvme", folder, precision="bf16-mixed")
+    first = trainer.predict(model, Batches(), ckpt_path=path)
+    strides = model.strides
+    second = trainer.predict(model, Batches(), ckpt_path=path)
+    assert all(map(torch.equal, second, first))
+    assert model.strides == strides
+    saved = torch.load(f"{folder}/again.ckpt")["state_dict"]
+    assert all(torch.equal(saved[key], value) for key, value in state().items())
+
+
+def test_a_module_that_was_left_at_rest_has_all_digits_in_another_run(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    """It computed in half precision."""
+    ranks(1).run(again, str(tmp_path), str(as_lightning(tmp_path)))
+
+
 class Doubling(Net):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"]["net.0.1.weight"].mul_(2)
