@@ -168,6 +168,8 @@ class OptimizerHooks:
             self._end()
             with self._sure():
                 result = closure()
+            if isinstance(self._step, WholeStep):
+                result = self._step.mean_of(result)
             self._point(optimizer)
             self.begin(optimizer)
             return result

@@ -135,6 +135,20 @@ class WholeStep(OfOptimizer):
         """End a step that an exception ended; nothing of it has reached the pieces."""
         self.abandon()
 
+    def mean_of(self, loss: Any) -> Any:
+        """Return the mean over the ranks of a closure's loss, by which all decide alike.
+
+        All at once every rank takes the whole step, and keeps its parts of it: had they gone by
+        losses of their own, the parts would be those of different steps.
+        """
+        if self.way is not Way.ALL_AT_ONCE or not isinstance(loss, (Tensor, float)):
+            return loss
+        total = torch.as_tensor(loss, device=self._transport.device).detach()
+        total = total.to(torch.promote_types(total.dtype, torch.float32), copy=True)
+        self._control.sum(total, "the mean of the losses that closures return")
+        mean = total / self._control.world_size
+        return mean.to(loss) if isinstance(loss, Tensor) else mean.item()
+
     def begin(self) -> None:
         """Put whole parameters into the param groups; all ranks call it."""
         wholes = list(self._wholes.values())
