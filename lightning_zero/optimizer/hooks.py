@@ -244,8 +244,10 @@ class OptimizerHooks:
     def _load(
         self, optimizer: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Load states, for which torch makes another dictionary."""
+        """Load states, of which this rank keeps its parts: whole ones, as of DDP, or its parts."""
         method(*args, **kwargs)
+        wholes = [piece for piece in self._pieces if pieces.has_whole_state(optimizer, piece)]
+        pieces.take_state(optimizer, dict(zip(wholes, wholes, strict=True)), self._part_of)
         pieces.guard_states(optimizer, self._pieces)
 
     def _zero_grad(

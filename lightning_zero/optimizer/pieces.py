@@ -182,6 +182,20 @@ def cut_state(state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
     }
 
 
+def has_whole_state(optimizer: Optimizer, piece: Piece) -> bool:
+    """Return whether ``optimizer`` has a state of all elements of the parameter of ``piece``."""
+    if piece.shape == piece.parameter.shape:
+        return False
+    states = [holder.state.get(piece, ()) for holder in with_inner(optimizer)]
+    return any(
+        is_of_elements(key, leaf, piece.parameter)
+        for state in states
+        if isinstance(state, Mapping)
+        for key, value in state.items()
+        for leaf in tree_leaves(value)
+    )
+
+
 def owned(state: Any) -> Any:
     """Return a state with its tensors in memory of their own: not in a file or a larger one."""
     if not isinstance(state, Mapping):

@@ -342,7 +342,8 @@ def look_at_objects() -> None:
     assert sum(sizes) <= shards
     engine.close()
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    optimizer.step()  # an optimizer outlives its engine
+    with pytest.raises(RuntimeError, match="run that has ended"):
+        optimizer.step()
     other = shard(build(Stack), stage=3)
     twice = torch.optim.SGD(other.module.parameters(), lr=0.1)
     other.adopt(twice)

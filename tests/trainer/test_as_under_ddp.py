@@ -179,6 +179,33 @@ def load_in_a_way_of_ones_own(name: str, path: str) -> Any:
     return found
 
 
+class LoadsStates(Model):
+    """Starts with an optimizer's states that some run has left."""
+
+    def __init__(self, make: Callable[..., Optimizer], states: Any = None) -> None:
+        super().__init__()
+        self.make, self.states = make, states
+
+    def configure_optimizers(self) -> Optimizer:
+        return self.make(self.parameters(), lr=0.02)
+
+    def on_train_start(self) -> None:
+        if self.states is not None:
+            self.trainer.optimizers[0].load_state_dict(self.states)
+
+
+def load_an_optimizers_states(name: str, path: str) -> Any:
+    found = []
+    for make in (torch.optim.Adam, torch.optim.Adafactor):  # by element, and by owner
+        torch.manual_seed(0)
+        saved("ddp", LoadsStates(make), path)
+        states = torch.load(path, weights_only=False)["optimizer_states"][0]
+        module = LoadsStates(make, states)
+        fit(name, module)
+        found.append([round(float(p.detach().abs().sum()), 4) for p in module.parameters()])
+    return found
+
+
 class Finetuning(BaseFinetuning):
     def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze(pl_module.net.blocks[0])
@@ -311,6 +338,7 @@ CASES = [
     copy_a_trainer,
     resume_with_other_callbacks,
     load_in_a_way_of_ones_own,
+    load_an_optimizers_states,
     resume_finetuning,
     warn_of_a_scheduler,
     give_storage_options,
