@@ -35,6 +35,7 @@ from lightning_zero.optimizer.hooks import OptimizerHooks, Removable, end
 from lightning_zero.optimizer.loss_scaler import LossScaler
 from lightning_zero.optimizer.owners import owners_of
 from lightning_zero.optimizer.pieces import (
+    FindPiece,
     StateBytes,
     cut_state,
     members,
@@ -55,6 +56,7 @@ from lightning_zero.optimizer.twin import bare, with_inner
 from lightning_zero.optimizer.unit_step import UnitStep
 
 __all__ = [
+    "FindPiece",
     "LossScaler",
     "OptimizerHooks",
     "Part",

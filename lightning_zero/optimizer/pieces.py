@@ -47,9 +47,16 @@ def members(optimizer: Optimizer) -> list[Parameter]:
     return [member for group in optimizer.param_groups for member in group["params"]]
 
 
-def pieces_of(optimizer: Optimizer) -> list[Piece]:
-    """Return the pieces in an optimizer's param groups."""
-    return [member for member in members(optimizer) if isinstance(member, Piece)]
+def pieces_of(optimizer: Optimizer, find_piece: FindPiece | None = None) -> list[Piece]:
+    """Return the pieces in an optimizer's param groups.
+
+    With ``find_piece`` those of parameters too that were added since its last step.
+    """
+    found = [
+        one if isinstance(one, Piece) or find_piece is None else find_piece(one)
+        for one in members(optimizer)
+    ]
+    return [one for one in found if isinstance(one, Piece)]
 
 
 def parameter_of(member: Parameter) -> Parameter:

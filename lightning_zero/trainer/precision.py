@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.comm import Communicator
-from lightning_zero.optimizer import LossScaler, clip, members, parameter_of, pieces_of
+from lightning_zero.engine import Engine
+from lightning_zero.optimizer import FindPiece, LossScaler, clip, members, parameter_of, pieces_of
+from lightning_zero.parameters import Piece
 from lightning_zero.plan import RECIPES, Recipe
 
 if TYPE_CHECKING:
@@ -72,6 +75,8 @@ class ZeROPrecision(Precision):
         self.scaler = (scaler or LossScaler()) if RECIPES[precision].loss_scaled else None
         self.device = device
         self.comm: Communicator | None = None
+        # The engine ends before the plugin.
+        self._find_piece: Callable[[], FindPiece | None] = _nothing
         self._caster = _CASTERS.get(precision, Precision)()
 
     @classmethod
@@ -93,7 +98,12 @@ class ZeROPrecision(Precision):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "comm": None}
+        return {**self.__dict__, "comm": None, "_find_piece": _nothing}
+
+    def attach(self, engine: Engine) -> None:
+        """Act on the gradients of an engine, which is not kept alive."""
+        self.comm = engine.comm
+        self._find_piece = weakref.WeakMethod(engine.sharded.piece)
 
     @property
     def recipe(self) -> Recipe:
@@ -153,7 +163,7 @@ class ZeROPrecision(Precision):
         skipped_backward = closure_result is None and model.automatic_optimization
         found_inf = False
         if not skipped_backward:
-            found_inf = clip.unscale(pieces_of(optimizer), self._ranks, self.scaler.scale)
+            found_inf = clip.unscale(self._pieces_of(optimizer), self._ranks, self.scaler.scale)
         self._after_closure(model, optimizer)
         if skipped_backward:
             return closure_result
@@ -171,14 +181,17 @@ class ZeROPrecision(Precision):
         if nn.utils.clip_grad_norm_ is not nn.utils.clip_grad.clip_grad_norm_:
             super().clip_grad_by_norm(optimizer, clip_val)  # the user's own, of whole gradients
         else:
-            clip.clip_by_norm(pieces_of(optimizer), self._ranks, clip_val)
+            clip.clip_by_norm(self._pieces_of(optimizer), self._ranks, clip_val)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         if nn.utils.clip_grad_value_ is not nn.utils.clip_grad.clip_grad_value_:
             super().clip_grad_by_value(optimizer, clip_val)
         else:
-            clip.clip_by_value(pieces_of(optimizer), clip_val)
+            clip.clip_by_value(self._pieces_of(optimizer), clip_val)
+
+    def _pieces_of(self, optimizer: Optimizer) -> list[Piece]:
+        return pieces_of(optimizer, self._find_piece())
 
     @property
     def _ranks(self) -> Communicator:
@@ -204,6 +217,10 @@ class ZeROPrecision(Precision):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self.scaler is not None and state_dict:
             self.scaler.load_state_dict(state_dict)
+
+
+def _nothing() -> None:
+    """Return nothing."""
 
 
 def _scaler_of(plugin: MixedPrecision) -> LossScaler | None:

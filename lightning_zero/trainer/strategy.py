@@ -302,7 +302,7 @@ class ZeROStrategy(SavingStrategy):
             module, settings, run.comm, facts=facts, sources=sources, on_written=bar
         )
         broadcast_buffers(module, run.comm)
-        self.precision_plugin.comm = self.engine.comm
+        self.precision_plugin.attach(self.engine)
         self.model = module
         self.options.wrap_units(self.engine, run.stand_ins)
         if (units := self.engine.sharded.describe()) != self._announced:

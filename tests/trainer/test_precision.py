@@ -251,6 +251,51 @@ def test_states_made_in_a_constructor_are_those_of_ddp(
             assert run.notes[0] == each[0]["ddp"].notes[0]
 
 
+class Growing(Regression):
+    """Trains its head too from the second step on."""
+
+    def __init__(self, *, by_hand: bool) -> None:
+        super().__init__(lr=0.1, optimizer=torch.optim.SGD)
+        self.automatic_optimization = not by_hand
+        self.head.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), self.lr)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.head.requires_grad_(True)
+            self.trainer.optimizers[0].add_param_group({"params": [*self.head.parameters()]})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            self.manual_backward(loss)
+            kinds = ("norm", "value")
+            self.clip_gradients(optimizer, 0.01, gradient_clip_algorithm=kinds[batch_idx % 2])
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+
+def _grow(strategy: Any, precision: str, by_hand: bool) -> Run:
+    how: dict[str, Any] = {"precision": precision}
+    if precision == "16-mixed":  # by the name alone it is bf16 on CPUs
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        how = {"plugins": [MixedPrecision(precision, "cpu", scaler)]}
+    return fit(Growing(by_hand=by_hand), strategy, max_steps=3, **how)
+
+
+@pytest.mark.parametrize(("precision", "by_hand"), [("16-mixed", False), ("32-true", True)])
+def test_gradients_of_parameters_that_are_added_are_unscaled_and_clipped(
+    ranks: Pools, precision: str, by_hand: bool
+) -> None:
+    """On one rank: DDP averages none of what was frozen when it began."""
+    runs = ranks(1).run(under_all, _grow, precision, by_hand)
+    assert_like_ddp(runs, dtype=PRECISIONS[precision])
+
+
 def test_plugin_of_the_strategy_is_kept() -> None:
     plugin = ZeROPrecision("16-mixed", scaler=LossScaler(init_scale=8.0))
     trainer = Trainer(
