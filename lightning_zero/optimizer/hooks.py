@@ -254,9 +254,10 @@ class OptimizerHooks:
         self, _: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> None:
         """Drop the parameters' gradients too, also where this rank's piece is empty."""
-        method(*args, **kwargs)
         if kwargs.get("set_to_none", args[0] if args else True):
+            # Before the pieces', which a gradient that somebody keeps has its numbers of.
             drop_gradients(self._pieces)
+        method(*args, **kwargs)
 
 
 def end(optimizer: Optimizer) -> None:

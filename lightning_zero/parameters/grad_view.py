@@ -56,10 +56,10 @@ def drop_gradients(pieces: Iterable[Piece]) -> None:
     """Let neither the parameters of ``pieces`` nor the pieces have gradients."""
     with internals.as_plain_tensors():
         for piece in pieces:
-            _GRAD.__set__(piece.parameter, None)
-            _GRAD.__set__(piece, None)
             if piece.gradient.state is not GradState.NONE:
                 piece.gradient.drop()
+            _GRAD.__set__(piece.parameter, None)
+            _GRAD.__set__(piece, None)
 
 
 def averages(pieces: Sequence[Piece]) -> list[Tensor | None]:
@@ -112,8 +112,12 @@ class GradientView:
 
     def show_unsynced(self, held: Tensor) -> None:
         """Show the gradient ``held``, which is this rank's own."""
-        has_none = self.state is GradState.NONE
-        self.state = GradState.UNSYNCED if has_none else GradState.UNSYNCED_ON_SHARDED
+        if self.state is GradState.NONE:
+            self.state = GradState.UNSYNCED
+        else:
+            self.state = GradState.UNSYNCED_ON_SHARDED
+            # One that is kept would be the sum under DDP, of which there are no pieces.
+            self.sharded = self.sharded.another()
         self.shown = UnsyncedGrad(self.piece, self.sharded, held)
         self.piece.parameter.grad = self.shown
 
@@ -152,7 +156,10 @@ class GradientView:
             if _GRAD.__get__(self.piece.parameter) is self.shown:
                 _GRAD.__set__(self.piece.parameter, None)
             self.shown = None
-            if self.state is not GradState.NONE and getrefcount(self.sharded) != _ALONE:
+            # Older versions of torch do not tell Python of what C++ holds: a graph, another's grad.
+            if self.state is not GradState.NONE and (
+                getrefcount(self.sharded) != _ALONE or internals.num_uses(self.sharded) > 1
+            ):
                 self._leave()
             _GRAD.__set__(self.piece, None)
         self.state = GradState.NONE
@@ -179,6 +186,8 @@ class GradientView:
             raise _of_another(piece, theirs.piece)
         elif isinstance(theirs, StandIn) and theirs.original is self.shown:
             piece.parameter.grad = self.shown
+        elif isinstance(theirs, StandIn) and theirs.original is self.sharded:  # it was hidden
+            self.show_sharded(is_of_copy=self.is_of_copy)
         elif self.state.is_unsynced:
             assert self.shown is not None
             piece.parameter.grad, piece.reduced = self.shown, None

@@ -111,12 +111,21 @@ class ShardedGrad(StandIn):
 
     @property
     def part(self) -> Tensor:
-        """This rank's part of the gradient; zeros if the optimizer dropped it."""
+        """This rank's part of the gradient; zeros if the optimizer dropped it.
+
+        Raises:
+            RuntimeError: One that this rank has for itself was added to it.
+        """
         grad, original = None, self.original
         if original.kept is None:
             grad = self.piece.reduced  # who has put another in its place is heard only now
         if original.kept is not None:
             return original.kept
+        if original is not self.piece.gradient.sharded:
+            raise RuntimeError(
+                f"A gradient of parameter {self.piece.range.slot.name!r} was kept, to which one was"
+                " added that was not sent. Keep a copy: `p.grad.clone()`"
+            )
         return grad if grad is not None else torch.zeros_like(self.piece.detach())
 
     def part_to_change(self) -> Tensor:

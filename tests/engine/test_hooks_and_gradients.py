@@ -388,6 +388,67 @@ def test_gradients_that_users_put_in_are_counted() -> None:
     engine.close()
 
 
+class _ZeroesInStep(torch.optim.Optimizer):
+    """Drops gradients in its own step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad)
+        self.zero_grad()
+
+
+def test_kept_gradients_that_a_step_drops_or_only_torch_holds() -> None:
+    model = nn.Linear(4, 3)
+    engine = Engine(model, Settings(stage=2))
+    engine.adopt(optimizer := _ZeroesInStep(model.parameters()))
+    model(torch.ones(2, 4)).sum().backward()
+    kept, scale, other = model.weight.grad, torch.ones(3).requires_grad_(), torch.zeros(3)
+    other.grad = model.bias.grad
+    loss = (scale * model.bias.grad).sum()
+    optimizer.step()
+    assert model.bias.grad is None
+    (model(torch.ones(2, 4)) * 7).sum().backward()
+    loss.backward()
+    assert kept.tolist() == [[2.0] * 4] * 3
+    assert other.grad.tolist() == scale.grad.tolist() == [2.0] * 3
+    engine.close()
+
+
+def test_a_gradient_is_put_back_behind_a_backward_pass_that_failed() -> None:
+    model, engine = engine_with_grads()
+    kept = model.bias.grad
+    batch = torch.ones(2, 4).requires_grad_()
+    batch.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(batch).sum().backward()
+    engine.reset()
+    model.bias.grad = kept
+    assert model.bias.grad.tolist() == [2.0] * 3
+    engine.close()
+
+
+@pytest.mark.parametrize("is_put_back", [False, True])
+def test_a_kept_gradient_is_refused_to_which_an_unsent_one_was_added(is_put_back: bool) -> None:
+    model = nn.Linear(4, 3)
+    engine = Engine(model, Settings(stage=1))
+    engine.adopt(torch.optim.SGD(model.parameters(), 0.1))
+    model(torch.ones(2, 4)).sum().backward()
+    kept = model.bias.grad
+    with engine.no_sync():
+        model(torch.ones(2, 4)).sum().backward()
+    if is_put_back:
+        model.bias.grad = kept
+    with pytest.raises(RuntimeError, match="'bias' was kept, to which one was added"):
+        (model.bias.grad if is_put_back else kept).tolist()
+    if not is_put_back:
+        assert model.bias.grad.tolist() == [4.0] * 3
+    engine.close()
+
+
 def test_data_of_a_gradient_that_is_not_sent() -> None:
     model = nn.Linear(4, 3)
     engine = Engine(model, Settings(stage=1))
