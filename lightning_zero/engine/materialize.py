@@ -116,8 +116,11 @@ def forget_values(module: nn.Module) -> bool:
         for name, parameter in child._parameters.items():
             if isinstance(parameter, guards.Resting):
                 if id(parameter) not in fresh:
-                    like = ownership_of(parameter).like
-                    fresh[id(parameter)] = nn.Parameter(like, parameter.requires_grad)
+                    before = ownership_of(parameter)
+                    blank = torch.empty_strided(
+                        parameter.shape, before.stride, dtype=before.dtype, device="meta"
+                    )
+                    fresh[id(parameter)] = nn.Parameter(blank, parameter.requires_grad)
                 child._parameters[name] = fresh[id(parameter)]
     return any(parameter.is_meta for parameter in module.parameters())
 

@@ -62,7 +62,7 @@ class Resting:
             return _replace(args[0], args[1])
         if func in properties.CREATING and isinstance(args[0], Resting):
             # As from the masters, which are what code between steps sees.
-            kwargs = {"dtype": ownership_of(cast(Parameter, args[0])).like.dtype, **(kwargs or {})}
+            kwargs = {"dtype": ownership_of(cast(Parameter, args[0])).dtype, **(kwargs or {})}
         if func is Tensor.detach:
             _refuse_parameter_of(args[0], sys._getframe(1))
         return _touch_and_use(func, args, kwargs or {})

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_zero.parameters.living_views import LivingViews
-from lightning_zero.tensors import lasting_tensors, properties
+from lightning_zero.tensors import properties
 
 
 class Owner(Protocol):
@@ -80,22 +80,24 @@ class Ownership:
     Args:
         owner: Not kept alive.
         name: The parameter's qualified name.
-        like: A tensor on the meta device that is as the parameter is when nobody owns it: of its
-            master's dtype, in its memory format.
+        dtype: Its master's.
+        stride: Its stride when nobody owns it.
 
     Attributes:
         views: The views of the parameter that live.
         last_hook: The ``id`` of the owner's hook, which takes gradients; ``None`` without one.
     """
 
-    __slots__ = ("_owner", "last_hook", "like", "name", "views")
+    __slots__ = ("_owner", "dtype", "last_hook", "name", "stride", "views")
 
-    def __init__(self, owner: Owner, name: str, like: Tensor) -> None:
+    def __init__(
+        self, owner: Owner, name: str, dtype: torch.dtype, stride: tuple[int, ...]
+    ) -> None:
         self._owner: Callable[[], Owner | None] = weakref.ref(owner)
         self.name = name
         self.views = LivingViews()
         self.last_hook: int | None = None
-        self.like = like
+        self.dtype, self.stride = dtype, stride
 
     @property
     def owner(self) -> Owner:
@@ -119,9 +121,7 @@ def take(parameter: Parameter, owner: Owner, name: str, dtype: torch.dtype) -> O
         # A number means something only as long as its parameter lives. Torch's own dictionary with
         # weak keys asks more of every reshard than all the rest of it.
         weakref.finalize(parameter, _ownerships.pop, key, None)
-    with lasting_tensors():
-        like = torch.empty_like(parameter, dtype=dtype, device="meta")
-    _ownerships[key] = Ownership(owner, name, like)
+    _ownerships[key] = Ownership(owner, name, dtype, parameter.stride())
     return _ownerships[key]
 
 
