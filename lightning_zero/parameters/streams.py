@@ -209,11 +209,12 @@ class Stream(Store):
         Where the file has them as they are, they end at ends of sectors.
         """
         size, dtype = out.element_size(), out.dtype
+        at_once = _AT_ONCE_BYTES // size
         for source, slot in zip(self._sources, self.layout.slots, strict=True):
             ends = range(0)  # a checksum may be that of the whole
             if source.is_checked:
-                to_sector = -(source.offset(dtype) or 0) % SECTOR // size
-                ends = range(to_sector + _AT_ONCE_BYTES // size, slot.numel, _AT_ONCE_BYTES // size)
+                behind_sector = (source.offset(dtype) or 0) % SECTOR // size
+                ends = range(at_once - behind_sector, slot.numel, at_once)
             for start, stop in itertools.pairwise((0, *ends, slot.numel)):
                 if start < stop:
                     yield source, start, out[slot.offset + start : slot.offset + stop]
