@@ -143,8 +143,9 @@ class WholeStep(OfOptimizer):
         """
         if self.way is not Way.ALL_AT_ONCE or not isinstance(loss, (Tensor, float)):
             return loss
-        total = torch.as_tensor(loss, device=self._transport.device).detach()
-        total = total.to(torch.promote_types(total.dtype, torch.float32), copy=True)
+        dtype = loss.dtype if isinstance(loss, Tensor) else torch.float64
+        total = torch.as_tensor(loss, dtype=dtype, device=self._transport.device).detach()
+        total = total.to(torch.promote_types(dtype, torch.float32), copy=True)
         self._control.sum(total, "the mean of the losses that closures return")
         mean = total / self._control.world_size
         return mean.to(loss) if isinstance(loss, Tensor) else mean.item()

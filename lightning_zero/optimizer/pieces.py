@@ -134,12 +134,14 @@ def guard_states(optimizer: Optimizer, pieces: Iterable[Piece]) -> None:
     It is to be called again when torch has loaded states, for which it makes another dictionary.
     """
     names = {id(piece.parameter): piece.range.slot.name for piece in pieces}
-    guarded: dict[int, StatesOfPieces] = {}  # a wrapper's may be what it wraps has
-    for holder in with_inner(optimizer):
+    holders = [*with_inner(optimizer)]
+    for holder in holders:
         state = vars(holder).get("state")
         if type(state) is defaultdict:
             made = StatesOfPieces(state.default_factory, state)
-            holder.state = state = guarded.setdefault(id(state), made)
+            for other in holders:  # a wrapper may have what it wraps has, by any name
+                vars(other).update({k: made for k, v in vars(other).items() if v is state})
+            state = made
         if isinstance(state, StatesOfPieces):
             state.names = names
 

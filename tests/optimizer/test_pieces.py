@@ -321,7 +321,9 @@ def look_at_objects() -> None:
     engine = shard(model, stage=3)
     parameters = list(model.parameters())
     optimizer = torch.optim.Adagrad(parameters, lr=0.1)
+    vars(optimizer)["fast_state"] = optimizer.state  # as in Lookahead
     engine.adopt(optimizer)
+    assert vars(optimizer)["fast_state"] is optimizer.state
     pieces = optimizer.param_groups[0]["params"]
     assert all(isinstance(piece, Piece) for piece in pieces)
     assert [piece.parameter for piece in pieces] == parameters
