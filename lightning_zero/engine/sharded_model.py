@@ -167,11 +167,11 @@ class ShardedModel:
         if not self.on_touch(units):
             self.opened.touch(units)
 
-    def expose(self, parameter: Parameter) -> None:
-        """Notice that the ``data`` of a readable parameter is handed out."""
+    def expose(self, parameter: Parameter, *, is_plain: bool = False) -> None:
+        """Notice that the ``data`` of a readable parameter, or a plain view, is handed out."""
         _, flat, index = self._places[id(parameter)]
         flat.own()
-        flat.edits.expose(index)
+        flat.edits.expose(index, is_plain=is_plain)
 
     def own(self, parameter: Parameter) -> bool:
         """Let a readable parameter have memory that views show in later uses of the unit too."""

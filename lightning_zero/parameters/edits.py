@@ -5,7 +5,7 @@ A change leaves one of three traces:
 * the parameter's version counter has gone up (``p.mul_(2)``, ``load_state_dict``);
 * the parameter lies in a storage of its own (cuDNN's RNNs put theirs there);
 * its bytes differ from a copy, which is made when its memory is handed to something that raises no
-  version (``p.data``, ``p.numpy()``): when it is **exposed**.
+  version (``p.data``, ``p.numpy()``), or may be by a view (``p.detach()``): it is **exposed**.
 """
 
 from __future__ import annotations
@@ -55,9 +55,14 @@ class Edits:
         self.buffer, self.are_gathered = buffer, False
         self._exposed = {}
 
-    def expose(self, index: int) -> None:
-        """Keep the bytes of parameter ``index`` if a later change of them must be noticed."""
-        if index not in self._exposed and (self._has_copies or self.are_gathered):
+    def expose(self, index: int, *, is_plain: bool = False) -> None:
+        """Keep the bytes of parameter ``index`` if a later change of them must be noticed.
+
+        What is gathered is kept as it is, or read: there a plain view alone is nothing to notice.
+        """
+        gathers = self.are_gathered and not is_plain
+        may_differ = self._has_copies and not self.are_gathered
+        if index not in self._exposed and (gathers or may_differ):
             with lasting_tensors():
                 self._exposed[index] = self._bytes(index).clone()
 

@@ -338,6 +338,8 @@ def _use(
             ownership_of(parameter).views.add(tensor)
             if id(parameter) in returning:
                 _become_view(tensor, parameter, hides=hides)
+            elif func is Tensor.detach:
+                owner_of(parameter).expose(parameter, is_plain=True)
         return result
 
 

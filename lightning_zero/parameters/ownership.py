@@ -26,8 +26,11 @@ class Owner(Protocol):
     def write(self, parameter: Parameter, value: Tensor) -> None:
         """Keep ``value``, of the parameter's shape, as the parameter's new value."""
 
-    def expose(self, parameter: Parameter) -> None:
-        """Notice that a readable ``parameter`` may be changed behind its version counter."""
+    def expose(self, parameter: Parameter, *, is_plain: bool = False) -> None:
+        """Notice that a readable ``parameter`` may be changed behind its version counter.
+
+        Or that it has a plain view, from which an array may be made that nobody hears of.
+        """
 
     def own(self, parameter: Parameter) -> bool:
         """Let a readable ``parameter`` have memory that views show later; return if it moves."""
@@ -58,7 +61,7 @@ class NoOwner:
         """Raise as :meth:`touch` does: there is no memory for the value."""
         self.touch([parameter])
 
-    def expose(self, parameter: Parameter) -> None:
+    def expose(self, parameter: Parameter, *, is_plain: bool = False) -> None:
         """Do nothing: changes of the parameter are its own now."""
 
     def own(self, parameter: Parameter) -> bool:

@@ -68,6 +68,12 @@ def _edit_in_step(stage: int, precision: str, how: str) -> tuple[Any, Any]:
         _late(engine)
         if how == "load_state_dict":
             engine.module.load_state_dict(ones)
+        elif how == "array":
+            for parameter in engine.module.parameters():
+                # As no array has bfloat16, its bits.
+                ones_of = torch.ones((), dtype=parameter.dtype)
+                bits = torch.int32 if parameter.itemsize == 4 else torch.int16
+                parameter.detach().view(bits).numpy()[...] = ones_of.view(bits).item()
         else:
             with torch.no_grad():
                 for parameter in engine.module.parameters():
@@ -78,7 +84,7 @@ def _edit_in_step(stage: int, precision: str, how: str) -> tuple[Any, Any]:
     return _values(engine), {name: one.tolist() for name, one in ones.items()}
 
 
-@pytest.mark.parametrize("how", ["load_state_dict", "fill", "copy"])
+@pytest.mark.parametrize("how", ["load_state_dict", "array", "fill", "copy"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_edits_within_a_step_last(ranks: Pools, precision: str, how: str) -> None:
     for stage in STAGES:
