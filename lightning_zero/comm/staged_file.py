@@ -38,10 +38,11 @@ class StagingMemory:
         # Not torch's: that lies 64 bytes off a page. Private, as memory is that counts for the
         # limits of a process.
         self._map = mmap.mmap(-1, max(nbytes, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._map.madvise(mmap.MADV_DONTFORK)
-        # Small pages cost as much time as a third of the requests.
-        with contextlib.suppress(OSError):  # a kernel may have no others
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+        # Of what a child inherits, older kernels lose what a request writes amid the fork. Small
+        # pages cost as much time as a third of the requests.
+        for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+            with contextlib.suppress(AttributeError, OSError):  # not every system knows both
+                self._map.madvise(getattr(mmap, advice))
         self._view = memoryview(self._map)
         with lasting_tensors():
             self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)

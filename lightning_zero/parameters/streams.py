@@ -14,11 +14,19 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zero.comm import Communicator, Outcome, Scratch, Shared, SyncPoint, Work
+from lightning_zero.comm import (
+    Communicator,
+    Outcome,
+    Scratch,
+    Shared,
+    StagingMemory,
+    SyncPoint,
+    Work,
+)
 from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.parameters.stores import HostStore, Store
 from lightning_zero.plan import Layout, Medium, Plan
-from lightning_zero.tensors import SECTOR, LentMemory, ask_for_large_pages, lasting_tensors
+from lightning_zero.tensors import SECTOR, LentMemory, lasting_tensors
 
 _T = TypeVar("_T")
 NUM_THREADS = 2
@@ -81,7 +89,7 @@ class LentBuffer(Buffer):
         with lasting_tensors():
             numel, dtype = self.tensor.numel(), self.tensor.dtype
             self.tensor = self._memory.lend(
-                numel, dtype, _in_large_pages, behind_sector=self._behind_sector
+                numel, dtype, _staging, behind_sector=self._behind_sector
             )
             self.views = self._views_of(self._layout, self.tensor)
 
@@ -103,10 +111,9 @@ class LentBuffer(Buffer):
         return True
 
 
-def _in_large_pages(numel: int, dtype: torch.dtype) -> Tensor:
-    memory = torch.empty(numel, dtype=dtype, device="cpu")
-    ask_for_large_pages(memory)
-    return memory
+def _staging(numel: int, dtype: torch.dtype) -> Tensor:
+    # Requests past the system's cache may write to it.
+    return StagingMemory(numel * dtype.itemsize).tensor[: numel * dtype.itemsize].view(dtype)
 
 
 class Reader:

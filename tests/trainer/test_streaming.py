@@ -203,6 +203,35 @@ def test_a_rank_alone_reads_past_a_cache_that_loses_weights(
         assert found == [(num_ranks > 1, False)] * num_ranks, path
 
 
+class Mapped(Net):
+    def on_predict_start(self) -> None:
+        assert self.net is not None
+        self.net[1].register_forward_hook(self.look)
+
+    def look(self, module: nn.Module, *_: Any) -> None:
+        address, self.flags = module[1].weight.data_ptr(), ""
+        is_there = False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if "-" in (place := line.split()[0]):
+                start, stop = (int(end, 16) for end in place.split("-"))
+                is_there = start <= address < stop
+            elif is_there and place == "VmFlags:":
+                self.flags = line
+
+
+def mapped(folder: str, path: str) -> bool:
+    model = Mapped()
+    make_trainer(1, "zero3_nvme", folder).predict(model, Batches(), ckpt_path=path)
+    return " dc " in model.flags
+
+
+def test_children_do_not_inherit_memory_that_the_disk_writes_to(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    """Or a part of it would be the child's, where an older kernel forks amid a request."""
+    assert ranks(1).run(mapped, str(tmp_path), str(as_lightning(tmp_path))) == [True]
+
+
 class Restored(Net):
     """Compares its weights with those of the file between batches, where each rank may look."""
 
