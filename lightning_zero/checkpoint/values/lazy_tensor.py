@@ -115,7 +115,7 @@ class LazyTensor(Tensor):
 
     @property
     def row(self) -> InOneRow | None:
-        """What has all of its elements in a file in the tensor's memory order, if that is one."""
+        """The one place of all elements, if a file has them in the tensor's memory order."""
         chunk = self.chunks[0] if len(self.chunks) == 1 and self.value is None else None
         if not isinstance(chunk, InOneRow) or chunk.box.sizes != self.shape:
             return None
