@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -298,6 +299,40 @@ def _made_in_a_step(stage: int, keeps_windows: bool) -> Made:
         steps.append(Made(num_windows, len(buffers), allocated, plainly, gathered, page_faults))
     job.engine.close()
     return min(steps)._replace(page_faults=min(made.page_faults for made in steps))
+
+
+def _in_large_pages(width: int) -> list[bool]:
+    """Whether large pages were asked for: for whole weights, unreduced gradients and the shard."""
+    comm = Communicator(torch.device("cpu"), windows=False)
+    engine = Engine(nn.Sequential(nn.Linear(width, width, bias=False)), Settings(), comm)
+    optimizer = torch.optim.SGD(engine.module.parameters(), 1e-3)
+    engine.adopt(optimizer)
+    held: list[Tensor] = []
+    engine.module[0].register_forward_hook(lambda m, *_: held.append(m.weight.data))
+    make = type(comm.transport).reduce_buffer
+
+    def reduce_buffer(*args: Any) -> Any:
+        held.append((buffer := make(*args)).tensor)
+        return buffer
+
+    with (
+        mock.patch("lightning_zero.tensors.large_pages._libc") as libc,
+        mock.patch.object(type(comm.transport), "reduce_buffer", reduce_buffer),
+    ):
+        engine.module(torch.ones(1, width)).sum().backward()
+        held += [piece.reduced for piece in engine.sharded.pieces if piece.reduced is not None]
+        places = [tensor.data_ptr() for tensor in held]
+    asked = [[argument.value for argument in call.args[:2]] for call in libc.madvise.mock_calls]
+    engine.close()
+    middle = width * width  # by bytes, of which a shard of two ranks has as many again
+    return [any(at <= place + middle < at + size for at, size in asked) for place in places]
+
+
+def test_large_buffers_lie_in_large_pages(ranks: Pools) -> None:
+    for found in ranks(2).run(_in_large_pages, 1600):
+        assert found == [True] * 3
+    for found in ranks(2).run(_in_large_pages, 64):
+        assert found == [False] * 3
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
