@@ -1,26 +1,26 @@
 """The life of a step: when units are unsharded, resharded, reduced and refreshed.
 
-engine                    the training of a sharded model: its verbs, optimizers and end
+engine                    the training of a sharded model: its steps, optimizers and end
 open_units                whole weights for code between steps
 sharded_model             the model in units: parameters, pieces, whole values, bytes
 unit                      one module with its weights, gradients and calls
-weights, gradients        the states of a unit's whole weights; its gradients until the optimizer
+weights, gradients        a unit's whole weights and their states; its gradients up to the optimizer
 step                      the phases of a step
-forward, backward         the events of its two halves
-backward_events           calls of a unit, and how autograd marks their backward
-module_hook               hooks on modules and parameters, also under copies and the compiler
-schedule                  the order in which units are needed, and gathers ahead of it
+forward, backward         the event handlers of its two halves
+backward_events           calls of a unit's forward, and the autograd events of their backward
+module_hook               hooks on modules and parameters, safe to copy and to compile
+schedule                  the order in which units are needed, and prefetching
 reduction_order           one order of reductions on all ranks
-early_step                steps of units whose gradients are reduced, amid a backward pass
+early_step                optimizer steps of reduced units during the backward pass
 rank_check                models, settings and optimizers that must be equal on all ranks
-change_check              what one rank alone may change later: who is trained, hyperparameters
+change_check              what a single rank may change later: trainability, hyperparameters
 order_check, join         ranks that gather different weights: detected, or allowed
-oom_trials                steps that fail on all ranks if on any
-buffers                   buffers of the module, which follow rank 0's
+oom_trials                trial steps that fail on all ranks if they fail on any
+buffers                   broadcasts of the module's buffers from rank 0
 materialize               models built on the meta device
-activation_checkpointing  recomputation of modules
-activation_offload        activations that wait in host memory
-replacements              methods of other objects, replaced until they are given back
+activation_checkpointing  activations recomputed in backward
+activation_offload        activations offloaded to host memory
+replacements              methods of other objects, replaced for a while
 access                    the public functions
 """
 

@@ -1,7 +1,7 @@
-"""Whole weights and true gradients for hooks, loggers and users, at every stage.
+"""Whole weights and averaged gradients for hooks, loggers and users, at every stage.
 
-Each function talks to the other ranks, so every rank must call it; on a module that no engine
-shards each does what plain torch would.
+All functions are collectives: every rank must call them. For a module that no engine shards, they
+do what plain torch would.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from lightning_zero.optimizer import clip
 def gathered(
     module_or_params: nn.Module | Parameter | Iterable[Parameter], *, modify: bool = False
 ) -> Iterator[None]:
-    """Enter a context in which resting parameters are whole, in the precision of their steps.
+    """Enter a context in which parameters are whole, in the precision the optimizer steps.
 
     Args:
-        module_or_params: A module, a parameter or several; whole units around them are gathered.
-        modify: Keep what rank 0 does to them, on all ranks. Without it they must not be changed.
+        module_or_params: A module, a parameter or several; the units they are in are gathered.
+        modify: Keep rank 0's changes, on all ranks. Without it, parameters must not be changed.
 
     Raises:
-        RuntimeError: They were changed without ``modify``; on all ranks, if on any.
+        RuntimeError: A parameter was changed without ``modify``. Raised on all ranks.
     """
     parameters = _parameters(module_or_params)
     engine = engine_of(parameters)
@@ -38,14 +38,14 @@ def gathered(
 
 @contextmanager
 def join(module: nn.Module) -> Iterator[None]:
-    """Enter a context in which ranks may run different parts of ``module``, and differently often.
+    """Enter a context in which ranks may run different parts of ``module``, or run it less often.
 
     For forwards without gradients whose length depends on the data, such as ``generate``. All ranks
-    must enter it; a rank that has come to its end helps the others until all have, as in
+    must enter it; a rank that reaches the end helps the others until all have, as in
     ``torch.distributed.algorithms.Join``.
 
     Args:
-        module: Any module with parameters that are sharded together with those that are run.
+        module: Any module whose parameters are sharded by the same engine as those that are run.
 
     Raises:
         RuntimeError: A backward pass begins within.
@@ -64,7 +64,7 @@ def full_grad(parameter: Parameter) -> Tensor | None:
 def grad_norm(
     module_or_params: nn.Module | Parameter | Iterable[Parameter], norm_type: float = 2.0
 ) -> Tensor:
-    """Return the total norm of the gradients averaged over the ranks, a 0-d tensor."""
+    """Return the total norm of the averaged gradients, a 0-d tensor."""
     parameters = _parameters(module_or_params)
     engine = engine_of(parameters)
     if engine is None:

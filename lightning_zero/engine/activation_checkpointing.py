@@ -1,7 +1,7 @@
-"""Activation checkpointing: activations are dropped after forward and computed again in backward.
+"""Activation checkpointing: activations are dropped after forward and recomputed in backward.
 
-A module is computed again with the tensors of its forward, also those that `functional_call` of
-`torch.func` lent it for that time only.
+The recomputation uses the tensors that the module held in its forward, including those that
+`torch.func.functional_call` swapped in for that call only.
 
 Chen et al., *Training Deep Nets with Sublinear Memory Cost*, 2016.
 """
@@ -20,7 +20,7 @@ from lightning_zero.engine.replacements import Replacements
 
 
 class ActivationCheckpointing(Replacements):
-    """Modules whose ``forward`` is checkpointed, non-reentrantly and with the RNG state kept.
+    """Modules whose ``forward`` is checkpointed, non-reentrantly and with the RNG state preserved.
 
     Only ``forward`` is wrapped, so module hooks run once per call and not again in the
     recomputation.
@@ -38,10 +38,10 @@ class ActivationCheckpointing(Replacements):
         module: nn.Module,
         units: Iterable[nn.Module],
     ) -> ActivationCheckpointing:
-        """Checkpoint ``units`` if the choice is ``True``, or the children of the classes chosen.
+        """Checkpoint ``units`` if ``choice`` is ``True``, or all modules of the chosen classes.
 
         Raises:
-            ValueError: The module has no child of these classes.
+            ValueError: ``module`` contains no module of these classes.
         """
         if isinstance(choice, bool):
             return cls(units if choice else ())
@@ -59,7 +59,7 @@ def _checkpointed(forward: Any, module: nn.Module, *args: Any, **kwargs: Any) ->
 
 
 def _with_held(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``forward`` with the parameters and buffers that a module holds now."""
+    """Return ``forward`` bound to the parameters and buffers that ``module`` holds now."""
     held = [named for child in module.modules() for named in (child._parameters, child._buffers)]
     then = [{**named} for named in held]
 

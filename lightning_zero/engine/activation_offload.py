@@ -1,10 +1,10 @@
 """Activation offload: what backward needs of a unit's forward waits in host memory.
 
-Whatever autograd saves in the forward of a unit is copied to the host, but weights, which the
-engine brings and releases by itself, and what is small. Backward finds it on the device again: with
-the first that it asks for of one call come the others, and those of the call before it, which is
-next. Rajbhandari et al., *ZeRO-Infinity*, 2021, section 5.1.2, does so with checkpointed inputs;
-under activation checkpointing they are all that is saved.
+Whatever autograd saves in the forward of a unit is copied to the host, except weights, which the
+engine gathers and releases itself, and small tensors. When backward first needs a tensor of a call,
+all tensors of that call are fetched, and those of the preceding call, which backward needs next.
+Rajbhandari et al., *ZeRO-Infinity*, 2021, section 5.1.2, do this with checkpointed inputs; under
+activation checkpointing these are all that is saved.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from lightning_zero.engine.unit import Unit
 from lightning_zero.tensors import internals
 
 LEAST_BYTES = 2**16
-"""What is smaller stays: a copy would cost more than its room is worth."""
+"""Smaller storages stay on the device: a copy would cost more than the memory is worth."""
 
 
 class ActivationOffload:
     """Units whose activations wait in host memory for their backward.
 
     Args:
-        modules: The modules of all units but the root, whose own activations stay.
+        modules: The modules of all units but the root, whose own activations stay on the device.
         weights: The whole weights of all units.
-        copies: The copies between the device and its host.
-        least_bytes: What is smaller stays, as does what is more than a view of a storage.
+        copies: Copies between the device and its host.
+        least_bytes: Smaller storages stay, as do tensors that are more than a view of a storage.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ActivationOffload:
     ) -> None:
         self._copies, self._least_bytes = copies, least_bytes
         self._weights = {weight.untyped_storage()._cdata for weight in weights}
-        # What autograd saves of one storage is copied once.
+        # A storage is copied once, however many views of it autograd saves.
         self._by_storage: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
         self._last_call: weakref.ref[_Call] | None = None
         self._replaced: list[tuple[nn.Module, Any]] = []
@@ -76,7 +76,7 @@ class ActivationOffload:
         return cls.of(units, comm.host_copies)
 
     def remove(self) -> None:
-        """Give the modules their own ``forward`` back."""
+        """Restore the modules' own ``forward``."""
         for module, own in reversed(self._replaced):
             if own is None:
                 del module.forward
@@ -98,7 +98,7 @@ class ActivationOffload:
         if storage.nbytes() < self._least_bytes or storage._cdata in self._weights:
             return tensor
         saved = self._by_storage.get(storage._cdata)
-        # Another storage may have come to the same address, or this one have been written to.
+        # Another storage may have taken its address, or this one may have been written to since.
         if saved is None or saved.source() is not storage or saved.version != tensor._version:
             saved = _Saved(call, tensor, self._copies)
             self._by_storage[storage._cdata] = saved
@@ -106,14 +106,14 @@ class ActivationOffload:
         return _View(saved, tensor.dtype, *place)
 
     def _can_move(self, tensor: Tensor) -> bool:
-        """Return whether a storage on the device, a shape and strides are all that a tensor is."""
+        """Return whether a storage on the device, shape and strides fully describe a tensor."""
         if not (self._copies.can_copy(tensor) and internals.has_storage(tensor)):
             return False
         return not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 class _Forward:
-    """A module's ``forward`` whose activations wait on the host; a copy of the module's do not."""
+    """A module's ``forward`` with offloaded activations; copies of the module get the plain one."""
 
     def __init__(self, run: Callable[..., Any], forward: Callable[..., Any]) -> None:
         self._run, self._forward = run, forward
@@ -126,14 +126,14 @@ class _Forward:
 
 
 class _Call:
-    """One call of a unit: what was saved in it, and the call before."""
+    """One call of a unit: the storages saved in it, and the call before."""
 
     def __init__(self, before: weakref.ref[_Call] | None) -> None:
         self.before = before
         self.saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
 
     def fetch(self) -> None:
-        """Start to bring all of it to the device."""
+        """Start to copy all of its storages to the device."""
         for saved in tuple(self.saved):
             saved.fetch()
 
@@ -142,8 +142,8 @@ class _Saved:
     """A storage whose content waits on the host.
 
     Attributes:
-        source: The storage while it lives.
-        version: How often it had been written to.
+        source: A weak reference to the storage.
+        version: The version of the tensor when it was saved.
         call: The call in which it was first saved.
     """
 
@@ -157,14 +157,14 @@ class _Saved:
         call.saved.add(self)
 
     def fetch(self) -> None:
-        """Start to bring it to the device, unless it is there."""
+        """Start to copy the content to the device, unless that was done."""
         if self._fetched is None:
-            # The copy waits for the one that came down: both are on one stream.
+            # Ordered after the copy to the host, as both are on one stream.
             content = torch.empty(len(self._on_host), dtype=torch.uint8, device=self._device)
             self._fetched = content, self._copies.up(content, self._on_host, Arrived)
 
     def content(self) -> Tensor:
-        """Return the bytes on the device; what comes next in backward is on its way then."""
+        """Return the bytes on the device, and prefetch what backward needs next."""
         self.call.fetch()
         before = self.call.before() if self.call.before is not None else None
         if before is not None:

@@ -1,4 +1,4 @@
-"""The backward half of a step: weights for it, gradients out of it, and its end."""
+"""The backward half of a step: its weights, its gradients, and its end."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Backward:
     """Handles the events of backward passes: unshards, reduces and reshards.
 
     Attributes:
-        events: The handlers of a call's backward, for graphs to hold.
-        syncs: Whether gradients of this microbatch are sent, by the user's word.
+        events: The handlers of a call's backward events, safe for graphs to hold.
+        syncs: Whether this microbatch's gradients are to be sent: ``False`` within ``no_sync``.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Backward:
         self._order = ReductionOrder(sharded, early_step)
         self.syncs = True
         self._always_reduces = any(flat.plan.reduces_every_microbatch for flat in sharded.flats)
-        # In the pass that runs, or in the last one.
+        # Whether the current pass, or else the last one, reduces gradients.
         self._reduces = True
         self.events = Events(
             began=weakly(self._on_outputs_grad),
@@ -59,7 +59,7 @@ class Backward:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Enter a context of microbatches whose gradients may stay on their rank."""
+        """Enter a context in which gradients of microbatches may stay on their rank."""
         before, self.syncs = self.syncs, False
         try:
             yield
@@ -67,10 +67,10 @@ class Backward:
             self.syncs = before
 
     def unshard_before(self, outputs: Sequence[Tensor]) -> None:
-        """Unshard what a backward pass from a step's ``outputs`` finds no event for.
+        """Unshard the root and pinned units when a backward pass from a step's ``outputs`` begins.
 
-        The first pass finds it whole. A second one over the same graph comes when the step has
-        ended.
+        No other event announces their backward. The first pass finds them whole, but a second one
+        over the same graph comes after the step has ended.
         """
         pinned = [unit.index for unit in self._units if unit.weights.is_pinned]
         held = [len(self._units) - 1, *pinned]
@@ -81,7 +81,10 @@ class Backward:
             register_multi_grad_hook(outputs, hook, mode="any")
 
     def _on_held_grad(self, indices: Iterable[int], _: Tensor) -> None:
-        """Find weights whole, mostly: each child of the module has such an event in each pass."""
+        """Begin the pass and unshard units, unless that is done.
+
+        Each child of the module has this event in each pass, so the usual case returns early.
+        """
         if self._step.phase is Phase.BACKWARD:
             for index in indices:
                 if self._units[index].weights.state is not State.WHOLE:
@@ -100,7 +103,7 @@ class Backward:
             each.wait()
 
     def begin(self) -> None:
-        """Begin a backward pass, unless one runs."""
+        """Begin a backward pass, unless one is running."""
         if self._step.phase is Phase.BACKWARD:
             return
         if self._step.is_closed:
@@ -133,25 +136,25 @@ class Backward:
         self._prefetcher.need(unit, is_backward=True)
         if torch.is_grad_enabled():
             # create_graph: the graph of this backward saves the weights, and no event announces
-            # its own backward.
+            # the backward of that graph.
             unit.weights.is_pinned = True
 
     def _on_inputs_grad(self, call: Call, _: Any = None) -> None:
-        """Reshard a unit behind its backward."""
+        """Reshard a unit after its backward."""
         unit = self._units[call.unit]
         if call in unit.calls.running:
-            return  # its forward, which still runs, wants a gradient of its own inputs
+            return  # its forward is still running, and computes gradients of its own inputs
         unit.calls.end_backward(call)
         if self._reduces and not unit.gradients.are_complete:
             self._order.advance()
-        # A unit that is called with its own output begins one backward before it ends another.
+        # A unit called on its own output begins the backward of one call before another's ends.
         if not unit.calls.in_backward:
             unit.weights.reshard()
         if self._step.phase is Phase.BACKWARD:
             self._prefetcher.prefetch()
 
     def _on_leaf_inputs_grad(self, call: Call) -> None:
-        """End the backward of a call whose inputs are leaves, if its gradients are there too."""
+        """End the backward of a call whose inputs are leaves, if the unit's gradients are there."""
         unit = self._units[call.unit]
         unit.calls.end_backward(call, is_certain=False)
         if unit.gradients.are_complete and not unit.calls.awaited:
@@ -160,7 +163,7 @@ class Backward:
     def on_grad(self, unit: Unit, index: int, _: Tensor) -> None:
         """Take a parameter's gradient; the last one of a unit may start its reduction."""
         if not unit.gradients.parameters[index].requires_grad:
-            return  # frozen since its forward: torch tells of it, and has no gradient
+            return  # frozen since its forward: torch calls the hook without a gradient
         if self._step.phase is not Phase.BACKWARD:
             if self._step.phase is Phase.IDLE and not unit.weights.is_gathered:
                 self._refuse_graph(unit)
@@ -170,13 +173,13 @@ class Backward:
             return
         if self._reduces:
             self._order.advance()
-        # A frozen weight may still be wanted for the gradient of something before it.
+        # A frozen weight may still be needed for gradients of earlier modules.
         is_done = unit.gradients.are_all_wanted and not unit.calls.awaited
         if is_done and unit is not self._units[-1]:
             unit.weights.reshard()
 
     def _refuse_graph(self, unit: Unit) -> None:
-        """Raise if a graph, which no step has made, may look for weights that are gone."""
+        """Raise if a graph built outside of a step may need weights that are gone."""
         if unit.weights.must_open:
             raise RuntimeError(
                 f"A backward pass goes through the weights of {unit.label!r} as code between steps"
@@ -186,7 +189,7 @@ class Backward:
             )
 
     def _finish(self) -> None:
-        """End a backward pass: late gradients, waits, and weights that nothing resharded."""
+        """End a backward pass: reduce late gradients, wait, and reshard what is still whole."""
         ends_step = self._step.end_backward()
         if self._reduces:
             self._order.finish()
@@ -204,5 +207,5 @@ class Backward:
             unit.weights.reshard()
 
     def abandon(self) -> None:
-        """Forget a backward pass that an exception ended."""
+        """Drop a backward pass that an exception ended."""
         self._order.abandon()

@@ -1,11 +1,11 @@
 """The calls of a unit's forward, and the events of autograd that mark their backward.
 
 Torch has no event for the backward of a module. It begins with the first gradient of the call's
-outputs, and it has ended when the gradients of its inputs are there.
+outputs, and has ended when all of its inputs have their gradients.
 
-Graphs hold the hooks for these events, and may be held for long: by a module that keeps its loss.
-Python's garbage collector does not see through them, so nothing that holds a module hangs on a
-graph.
+Graphs hold the hooks for these events, and may live long, for instance if a module keeps its loss.
+Python's garbage collector does not see through them, so no graph may refer to anything that holds a
+module.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Call:
     """One call of a unit's forward.
 
     Attributes:
-        unit: The unit's index: a graph holds the call, and would keep the unit's module.
+        unit: The unit's index: a graph holds the call, and would keep the unit itself alive.
     """
 
     __slots__ = ("unit",)
@@ -36,13 +36,13 @@ class Call:
 
 
 class Events(NamedTuple):
-    """The functions to call at the events of a call's backward.
+    """Callbacks for the events of a call's backward.
 
     Attributes:
-        began: At the first gradient of an output, with the call and the gradients.
-        ended: When the inputs have their gradients, with the same.
-        leaves_done: Instead of ``ended`` if all inputs are leaves. A leaf may have its gradient
-            before the graph behind it is done, so by itself that is not the end.
+        began: Called at the first gradient of an output, with the call and the gradients.
+        ended: Called when the inputs have their gradients, with the call and the gradients.
+        leaves_done: Called instead of ``ended`` if all inputs are leaves. A leaf may have its
+            gradient before the rest of the call's backward is done, so this alone is not the end.
     """
 
     began: Callable[[Call, Any], None]
@@ -51,13 +51,13 @@ class Events(NamedTuple):
 
 
 class Calls:
-    """The calls of a unit's forward, from their begin to the end of their backward.
+    """The calls of a unit's forward, each from its beginning to the end of its backward.
 
     Args:
         unit: The unit's index.
 
     Attributes:
-        running: The calls whose forward runs now, the innermost last.
+        running: The calls whose forward is running, the innermost last.
         awaited: The calls whose inputs' gradients will mark the end of their backward.
         in_backward: The calls whose backward has begun and not ended.
         have_run: Whether this rank used the unit's weights in this step, by a call or otherwise.
@@ -72,7 +72,7 @@ class Calls:
         self._has_ended = False
 
     def begin(self, arguments: Any, events: Events) -> None:
-        """Begin a forward; listen for the gradients of the inputs among its ``arguments``."""
+        """Begin a forward, and hook the gradients of the inputs among its ``arguments``."""
         self.have_run = True
         call = Call(self._unit)
         self.running.append(call)
@@ -82,16 +82,16 @@ class Calls:
         self.awaited.add(call)
         inner = [tensor for tensor in inputs if not tensor.is_leaf]
         if len(inner) == 1:
-            # What torch's hook for several tensors would come to, at half the price.
+            # Equivalent to torch's multi-grad hook, at half the cost.
             inner[0].register_hook(functools.partial(events.ended, call))  # type: ignore[no-untyped-call]
         elif inner:
             register_multi_grad_hook(inner, functools.partial(events.ended, call), mode="all")
         else:
-            # Torch's hook for several tensors takes no leaves in `torch.autograd.grad`.
+            # Torch's multi-grad hook does not support leaves in `torch.autograd.grad`.
             _on_leaf_grads(inputs, functools.partial(events.leaves_done, call))
 
     def end(self, outputs: Iterable[Tensor], events: Events) -> bool:
-        """End the innermost forward; return whether gradients of its ``outputs`` can come."""
+        """End the innermost forward; return whether its ``outputs`` can get gradients."""
         call = self.running.pop()
         tracked = [t for t in outputs if t.requires_grad and t.grad_fn is not None]
         if not tracked:
@@ -108,7 +108,10 @@ class Calls:
         return True
 
     def end_backward(self, call: Call, *, is_certain: bool = True) -> None:
-        """Note that the backward of a call has ended, or that no event will come to say so."""
+        """Note that the backward of a call has ended.
+
+        If not ``is_certain``, it may still go on, but no further event marks its end.
+        """
         self.awaited.discard(call)
         self.in_backward.discard(call)
         self._has_ended |= is_certain
@@ -119,12 +122,12 @@ class Calls:
         return self._has_ended and not self.awaited
 
     def end_pass(self) -> None:
-        """End a backward pass: nothing that came before is awaited."""
+        """End a backward pass: no earlier call is awaited any more."""
         self._has_ended = False
         self.awaited, self.in_backward = set(), set()
 
     def abandon(self) -> None:
-        """Forget all calls, also those that run."""
+        """Forget all calls, including those that are running."""
         self.running = []
         self.end_pass()
 
@@ -144,11 +147,11 @@ def _on_leaf_grads(leaves: list[Tensor], done: Callable[[], None]) -> None:
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a bound ``method`` as a function for a graph, which does not keep its object alive.
+    """Return a bound ``method`` as a function, for graphs, that does not keep its object alive.
 
-    Called when the object is gone it raises :func:`too_late`.
+    Once the object is gone, a call raises :func:`too_late`.
     """
-    # Not `WeakMethod`, which is Python again, for every event of every unit.
+    # Not `WeakMethod`, which would run more Python code for every event of every unit.
     found, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
 
     def call(*args: Any) -> None:
@@ -161,7 +164,7 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def too_late() -> RuntimeError:
-    """Return the error of a backward pass that needs weights which are gone for good."""
+    """Return the error for a backward pass whose weights are gone for good."""
     return RuntimeError(
         "A backward pass began from a forward that ran before the module's training ended. The"
         " weights that it saved were given back, and the ranks average no more gradients. Run the"
@@ -170,16 +173,16 @@ def too_late() -> RuntimeError:
 
 
 def with_grad(value: Any) -> list[Tensor]:
-    """Return the tensors inside ``value`` that want a gradient."""
+    """Return the tensors inside ``value`` that require a gradient."""
     return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
 
 
 def _inputs(value: Any) -> list[Tensor]:
     """Return the tensors in a module's arguments whose gradients mark the end of its backward.
 
-    An object may be handed from module to module and hold what others left in it (the keys and
-    values that a Transformers decoder caches): gradients that come much later. It counts only where
-    no tensor is given otherwise.
+    An object passed from module to module may hold tensors of others, such as the keys and values
+    that a Transformers decoder caches, whose gradients come much later. Tensors inside objects
+    therefore count only if there are no other ones.
     """
     given = [t for t in tensors_in(value, within_objects=False) if t.requires_grad]
     return given or with_grad(value)

@@ -1,4 +1,4 @@
-"""Buffers of a module, the same on all ranks."""
+"""Broadcasts that keep a module's buffers equal on all ranks."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from lightning_zero.comm import Communicator
 
 
 class BufferSync:
-    """The broadcasts of buffers before forwards: those that DDP would make.
+    """Broadcasts of buffers before the same forwards as in DDP.
 
-    DDP sends none behind a forward of which no gradients are to be sent: within `no_sync`, without
-    gradients, and under manual optimization, where Lightning lets its forwards await no backward.
+    DDP makes none after a forward whose gradients were not to be sent: within `no_sync`, without
+    gradients, and under manual optimization, where Lightning tells DDP to expect no backward.
 
     Attributes:
-        is_due: Whether the next forward sends them.
+        is_due: Whether the next forward broadcasts.
     """
 
     def __init__(self, module: nn.Module, comm: Communicator, *, is_on: bool) -> None:
         self._module, self._comm, self._is_on = module, comm, is_on
         self.is_due = True
-        # Whether a forward runs that is one of DDP's, and not a call of a part of the module.
+        # Whether a forward is running that DDP would see, not just a call of a submodule.
         self._is_counted = False
 
     def begin(self) -> None:
-        """Begin a forward; all ranks call it."""
+        """Begin a forward that DDP would see; called by all ranks."""
         self._is_counted = True
         if self._is_on and self.is_due:
             broadcast_buffers(self._module, self._comm)
 
     def end(self, *, sends: bool) -> None:
-        """End a forward, one of DDP's or another; ``sends`` if its gradients are to be sent."""
+        """End any forward; ``sends`` tells whether its gradients are to be sent."""
         if self._is_counted:
             self.is_due = sends
         self._is_counted = False
@@ -54,9 +54,9 @@ def broadcast_buffers(module: nn.Module, comm: Communicator) -> None:
 
 
 def _buffers(module: nn.Module) -> list[Tensor]:
-    """Return the module's buffers now, in an order that is the same on all ranks.
+    """Return the module's current buffers, in the same order on all ranks.
 
-    Torch's own way through a tree of modules is several generators deep for every module.
+    Faster than torch's own traversal, which nests several generators for every module.
     """
     buffers: dict[int, Tensor | None] = {}
     seen: set[nn.Module | None] = {None}

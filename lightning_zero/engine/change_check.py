@@ -1,8 +1,8 @@
-"""A comparison, in each backward pass, of what may change on one rank alone.
+"""A check, in each backward pass, of what may have changed on one rank only.
 
-These are which parameters are trained and the hyperparameters of the optimizers: a callback that
-freezes layers, or a scheduler that follows a metric that is not synced. The flags that ranks
-exchange anyway carry a digest; where the digests differ, all ranks raise one error.
+That is which parameters are trained, and the optimizers' hyperparameters: a callback may freeze
+layers, or a scheduler follow a metric that is not synced. A digest travels with flags that ranks
+exchange anyway; if the digests differ, all ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _DIGEST_BYTES = 4
 
 
 class ChangeCheck:
-    """Compares the ranks by a few flags more at a sync point.
+    """Compares the ranks by a few extra flags at a sync point.
 
     Attributes:
-        has_frozen: Whether other parameters are trained on this rank than in its pass before.
+        has_frozen: Whether this rank trains other parameters than in its previous pass.
     """
 
     NUM_FLAGS = 2 * _DIGEST_BYTES
@@ -38,9 +38,9 @@ class ChangeCheck:
         self.has_frozen = False
 
     def flags(self) -> bytes:
-        """Return this rank's flags, of which each shall become its maximum over the ranks.
+        """Return this rank's flags, to be reduced to their maxima over the ranks.
 
-        All units expect their gradients.
+        All units must expect their gradients by now.
         """
         trained = zlib.crc32(
             b"".join([bytes(unit.gradients.wants) for unit in self._sharded.units])
@@ -55,14 +55,14 @@ class ChangeCheck:
         return digest
 
     def _encoded(self, group: Mapping[str, Any]) -> bytes:
-        """Return the hyperparameters of a group as bytes; mostly they are those of last time."""
+        """Return a group's hyperparameters as bytes, from a cache while they stay the same."""
         values = list(group.values())
         before, encoded = self._groups.get(id(group), ([], b""))
         if len(before) == len(values) and all(map(is_, values, before)):
             return encoded
         facts = rank_check.describe({"": rank_check.hyperparameters(group)})
         encoded = repr(sorted(facts[""].items())).encode()
-        # What can be changed in place is described each time.
+        # Groups with values that can be changed in place are described each time.
         is_lasting = not any(
             isinstance(value, Tensor | list | dict)
             for key, value in group.items()
@@ -76,10 +76,10 @@ class ChangeCheck:
 
         Args:
             flags: The maxima.
-            exchange: Returns every rank's value, on all ranks that come to the sync point.
+            exchange: Exchanges a value between all ranks, which are at the sync point; returns all.
 
         Raises:
-            RuntimeError: They differ. All ranks raise the same text.
+            RuntimeError: The ranks differ. All raise the same text.
         """
         if flags != with_complements(flags[:_DIGEST_BYTES]):
             rank_check.refuse(exchange(rank_check.describe(dict(self._facts()))))

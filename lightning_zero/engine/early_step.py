@@ -1,4 +1,4 @@
-"""Steps of units amid a backward pass, as soon as their gradients are reduced.
+"""Optimizer steps of units during the backward pass, as soon as their gradients are reduced.
 
 ::
 
@@ -6,28 +6,28 @@
     reduce               unit 3   unit 2   unit 1   unit 0
     step                          unit 3   unit 2   unit 1    the rest, by the optimizer's call
 
-A thread steps them, each when its gradients have landed on the host. The files of a unit are read,
-and written, while the next ones go backward. What makes the numbers those of a step behind the
-pass:
+A thread steps each unit when its gradients have landed on the host. The unit's files are read and
+written while the next units go backward. The results are those of a step after the pass, because:
 
 ======================================== ==========================================================
-a unit's masters are read no more        all ranks have sent all gradients of it; a later gather in
-                                         this step raises
-its gradients are final                  the pass is in the closure of the only optimizer's step,
-                                         and none was missing when their reduction began; one that
-                                         comes when the unit is stepped raises; whoever steps it
+no rank reads a unit's masters any more  all ranks have sent all of its gradients; a later gather
+                                         in this step raises
+its gradients are final                  the pass runs in the closure of the only optimizer's step,
+                                         and no gradient was missing when their reduction began;
+                                         one that comes after the unit was stepped raises; a step
                                          waits until they have landed
-nothing comes between pass and step      whoever enters :meth:`EarlyStep.allowed` says so; other
-                                         gradients or hyperparameters in the step raise, and so
-                                         does a pass that never ended
-weights were not edited                  else the unit is stepped behind the pass
-nothing is compiled in a step            it holds the compiler's lock; else torch's optimizers,
-                                         told that something compiles, compute otherwise
-all ranks agree                          a flag that they exchange where the pass begins
+nothing comes between pass and step      the caller of :meth:`EarlyStep.allowed` vouches for it;
+                                         changed gradients or hyperparameters raise in the step,
+                                         and so does a pass that never ended
+weights were not edited                  otherwise the unit is stepped after the pass
+nothing is compiled during a step        it holds the compiler's lock; torch's optimizers compute
+                                         differently while anything is compiled
+all ranks agree                          by a flag that they exchange when the pass begins
 ======================================== ==========================================================
 
-A unit of which one of these is not so ends the early step: it and all others are stepped behind the
-pass. What raises leaves some units stepped, which the optimizer's step knows as torn.
+The first unit that does not meet these conditions ends the early step: it and all remaining units
+are stepped after the pass. An error leaves some units stepped and others not: the optimizer's step
+is torn.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ from lightning_zero.tensors import internals
 
 
 class EarlyStep:
-    """Steps units in the order of their reductions, each when its own has ended.
+    """Steps units in the order of their reductions, each when its reduction has ended.
 
     Attributes:
-        is_on: Whether units are stepped in this pass on any rank; it is asked for each unit.
+        is_on: Whether any rank may step units in this pass; an attribute, as each unit reads it.
     """
 
     def __init__(self, sharded: ShardedModel) -> None:
         self._sharded = sharded
         self._is_allowed = False
         self.is_on = False
-        # What steps them in this pass, if all ranks want it.
+        # Steps the units in this pass, if all ranks want it.
         self._step: UnitStep | None = None
-        # Those that are not stepped yet, the next first; none when the early step has ended.
+        # The units that are not stepped yet, next first; none once the early step has ended.
         self._turns: list[Unit] = []
-        # Those that had all gradients of this rank when their reduction began.
+        # The units that had all of this rank's gradients when their reduction began.
         self._complete: set[Unit] = set()
         self._lent: list[Lent] = []
         self._groups: list[rank_check.Description] = []
@@ -69,7 +69,7 @@ class EarlyStep:
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
-        """Enter a backward pass behind which the optimizer's step finds what the pass has left."""
+        """Enter a context for a backward pass whose gradients reach the optimizer unchanged."""
         self._is_allowed = self._sharded.settings.step_in_backward
         try:
             yield
@@ -77,7 +77,7 @@ class EarlyStep:
             self._is_allowed = False
 
     def _sure_step(self) -> UnitStep | None:
-        """Return the steps by unit of the optimizer, if it is alone and its step awaits a pass."""
+        """Return the only optimizer's ``UnitStep``, if its step is waiting for its closure."""
         optimizers = self._sharded.optimizers
         step = unit_step_of(optimizers[0]) if len(optimizers) == 1 else None
         return step if step is not None and step.is_sure else None
@@ -89,7 +89,7 @@ class EarlyStep:
         return may and self._sure_step() is not None
 
     def begin(self, turns: Sequence[Unit]) -> None:
-        """Begin with a pass in which all ranks want it, of units in the order of reductions."""
+        """Begin a pass in which all ranks want to step; ``turns`` are its units in their order."""
         self._step, self._turns, self.is_on = self._sure_step(), [*turns], True
         assert self._step is not None
         self._has_ended = False
@@ -102,7 +102,7 @@ class EarlyStep:
             self._complete.add(unit)
 
     def step(self, unit: Unit) -> None:
-        """Step a unit whose reduction has ended, if it is its turn and it may be."""
+        """Step a unit whose reduction has ended, or end the early step if it may not be stepped."""
         if not self._turns or self._step is None:
             return
         is_final = self._turns[0] is unit and unit in self._complete
@@ -112,7 +112,7 @@ class EarlyStep:
         pieces = unit.pieces
         had_any = [piece.reduced is not None for piece in pieces]
         works = unit.gradients.lend()
-        settle(pieces)  # what autograd does to parameters is no concern of a thread that steps
+        settle(pieces)  # so that the stepping thread ignores what autograd does to parameters
         lent = [Lent(piece, is_first=not had) for piece, had in zip(pieces, had_any, strict=True)]
         self._lent += lent
         land = functools.partial(_land, works, lent)
@@ -120,20 +120,20 @@ class EarlyStep:
             land()
         else:
             for piece in pieces:
-                piece.gradient.landing = land  # for whoever reads it amid the pass
+                piece.gradient.landing = land  # for reads during the pass
         unit.weights.masters = Masters.STEPPED
         order = [one.pieces for one in self._turns]
         self._step.step_ahead(order, land)
         self._turns.pop(0)
 
     def end_pass(self) -> None:
-        """Note all gradients, which have landed: from now on users see them, and change them."""
+        """Note all gradients: they have landed, and users may see and change them from now on."""
         self._has_ended = True
         for lent in self._lent:
             lent.note()
 
     def wait(self) -> None:
-        """Return when the units are stepped that were given; raises what has come of it."""
+        """Wait until all units given to the thread are stepped; raise if a step failed."""
         if self._step is not None:
             self._step.wait_ahead()
 
@@ -146,8 +146,8 @@ class EarlyStep:
         """Leave all units that are not stepped yet to the optimizer's step.
 
         Raises:
-            RuntimeError: On all ranks, of ``late`` units, of which gradients are still to be added,
-                some rank has ``stepped`` one.
+            RuntimeError: Some rank has ``stepped`` one of the ``late`` units, which have gradients
+                still to be added. Raised on all ranks.
         """
         self._turns = []
         for unit in late:
@@ -158,10 +158,10 @@ class EarlyStep:
                 )
 
     def check(self) -> None:
-        """Raise if the optimizer's step finds other values than units were stepped with."""
+        """Raise if the optimizer's step finds other values than the units were stepped with."""
         if not self.is_on:
             return
-        if self._lent and not self._has_ended:  # others may never come
+        if self._lent and not self._has_ended:  # gradients may never land
             raise RuntimeError(
                 "A backward pass has raised an error when, by step_in_backward=True, units may have"
                 " been stepped already, and the closure of the optimizer's step went on without"
@@ -181,7 +181,7 @@ class EarlyStep:
                 raise _differs(f"weights of {unit.label!r}")
 
     def abandon(self) -> None:
-        """End a pass that an exception ended: its gradients are nobody's."""
+        """Drop a pass that an exception ended, with its gradients."""
         if self._step is not None:
             self._step.stop_ahead()
         unsettle(lent.piece for lent in self._lent)
@@ -212,7 +212,7 @@ class Lent:
 
     Attributes:
         piece: The piece.
-        gradient: What it got; ``None`` if no rank has any.
+        gradient: The gradient; ``None`` if there was none.
         is_first: Whether the piece had none from earlier passes.
     """
 
@@ -221,14 +221,14 @@ class Lent:
         self._versions: dict[str, int] = {}
 
     def note(self) -> None:
-        """Note how often the gradient was changed until it landed, unless that is known."""
+        """Note the gradient's version when it landed, unless it is noted already."""
         if self.gradient is not None:
-            # In one call, after the version is read: another thread may do the same.
+            # In one atomic call: another thread may do the same.
             self._versions.setdefault("landed", self.gradient._version)
 
     @property
     def is_as_it_was(self) -> bool:
-        """Return whether the piece has the same, unchanged."""
+        """Return whether the piece still has the same gradient, unchanged."""
         now = self.piece.reduced
         if now is None or self.gradient is None:
             return now is self.gradient
@@ -237,7 +237,7 @@ class Lent:
 
 
 def _land(works: Iterable[Work], all_lent: Iterable[Lent]) -> None:
-    """Wait until gradients are there that are lent, and note what they are."""
+    """Wait until lent gradients have landed, and note their versions."""
     for work in works:
         work.wait()
     for lent in all_lent:

@@ -1,6 +1,6 @@
 """The training of a sharded model.
 
-The engine knows no Lightning. In a plain loop::
+The engine does not depend on Lightning. In a plain loop::
 
     engine = Engine(module, Settings(stage=3))
     engine.adopt(optimizer)
@@ -49,27 +49,27 @@ from lightning_zero.plan import Settings
 
 
 class Engine:
-    """The training of a sharded model: the step that its units go through together.
+    """The training of a sharded model: the steps that its units go through together.
 
     Args:
         module: The model. Its parameters become views of flat buffers, sharded according to the
             stage; the ``Parameter`` objects stay.
-        settings: The user's.
-        comm: The default process group if omitted.
-        facts: What else must be equal on all ranks, which are compared first.
-        sources: Where the values of all parameters lie, by id, if they are only to be read, and
-            whenever they are needed; else they are the module's.
+        settings: The user's settings.
+        comm: The ranks; the default process group if omitted.
+        facts: Other facts that must be equal on all ranks, compared before anything is built.
+        sources: Where to read all parameters from, by ``id``, whenever they are needed and as long
+            as they are only read; if empty, values are those of the module.
         on_written: Called with the bytes of weights and masters that this rank has written to
-            files, and with all that it will write, before the first unit and after each.
+            files, and their total, before the first unit and after each.
 
     Attributes:
-        module: The model itself.
+        module: The model.
         comm: The ranks.
         sharded: The model in units: its parameters, pieces and bytes.
 
     Raises:
         ValueError: The module cannot be sharded as it is; the message says why.
-        RuntimeError: The ranks differ; the message says in what.
+        RuntimeError: The ranks differ; the message says how.
     """
 
     def __init__(
@@ -118,11 +118,10 @@ class Engine:
 
     @contextlib.contextmanager
     def step(self, *, awaits_backward: bool = True) -> Iterator[Callable[[Any], None]]:
-        """Enter code that all ranks run together: the root is whole, other weights gather on touch.
+        """Enter code that all ranks run together: the root is whole, other units gather on touch.
 
-        Yields a function to call with the step's outputs: a backward pass from them, after the
-        context has ended, finds the weights it needs. ``awaits_backward=False`` closes the step at
-        once.
+        Yields a function to call with the step's outputs, so that a backward pass from them finds
+        its weights after the context has ended. ``awaits_backward=False`` closes the step at once.
         """
         self._forward.enter()
         outputs: list[Any] = []
@@ -137,30 +136,30 @@ class Engine:
         self._forward.leave(outputs, awaits_backward=awaits_backward)
 
     def prepare_backward(self) -> None:
-        """Note a backward pass under manual optimization, of which DDP's forwards know nothing."""
+        """Note a backward under manual optimization, after which DDP would broadcast buffers."""
         self._forward.buffers.is_due = self._forward.sends
 
     def stepping_early(self) -> contextlib.AbstractContextManager[None]:
-        """Enter a context for a backward pass behind which nobody changes or reads anything.
+        """Enter a context for a backward pass that only the optimizer's step follows.
 
-        In it units may be stepped as soon as their gradients are reduced, if the settings say so,
-        and if the pass is in the closure of the only optimizer's step.
+        Units may then be stepped as soon as their gradients are reduced, if the settings say so and
+        the pass runs in the closure of the only optimizer's step.
         """
         return self._early_step.allowed()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Enter a context of microbatches whose gradients may stay local, if the plan allows."""
+        """Enter a context in which gradients of microbatches may stay local, if the plan allows."""
         return self._backward.no_sync()
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
-        """Enter forwards without gradients in which ranks may run different units, or none."""
+        """Enter a context, without gradients, in which ranks may run different units, or none."""
         if self._join.is_open:
             yield
             return
         if self.sharded.opened:
             self.sharded.keep_edits()
-        # What a rank does here is its own, and no guide to what all ranks need next.
+        # What one rank runs here does not predict what all ranks need next.
         separate = self._prefetcher.separate() if self._join.must_ask else contextlib.nullcontext()
         with self._join.opened(), separate:
             yield
@@ -171,10 +170,11 @@ class Engine:
         """Point ``optimizer`` at this rank's pieces, and refresh weights whenever it has stepped.
 
         Returns:
-            What it costs, in a line, that it is not stepped by element; ``None`` if it is.
+            A one-line notice of how it is stepped and what that costs; ``None`` if all pieces are
+            simply stepped at once, element by element.
 
         Raises:
-            ValueError: It can be stepped in no way, or a parameter is in two of its groups.
+            ValueError: There is no way to step it, or a parameter is in two of its groups.
         """
         self._compare_optimizers(optimizer)
         hooks = OptimizerHooks(
@@ -205,7 +205,7 @@ class Engine:
         return UnitStep(pieces_of_batches, states, ledger, device)
 
     def _compare_optimizers(self, *new: Optimizer) -> None:
-        """Raise on all ranks if the optimizers differ; all call it, where groups have changed."""
+        """Raise on all ranks if the optimizers differ; all call it when groups have changed."""
         optimizers = [*self.sharded.optimizers, *new]
         rank_check.require_equal(
             self.comm.control, lambda: rank_check.optimizer_facts(optimizers, self.module)
@@ -220,7 +220,7 @@ class Engine:
             transport.drop_outgrown()
 
     def _after_step(self, pieces: Iterable[Piece]) -> None:
-        """Bring weights up to date with the masters that were stepped."""
+        """Refresh weights from the stepped masters."""
         self._step_access.end()
         self._early_step.end()
         self._step.keeps_graph = False
@@ -235,7 +235,7 @@ class Engine:
     # -- the end ---------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget a step that an exception ended; the next one starts clean."""
+        """Drop a step that an exception ended, so that the next one starts clean."""
         self._step.interrupt()
         self._join.abandon()
         self._forward.abandon()
@@ -250,11 +250,11 @@ class Engine:
         self._step.close()
 
     def close(self, *, restore: bool = True) -> None:
-        """Take the hooks away and, with ``restore``, make the module an ordinary one again.
+        """Remove the hooks and, with ``restore``, make the module an ordinary one again.
 
         Restoring gathers unit by unit and needs host memory for the whole model on every rank.
-        Without it the parameters stay at rest. All ranks close together, unless an exception has
-        just ended a step.
+        Without it, the parameters stay at rest. All ranks must close together, unless an exception
+        has just ended a step.
         """
         was_interrupted = self._step.lifetime is Lifetime.INTERRUPTED
         if not was_interrupted:
@@ -289,7 +289,7 @@ _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def engine_of(parameters: Iterable[Parameter]) -> Engine | None:
-    """Return the open engine that shards one of ``parameters``, if there is one."""
+    """Return the open engine that shards any of ``parameters``; ``None`` if there is none."""
     wanted = list(parameters)
     for engine in _engines:
         if not engine.is_closed and any(engine.sharded.piece(p) is not None for p in wanted):

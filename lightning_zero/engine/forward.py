@@ -1,4 +1,4 @@
-"""The forward half of a step: its begin, the calls of its modules, and its end."""
+"""The forward half of a step: its beginning, the calls of its modules, and its end."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from lightning_zero.tensors import internals, tensors_in
 
 
 class Forward:
-    """Handles the events of forwards: unshards what they need, and reshards it behind them.
+    """Handles the events of forwards: unshards what they need, and reshards it afterwards.
 
     Attributes:
-        order_check: The comparison with other ranks that the last forward has left under way.
+        order_check: The comparison with other ranks that the last forward has started.
         buffers: The broadcasts of buffers.
     """
 
@@ -47,7 +47,7 @@ class Forward:
         self._backward = backward
         self._hooks = hooks
         self.order_check = OrderCheck(sharded)
-        # Whether a call of the module itself runs that entered the step, so that it must leave.
+        # Whether a call of the module itself has entered the step and must leave it.
         self._is_called = False
         self.buffers = BufferSync(
             sharded.module, sharded.comm, is_on=sharded.settings.broadcast_buffers
@@ -68,8 +68,8 @@ class Forward:
             Hook(module, self.before_root, self._skips_enter),
             Hook(module, self.after_root, self._skips_leave),
         )
-        # The children too: a validation hook calls `self.net(x)`, and the root holds some of its
-        # weights.
+        # The children too: a validation hook may call `self.net(x)`, and the root may hold some of
+        # its weights.
         for child in module.children():
             if not any(child is unit.module for unit in inner):
                 self._hooks.add(
@@ -80,7 +80,7 @@ class Forward:
     # -- the begin and the end -------------------------------------------------------------------
 
     def enter(self, *, broadcasts: bool = True) -> None:
-        """Go into a forward, and begin a step unless one is under way."""
+        """Enter a forward, and begin a step unless one is under way."""
         if self._step.enter():
             self._begin(broadcasts=broadcasts)
 
@@ -92,7 +92,7 @@ class Forward:
         units, root = self._sharded.units, self._sharded.root
         for unit in units:
             unit.calls.have_run = False
-        # Also of units whose own hooks a compiled graph leaves out.
+        # Including units whose own hooks a compiled graph skips.
         self._hooks.hook_unfrozen()
         self._prefetcher.begin_step(with_grad=torch.is_grad_enabled())
         self._prefetcher.unshard(root)
@@ -105,20 +105,20 @@ class Forward:
             self.buffers.begin()
 
     def leave(self, outputs: Any, *, awaits_backward: bool = True) -> None:
-        """Come out of a forward; behind the outermost, await a backward from its ``outputs``."""
+        """Leave a forward; after the outermost, await a backward from its ``outputs``."""
         outputs = outputs if awaits_backward else None
         if self._step.leave():
             self.buffers.end(sends=awaits_backward and self.sends)
             self._end(outputs)
         elif self._sharded.root.weights.gives_back and not internals.in_backward():
-            # The user may keep it until the step has ended, or the run.
+            # The user may keep the outputs until after the step, or even the run.
             tracked = with_grad(outputs) if torch.is_grad_enabled() else []
             if tracked:
                 self._backward.unshard_before(tracked)
 
     @property
     def sends(self) -> bool:
-        """Return whether a forward or backward pass that runs now has gradients to be sent."""
+        """Return whether gradients of a forward or backward pass that runs now are to be sent."""
         return torch.is_grad_enabled() and self._backward.syncs
 
     def _end(self, outputs: Any) -> None:
@@ -132,7 +132,7 @@ class Forward:
         self._step.phase = Phase.AWAITS_BACKWARD
 
     def touch(self, units: Sequence[Unit]) -> bool:
-        """Make units readable to the end of the step; return ``False`` between steps."""
+        """Make units readable until the end of the step; return ``False`` between steps."""
         if self._step.phase is Phase.IDLE:
             return False
         resting = [u for u in units if u.weights.state not in (State.WHOLE, State.GATHERED)]
@@ -144,34 +144,34 @@ class Forward:
         return True
 
     def abandon(self) -> None:
-        """Forget a forward that an exception ended."""
+        """Drop a forward that an exception ended."""
         self._is_called = False
         self.order_check.abandon()
 
     # -- calls of modules ------------------------------------------------------------------------
 
     def before_root(self, module: nn.Module, args: Any) -> None:
-        """Go into a call of the module, or of a child whose weights the root holds."""
-        # What DDP does for a call of the module itself, it does not for one of a child in a hook.
+        """Enter a call of the module, or of a child whose weights the root holds."""
+        # DDP broadcasts buffers in calls of the module itself, not in calls of a child in a hook.
         is_root = module is self._sharded.module
         self.enter(broadcasts=is_root and self._sharded.settings.broadcast_in_calls)
         self._is_called |= is_root
 
     def after_root(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Come out of such a call."""
+        """Leave a call that :meth:`before_root` has entered."""
         self._is_called &= module is not self._sharded.module
         self.leave(output)
 
     def _skips_enter(self) -> bool:
-        """Return whether a compiled graph may hold the begin of a call: a step was entered."""
+        """Return whether a compiled graph may skip :meth:`before_root`: a step was entered."""
         return self._step.is_inside and self._sharded.root.inline()
 
     def _skips_leave(self) -> bool:
-        """Return whether the call that a compiled graph ends began in one."""
+        """Return whether a compiled graph may skip :meth:`after_root`: it skipped the entry too."""
         return not self._is_called and self._sharded.root.inline()
 
     def before_unit(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Make a unit whole for its forward, and listen for the end of its backward."""
+        """Make a unit whole for its forward, and hook the end of its backward."""
         # A forward within a backward pass is a recomputation.
         is_recompute = internals.in_backward()
         if is_recompute:
@@ -186,20 +186,20 @@ class Forward:
             self._hooks.hook_grads(unit)
 
     def after_unit(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-        """Reshard a unit, unless it is needed next, and listen for the begin of its backward."""
+        """Reshard a unit, unless it is needed next, and hook the beginning of its backward."""
         outputs = tensors_in(output)
         tracked = outputs if torch.is_grad_enabled() else ()
         wants_grad = unit.calls.end(tracked, self._backward.events)
         if internals.in_backward():
             return
         for tensor in outputs:
-            # The module may have given away a view of its weights, which lives on.
+            # The module may have returned a view of its weights, which outlives the call.
             unit.weights.pin_if_viewed(tensor)
         stays = wants_grad and not self._sharded.settings.reshard_after_forward
         if stays or self._prefetcher.schedule.comes_next(unit.index):
             unit.weights.idle()
         else:
-            # Those who help in a join run no forward, and keep nothing from it.
+            # Ranks that only help in a join run no forward and keep no part, so none may.
             unit.weights.reshard(until_backward=wants_grad and not self._join.is_open)
         if self._step.leave():
             self._end(output)

@@ -2,8 +2,8 @@
 
 ::
 
-expect -> take, take, ... -> reduce -> finish -> install
-expect -> take, take, ... -> show_local                     (within ``no_sync``)
+    expect -> take, take, ... -> reduce -> finish -> install
+    expect -> take, take, ... -> show_local                     (within ``no_sync``)
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Gradients:
     """The gradients of one unit's parameters.
 
     Args:
-        first_tag: As the weights'.
+        first_tag: As for ``Weights``.
 
     Attributes:
-        parameters: The unit's parameters; callers name one by its index here.
+        parameters: The unit's parameters; callers refer to one by its index here.
         wants: For each parameter, whether it wants a gradient in this backward pass.
         are_complete: Whether all that want a gradient got one in this backward pass.
     """
@@ -45,7 +45,7 @@ class Gradients:
         self._finishes: list[Callable[..., None]] = []
 
     def expect(self, reach: Reach) -> None:
-        """Begin a backward pass, whose gradients go so far."""
+        """Begin a backward pass whose gradients are averaged over ``reach``."""
         for flat in self._flats:
             flat.reducer.expect(reach)
         self.wants = [parameter.requires_grad for parameter in self.parameters]
@@ -63,12 +63,12 @@ class Gradients:
         return bool(self.wants) and False not in self.wants
 
     def set_aside(self, index: int) -> None:
-        """Keep a gradient that came before :meth:`expect` from being taken for the user's."""
+        """Claim a gradient that came before :meth:`expect`, or it would pass for the user's."""
         _, _, view = self._places[index]
         view.arrival = view.claim()
 
     def take(self, index: int) -> bool:
-        """Take the gradient that autograd just finished; return whether none is missing now."""
+        """Take the gradient that autograd just finished; return whether all are there now."""
         reducer, place, view = self._places[index]
         grad = view.claim()
         assert grad is not None
@@ -79,14 +79,14 @@ class Gradients:
 
     @property
     def are_pending(self) -> bool:
-        """Return whether a gradient arrived that is not reduced yet, or in its copy only."""
+        """Return whether a gradient has arrived that is not reduced, or only within its copy."""
         return True in [
             flat.reducer.awaits_copies or True in flat.reducer.filled for flat in self._flats
         ]
 
     @span("reduce")
     def reduce(self) -> None:
-        """Start to average the gradients that arrived over the ranks."""
+        """Start to average the arrived gradients over the ranks."""
         self.finish()
         for tag, flat in enumerate(self._flats, self._first_tag):
             wants = True in [parameter.requires_grad for parameter in flat.parameters]
@@ -94,7 +94,7 @@ class Gradients:
                 self._finishes.append(flat.reducer.reduce(self.label, tag))
 
     def finish(self) -> None:
-        """End the reductions that were started."""
+        """Finish the reductions that were started."""
         if self._finishes:
             self._finish()
 
@@ -105,10 +105,10 @@ class Gradients:
             finish()
 
     def lend(self) -> list[Work]:
-        """Let the pieces have what is reduced, before the pass has ended.
+        """Give the pieces their reduced gradients before the pass has ended.
 
         Returns:
-            What is waited for before it is read.
+            The transfers to wait for before the gradients are read.
         """
         return [flat.reducer.lend() for flat in self._flats]
 
@@ -121,22 +121,22 @@ class Gradients:
         return held
 
     def install(self, held: Iterator[bool]) -> None:
-        """Show the reduced gradients to optimizer and user, of parameters that any rank holds.
+        """Show optimizer and user the reduced gradients that any rank holds.
 
-        ``held`` goes on with a flag for each of this unit's parameters.
+        ``held`` yields the flags of all units; this unit takes one for each of its parameters.
         """
         for flat in self._flats:
             flat.reducer.install(list(itertools.islice(held, len(flat.parameters))))
 
     def show_local(self) -> None:
-        """Show the gradients of a backward pass that are not sent."""
+        """Show this rank's own gradients after a backward pass that sends none."""
         for flat in self._flats:
             flat.reducer.show_local()
 
     def abandon(self) -> None:
-        """Drop all gradients that are not shown to the optimizer yet."""
+        """Drop all gradients not yet shown to the optimizer."""
         finishes, self._finishes = self._finishes, []
-        # The ranks we wait for may be gone; what they would have sent is lost with them.
+        # The ranks waited for may be gone, and their gradients with them.
         with contextlib.suppress(RuntimeError):
             for finish in finishes:
                 finish(is_wanted=False)

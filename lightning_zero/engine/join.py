@@ -1,4 +1,4 @@
-"""Forwards without gradients in which ranks may run different units, some none at all."""
+"""Forwards without gradients in which ranks may run different units, or none at all."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lightning_zero.engine.weights import State
 
 
 class Join:
-    """The context in which the ranks ask each other.
+    """The context in which ranks gather units on request.
 
-    A gather needs every rank. So a rank that needs a resting unit asks the others, and all gather
-    it together, each between two modules of its own; a rank that has come to the end goes on to
-    help until all have.
+    A gather needs every rank. A rank that needs a resting unit therefore asks the others, and all
+    gather it together, each between two modules of its own; a rank that has reached the end keeps
+    helping until all have.
 
     Attributes:
-        must_ask: Whether a gather needs the others at all. Where ranks read each other's memory, or
-            nothing rests, there is nothing to ask for.
+        must_ask: Whether gathers need other ranks at all: not where ranks read each other's memory,
+            or nothing rests.
         is_open: Whether the context was entered.
         asks: Whether a gather must be asked for now.
     """
@@ -40,7 +40,7 @@ class Join:
             if self.must_ask:
                 for unit in self._units:
                     unit.weights.wait_if_in_flight()
-                    # A rank may end its step within, and so have none of it any more.
+                    # Ranks may end their steps within, and drop kept parts, so none may use them.
                     for flat in unit.flat_parameters:
                         flat.store.forget()
             self.asks = self.must_ask
@@ -56,7 +56,7 @@ class Join:
 
     @torch.no_grad()
     def gather(self, wanted: Unit | None) -> None:
-        """Gather what each rank wants, until this one has its unit, or else until all are done."""
+        """Gather what ranks want until this one has ``wanted`` or, without it, all are done."""
         while True:
             index = -1 if wanted is None else wanted.index
             asked = set(self._control.gather_objects(index))

@@ -1,9 +1,9 @@
-"""Models that were built on the ``meta`` device get their memory one unit at a time.
+"""Allocation and initialization, one unit at a time, of models built on the ``meta`` device.
 
 Values come from a module's ``reset_parameters()``, then from the ``_init_weights(module)`` of the
-nearest module around it that has one (the convention of Transformers). Children come before their
-parents, as in ``Module.apply``: a parent's ``_init_weights`` may give its children's weights other
-values (GPT-2 scales the projections of its residual stream so, T5 all of its matrices).
+nearest enclosing module that has one (the convention of Transformers). Children come before their
+parents, as in ``Module.apply``: a parent's ``_init_weights`` may overwrite its children's weights
+(GPT-2 does so for the projections of its residual stream, T5 for all of its matrices).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class MetaInitializer:
-    """The modules of a model whose tensors are on the meta device and will be on ``device``.
+    """Moves a model's tensors from the meta device to ``device`` and initializes them.
 
-    With ``needs_values=False`` parameters get memory alone: their values come from elsewhere.
+    With ``needs_values=False`` parameters are only allocated: their values come from elsewhere.
     """
 
     def __init__(self, root: nn.Module, device: torch.device, *, needs_values: bool = True) -> None:
         self._device = device
         self._needs_values = needs_values
         self._initializers = dict(_initializers(root))
-        # Where the model shall stay on the meta device nothing is to be filled.
+        # A model that stays on the meta device has nothing to fill.
         modules = _upwards(root) if device.type != "meta" else ()
         self._modules = [module for module in modules if any(map(_owns_meta, module.modules()))]
-        # Modules without tensors of their own, all of whose parameters are still to come.
+        # For modules without meta tensors of their own, but meta parameters only: all of these.
         self._parents = {
             id(module): {id(p) for p in module.parameters()}
             for module in self._modules
@@ -44,10 +44,10 @@ class MetaInitializer:
         }
 
     def fill(self, owners: Iterable[nn.Module]) -> None:
-        """Give memory and initial values to what ``owners`` hold themselves.
+        """Allocate and initialize the tensors that ``owners`` hold directly.
 
         Raises:
-            ValueError: One of them holds meta tensors and nothing gives them values.
+            ValueError: One of them holds meta tensors and nothing initializes them.
         """
         wanted = {id(module) for module in owners}
         fresh = [m for m in self._modules if id(m) in wanted and _owns_meta(m)]
@@ -66,9 +66,9 @@ class MetaInitializer:
                 self._parents.pop(id(module), None)
 
     def finish(self, gathered: Callable[[list[Parameter]], AbstractContextManager[None]]) -> None:
-        """Give values to what is left: buffers, and children that lie in several units.
+        """Initialize what is left: buffers, and modules whose children lie in several units.
 
-        Parameters are whole within ``gathered``, which keeps edits of them.
+        ``gathered`` makes parameters whole, and keeps edits of them.
         """
         for module in self._modules:
             if _owns_meta(module):
@@ -80,7 +80,7 @@ class MetaInitializer:
                 self._initialize(module)
 
     def _allocate(self, module: nn.Module) -> None:
-        """Give the module's own meta tensors memory; a parameter stays the same object."""
+        """Allocate the module's own meta tensors; parameters stay the same objects."""
         if _reset_of(module) is None and id(module) not in self._initializers:
             raise ValueError(
                 f"A module of class {type(module).__name__} was built on the meta device, but has"
@@ -107,9 +107,10 @@ class MetaInitializer:
 
 
 def forget_values(module: nn.Module) -> bool:
-    """Bring parameters that an engine left at rest to the meta device; whether any is there.
+    """Move parameters that an engine left at rest to the meta device; return if any is there.
 
-    They are as before that engine: at rest they have the dtype that it computed in, and no order.
+    They regain the dtype and strides from before that engine: at rest they have the dtype that it
+    computed in, and no memory order.
     """
     fresh: dict[int, nn.Parameter] = {}
     for child in module.modules():
@@ -157,7 +158,7 @@ def _upwards(root: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Modul
 def _initializers(
     module: nn.Module, inherited: nn.Module | None = None
 ) -> Iterator[tuple[int, nn.Module]]:
-    """Yield each module's id with the nearest module around it that has ``_init_weights``."""
+    """Yield each module's id with the nearest enclosing module that has ``_init_weights``."""
     if callable(getattr(module, "_init_weights", None)):
         inherited = module
     if inherited is not None:

@@ -1,8 +1,8 @@
-"""The engine's hooks on modules and parameters, also when a module is copied or compiled.
+"""The engine's hooks on modules and parameters, safe to copy and to compile.
 
-A module that is compiled by itself has its hooks around the compiled code. Where modules are
-compiled together with the code that calls them, torch's compiler comes across their hooks: it ends
-its graph at each that must run, and leaves out those that say that they are not needed.
+The hooks of a module that is compiled on its own run around the compiled code. Where modules are
+compiled together with the code that calls them, torch's compiler traces their hooks: it breaks the
+graph at each hook that must run, and skips those that report that they are not needed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from lightning_zero.parameters import guards
 
 
 class Hook:
-    """Calls ``function`` for ``module`` alone: copies and pickles of the module have an inert one.
+    """Calls ``function`` for ``module`` only: copies and pickles of the module get an inert hook.
 
-    A copy that was made during training has weights of its own; were it to gather those of the
-    original, a call of the copy on one rank only would wait for the others for ever.
+    A copy made during training has its own weights. If it gathered those of the original, a call of
+    the copy on only one rank would wait for the others forever.
 
     Args:
-        module: Whose calls ``function`` is for.
-        function: Gets what torch gives to a module's hook.
-        is_needless: Whether a call from compiled code may be left out. Torch's compiler reads it,
-            makes the code anew when it would say something else, and repeats what it notes.
+        module: The module whose calls ``function`` is for.
+        function: Called with the arguments of a module hook.
+        is_needless: Whether a call from compiled code may be skipped. Torch's compiler traces it,
+            recompiles when its answer would change, and replays its side effects.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Hook:
             is_needless = self._is_needless is not None and self._is_needless()
             return None if is_needless else self._call(module, *args, **kwargs)
         if get_eval_frame_callback() is not None:
-            # Between two pieces of compiled code, torch's compiler looks at whatever is called.
+            # Between two compiled graphs, torch's compiler looks at every function that is called.
             return self._call(module, *args, **kwargs)
         return self._function(module, *args, **kwargs) if module is self.module else None
 
@@ -63,13 +63,13 @@ class Hook:
         return _inert, ()
 
 
-# Private: torch's public `disable` would end a graph here as well. By itself, around a compiled
-# module, a hook is nothing to make code of.
+# Private: torch's public `disable` would break graphs here as well. A hook that runs on its own,
+# around a compiled module, is not worth compiling.
 skip_code(Hook.__call__.__code__)
 
 
 def _inert() -> Callable[..., None]:
-    """Return what a copy has in the place of a hook."""
+    """Return what replaces a hook in a copy."""
     return _do_nothing
 
 
@@ -78,15 +78,15 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class Hooks:
-    """The hooks that the engine registers, on modules and on parameters, to be removed together.
+    """The hooks that the engine registers on modules and parameters, to be removed together.
 
     Args:
-        on_grad: Called with a unit, the index of its parameter and what torch passes, when
-            autograd has finished a gradient.
+        on_grad: Called when autograd has finished a gradient, with the unit, the index of its
+            parameter, and what torch passes.
 
     Attributes:
         handles: The handles of all hooks.
-        frozen: The parameters of each unit that want no gradient yet and have no hook, by index.
+        frozen: For each unit, the indices of parameters without a hook: they require no gradient.
     """
 
     def __init__(self, units: Iterable[Unit], on_grad: Callable[..., None]) -> None:
@@ -104,12 +104,12 @@ class Hooks:
         ]
 
     def hook_unfrozen(self) -> None:
-        """Listen for gradients of all parameters that want one now."""
+        """Hook the gradients of all parameters that require one now."""
         for unit in list(self.frozen):
             self.hook_grads(unit)
 
     def hook_grads(self, unit: Unit) -> None:
-        """Listen for gradients of a unit, also of parameters that were unfrozen since last time."""
+        """Hook the gradients of a unit, including those of parameters unfrozen since last time."""
         frozen = []
         for index in self.frozen.pop(unit, ()):
             parameter = unit.gradients.parameters[index]

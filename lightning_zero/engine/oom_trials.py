@@ -1,19 +1,19 @@
-"""Steps that one rank may fail at without leaving the others waiting for it.
+"""Trial steps that may fail on one rank without leaving the others waiting for it.
 
-A search for the largest batch runs steps until memory is exhausted, on one rank sooner than on
-another; the others would then wait for its next message for ever. In a trial the ranks therefore
-ask each other before every message, on a channel of its own, whether all still go on::
+A search for the largest batch runs steps until memory is exhausted, on one rank sooner than on the
+others, which would then wait for its next message forever. In a trial, the ranks therefore ask each
+other before every message, over a separate channel, whether all still go on::
 
     rank 0   ask  gather  ask  gather  out of memory: say so
     rank 1   ask  gather  ask  gather                 ask: raises as if it were its own
 
-Whatever a message needs memory for is allocated before it is asked for. So every message that one
-rank has sent all have sent, nothing is left over, and the next trial may begin. A rank that fails
-within a context whose end is a message (``gathered(..., modify=True)``) asks as well: if all others
-come to the same message it is sent, and otherwise that rank's error ends the trial there.
+The memory for a message is allocated before the ranks ask. So all ranks have sent the same
+messages, nothing is left over, and the next trial may begin. A rank that fails within a context
+that ends with a message (``gathered(..., modify=True)``) asks as well: if all others come to the
+same message, it is sent; otherwise that rank's error ends the trial there.
 
-What user code sends by ``torch.distributed`` itself is not asked for: if another rank waits there,
-the watch ends the run.
+Nobody asks before what user code sends through ``torch.distributed`` itself: if another rank waits
+there, the watchdog ends the run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _GOES_ON, _OUT_OF_MEMORY, _FAILED = 0, 1, 2
 
 
 class OomTrials:
-    """Runs of a function that succeed on all ranks or on none, which construct it together."""
+    """Runs of a function that succeed on all ranks or on none; all ranks construct it together."""
 
     def __init__(self, engine: Engine, is_out_of_memory: Callable[[BaseException], bool]) -> None:
         self._engine = engine
@@ -38,10 +38,10 @@ class OomTrials:
         self._handled: BaseException | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``function``; all ranks do.
+        """Call ``function``, on all ranks.
 
         Raises:
-            RuntimeError: Another rank failed, and this says how.
+            RuntimeError: Another rank failed; the message says how.
             Exception: The function's own.
         """
         self._verdict, self._handled = _GOES_ON, sys.exc_info()[1]
@@ -60,12 +60,12 @@ class OomTrials:
                 self._agree(mine)
             self._engine.reset()
             if self._verdict != mine:
-                # Memory ended here, but something else went wrong elsewhere.
+                # This rank ran out of memory, but another one failed for another reason.
                 raise self._error() from error
             raise
 
     def _ask(self, place: str) -> None:
-        """Before a message: raise if another rank failed, or if this one did and is alone here."""
+        """Before a message: raise if another rank failed, or this one did and not all are here."""
         error = sys.exc_info()[1]
         fails = isinstance(error, Exception) and error is not self._handled
         failing = self._kind(error) if fails else _GOES_ON
@@ -79,14 +79,14 @@ class OomTrials:
 
     def _error(self) -> RuntimeError:
         if self._verdict == _OUT_OF_MEMORY:
-            # Lightning's tuner knows memory errors by these words.
+            # Lightning's tuner recognizes memory errors by these words.
             return RuntimeError("Another rank ran out of memory: CUDA out of memory.")
         return RuntimeError("Another rank failed in this trial; its own error says why.")
 
     def _agree(self, mine: int, failing: int = _GOES_ON, place: str = "") -> None:
-        """Agree on the worst outcome of all ranks, of which this one's is ``mine``.
+        """Agree on the worst outcome of all ranks; this one's is ``mine``.
 
-        It would be ``failing``, were it not for the message at ``place`` that must come before.
+        If not all ranks are at the same ``place``, where a message is due, it is ``failing``.
         """
         log = self._engine.comm.control.log
         with log.wait_for(log.note("an agreement on whether all ranks go on with a trial")):

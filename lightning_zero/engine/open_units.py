@@ -15,9 +15,9 @@ _MOST = 2
 class OpenUnits:
     """The units that code between steps has touched, whole until others are touched.
 
-    Where a gather needs every rank, all ranks touch the same units, in one order. Where ranks read
-    each other's memory no touch waits for another rank: there a unit that was changed stays open
-    until all ranks are together, as others may still read its masters.
+    Where a gather needs every rank, all ranks must touch the same units, in the same order. Where
+    ranks read each other's memory, no touch waits for another rank: there an edited unit stays open
+    until all ranks meet, as others may still read its masters.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -29,7 +29,7 @@ class OpenUnits:
         return len(self._open)
 
     def touch(self, units: Sequence[Unit]) -> None:
-        """Make ``units`` readable and writable together, and close those touched longest ago.
+        """Make ``units`` readable and writable together, and close the least recently touched.
 
         Raises:
             RuntimeError: A gather needs every rank, and other ranks touch other units or none.
@@ -47,7 +47,7 @@ class OpenUnits:
         self._open = [unit for unit in self._open if unit not in touched] + touched
 
     def _close_down_to(self, count: int, used: Sequence[Unit]) -> None:
-        """Close all but ``count`` units, and those that are ``used`` now or may not be closed."""
+        """Close units until ``count`` are open, but none that is ``used`` now or must stay open."""
         for unit in [unit for unit in self._open if unit not in used]:
             if len(self._open) <= count:
                 return
@@ -59,7 +59,7 @@ class OpenUnits:
             self._open.remove(unit)
 
     def close(self) -> None:
-        """Close all; what was changed in them is stored already, or lost."""
+        """Close all units; changes that are not stored are lost."""
         opened, self._open = self._open, []
         for unit in opened:
             unit.weights.close()

@@ -1,4 +1,4 @@
-"""Comparisons of what the ranks ran, behind messages that they exchange anyway."""
+"""Checks that all ranks run the same units, in the same order."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from lightning_zero.engine.sharded_model import ShardedModel
 
 
 class OrderCheck:
-    """Compares what the ranks gathered in a forward without gradients, behind the next one.
+    """Compares what the ranks gathered in a forward without gradients, before the next step.
 
-    It does where only the order of gathers tells one unit's weights from another's. A backward pass
-    has sync points of its own, which find the same differences.
+    It is needed where only the order of gathers tells one unit's weights from another's. A backward
+    pass has sync points of its own, which find the same differences.
     """
 
     def __init__(self, sharded: ShardedModel) -> None:
@@ -22,13 +22,13 @@ class OrderCheck:
         self._called: PendingSync | None = None
 
     def start(self) -> None:
-        """Start to compare what this rank gathered since the last sync point with the others."""
+        """Start to compare what the ranks gathered since the last sync point."""
         if self._is_due:
             self.wait()
             self._called = self._control.call(SyncPoint.FORWARD)
 
     def wait(self) -> None:
-        """End the comparison under way, if there is one.
+        """Wait for the comparison under way, if there is one.
 
         Raises:
             RuntimeError: The ranks gathered different weights.
@@ -38,15 +38,15 @@ class OrderCheck:
             called.wait()
 
     def abandon(self) -> None:
-        """Forget the comparison under way: an exception has ended the step."""
+        """Drop the comparison under way, as an exception has ended the step."""
         self._called = None
 
 
 class UnitCheck:
-    """A warning, once, where ranks ran different units and only shared memory allows it.
+    """Warns once if ranks ran different units, which works only with shared memory.
 
-    The flags that ranks exchange at the begin of a backward pass carry it: for each unit the
-    greatest number of a rank that ran it, then of one that did not.
+    The flags that ranks exchange when a backward pass begins hold, for each unit, the highest rank
+    that ran it, and then the highest that did not; both count from 1, and 0 stands for none.
     """
 
     def __init__(self, sharded: ShardedModel) -> None:
@@ -55,7 +55,7 @@ class UnitCheck:
         self._is_due = sharded.gives_weights_back and sharded.comm.transport.reads_peers
 
     def flags(self, ran: Sequence[bool]) -> list[int]:
-        """Return flags of which each shall become its maximum over the ranks."""
+        """Return this rank's flags, to be reduced to their maxima over the ranks."""
         if not self._is_due:
             return list(ran)
         number = min(self._rank + 1, 255)

@@ -1,8 +1,8 @@
-"""A comparison of what must be equal on all ranks, before anything is built on it.
+"""The comparison of what must be equal on all ranks, before anything relies on it.
 
 Each rank describes its model, settings and optimizers as named things with attributes. One sync
-point compares a digest of that. Only where the digests differ do the ranks exchange their
-descriptions, and every rank raises one error, which says what differs on which ranks.
+point compares digests of the descriptions. Only if these differ do the ranks exchange the
+descriptions, and all raise the same error, which says what differs on which ranks.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from lightning_zero.optimizer import bare, parameter_of
 from lightning_zero.plan import Settings, find_units
 
 Facts = Mapping[str, Mapping[str, Any]]
-"""Things in an order that counts, with their attributes: ``{"Parameter 'a'": {"shape": (3, 4)}}``.
+"""Named things with their attributes; the order counts: ``{"Parameter 'a'": {"shape": (3, 4)}}``.
 """
 
 Description = dict[str, dict[str, str]]
-"""Facts of which every value is text, equal on two ranks if and only if the values agree."""
+"""Facts whose values are text, equal on two ranks if and only if the values agree."""
 
 _MOST_SHOWN = 8
 _DIGEST_BYTES = 16
 _CHOICES_OF_ONE_RANK = ("params", "foreach", "fused")
-"""Entries of a param group that are no hyperparameters: they choose among equal computations."""
+"""Entries of a param group that may differ: its members, and choices of equal computations."""
 
 
 def require_equal(control: Control, make_facts: Callable[[], Facts]) -> None:
-    """Compare facts of all ranks; a collective, and one small message where they agree.
+    """Compare facts of all ranks; a collective, with one small message if they agree.
 
     Raises:
-        RuntimeError: They differ. All ranks raise the same text.
+        RuntimeError: The facts differ. All ranks raise the same text.
     """
     if control.world_size == 1:
         return
@@ -51,7 +51,7 @@ def require_equal(control: Control, make_facts: Callable[[], Facts]) -> None:
 
 
 def refuse(descriptions: Sequence[Description]) -> None:
-    """Raise a ``RuntimeError`` that says in what the ranks' descriptions differ, if they do."""
+    """Raise a ``RuntimeError`` that says how the ranks' descriptions differ, if they do."""
     found = differences(descriptions)
     if not found:
         return
@@ -96,7 +96,7 @@ def differences(descriptions: Sequence[Description]) -> list[str]:
 
 
 def _other_order(descriptions: Sequence[Description]) -> Iterator[str]:
-    """Yield the first place in which what all ranks have comes in another order."""
+    """Yield the first place where the things that all ranks have come in different orders."""
     common = set.intersection(*(set(one) for one in descriptions))
     orders = [[thing for thing in one if thing in common] for one in descriptions]
     for places in zip(*orders, strict=True):
@@ -136,12 +136,12 @@ def _text(value: Any) -> str | None:
     if value is None or isinstance(value, bool | str):
         return repr(value)
     if isinstance(value, int | float):
-        # A subclass, as numpy's, has another text for the same number.
+        # A subclass such as numpy's has another text for the same number.
         return repr(float(value) if isinstance(value, float) else int(value))
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, torch.device):
-        return value.type  # its number is a rank's own
+        return value.type  # each rank has its own index
     if isinstance(value, Tensor):
         return repr(value.item()) if not value.dim() and value.device.type == "cpu" else None
     if isinstance(value, Mapping):
@@ -171,11 +171,11 @@ def _qualified_name(value: Any) -> str:
 
 
 def model_facts(module: nn.Module, settings: Settings, more: Facts) -> dict[str, dict[str, Any]]:
-    """Return what must be equal of a model and its settings, before it is sharded.
+    """Return the facts of a model, not sharded yet, and its settings that must be equal.
 
     Args:
         module: The model.
-        settings: The engine's.
+        settings: The engine's settings.
         more: Other facts, which come first.
     """
     facts = {thing: dict(attributes) for thing, attributes in more.items()}
@@ -204,9 +204,9 @@ def _facts_of(tensor: Tensor) -> dict[str, Any]:
 
 
 def _unit_names(module: nn.Module, settings: Settings) -> list[str]:
-    """Return the names of the units; the reason in place of them where there are none."""
+    """Return the names of the units, or the reason why there are none."""
     if not callable(settings.units) and not isinstance(settings.units, Collection):
-        return []  # an iterator, which can be read once
+        return []  # an iterator, which can be read only once
     try:
         return list(find_units(module, settings.units, settings.min_num_params))
     except (TypeError, ValueError) as error:
@@ -216,7 +216,7 @@ def _unit_names(module: nn.Module, settings: Settings) -> list[str]:
 def optimizer_facts(
     optimizers: Sequence[Optimizer], module: nn.Module
 ) -> dict[str, dict[str, Any]]:
-    """Return what must be equal of optimizers: classes, groups, hyperparameters and members."""
+    """Return the facts of optimizers that must be equal, including the members of groups."""
     names = {id(p): name for name, p in module.named_parameters()}
     facts: dict[str, dict[str, Any]] = {}
     for number, optimizer in enumerate(optimizers):
@@ -233,7 +233,7 @@ def optimizer_facts(
 
 
 def group_facts(optimizer: Optimizer, label: str) -> dict[str, dict[str, Any]]:
-    """Return what must be equal of an optimizer beside the members of its groups."""
+    """Return the facts of an optimizer that must be equal, without the members of its groups."""
     facts: dict[str, dict[str, Any]] = {label.capitalize(): {"class": type(bare(optimizer))}}
     for index, group in enumerate(optimizer.param_groups):
         facts[f"Group {index} of {label}"] = hyperparameters(group)
@@ -241,7 +241,7 @@ def group_facts(optimizer: Optimizer, label: str) -> dict[str, dict[str, Any]]:
 
 
 def optimizer_description(optimizer: Optimizer, label: str) -> Description:
-    """Return what must be equal of an optimizer that is saved, as text."""
+    """Return an optimizer's facts as text, with the number of parameters in each group."""
     facts = group_facts(optimizer, label)
     for index, group in enumerate(optimizer.param_groups):
         facts[f"Group {index} of {label}"]["parameters"] = len(group["params"])
@@ -249,7 +249,7 @@ def optimizer_description(optimizer: Optimizer, label: str) -> Description:
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what must be equal of a param group beside its members."""
+    """Return the entries of a param group that must be equal on all ranks."""
     return {key: value for key, value in group.items() if key not in _CHOICES_OF_ONE_RANK}
 
 

@@ -1,16 +1,17 @@
-"""Rank-invariant order of gradient reductions, whatever each rank computes.
+"""One order of gradient reductions on all ranks, whatever each rank computes.
 
 A rank waits for a unit's reduction before it starts the next but one, so that whole gradients of
-two units at most are in memory. Waiting is safe only if every rank goes through the same units in
-the same order: two ranks that reduced what is ready, one expert here and another there, would wait
-for each other for ever. So each backward pass has its **turns**, the same on all ranks:
+at most two units are in memory. Waiting is safe only if every rank reduces the same units in the
+same order: two ranks that reduced what is ready, one expert here and another there, would wait for
+each other forever. So each backward pass has **turns**, the same on all ranks:
 
-1. The order is that in which rank 0 went backward through the units of its first step.
-2. A unit has a turn if any rank ran it in this step.
+1. The order is the reverse of that in which rank 0 first ran the units. Units that it did not run
+   come after these, and the root last.
+2. A unit has a turn if it wants gradients and any rank ran it in this step.
 3. When a unit's turn comes, a rank reduces it if its gradients are all there, if its backward is
    over, or if this rank never ran it (it sends zeros). Otherwise the turn waits.
-4. At the end of the backward pass the turns that are left are taken, then those units once more
-   for which a gradient came after their turn on any rank.
+4. At the end of the backward pass, the remaining turns are taken. Then units are reduced again for
+   which a gradient came after their turn on any rank.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from lightning_zero.engine.unit import Unit
 
 
 class ReductionOrder:
-    """The reductions of a backward pass, in the order of all ranks.
+    """The reductions of a backward pass, in one order on all ranks.
 
     Args:
         sharded: The model.
-        early_step: Is told of every reduction that begins, and of every one that has ended while
-            others follow.
+        early_step: Notified of every reduction that begins, and of every one that has ended unless
+            it is the last.
     """
 
     def __init__(self, sharded: ShardedModel, early_step: EarlyStep) -> None:
@@ -49,19 +50,20 @@ class ReductionOrder:
         self._work: PendingSync | None = None
 
     def await_steps(self) -> None:
-        """Wait for units that are stepped by a pass before this one, which changes gradients."""
+        """Wait for units that an earlier pass still steps, as this one changes gradients."""
         self._early_step.wait()
 
     def begin(self, forward_order: Iterable[int], *, is_last: bool) -> None:
-        """Start a backward pass: exchange which units each rank ran, here in ``forward_order``.
+        """Begin a backward pass, and start to exchange which units each rank ran.
 
-        ``is_last`` if no other pass adds to its gradients, as far as the engine knows.
+        Rank 0's first ``forward_order`` sets the order of reductions. ``is_last`` if no other pass
+        adds to the gradients, as far as the engine knows.
         """
         if self._order is None:
             ran = [index for index in dict.fromkeys(forward_order) if index < len(self._units) - 1]
             agreed = self._control.broadcast_object(ran)
             rest = [unit.index for unit in self._units[:-1] if unit.index not in agreed]
-            # The root has run from the beginning to the end.
+            # The root runs from beginning to end.
             self._order = [self._units[index] for index in (*reversed(agreed), *reversed(rest), -1)]
         self._left = None
         have_run = [unit.calls.have_run for unit in self._units]
@@ -70,7 +72,7 @@ class ReductionOrder:
         flags = [steps_after, *self._change_check.flags(), *self._unit_check.flags(have_run)]
         self._work = self._control.call(SyncPoint.BEGIN, bytes(flags))
         if self._change_check.has_frozen:
-            self._turns_left()  # before this rank's gradients, which may be none, call for it
+            self._turns_left()  # now: this rank may have no gradients that would ask for it
 
     def advance(self) -> None:
         """Start the reductions whose turn has come."""
@@ -99,7 +101,7 @@ class ReductionOrder:
         return self._left
 
     def _reduce(self, unit: Unit) -> None:
-        # One reduction is under way behind the backward of the next unit; two would only hold
+        # One reduction overlaps with the backward of the next unit; a second would only hold
         # memory.
         before, self._under_way = self._under_way, unit
         if before is not None:
@@ -111,9 +113,9 @@ class ReductionOrder:
             self._early_step.step(before)
 
     def finish(self) -> None:
-        """Take the turns that are left and show the gradients to the optimizer.
+        """Take the remaining turns and show the gradients to the optimizer.
 
-        A parameter that no rank used keeps no gradient, as in a plain loop.
+        A parameter that no rank used gets no gradient, as in a plain loop.
         """
         left = self._turns_left()
         while left:
@@ -139,7 +141,7 @@ class ReductionOrder:
         self._early_step.end_pass()
 
     def abandon(self) -> None:
-        """Forget a backward pass that an exception ended."""
+        """Drop a backward pass that an exception ended."""
         self._early_step.abandon()
-        # Not waited for: the others may be gone, or wait for this rank.
+        # Not waited for: the others may be gone, or be waiting for this rank.
         self._under_way = self._left = self._work = None

@@ -1,4 +1,4 @@
-"""Methods of other people's objects, replaced for the time of a run."""
+"""Methods of objects that are not ours, replaced for the duration of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Replacements:
-    """Methods that stand in for those of other objects until :meth:`remove`."""
+    """Methods that replace those of other objects until :meth:`remove`."""
 
     def __init__(self) -> None:
         self._places: list[tuple[Any, str, Any]] = []
@@ -16,7 +16,7 @@ class Replacements:
     def put(self, owner: Any, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Replace ``owner.name`` by ``function`` and return the method that was there."""
         inner: Callable[..., Any] = getattr(owner, name)
-        # Somebody else may have put one on the object itself.
+        # The object itself may already have one, which hides that of its class.
         self._places.append((owner, name, vars(owner).get(name)))
         setattr(owner, name, function)
         return inner
@@ -26,7 +26,7 @@ class Replacements:
         self.put(owner, name, functools.partial(around, getattr(owner, name), *args))
 
     def remove(self) -> None:
-        """Give all objects their own methods back."""
+        """Restore the methods of all objects."""
         for owner, name, before in reversed(self._places):
             if before is None:
                 delattr(owner, name)

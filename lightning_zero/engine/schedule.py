@@ -1,9 +1,9 @@
-"""The order in which units are needed, and gathers ahead of it.
+"""The order in which units are needed, and prefetching.
 
-Each step's needs are recorded, and the last record predicts this step's: after the n-th need comes
-what followed it last time. A step that goes another way (a branch, another data loader) finds its
-place again at the next need that the record knows; until then nothing is predicted. A wrong guess
-costs a gather in vain, never a wrong number.
+Each step's needs are recorded, and the last record predicts this step's: after each need comes what
+followed it last time. A step that diverges (a branch, another data loader) finds its place again at
+the next need that follows in the record; until then the prediction stays the same. A wrong
+prediction costs a useless gather, never a wrong result.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Schedule:
         try:
             self._place = self._last.index(need, self._place + 1)
         except ValueError:
-            # Not ahead of us: the step took another way. Stay, in case the record joins again.
+            # Not ahead in the record: the step has diverged. Stay, in case it returns.
             return
 
     def ahead(self, count: int) -> list[Need]:
@@ -53,7 +53,7 @@ class Schedule:
         return self._last[self._place + 1 : self._place + 1 + count]
 
     def comes_next(self, unit: int) -> bool:
-        """Return whether the next need, as far as it can be predicted, is the same unit's."""
+        """Return whether ``unit`` is predicted to be needed next."""
         place = self._place + 1
         return place < len(self._last) and self._last[place].unit == unit
 
@@ -63,12 +63,12 @@ class Schedule:
 
 
 class Prefetcher:
-    """Gathers units in time: those that are needed and those that the schedule predicts.
+    """Gathers units that are needed, and prefetches those that the schedule predicts.
 
     Attributes:
-        schedule: The order in which this step needs units. Steps with gradients have one, and those
-            without.
-        last_backward: The unit whose need came last, if it was for its backward.
+        schedule: The order in which this step needs units. Steps with and without gradients have
+            one each.
+        last_backward: The unit that was needed last, if it was for its backward.
     """
 
     def __init__(self, sharded: ShardedModel, join: Join) -> None:
@@ -79,13 +79,13 @@ class Prefetcher:
         self.forget()
 
     def forget(self) -> None:
-        """Predict nothing: ranks whose step broke off in different places expect the same again."""
+        """Drop all records: ranks interrupted at different places must predict the same again."""
         self._with_grad, self._without_grad = Schedule(), Schedule()
         self.schedule = self._with_grad
 
     @contextlib.contextmanager
     def separate(self) -> Iterator[None]:
-        """Enter a context whose needs predict none behind it."""
+        """Enter a context with schedules of its own, which predict nothing outside of it."""
         before = self._with_grad, self._without_grad, self.schedule
         self.forget()
         try:
@@ -103,20 +103,20 @@ class Prefetcher:
         return self._with_grad.units_in_forward()
 
     def need(self, unit: Unit, *, is_backward: bool) -> None:
-        """Make a unit whole, and start on those that are needed after it."""
+        """Make a unit whole, and prefetch those that are needed after it."""
         self.schedule.record(Need(unit.index, is_backward))
         if unit.weights.state is State.RESTING or unit.weights.state is State.GATHERED:
             self.unshard(unit)
         before, self.last_backward = self.last_backward, unit if is_backward else None
         if before is None or before is unit or not before.will_reshard:
             self.prefetch()
-        # Otherwise the unit whose backward just ended is still whole: its inputs' gradients are
-        # this unit's outputs', and this event comes first. Prefetching now would hold one unit
-        # more; it starts in a moment, when that one is resharded.
+        # Otherwise the unit whose backward just ended is still whole: the gradients of its inputs
+        # are those of this unit's outputs, and this event comes first. Prefetching now would hold
+        # one more unit; it starts in a moment, when that one is resharded.
         unit.weights.wait()
 
     def unshard(self, unit: Unit) -> None:
-        """Start to gather a unit that rests, with the ranks that would not do so by themselves."""
+        """Start to gather a resting unit; in a join, together with ranks that do not need it."""
         if self._join.asks and unit.weights.are_released:
             self._join.gather(unit)
         unit.weights.unshard()

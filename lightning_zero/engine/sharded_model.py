@@ -1,4 +1,4 @@
-"""A model in units, and what may be done with it between steps."""
+"""A model in units, and what can be done with it between steps."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ from lightning_zero.parameters import (
 from lightning_zero.plan import FlatSpec, Settings, specify_units, with_cuts
 
 Progress = Callable[[int, int], None]
-"""Is called with the bytes that are done, and with all."""
+"""Called with the bytes that are done, and their total."""
 
 
 class ShardedModel:
     """A model whose parameters live in units: where each lies, its whole value, and its bytes.
 
-    All else in the engine, and all that saves, loads or measures, asks it for these, so it has more
-    attributes than others: the parts that each of them asks for.
+    The rest of the engine, and all code that saves, loads or measures, relies on it: hence its many
+    attributes.
 
     Attributes:
         module: The model. Its parameters are views of flat buffers, or at rest.
-        settings: What the user chose.
+        settings: The user's settings.
         comm: The ranks.
         units: All units; the root last.
-        flats: The parameters of all units.
-        optimizers: Those that step the pieces.
-        scratch: For what rests in files, if anything does.
+        flats: The flat parameters of all units.
+        optimizers: The optimizers that step the pieces.
+        scratch: The folder for what rests in files; ``None`` if nothing does.
         opened: The units that code between steps has touched.
         reader: Reads weights that rest in a checkpoint.
-        on_touch: Makes units readable that a step uses outside their forward; returns ``False``
+        on_touch: Makes units readable that a step uses outside of their forward; returns ``False``
             between steps.
     """
 
@@ -85,7 +85,7 @@ class ShardedModel:
     def _build_units(
         self, sources: Mapping[int, Source], on_written: Progress
     ) -> materialize.MetaInitializer:
-        """Shard unit by unit; returns what gives values to modules that came without."""
+        """Shard unit by unit; return the initializer of modules that are on the meta device."""
         # The first module that holds each parameter.
         owners = {
             id(parameter): module
@@ -94,7 +94,7 @@ class ShardedModel:
         }
         device, streams = self.settings.device, bool(sources)
         blank = materialize.MetaInitializer(self.module, device, needs_values=not streams)
-        # What is read from a checkpoint is not sent.
+        # Weights read from a checkpoint are not sent, and so not coded.
         settings = replace(self.settings, gather_bits=None) if streams else self.settings
         specs, mesh = specify_units(self.module, settings), self.comm.mesh
         divided = {"num_shards": mesh.shard.size, "num_copies": mesh.replicate.size}
@@ -116,7 +116,7 @@ class ShardedModel:
                 return functools.partial(stream_for(flat.plan), sources=read, reader=self.reader)
             return functools.partial(store_for, num_away=flat.num_away, shared=shared)
 
-        # An exception's traceback keeps this frame: it must not keep memory of units to come.
+        # An exception's traceback keeps this frame, which must not keep memory for later units.
         with contextlib.closing(shared):
             for spec, size in zip(specs, sizes, strict=True):
                 blank.fill(owners[id(p)] for flat in spec.flat_parameters for _, p in flat.named)
@@ -136,19 +136,19 @@ class ShardedModel:
                 written += size
                 on_written(written, nbytes)
                 if not streams:
-                    # What gives values to later units may read these, at stage 3 those of peers.
+                    # Initializers of later units may read these weights, at stage 3 from peers.
                     self.comm.fence(SyncPoint.SETUP)
         return blank
 
     @functools.cached_property
     def _peers_read_weights(self) -> bool:
-        # Replicated weights without other masters are what peers read.
+        # Peers read replicated weights if there are no other masters.
         plans = [flat.plan for flat in self.flats]
         return any(not (plan.has_master or plan.gives_weights_back) for plan in plans)
 
     @functools.cached_property
     def gives_weights_back(self) -> bool:
-        """Return whether weights of some unit are released after use."""
+        """Return whether weights of any unit are released after use."""
         return any(unit.weights.gives_back for unit in self.units)
 
     @property
@@ -168,13 +168,13 @@ class ShardedModel:
             self.opened.touch(units)
 
     def expose(self, parameter: Parameter, *, is_plain: bool = False) -> None:
-        """Notice that the ``data`` of a readable parameter, or a plain view, is handed out."""
+        """Note that the ``data`` of a readable parameter, or a plain view, is handed out."""
         _, flat, index = self._places[id(parameter)]
         flat.own()
         flat.edits.expose(index, is_plain=is_plain)
 
     def own(self, parameter: Parameter) -> bool:
-        """Let a readable parameter have memory that views show in later uses of the unit too."""
+        """Put a readable parameter in memory that views show later too; return whether it moved."""
         return self._places[id(parameter)][1].own()
 
     def gives_back(self, parameter: Parameter) -> bool:
@@ -182,20 +182,20 @@ class ShardedModel:
         return self._places[id(parameter)][1].gives_back
 
     def replace(self, parameter: Parameter, data: Tensor) -> None:
-        """Keep what was assigned to the ``data`` of a readable parameter, or raise."""
+        """Keep ``data``, which was assigned to a readable ``parameter.data``, or raise."""
         _, flat, index = self._places[id(parameter)]
         flat.replace(index, data)
 
     @torch.no_grad()
     def write(self, parameter: Parameter, value: Tensor) -> None:
-        """Keep a new whole value of ``parameter``, which is not in memory now.
+        """Keep a new whole value of ``parameter``, which is not readable now.
 
-        In a step every call waits for all ranks.
+        Within a step, every call waits for all ranks.
         """
         unit, flat, index = self._places[id(parameter)]
         flat.settle()
         piece = flat.pieces[index]
-        if value.shape != parameter.shape:  # what is not read yet would be read whole
+        if value.shape != parameter.shape:  # which reads all of a value that is not loaded yet
             value = value.expand(parameter.shape)
         if self._is_writing:
             piece.data.copy_(piece.range.part_of(value))
@@ -210,7 +210,7 @@ class ShardedModel:
         self.refresh([unit])
 
     def keep_edits(self) -> None:
-        """Let the masters follow what users changed in whole weights; all ranks call it."""
+        """Copy users' changes of whole weights to the masters, on all ranks; close open units."""
         edited = [unit.weights for unit in self.units if unit.weights.is_edited]
         if edited:
             with self.comm.exclusive(SyncPoint.EDIT):
@@ -234,7 +234,7 @@ class ShardedModel:
             self.refresh(self.units)
 
     def settle(self) -> None:
-        """Let all masters rest here, also those of weights that rest in a checkpoint."""
+        """Read masters that still rest in a checkpoint into storage of this run; a collective."""
         for flat in self.flats:
             flat.settle()
 
@@ -244,13 +244,13 @@ class ShardedModel:
             if unit.weights.state is not State.RESTING:
                 unit.weights.refresh(only_stepped=only_stepped)
         if self._peers_read_weights:
-            # What must not be edited before all have read it.
+            # Weights must not be edited before all ranks have read them.
             self.comm.fence(SyncPoint.REFRESH)
 
     def units_of(self, parameters: Iterable[Parameter]) -> list[Unit]:
-        """Return the units of ``parameters``, some of which may be another model's; the root first.
+        """Return the units of ``parameters``, the root first; skip parameters of other models.
 
-        It is needed first, and a device gathers one unit after the other.
+        The root is needed first, and a device gathers one unit after the other.
         """
         places = [self._places.get(id(parameter)) for parameter in parameters]
         wanted = {place[0].index for place in places if place}
@@ -262,14 +262,15 @@ class ShardedModel:
     def gathered(
         self, parameters: Iterable[Parameter] | None = None, *, modify: bool = False
     ) -> Iterator[None]:
-        """Make parameters whole, in the master's precision, for reading or for editing.
+        """Enter a context in which parameters are whole, in the master's precision.
 
         Args:
-            parameters: Which; all if omitted. Whole units are gathered. Every rank names the same.
-            modify: Keep what rank 0 made of them, on all ranks.
+            parameters: The same on every rank; all if omitted. Their whole units are gathered.
+            modify: Keep rank 0's changes, on all ranks.
 
         Raises:
-            RuntimeError: They were changed without ``modify``.
+            RuntimeError: A parameter was changed without ``modify``, or ``modify`` was given within
+                another ``gathered`` of the same weights.
         """
         wanted = self.units if parameters is None else self.units_of(parameters)
         if self.opened:
@@ -300,7 +301,7 @@ class ShardedModel:
             self._refuse(changed)
 
     def _refuse(self, changed: list[str]) -> None:
-        """Raise on all ranks if any changed weights that it had gathered for reading."""
+        """Raise on all ranks if any rank changed weights that were gathered for reading."""
         (any_changed,) = self.comm.control.call(SyncPoint.EDIT, bytes([bool(changed)])).wait()
         if any_changed:
             what = f"Parameter {changed[0]!r}" if changed else "On another rank a parameter"
@@ -314,12 +315,12 @@ class ShardedModel:
     ) -> Iterator[tuple[Parameter, Tensor]]:
         """Yield every parameter with its whole value in the master's precision.
 
-        One buffer is in memory at a time. All ranks must iterate together. The tensor is a view of
-        memory that is freed when the next buffer comes.
+        One buffer is in memory at a time. All ranks must iterate together. The tensors are views of
+        a buffer that is freed when the next one comes.
 
         Args:
-            part_of: Yield the whole tensors of which each rank holds ``part_of(piece)`` instead,
-                in a dtype that holds the numbers of all parts of one flat buffer.
+            part_of: Yield instead the whole tensors of which each rank holds ``part_of(piece)``, in
+                a dtype that can hold all parts of one flat buffer.
         """
         for flat in self.flats:
             if part_of is None:
@@ -354,7 +355,7 @@ class ShardedModel:
         return [piece for flat in self.flats for piece in flat.pieces]
 
     def describe(self) -> str:
-        """Return the units with their sizes, equal ones that follow each other in one line."""
+        """Return the units with their sizes, consecutive equal ones on one line."""
         mesh, stage = self.comm.mesh, self.settings.stage
         copies = f", in {mesh.replicate.size} copies" if mesh.replicate.size > 1 else ""
         if mesh.backward is not None:
@@ -368,8 +369,8 @@ class ShardedModel:
         """Return the bytes that this rank holds now, by kind, each storage counted once.
 
         ``gathered`` is whole weights of units that rest sharded; ``unreduced`` is gradients before
-        and during their reduction; ``states`` is the tensors of the adopted optimizers. What rests
-        elsewhere is counted by names of its own: ``disk states``, ``host gradients`` and so on.
+        and during their reduction; ``states`` is the tensors of the adopted optimizers. What is
+        offloaded has kinds of its own: ``disk states``, ``host gradients`` and so on.
         """
         names = ("weights", "gathered", "gradients", "unreduced", "master", "states", "buffers")
         kinds = Counter({**dict.fromkeys(names, 0), "gathered": self.reader.memory.nbytes})
@@ -382,7 +383,7 @@ class ShardedModel:
             piece: flat.store.row("states", piece) for flat in self.flats for piece in flat.pieces
         }
         kinds.update(dict.fromkeys(rows.values(), 0))
-        # As they are now: amid a backward pass a thread may step.
+        # A snapshot: during a backward pass, a thread may be stepping.
         states = [item for optimizer in self.optimizers for item in [*optimizer.state.items()]]
         for member, state in states:
             kinds[rows.get(member, "states")] += sum(

@@ -10,9 +10,9 @@
           └───────────────── BACKWARD <────────────────────────────────┘───────┘
              end_backward
 
-A backward pass begins within a forward (manual optimization), behind it, or in IDLE, once more over
-a graph whose step has ended. ``enter`` in AWAITS_BACKWARD begins the next step. Where a step ends,
-all units reshard.
+A backward pass begins within a forward (manual optimization), after it, or in IDLE: again over a
+graph whose step has ended. ``enter`` in AWAITS_BACKWARD begins the next step. When a step ends, all
+units are resharded.
 
 A run is OPEN until it is CLOSED and, if the module becomes an ordinary one again, RESTORED. An
 exception leaves it INTERRUPTED until the next step begins.
@@ -36,15 +36,15 @@ class Phase(Enum):
     IDLE = "idle"
     """Between steps: ranks may run different code."""
     FORWARD = "forward"
-    """Within a step, before its backward pass or between two."""
+    """Within a step, before its backward pass or between two passes."""
     AWAITS_BACKWARD = "awaits backward"
     """The forward has ended and left a graph; the root's weights stay whole."""
     BACKWARD = "backward"
-    """Autograd runs."""
+    """Autograd is running."""
 
 
 class Lifetime(Enum):
-    """A stage of the run of a module."""
+    """The state of a module's run."""
 
     OPEN = "open"
     """The module trains."""
@@ -57,17 +57,17 @@ class Lifetime(Enum):
 
 
 class Step:
-    """The state of a step; what ends with it is released here.
+    """The state of a step, which releases what ends with it.
 
     Args:
-        reset: Forgets a step that an exception ended.
+        reset: Drops a step that an exception ended.
 
     Attributes:
         phase: Where in a step this rank is.
         lifetime: How far the run has come.
-        keeps_graph: Whether a backward pass under ``create_graph`` saved weights for one to come.
-        is_inside: Whether a forward or the step's own context runs. It is the depth's sign by
-            itself, as torch's compiler would compile anew for every depth that it reads.
+        keeps_graph: Whether a backward pass with ``create_graph`` saved weights for a later one.
+        is_inside: Whether a forward or the step's own context is running: a flag beside the depth,
+            as torch's compiler would recompile for every depth that it reads.
     """
 
     def __init__(self, units: Sequence[Unit], reset: Callable[[], None]) -> None:
@@ -92,9 +92,9 @@ class Step:
         return self.lifetime in (Lifetime.CLOSED, Lifetime.RESTORED)
 
     def enter(self) -> bool:
-        """Go into a forward; return whether a step begins with it."""
+        """Enter a forward; return whether a step begins with it."""
         if self.phase is Phase.BACKWARD and not internals.in_backward():
-            # An exception ended the backward pass, of which autograd has no event.
+            # An exception ended the backward pass, for which autograd has no event.
             self._reset()
         self._depth += 1
         self.is_inside = True
@@ -106,13 +106,13 @@ class Step:
         return True
 
     def leave(self) -> bool:
-        """Come out of a forward; return whether it was a step's outermost."""
+        """Leave a forward; return whether it was a step's outermost."""
         self._depth = max(self._depth - 1, 0)
         self.is_inside = self._depth > 0
         return not self.is_inside and self.phase is not Phase.BACKWARD
 
     def begin_backward(self) -> None:
-        """Note that autograd runs."""
+        """Note that autograd has started."""
         self.phase = Phase.BACKWARD
         self.keeps_graph = torch.is_grad_enabled()
 
@@ -134,12 +134,12 @@ class Step:
         for store in self._keepers:
             store.forget()
         if not self.is_inside:
-            # Code between steps shall see masters.
+            # Code between steps must see the masters.
             for weights in self._copies:
                 weights.hide_copies()
 
     def interrupt(self) -> None:
-        """Leave all forwards and backward passes, which an exception ended."""
+        """Leave all forwards and backward passes after an exception."""
         self._depth = 0
         self.is_inside = self.keeps_graph = False
         self.phase = Phase.IDLE

@@ -13,7 +13,7 @@ from lightning_zero.engine.weights import State, Weights
 from lightning_zero.parameters import FlatParameters, Piece
 
 _MAX_GROUPS = 16
-"""The most groups of parameters that a unit can have; the tags of its messages are below it."""
+"""The most groups of parameters that a unit can have, and so the tags reserved for each unit."""
 
 
 class Unit:
@@ -25,9 +25,9 @@ class Unit:
         flat_parameters: Its parameters, by dtype and trainability.
         index: Its number; the root's is the last.
         label: The name to show.
-        weights, gradients, calls: The three states that it is made of.
-        is_inlined: Whether a graph that holds more than this unit was compiled, for which the
-            weights must be whole when a step begins.
+        weights, gradients, calls: The states of its weights, gradients and forwards.
+        is_inlined: Whether it was compiled into a larger graph, which needs its weights whole when
+            a step begins.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class Unit:
         return weights.gives_back and not is_held
 
     def pin(self) -> None:
-        """Keep the weights whole to the end of the step, for a use that no event announces."""
+        """Keep the weights whole until the end of the step, for a use that no event announces."""
         self.weights.is_pinned = True
         self.calls.have_run = True
 
     def inline(self) -> bool:
-        """Return whether a compiled graph may hold the unit: its weights are whole before it runs.
+        """Return whether a compiled graph may contain the unit: its weights are whole beforehand.
 
-        Torch's compiler reads this, and repeats what is noted here whenever the graph runs.
+        Torch's compiler traces this, and replays its side effects whenever the graph runs.
         """
         if self.weights.state is not State.WHOLE:
             return False
@@ -73,14 +73,14 @@ class Unit:
         return True
 
     def abandon(self) -> None:
-        """Give up whatever is under way; weights and gradients in flight are dropped."""
+        """Drop what is under way, including weights and gradients in flight."""
         self.calls.abandon()
         self.weights.abandon()
         self.gradients.abandon()
 
 
 def listed(units: Iterable[Unit]) -> Iterator[str]:
-    """Yield units with their sizes, the root by itself, other equal ones in a row in one line."""
+    """Yield units with their sizes, consecutive equal ones, except the root, on one line."""
 
     def size(unit: Unit) -> tuple[bool, int]:
         slots = [slot for flat in unit.flat_parameters for slot in flat.layout.slots]

@@ -13,7 +13,7 @@
 
 Weights whose home is replicated (stages 1 and 2) never rest: ``reshard`` and ``idle`` leave them
 WHOLE, and every optimizer step refreshes them. Between steps they are GUARDED if they are copies of
-more precise masters. **Pinned** weights stay WHOLE to the end of a step.
+more precise masters. **Pinned** weights stay WHOLE until the end of a step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_zero.tensors import internals, span
 
 
 class State(Enum):
-    """The place of a unit's whole weights, and the view that its parameters give."""
+    """The state of a unit's whole weights, and what its parameters show."""
 
     RESTING = "resting"
     """Released; the parameters are placeholders that send every use to their owner."""
@@ -43,16 +43,16 @@ class State(Enum):
     GATHERED = "gathered"
     """The parameters are views of whole masters, for reading or for editing."""
     OPEN = "open"
-    """The same for code between steps; what each rank changes of its own part is kept."""
+    """The same for code between steps; what each rank changes in its own part is kept."""
 
 
 class Masters(Enum):
     """The state of a unit's masters before the optimizer's step is over."""
 
     OLD = "old"
-    """Nothing: weights may be gathered from them."""
+    """Not stepped: weights may be gathered from them."""
     PASSING = "passing"
-    """Some rank may have stepped its part: this rank has sent the last gradients of them."""
+    """This rank has sent the last gradients of them, so some rank may have stepped its part."""
     STEPPED = "stepped"
     """This rank has stepped its part."""
 
@@ -60,19 +60,19 @@ class Masters(Enum):
 class Weights:
     """The whole weights of one unit.
 
-    What their plans say is kept in attributes: it is asked for each unit in each pass, where a call
-    would cost as much as the answer.
+    Facts from the plans are kept in attributes: they are read for each unit in each pass, where a
+    call would cost as much as the answer.
 
     Args:
-        first_tag: Tags the messages of the first group; those of the next groups count on.
+        first_tag: The tag of the first group's messages; those of the next groups count on.
 
     Attributes:
         state: Where the weights are.
-        is_pinned: Whether they stay whole to the end of the step.
+        is_pinned: Whether they stay whole until the end of the step.
         gives_back: Whether they are released after use.
         are_copies: Whether some are copies of more precise masters.
         must_open: Whether code between steps sees the masters only after :meth:`open`.
-        masters: Whether they may be stepped already, in a backward pass.
+        masters: Whether the masters may be stepped already, in a backward pass.
     """
 
     def __init__(self, label: str, flats: Sequence[FlatParameters], first_tag: int) -> None:
@@ -116,7 +116,7 @@ class Weights:
 
     @span("unshard")
     def _gather(self, *, only_stepped: bool = False) -> None:
-        if self.masters is not Masters.OLD:  # not by a call: each unit comes here in each step
+        if self.masters is not Masters.OLD:  # inlined, as each unit comes here in each step
             self._refuse_new()
         self._rest_beneath = False
         self._works = []
@@ -126,7 +126,7 @@ class Weights:
         self.state = State.IN_FLIGHT
 
     def _require_old(self) -> None:
-        """Raise where masters would be read of which ranks may have stepped their parts."""
+        """Raise if ranks may have stepped their parts of the masters, which would be read."""
         if self.masters is not Masters.OLD:
             self._refuse_new()
 
@@ -170,12 +170,12 @@ class Weights:
             self.idle()
 
     def idle(self) -> None:
-        """Keep whole weights for a later need, but notice all other uses of them."""
+        """Keep whole weights for a later need, guarded so that all other uses are noticed."""
         if self.gives_back and not self.is_pinned:
             self._hide()
 
     def hide_copies(self) -> None:
-        """Notice every use of copies between steps, which shall see the masters."""
+        """Guard copies, so that every use between steps is noticed and sees the masters."""
         if self.state is State.WHOLE:
             self.keep_edits()
             self._hide()
@@ -190,13 +190,13 @@ class Weights:
             flat.classes.guard()
 
     def pin_if_viewed(self, tensor: Tensor) -> None:
-        """Keep the weights whole to the end of the step if ``tensor`` is a view of them."""
+        """Keep the weights whole until the end of the step if ``tensor`` is a view of them."""
         if not (self.gives_back and internals.has_storage(tensor)):
             return
         storage = tensor.untyped_storage()._cdata
         for flat in self._flats:
             if flat.weight.tensor.untyped_storage()._cdata == storage:
-                if flat.own():  # the same place in other memory
+                if flat.own():  # moved: view the same place in the new memory
                     place = tensor.storage_offset(), tensor.size(), tensor.stride()
                     tensor.set_(flat.weight.tensor.untyped_storage(), *place)
                 guards.track(tensor, flat.parameters)
@@ -206,7 +206,7 @@ class Weights:
     def reshard(self, *, until_backward: bool = False) -> None:
         """Release whole weights, if their home is sharded and nothing pins them.
 
-        ``until_backward`` if they are needed again in this step: a part may be kept for that.
+        ``until_backward`` if they are needed again in this step, for which a part may be kept.
         """
         if self.state is State.RESTING or self.is_pinned or not self.gives_back:
             return
@@ -227,7 +227,7 @@ class Weights:
         self.state = State.RESTING
 
     def keep_edits(self) -> None:
-        """Copy what users changed in whole weights to the masters, on all ranks."""
+        """Copy users' changes of whole weights to the masters, on all ranks."""
         if self.is_edited:
             if self.masters is Masters.STEPPED:
                 self._refuse_new()
@@ -236,13 +236,13 @@ class Weights:
 
     @property
     def is_edited(self) -> bool:
-        """Return whether users changed whole weights, and the masters have not followed."""
+        """Return whether users changed whole weights in ways that the masters do not have yet."""
         if self.state is not State.WHOLE and not self.are_whole:
             return False
         return bool([flat for flat in self._flats if flat.edits.unsaved])
 
     def store_edits(self) -> None:
-        """Copy this rank's part of what users changed to the masters; within `exclusive`."""
+        """Copy this rank's part of users' changes to the masters; within exclusive access."""
         for flat in self._flats:
             flat.keep_edits()
 
@@ -262,7 +262,7 @@ class Weights:
         self.state = State.OPEN
 
     def close(self) -> None:
-        """Hide the masters again; changes that are not stored are forgotten."""
+        """Hide the masters again; changes that are not stored are lost."""
         for flat in self._flats:
             flat.close()
         self.state = State.RESTING if self.gives_back else State.GUARDED
@@ -298,7 +298,7 @@ class Weights:
             flat.take_over(whole)
 
     def end_gathered(self) -> None:
-        """Show the weights again, or what stands for them at rest."""
+        """Show the weights again, or their placeholders at rest."""
         self._gathered = []
         self.wait_if_in_flight()
         self.state = State.RESTING if self.are_released else State.WHOLE
@@ -313,12 +313,12 @@ class Weights:
             self._hide()
 
     def abandon(self) -> None:
-        """Drop what is in flight, and pin nothing."""
+        """Finish or drop what is in flight, and unpin the weights."""
         self.is_pinned = False
         try:
             self.wait_if_in_flight()
         except RuntimeError:
-            # The ranks we waited for are gone; what they would have sent is lost with them.
+            # The ranks waited for are gone, and their parts with them.
             self._works = []
             for flat in self._flats:
                 flat.show_whole()
