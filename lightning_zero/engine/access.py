@@ -21,7 +21,7 @@ from lightning_zero.optimizer import clip
 def gathered(
     module_or_params: nn.Module | Parameter | Iterable[Parameter], *, modify: bool = False
 ) -> Iterator[None]:
-    """Enter a context in which parameters are whole, in the precision the optimizer steps.
+    """Enter a context in which parameters are whole, in the precision of the optimizer's steps.
 
     Args:
         module_or_params: A module, a parameter or several; the units they are in are gathered.
@@ -38,7 +38,7 @@ def gathered(
 
 @contextmanager
 def join(module: nn.Module) -> Iterator[None]:
-    """Enter a context in which ranks may run different parts of ``module``, or run it less often.
+    """Enter a context in which ranks may run different parts of ``module`` any number of times.
 
     For forwards without gradients whose length depends on the data, such as ``generate``. All ranks
     must enter it; a rank that reaches the end helps the others until all have, as in

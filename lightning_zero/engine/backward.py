@@ -81,10 +81,7 @@ class Backward:
             register_multi_grad_hook(outputs, hook, mode="any")
 
     def _on_held_grad(self, indices: Iterable[int], _: Tensor) -> None:
-        """Begin the pass and unshard units, unless that is done.
-
-        Each child of the module has this event in each pass, so the usual case returns early.
-        """
+        """Begin the pass and unshard units, if not done; cheap, as each child causes this event."""
         if self._step.phase is Phase.BACKWARD:
             for index in indices:
                 if self._units[index].weights.state is not State.WHOLE:

@@ -108,10 +108,7 @@ class Calls:
         return True
 
     def end_backward(self, call: Call, *, is_certain: bool = True) -> None:
-        """Note that the backward of a call has ended.
-
-        If not ``is_certain``, it may still go on, but no further event marks its end.
-        """
+        """Note a call's backward as ended; if not ``is_certain``, no event will mark its end."""
         self.awaited.discard(call)
         self.in_backward.discard(call)
         self._has_ended |= is_certain

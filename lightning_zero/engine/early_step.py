@@ -25,9 +25,8 @@ nothing is compiled during a step        it holds the compiler's lock; torch's o
 all ranks agree                          by a flag that they exchange when the pass begins
 ======================================== ==========================================================
 
-The first unit that does not meet these conditions ends the early step: it and all remaining units
-are stepped after the pass. An error leaves some units stepped and others not: the optimizer's step
-is torn.
+The first unit for which a condition does not hold ends the early step: it and all later ones are
+stepped after the pass. An error leaves some units stepped: the optimizer's step is torn.
 """
 
 from __future__ import annotations

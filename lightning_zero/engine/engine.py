@@ -57,8 +57,8 @@ class Engine:
         settings: The user's settings.
         comm: The ranks; the default process group if omitted.
         facts: Other facts that must be equal on all ranks, compared before anything is built.
-        sources: Where to read all parameters from, by ``id``, whenever they are needed and as long
-            as they are only read; if empty, values are those of the module.
+        sources: Where to read all parameters from, by ``id``, whenever they are needed and for as
+            long as they are not changed; if empty, the module has the values.
         on_written: Called with the bytes of weights and masters that this rank has written to
             files, and their total, before the first unit and after each.
 

@@ -68,8 +68,7 @@ class Forward:
             Hook(module, self.before_root, self._skips_enter),
             Hook(module, self.after_root, self._skips_leave),
         )
-        # The children too: a validation hook may call `self.net(x)`, and the root may hold some of
-        # its weights.
+        # Children too: a hook may call `self.net(x)`, and the root may hold some of its weights.
         for child in module.children():
             if not any(child is unit.module for unit in inner):
                 self._hooks.add(

@@ -33,7 +33,7 @@ class MetaInitializer:
         # A model that stays on the meta device has nothing to fill.
         modules = _upwards(root) if device.type != "meta" else ()
         self._modules = [module for module in modules if any(map(_owns_meta, module.modules()))]
-        # For modules without meta tensors of their own, but meta parameters only: all of these.
+        # For each initializing module that holds no parameters itself: its children's, if all meta.
         self._parents = {
             id(module): {id(p) for p in module.parameters()}
             for module in self._modules

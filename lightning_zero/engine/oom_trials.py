@@ -12,8 +12,8 @@ messages, nothing is left over, and the next trial may begin. A rank that fails 
 that ends with a message (``gathered(..., modify=True)``) asks as well: if all others come to the
 same message, it is sent; otherwise that rank's error ends the trial there.
 
-Nobody asks before what user code sends through ``torch.distributed`` itself: if another rank waits
-there, the watchdog ends the run.
+Messages that user code sends through ``torch.distributed`` itself are not covered: if another rank
+waits there, the watchdog ends the run.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ Description = dict[str, dict[str, str]]
 _MOST_SHOWN = 8
 _DIGEST_BYTES = 16
 _CHOICES_OF_ONE_RANK = ("params", "foreach", "fused")
-"""Entries of a param group that may differ: its members, and choices of equal computations."""
+"""Entries of a param group that may differ: its members, and choices among equal kernels."""
 
 
 def require_equal(control: Control, make_facts: Callable[[], Facts]) -> None:

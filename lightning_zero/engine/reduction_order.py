@@ -31,8 +31,7 @@ class ReductionOrder:
 
     Args:
         sharded: The model.
-        early_step: Notified of every reduction that begins, and of every one that has ended unless
-            it is the last.
+        early_step: Notified when a reduction begins and, except for the last, when it has ended.
     """
 
     def __init__(self, sharded: ShardedModel, early_step: EarlyStep) -> None:
@@ -101,8 +100,7 @@ class ReductionOrder:
         return self._left
 
     def _reduce(self, unit: Unit) -> None:
-        # One reduction overlaps with the backward of the next unit; a second would only hold
-        # memory.
+        # One reduction overlaps with the next unit's backward; two would only hold memory.
         before, self._under_way = self._under_way, unit
         if before is not None:
             before.gradients.finish()

@@ -174,7 +174,7 @@ class ShardedModel:
         flat.edits.expose(index, is_plain=is_plain)
 
     def own(self, parameter: Parameter) -> bool:
-        """Put a readable parameter in memory that views show later too; return whether it moved."""
+        """Put a readable parameter in memory that its views can keep; return whether it moved."""
         return self._places[id(parameter)][1].own()
 
     def gives_back(self, parameter: Parameter) -> bool:
@@ -195,7 +195,7 @@ class ShardedModel:
         unit, flat, index = self._places[id(parameter)]
         flat.settle()
         piece = flat.pieces[index]
-        if value.shape != parameter.shape:  # which reads all of a value that is not loaded yet
+        if value.shape != parameter.shape:  # not always: it reads a value that is not loaded yet
             value = value.expand(parameter.shape)
         if self._is_writing:
             piece.data.copy_(piece.range.part_of(value))

@@ -126,7 +126,7 @@ class Weights:
         self.state = State.IN_FLIGHT
 
     def _require_old(self) -> None:
-        """Raise if ranks may have stepped their parts of the masters, which would be read."""
+        """Raise if some rank may have stepped its part of the masters, which would be read."""
         if self.masters is not Masters.OLD:
             self._refuse_new()
 
@@ -236,7 +236,7 @@ class Weights:
 
     @property
     def is_edited(self) -> bool:
-        """Return whether users changed whole weights in ways that the masters do not have yet."""
+        """Return whether whole weights have changes by users that the masters lack."""
         if self.state is not State.WHOLE and not self.are_whole:
             return False
         return bool([flat for flat in self._flats if flat.edits.unsaved])
