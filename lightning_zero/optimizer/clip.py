@@ -1,7 +1,7 @@
 """Gradient norms and clipping over pieces, exact over all ranks.
 
 Every element of a gradient lies in exactly one piece of one rank, so padding, empty pieces, frozen
-and unused parameters need no care: the sum over pieces, summed over the ranks, is the whole.
+and unused parameters need no special care: the sum over pieces and ranks is the whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_zero.tensors import internals
 
 
 def grads_of(pieces: Sequence[Piece]) -> list[dict[int, Tensor]]:
-    """Return the reduced gradients of ``pieces``, by number, those in one memory together."""
+    """Return the reduced gradients of ``pieces`` by index, one dictionary per memory."""
     found: dict[bool, dict[int, Tensor]] = {}
     for number, piece in enumerate(pieces):
         grad = piece.reduced
@@ -36,7 +36,7 @@ def total_norm(pieces: Sequence[Piece], comm: Communicator, norm_type: float = 2
     """Return the norm over all ranks of the gradients of the parameters of ``pieces``.
 
     Args:
-        pieces: This rank's pieces; every rank names the same parameters.
+        pieces: This rank's pieces; of the same parameters on every rank.
         comm: The ranks.
         norm_type: The order of the norm; ``inf`` for the largest magnitude.
 
@@ -53,7 +53,7 @@ def total_norm(pieces: Sequence[Piece], comm: Communicator, norm_type: float = 2
         found.update(zip(grads, torch._foreach_norm(real, norm_type, dtype=dtype), strict=True))
     norms = torch.zeros(1, dtype=dtype, device=comm.device)
     if found:
-        # In the order of the pieces, in which they are added, wherever they rest.
+        # Added in the order of the pieces, wherever they rest.
         norms = stack_on(comm.device, [found[number] for number in sorted(found)])
     if norm_type == inf:
         largest = norms.max()
@@ -84,9 +84,9 @@ def clip_by_value(pieces: Sequence[Piece], clip_value: float) -> None:
 
 @torch.no_grad()
 def unscale(pieces: Sequence[Piece], comm: Communicator, scale: float) -> bool:
-    """Divide the gradients by the loss scale; return whether one of any rank is not finite then.
+    """Divide the gradients by the loss scale; return whether one on any rank is then not finite.
 
-    All ranks get the same answer, also those whose own pieces are finite or empty.
+    All ranks get the same answer, including those whose own pieces are finite or empty.
     """
     for grads in _lists_of(pieces):
         torch._foreach_mul_(grads, 1.0 / scale)
