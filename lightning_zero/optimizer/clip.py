@@ -18,7 +18,7 @@ from lightning_zero.tensors import internals
 
 
 def grads_of(pieces: Sequence[Piece]) -> list[dict[int, Tensor]]:
-    """Return the reduced gradients of ``pieces`` by index, one dictionary per memory."""
+    """Return the reduced gradients of ``pieces`` by index, one dictionary for each memory."""
     found: dict[bool, dict[int, Tensor]] = {}
     for number, piece in enumerate(pieces):
         grad = piece.reduced
@@ -33,10 +33,10 @@ def _lists_of(pieces: Sequence[Piece]) -> list[list[Tensor]]:
 
 @torch.no_grad()
 def total_norm(pieces: Sequence[Piece], comm: Communicator, norm_type: float = 2.0) -> Tensor:
-    """Return the norm over all ranks of the gradients of the parameters of ``pieces``.
+    """Return the norm of the gradients of the parameters of ``pieces``, over all ranks.
 
     Args:
-        pieces: This rank's pieces; of the same parameters on every rank.
+        pieces: This rank's pieces, of the same parameters on every rank.
         comm: The ranks.
         norm_type: The order of the norm; ``inf`` for the largest magnitude.
 
@@ -66,7 +66,7 @@ def total_norm(pieces: Sequence[Piece], comm: Communicator, norm_type: float = 2
 
 @torch.no_grad()
 def clip_by_norm(pieces: Sequence[Piece], comm: Communicator, max_norm: float) -> Tensor:
-    """Scale the gradients to a total 2-norm of at most ``max_norm``; returns the norm before."""
+    """Scale the gradients to a total 2-norm of at most ``max_norm``; return the norm before."""
     norm = total_norm(pieces, comm)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for grads in _lists_of(pieces):

@@ -43,7 +43,7 @@ class OptimizerHooks:
 
     Attributes:
         verdict: How the optimizer is stepped, and why.
-        handles: What to remove to uninstall the hooks.
+        handles: Remove them to uninstall the hooks.
 
     Raises:
         ValueError: The optimizer can be stepped in no way, a parameter is in two of its groups, or
@@ -178,7 +178,7 @@ class OptimizerHooks:
         return (args[0], *args[2:]), {**rest, "closure": closure_and_begin}
 
     def _check(self) -> None:
-        """Raise if units were left half stepped; undo an interrupted step of whole parameters."""
+        """Raise if a step by unit ended half-way; undo such a step of whole parameters."""
         if self._step is not None:
             self._step.check()
 
@@ -198,7 +198,7 @@ class OptimizerHooks:
         for piece in self._pieces:
             view = piece.gradient
             is_own = view.state.is_unsynced and piece.grad is view.shown
-            # Reading the piece's gradient follows users who dropped or replaced the parameter's.
+            # Reading `reduced` follows users who dropped or replaced the parameter's gradient.
             if is_own or (view.is_of_copy and piece.reduced is not None and view.is_of_copy):
                 whose = "this rank's own" if is_own else "that of one copy of the model's states"
                 raise RuntimeError(

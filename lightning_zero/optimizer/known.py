@@ -1,4 +1,4 @@
-"""Classes of torch that need no trial of how they may be stepped.
+"""Optimizer classes of torch that need no proof of how they may be stepped.
 
 Exact types, as a subclass may do anything.
 """

@@ -58,7 +58,7 @@ class Outside:
 
     @contextlib.contextmanager
     def lent_to(self, stand_in: Optimizer) -> Iterator[None]:
-        """Enter a context in which ``stand_in`` has another copy, which is then thrown away."""
+        """Enter a context in which ``stand_in`` has a copy of this, which is then thrown away."""
         there = outside_of(stand_in)
         _put(stand_in, [_copied(entries) for entries in self._before], there)
         try:

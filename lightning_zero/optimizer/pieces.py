@@ -253,13 +253,13 @@ def whole_state_bytes(
     """Return the size of the state of a parameter that is stepped whole, in bytes.
 
     Raises:
-        ValueError: Only real steps can tell.
+        ValueError: Only the optimizer's real steps can tell.
     """
     try:
         meta = Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta"))
         return sum(value.nbytes for value in _state_of(optimizer, group, meta))
     except Exception:
-        # The optimizer reads values. A small toy has some, and sizes that can be told apart.
+        # It reads values, which a small toy has. The toy's sizes can be told apart.
         small = [min(size, other) for size, other in zip(shape, _PRIMES, strict=False)]
     sizes = {math.prod(small): math.prod(shape), **dict(zip(small, shape, strict=False))}
     try:
@@ -307,7 +307,7 @@ def missing_in_state(
         toy.grad = torch.ones_like(toy)
         zeros = {key: torch.zeros_like(toy, dtype=dtype) for key, dtype in shaped.items()}
         group = {**options, **on_host, "params": [toy]}
-        # As at the end of `load_state_dict`: it adds options that older checkpoints lack.
+        # The end of `load_state_dict`, which adds options that older checkpoints lack.
         of_toy = {toy: {**owned(numbers), **zeros}}
         twin.__setstate__({"state": of_toy, "param_groups": [group]})
         _let_train(twin)

@@ -2,8 +2,8 @@
 
 Rounding to nearest, bf16 loses every change smaller than a 512th of the number: weights stand still
 at small learning rates, and means over a thousand steps never move. Stochastic rounding goes up or
-down at random, to the nearer neighbour with the higher probability, so that the mean is exact
-(Zamirai et al., *Revisiting BFloat16 Training*, 2020). One unit at a time is in fp32.
+down at random, more likely to the nearer neighbour, so that the expected value is exact (Zamirai et
+al., *Revisiting BFloat16 Training*, 2020). One unit at a time is in fp32.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _rounded(piece: Piece, noise: torch.Generator, key: str, value: Any) -> Any:
 
 
 def round_by_chance(source: Tensor, out: Tensor, noise: torch.Generator) -> None:
-    """Write fp32 numbers to a bf16 tensor, rounded up or down at random so that the mean is exact.
+    """Write fp32 numbers to a bf16 tensor, rounded at random so that the expected value is exact.
 
     Numbers that bf16 can represent stay as they are, and so do infinities and NaN.
     """

@@ -167,7 +167,7 @@ class Slot:
         return self._memory.tensor[start : start + numel * dtype.itemsize].view(dtype)
 
     def read(self, blocks: Sequence[Block], readers: Requests) -> None:
-        """Start to read blocks once the slot's earlier ones are written."""
+        """Start to read blocks once the slot's previous ones are written."""
         ends = [*accumulate((block.nbytes for block in blocks), initial=0)]
         self.places = dict(zip(blocks, ends, strict=False))
         self._move(readers, [*self._pending])
@@ -240,7 +240,7 @@ class Staging:
         self._wait(self.fetched)
 
     def flush(self) -> None:
-        """Start to write the batch that was fetched last, and then to read another to its slot."""
+        """Start to write the batch that was fetched last, and to read another after it."""
         self.fetched.write(self._writers)
         behind = self._next - 1 + len(self._slots)
         if behind < len(self._batches):

@@ -72,7 +72,7 @@ class States(OfOptimizer):
         """Bring the states of a step's next batch to its members, or stand-ins, in ``groups``."""
 
     def flush(self) -> None:
-        """Bring the states of the fetched batch, which is stepped now, back to rest."""
+        """Bring the states of the fetched batch back to rest, after its step."""
 
     def close(self) -> None:
         """End a step, even a failed one: bring all states to rest."""

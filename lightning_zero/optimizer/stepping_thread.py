@@ -6,9 +6,9 @@ It waits until a unit's gradients have landed and steps the unit's batches, one 
     down                 unit 3   unit 2   unit 1 ...
     step                            unit 3   unit 2   unit 1    the rest, by the optimizer's call
 
-It does not hold the interpreter's lock while it waits, nor within torch's operations. One
-process-wide state of torch would change a step: that something is being compiled. The compiler's
-own lock excludes that. Thread-local settings, autocast and the default device, it takes over.
+The interpreter's lock is free while it waits, and within torch's operations. Torch's process-wide
+flag that something is being compiled would change a step, so the thread steps under the compiler's
+own lock. It takes over the thread-local settings: autocast and the default device.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class _Given(NamedTuple):
 
 
 class _Work:
-    """The work of the thread, apart from its owner so that the thread does not keep that alive.
+    """The thread's work, apart from its owner so that the thread does not keep the owner alive.
 
     Attributes:
         calls: What was given; ``None`` ends the thread.
@@ -171,7 +171,7 @@ class _Work:
     def run(self, device: torch.device) -> None:
         """Take what is given until ``None`` comes."""
         _here.steps = True
-        if device.type != "cpu":  # for its stream; each thread begins with the first device
+        if device.type != "cpu":  # optimizers ask for its stream; threads begin with device 0
             torch.accelerator.set_device_index(device)
         while (given := self.calls.get()) is not None:
             try:

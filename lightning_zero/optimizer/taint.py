@@ -164,7 +164,7 @@ class Taint(TorchDispatchMode):
         return found
 
     def find(self, way: Way, what: str, *, is_running: bool = True) -> None:
-        """Note the first finding of a way, with the line of the optimizer if that is running."""
+        """Note the first finding of a way, with the optimizer's line if it is running."""
         if all(finding.way is not way for finding in self.findings):
             self.findings.append(Finding(way, what + (_calling_line() if is_running else "")))
 

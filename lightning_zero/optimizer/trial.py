@@ -35,7 +35,7 @@ class Trial:
         optimizer: The user's optimizer.
         master_of: Returns a tensor of the dtype and on the device in which a parameter is stepped.
         is_flat: Step only the first elements of each toy, as a vector.
-        least_groups: Try at least so many param groups if there are, even with equal options.
+        least_groups: The least number of param groups to try if there are more of equal options.
         answer: As for :class:`Taint`.
 
     Attributes:

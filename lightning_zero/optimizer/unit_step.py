@@ -73,7 +73,7 @@ class UnitStep:
         device: The device that computes meanwhile: an accelerator, or the host itself.
 
     Attributes:
-        states: The argument.
+        states: The optimizer's states.
         step: The ``step`` of the optimizer's class, without hooks.
         is_sure: Whether a step is under way that only waits for its closure.
         is_torn: Whether some units are stepped and others not: during a step, and for good after
@@ -149,7 +149,7 @@ class UnitStep:
     # -- a step ----------------------------------------------------------------------------------
 
     def enter(self, call: Call | None = None) -> None:
-        """Set the call for each batch, by default a step, and follow the calling thread."""
+        """Set what is called for each batch, by default the step, and follow this thread."""
         self._call = call or self.step
         self._thread.follow()
 
@@ -204,7 +204,7 @@ class UnitStep:
         self._thread.wait()
 
     def changed_meanwhile(self) -> str:
-        """Return what has changed for all members since the first batch was stepped ahead."""
+        """Return what changed for all members since the first batch was stepped ahead, if any."""
         outside = None if self._under_way is None else self._under_way.outside
         return "" if outside is None else outside.changed(self.states.optimizer)
 
