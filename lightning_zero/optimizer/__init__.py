@@ -1,23 +1,23 @@
 """The user's optimizer on pieces of parameters.
 
 =============== ====================================================================================
-pieces          how an optimizer's groups are pointed at pieces, and its states cut
+pieces          pointing an optimizer's groups at pieces, and cutting its states
 owners          steps of whole parameters, for optimizers that mix their elements
 unit_step       steps unit by unit
-stepping_thread a thread for such steps amid a backward pass
-states          where the states of such steps rest: memory, or files
-staging         batches that are stepped from files, and memory and threads that read and write them
-rounding        such steps in fp32 of what rests in bf16, rounded by chance
+stepping_thread the thread that takes such steps during a backward pass
+states          where the states of such steps rest: in memory or in files
+staging         batches stepped from files, and the memory and threads that read and write them
+rounding        steps by unit in fp32 of values that rest in bf16, with stochastic rounding
 probe           proof of how an optimizer may be stepped: by element, by parameter, all at once
-known           classes of which it is known without proof
+known           classes that need no proof
 trial           steps of toy parameters
-unit_trial      such steps unit by unit, against steps of all at once
+unit_trial      steps of toys unit by unit, compared with steps of all at once
 outside         what an optimizer keeps for all of its members
-taint           following an element through the operations of an optimizer
+taint           tracking of elements through the operations of an optimizer
 operands        what operations read and write
 twin            a copy of an optimizer that owns toy parameters
-adopted         how optimizers that engines have adopted are stepped, and what they save
-hooks           what happens before and after a step of it
+adopted         how the engines' optimizers are stepped, and the form of their state dicts
+hooks           what happens before and after an optimizer's step
 clip            norms, clipping and unscaling of gradients over all ranks
 loss_scaler     dynamic loss scaling
 =============== ====================================================================================

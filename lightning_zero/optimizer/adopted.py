@@ -1,8 +1,8 @@
-"""What is known of optimizers that engines have adopted: how they are stepped, and what they save.
+"""How the optimizers that engines have adopted are stepped, and the form of their state dicts.
 
-A wrapper may return its own states beside the state dict of what it wraps. What lies where in such
-a form of its own is known to it alone, so the ranks' parts cannot be put together afterwards: it is
-asked while its states are whole, or stand-ins of whole ones, and given whole ones to load.
+A wrapper may return its own states beside the state dict of the optimizer that it wraps. Only the
+wrapper knows such a form, so the ranks' parts cannot be put together afterwards. It is asked for
+its state dict while its states are whole, or stand-ins of whole ones, and given whole ones to load.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from lightning_zero.optimizer.unit_step import UnitStep
 
 
 class Adopted(NamedTuple):
-    """The way in which an optimizer is stepped.
+    """How an optimizer is stepped, and the form of its state dict.
 
     Attributes:
-        step: What steps it; ``None`` if it steps pieces, all at once.
+        step: What steps it; ``None`` if it steps pieces, all in one call.
         form: The names in its state dict; ``None`` if they are torch's own.
     """
 
@@ -40,7 +40,7 @@ _adopted: WeakKeyDictionary[Optimizer, Adopted] = WeakKeyDictionary()
 
 
 def note(optimizer: Optimizer, adopted: Adopted) -> None:
-    """Note how an optimizer is stepped, for those who read its state."""
+    """Note how an optimizer is stepped, for code that reads its state."""
     _adopted[optimizer] = adopted
 
 
@@ -51,7 +51,7 @@ def whole_step_of(optimizer: Optimizer) -> WholeStep | None:
 
 
 def unit_step_of(optimizer: Optimizer) -> UnitStep | None:
-    """Return what steps an optimizer unit by unit; ``None`` if it steps all at once."""
+    """Return what steps an optimizer unit by unit; ``None`` if nothing does."""
     step = _adopted.get(optimizer, _NOT_ADOPTED).step
     return step if isinstance(step, UnitStep) else None
 
@@ -79,8 +79,8 @@ def own_form_of(optimizer: Optimizer) -> frozenset[str] | None:
 def whole_members(optimizer: Optimizer) -> Iterator[None]:
     """Enter a context in which param groups and states have whole parameters instead of pieces.
 
-    They have no values. Those of steps by element are on the host, as are the states that such an
-    optimizer loads for them.
+    The whole parameters have no values. For an optimizer that steps pieces they are on the host, as
+    are the states that it loads for them.
     """
     step = whole_step_of(optimizer)
     pieces = pieces_of(optimizer)

@@ -1,7 +1,7 @@
 """Gradient norms and clipping over pieces, exact over all ranks.
 
 Every element of a gradient lies in exactly one piece of one rank, so padding, empty pieces, frozen
-and unused parameters need no care: the sum over pieces, summed over the ranks, is the whole.
+and unused parameters need no special care: the sum over pieces and ranks is the whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_zero.tensors import internals
 
 
 def grads_of(pieces: Sequence[Piece]) -> list[dict[int, Tensor]]:
-    """Return the reduced gradients of ``pieces``, by number, those in one memory together."""
+    """Return the reduced gradients of ``pieces`` by index, one dictionary for each memory."""
     found: dict[bool, dict[int, Tensor]] = {}
     for number, piece in enumerate(pieces):
         grad = piece.reduced
@@ -33,10 +33,10 @@ def _lists_of(pieces: Sequence[Piece]) -> list[list[Tensor]]:
 
 @torch.no_grad()
 def total_norm(pieces: Sequence[Piece], comm: Communicator, norm_type: float = 2.0) -> Tensor:
-    """Return the norm over all ranks of the gradients of the parameters of ``pieces``.
+    """Return the norm of the gradients of the parameters of ``pieces``, over all ranks.
 
     Args:
-        pieces: This rank's pieces; every rank names the same parameters.
+        pieces: This rank's pieces, of the same parameters on every rank.
         comm: The ranks.
         norm_type: The order of the norm; ``inf`` for the largest magnitude.
 
@@ -53,7 +53,7 @@ def total_norm(pieces: Sequence[Piece], comm: Communicator, norm_type: float = 2
         found.update(zip(grads, torch._foreach_norm(real, norm_type, dtype=dtype), strict=True))
     norms = torch.zeros(1, dtype=dtype, device=comm.device)
     if found:
-        # In the order of the pieces, in which they are added, wherever they rest.
+        # Added in the order of the pieces, wherever they rest.
         norms = stack_on(comm.device, [found[number] for number in sorted(found)])
     if norm_type == inf:
         largest = norms.max()
@@ -66,7 +66,7 @@ def total_norm(pieces: Sequence[Piece], comm: Communicator, norm_type: float = 2
 
 @torch.no_grad()
 def clip_by_norm(pieces: Sequence[Piece], comm: Communicator, max_norm: float) -> Tensor:
-    """Scale the gradients to a total 2-norm of at most ``max_norm``; returns the norm before."""
+    """Scale the gradients to a total 2-norm of at most ``max_norm``; return the norm before."""
     norm = total_norm(pieces, comm)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for grads in _lists_of(pieces):
@@ -84,9 +84,9 @@ def clip_by_value(pieces: Sequence[Piece], clip_value: float) -> None:
 
 @torch.no_grad()
 def unscale(pieces: Sequence[Piece], comm: Communicator, scale: float) -> bool:
-    """Divide the gradients by the loss scale; return whether one of any rank is not finite then.
+    """Divide the gradients by the loss scale; return whether one on any rank is then not finite.
 
-    All ranks get the same answer, also those whose own pieces are finite or empty.
+    All ranks get the same answer, including those whose own pieces are finite or empty.
     """
     for grads in _lists_of(pieces):
         torch._foreach_mul_(grads, 1.0 / scale)

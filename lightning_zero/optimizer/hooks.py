@@ -1,4 +1,4 @@
-"""Hooks on the user's optimizer: its groups hold pieces, and its steps are announced."""
+"""Hooks on the user's optimizer that keep pieces in its groups and announce its steps."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from lightning_zero.tensors import internals
 
 
 class Removable(Protocol):
-    """Something that was put into the optimizer."""
+    """Something installed on the optimizer or the module."""
 
     def remove(self) -> None:
-        """Take it out again."""
+        """Uninstall it."""
 
 
 class OptimizerHooks:
-    """The hooks that keep an optimizer's groups at the pieces and announce its steps.
+    """The hooks that keep pieces in an optimizer's groups and announce its steps.
 
     Args:
-        optimizer: The user's.
+        optimizer: The user's optimizer.
         find_piece: Returns this rank's piece of a parameter, ``None`` for one of no engine.
         comm: The ranks.
         changed: Called when members were added or replaced, before they are taken in.
-        before: Called before the masters change, when the closure, if any, has run.
-        after: Called with the pieces that were stepped.
-        by_unit: Makes what steps the optimizer unit by unit, if it shall be.
+        before: Called before the masters change, after the closure, if any.
+        after: Called with the optimizer's pieces after a step.
+        by_unit: Makes the :class:`UnitStep` if the optimizer is to be stepped unit by unit.
 
     Attributes:
         verdict: How the optimizer is stepped, and why.
-        handles: Remove them to end it.
+        handles: Remove them to uninstall the hooks.
 
     Raises:
         ValueError: The optimizer can be stepped in no way, a parameter is in two of its groups, or
-            it is that of another run.
+            the optimizer belongs to another run.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class OptimizerHooks:
         ]
 
     def _of_units(self, optimizer: Optimizer, step: UnitStep) -> list[Removable]:
-        """Let units be stepped behind all pre-hooks, which may change rates."""
+        """Return handles that keep units stepped after all pre-hooks, which may change rates."""
 
         def register(_: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             handle = method(*args, **kwargs)
@@ -106,11 +106,11 @@ class OptimizerHooks:
 
     @property
     def notice(self) -> str | None:
-        """The cost of an optimizer that is not stepped at once by element, in a line."""
+        """A line on how the optimizer is stepped; ``None`` if by element and all in one call."""
         return None if self._step is None else self._step.describe(self.verdict.reason)
 
     def _point(self, optimizer: Optimizer) -> None:
-        """Take in groups and parameters that were added since last time."""
+        """Take in groups and parameters that were added since the last call."""
         members = pieces.members(optimizer)
         if len(members) == len(self._members) and all(map(is_, members, self._members)):
             return
@@ -138,7 +138,7 @@ class OptimizerHooks:
             )
 
     def _part_of(self, state: Mapping[str, Any], piece: Piece) -> Mapping[str, Any] | None:
-        """The part of a parameter's state that this rank keeps."""
+        """Return the part of a parameter's state that this rank keeps, if any."""
         if self._step is None:
             return pieces.owned(pieces.cut_state(state, piece))  # type: ignore[no-any-return]
         return self._step.part_of(state, piece)
@@ -146,7 +146,7 @@ class OptimizerHooks:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Take in new groups, and let the closure run before masters may change."""
+        """Take in new groups, and make the closure run before masters may change."""
         self._check()
         self._is_begun = False
         self._point(optimizer)
@@ -178,13 +178,13 @@ class OptimizerHooks:
         return (args[0], *args[2:]), {**rest, "closure": closure_and_begin}
 
     def _check(self) -> None:
-        """Raise if a step ended half-way."""
+        """Raise if a step by unit ended half-way; undo such a step of whole parameters."""
         if self._step is not None:
             self._step.check()
 
     @contextlib.contextmanager
     def _sure(self) -> Iterator[None]:
-        """Enter a closure behind which the step is sure to come."""
+        """Enter a closure that the step is certain to follow."""
         if isinstance(self._step, UnitStep):
             self._step.is_sure = True
         try:
@@ -194,11 +194,11 @@ class OptimizerHooks:
                 self._step.is_sure = False
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Let the optimizer change masters."""
+        """Prepare for the optimizer to change masters."""
         for piece in self._pieces:
             view = piece.gradient
             is_own = view.state.is_unsynced and piece.grad is view.shown
-            # Whoever has dropped it, or put another there, is heard when the piece's is read.
+            # Reading `reduced` follows users who dropped or replaced the parameter's gradient.
             if is_own or (view.is_of_copy and piece.reduced is not None and view.is_of_copy):
                 whose = "this rank's own" if is_own else "that of one copy of the model's states"
                 raise RuntimeError(
@@ -213,7 +213,7 @@ class OptimizerHooks:
             self._step.begin()
 
     def _end(self) -> None:
-        """Bring weights up to date with what the optimizer has changed, if it could."""
+        """Refresh the weights, if the optimizer could have changed masters."""
         if not self._is_begun:
             return
         self._is_begun = False
@@ -223,7 +223,7 @@ class OptimizerHooks:
         self._after(self._pieces)
 
     def change(self, optimizer: Optimizer, method: Callable[..., Any], *args: Any) -> Any:
-        """Call ``train`` or ``eval`` of a schedule-free optimizer, which swap weights."""
+        """Call ``train`` or ``eval`` of a schedule-free optimizer, which swaps weights."""
         if self._is_begun:
             return method(*args)
         self._check()
@@ -235,7 +235,7 @@ class OptimizerHooks:
             result = method(*args)
         except BaseException:
             if isinstance(self._step, UnitStep):
-                self._is_begun = False  # some units are changed, others not: it is torn
+                self._is_begun = False  # torn: some units are changed, others not
             self._end()
             raise
         self._end()
@@ -244,7 +244,7 @@ class OptimizerHooks:
     def _load(
         self, optimizer: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Load states, of which this rank keeps its parts: whole ones, as of DDP, or its parts."""
+        """Load states, whole ones as from DDP or this rank's parts, and keep this rank's parts."""
         method(*args, **kwargs)
         wholes = [piece for piece in self._pieces if pieces.has_whole_state(optimizer, piece)]
         pieces.take_state(optimizer, dict(zip(wholes, wholes, strict=True)), self._part_of)
@@ -253,15 +253,15 @@ class OptimizerHooks:
     def _zero_grad(
         self, _: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Drop the parameters' gradients too, also where this rank's piece is empty."""
+        """Drop the parameters' gradients too, even where this rank's piece is empty."""
         if kwargs.get("set_to_none", args[0] if args else True):
-            # Before the pieces', which a gradient that somebody keeps has its numbers of.
+            # Before the pieces' gradients, from which a stand-in that users kept takes its values.
             drop_gradients(self._pieces)
         method(*args, **kwargs)
 
 
 def end(optimizer: Optimizer) -> None:
-    """Let every later step of an optimizer raise: the engine has ended whose pieces it holds."""
+    """Make every later step of an optimizer raise: the engine that owns its pieces has ended."""
     if pieces.pieces_of(optimizer):
         optimizer.register_step_pre_hook(_refuse)
         for name in ("train", "eval"):
@@ -281,7 +281,7 @@ _ENDED = (
 
 
 class _Around:
-    """A call of a function in the place of an optimizer's method, until :meth:`remove`."""
+    """A function that replaces an optimizer's method until :meth:`remove`."""
 
     def __init__(self, optimizer: Any, name: str, call: Callable[..., Any]) -> None:
         self._optimizer, self._name = optimizer, name
@@ -291,6 +291,6 @@ class _Around:
             setattr(optimizer, name, Announced(call, optimizer, method))
 
     def remove(self) -> None:
-        """Let the method be the optimizer's own again."""
+        """Restore the optimizer's own method."""
         if self._is_there:
             self._optimizer.__dict__.pop(self._name, None)

@@ -1,6 +1,6 @@
-"""Classes of torch's of which it is known without a trial how they may be stepped.
+"""Optimizer classes of torch that need no proof of how they may be stepped.
 
-Exact types, for a subclass may do anything.
+Exact types, as a subclass may do anything.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ ELEMENT_WISE = frozenset(
         torch.optim.SGD,
     ]
 )
-"""They step by element, and by unit, as a step changes nothing that parameters share."""
+"""Classes that step by element, and by unit, as a step changes nothing that parameters share."""
 
 FUSED = frozenset([torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
-"""The classes that are fused on CPUs without being told.
+"""Classes that are stepped fused on CPUs by default.
 
-Not SGD, whose fused step there leaves most of a 16-bit parameter as it was, and fails where some
-parameters have momentum and others not yet.
+Not SGD, whose fused step there leaves most of a 16-bit parameter unchanged, and fails if some
+parameters have momentum and others do not yet.
 """
 
 

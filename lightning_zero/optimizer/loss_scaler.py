@@ -1,9 +1,9 @@
 """Dynamic loss scaling as a plain state machine.
 
-(Micikevicius et al., *Mixed Precision Training*, 2018, section 3.2.) The scaler multiplies the
-loss, and decides after each step how the scale goes on: it backs off when a gradient of any rank
-was not finite, and grows after ``growth_interval`` steps without one. It holds no tensors and does
-not communicate: the caller brings the one decision of all ranks.
+(Micikevicius et al., *Mixed Precision Training*, 2018, section 3.2.) The loss is multiplied by the
+scale, which backs off when a gradient on any rank was not finite, and grows after
+``growth_interval`` steps in a row without one. The scaler holds no tensors and does not
+communicate: the caller says what all ranks have found.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LossScaler:
         self.num_good_steps = 0
 
     def get_scale(self) -> float:
-        """Return the scale, by the name that ``torch.amp.GradScaler`` has for it."""
+        """Return the scale, as the method of this name in ``torch.amp.GradScaler`` does."""
         return self.scale
 
     def update(self, *, found_inf: bool) -> None:

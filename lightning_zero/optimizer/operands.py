@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Argument(NamedTuple):
-    """An argument in the schema of an operation, which torch makes anew whenever it is asked."""
+    """An argument in an operation's schema, kept because torch rebuilds it on every access."""
 
     name: str
     is_out: bool
@@ -17,7 +17,7 @@ class Argument(NamedTuple):
 
 @cache
 def _schema_of(func: Any) -> list[Argument]:
-    """Return the arguments that an operation may have."""
+    """Return the arguments of an operation."""
     return [
         Argument(
             argument.name,
@@ -29,7 +29,7 @@ def _schema_of(func: Any) -> list[Argument]:
 
 
 def arguments_of(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Argument, Any]]:
-    """Yield each argument that is given, with its value."""
+    """Yield each argument passed in a call, with its value."""
     for index, argument in enumerate(_schema_of(func)):
         if index < len(args):
             yield argument, args[index]
@@ -45,7 +45,7 @@ def written_by(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
 
 
 def read_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Return the operands whose values count: not those that are only overwritten."""
+    """Return the operands whose values are used, not those that are only overwritten."""
     overwrites = func.overloadpacket.__name__ in ("copy_", "fill_", "zero_")
     return list(
         leaves_of(
@@ -57,7 +57,7 @@ def read_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def leaves_of(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield the arguments of an operation, of which some are lists."""
+    """Yield the values of an operation's arguments, those in lists one by one."""
     for value in values:
         if isinstance(value, list | tuple):
             yield from value

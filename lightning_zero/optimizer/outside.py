@@ -1,7 +1,7 @@
-"""What an optimizer keeps elsewhere than in the states of its members: counts of steps, say.
+"""What an optimizer keeps outside of the states of its members, such as step counts.
 
 A step of all members changes it once. So when they are stepped batch by batch, each batch begins
-with it as it was when the first one did, and only what the last leaves is kept.
+with it as it was for the first one, and only what the last leaves is kept.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Entries = dict[Any, Any]
 
 
 class Announced(functools.partial[Any]):
-    """A stand-in that an engine has put in the place of a method of the user's optimizer.
+    """A function that an engine has put in place of a method of the user's optimizer.
 
-    Whatever steps in the optimizer's place, or is a copy of it, has the method of its class.
+    Stand-ins and copies of the optimizer have the method of its class.
     """
 
 
 def outside_of(optimizer: Optimizer) -> list[Entries]:
-    """Return an optimizer's own attributes, its states of no member, and each group's options."""
+    """Return an optimizer's own attributes, its states of non-members, and each group's options."""
     own = {
         key: value
         for key, value in vars(optimizer).items()
@@ -38,7 +38,7 @@ def outside_of(optimizer: Optimizer) -> list[Entries]:
 
 
 def name_of(number: int, key: Any) -> str:
-    """Return what people call an entry of the dictionary of this number."""
+    """Return how errors name an entry of dictionary ``number`` of :func:`outside_of`."""
     return ["its attribute", "its state"][number] + f" {key!r}" if number < 2 else f"option {key!r}"
 
 
@@ -49,7 +49,7 @@ class Outside:
         self._before = [_copied(entries) for entries in outside_of(optimizer)]
 
     def changed(self, optimizer: Optimizer) -> str:
-        """Return the name of something of it that is another now, ``""`` if nothing is."""
+        """Return the name of an entry that is different now, ``""`` if none is."""
         for number, (old, new) in enumerate(zip(self._before, outside_of(optimizer), strict=False)):
             for key in {**old, **new}:
                 if key not in old or key not in new or not _is_equal(old[key], new[key]):
@@ -58,7 +58,7 @@ class Outside:
 
     @contextlib.contextmanager
     def lent_to(self, stand_in: Optimizer) -> Iterator[None]:
-        """Enter a context in which another one has a copy of it, which is thrown away."""
+        """Enter a context in which ``stand_in`` has a copy of this, which is then thrown away."""
         there = outside_of(stand_in)
         _put(stand_in, [_copied(entries) for entries in self._before], there)
         try:
@@ -70,7 +70,7 @@ class Outside:
 def _put(optimizer: Optimizer, new: Sequence[Entries], old: Sequence[Entries]) -> None:
     places: list[MutableMapping[Any, Any]]
     places = [vars(optimizer), optimizer.state, *optimizer.param_groups]
-    for place, entries, before in zip(places, new, old, strict=False):  # a group may be added
+    for place, entries, before in zip(places, new, old, strict=False):  # a group may be new
         for key in before.keys() - entries.keys():
             del place[key]
         place.update(entries)
@@ -81,7 +81,7 @@ def _options_of(group: MutableMapping[str, Any]) -> Entries:
 
 
 def _copied(entries: Entries) -> Entries:
-    """Return entries with containers and tensors of their own."""
+    """Return entries with containers and tensors copied."""
     return {k: v if isinstance(v, _PLAIN) else tree_map(_own, v) for k, v in entries.items()}
 
 

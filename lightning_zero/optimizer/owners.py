@@ -1,13 +1,13 @@
 """Steps of whole parameters in their true shape, for optimizers that mix elements.
 
-By parameter, each has an owner, which alone keeps the optimizer's state for it. All at once, every
-rank owns every parameter, as under DDP. Between steps the param groups hold pieces, as for any
-optimizer. For the time of a step (and not while its closure runs) they hold these instead:
+By parameter, each parameter has an owner, the only rank that keeps the optimizer's state for it.
+All at once, every rank owns every parameter, as under DDP. Between steps the param groups hold
+pieces, as for any optimizer. During a step (but not while its closure runs) they hold instead:
 
     owner       whole master and gradient, as plain parameters of the true shape
     elsewhere   an empty parameter without a gradient, which optimizers skip
 
-One exchange brings pieces to the owners, one brings them back; all at once needs only the first.
+One exchange brings pieces to the owners, another one back; all at once needs only the first.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Whole:
     """One parameter of a step by parameter or all at once.
 
     Args:
-        piece: This rank's part of its master.
+        piece: This rank's part of the master.
         ranges: The first element of each rank's part, and one past its last.
         owner: The rank that steps it; ``None`` if all do.
-        rank: This one.
+        rank: This rank.
 
     Attributes:
-        parameter: What the optimizer steps; without values between steps.
+        parameter: What the optimizer steps; it has no values between steps.
         has_grad: Whether it has a gradient in this step.
     """
 
@@ -58,18 +58,18 @@ class Whole:
         piece, shape = self.piece, self.piece.range.slot.shape
         if not self.is_here:
             return torch.empty((0,) * max(len(shape), 1), dtype=piece.dtype, device=piece.device)
-        # Whoever reads it between steps sees that there is nothing.
+        # NaN shows readers between steps that there are no values.
         return torch.full((), math.nan, dtype=piece.dtype, device=piece.device).expand(shape)
 
     def sent(self) -> Iterator[Tensor]:
-        """Return this rank's part of the master, and of the gradient."""
+        """Yield this rank's part of the master, and of the gradient if there is one."""
         yield self.piece.detach()
         if self.has_grad:
             grad = self.piece.reduced
             yield torch.zeros_like(self.piece) if grad is None else grad.to(self.piece.dtype)
 
     def fill(self, received: Sequence[_Reader]) -> None:
-        """Let the parameter have values, from what each rank has :meth:`sent`."""
+        """Fill the parameter from what each rank has :meth:`sent`."""
         self.parameter.data = self._next_of(received)
         if self.has_grad:
             self.parameter.grad = self._next_of(received)
@@ -83,9 +83,9 @@ class Whole:
         return flat.as_strided(slot.shape, slot.stride)
 
     def release(self) -> None:
-        """Give the memory of a step back."""
+        """Free the memory of a step."""
         if self.owner is None and self.has_grad and self.parameter.grad is None:
-            self.piece.grad = None  # the optimizer itself has dropped it
+            self.piece.grad = None  # the optimizer dropped it
         self.parameter.requires_grad_(False)
         self.parameter.grad = None
         self.parameter.data = self._placeholder()
@@ -104,7 +104,7 @@ class WholeStep(OfOptimizer):
         self._is_begun = False
 
     def take(self, pieces: Iterable[Piece]) -> None:
-        """Find owners for parameters that are new; all ranks name the same."""
+        """Find owners for new parameters, the same on all ranks; a collective."""
         new = [piece for piece in pieces if id(piece) not in self._wholes]
         if not new:
             return
@@ -128,18 +128,18 @@ class WholeStep(OfOptimizer):
         return self._wholes[id(piece)].parameter
 
     def part_of(self, state: Mapping[str, Any], piece: Piece) -> Mapping[str, Any] | None:
-        """Return what this rank keeps of a whole parameter's state."""
+        """Return what this rank keeps of a whole parameter's state: all or nothing."""
         return owned(state) if self.keeps_state_of(piece) else None
 
     def check(self) -> None:
-        """End a step that an exception ended; nothing of it has reached the pieces."""
+        """Undo a step that an exception ended; nothing of it has reached the pieces."""
         self.abandon()
 
     def mean_of(self, loss: Any) -> Any:
-        """Return the mean over the ranks of a closure's loss, by which all decide alike.
+        """Return the mean over the ranks of a closure's loss, so that all decide alike.
 
-        All at once every rank takes the whole step, and keeps its parts of it: had they gone by
-        losses of their own, the parts would be those of different steps.
+        All at once, every rank takes the whole step and keeps its parts of the result. If each went
+        by its own loss, these would be parts of different steps.
         """
         if self.way is not Way.ALL_AT_ONCE or not isinstance(loss, (Tensor, float)):
             return loss
@@ -151,7 +151,7 @@ class WholeStep(OfOptimizer):
         return mean.to(loss) if isinstance(loss, Tensor) else mean.item()
 
     def begin(self) -> None:
-        """Put whole parameters into the param groups; all ranks call it."""
+        """Put whole parameters into the param groups; a collective."""
         wholes = list(self._wholes.values())
         have_grads = bytes([whole.piece.reduced is not None for whole in wholes])
         maxima = self._control.call(SyncPoint.GRADIENT, have_grads).wait()
@@ -178,7 +178,7 @@ class WholeStep(OfOptimizer):
             whole.fill(received)
 
     def end(self) -> None:
-        """Bring what was stepped back to the pieces; all ranks call it."""
+        """Bring the stepped parameters back to the pieces; a collective."""
         wholes = list(self._wholes.values())
         with lasting_tensors(), torch.no_grad():
             if self.way is Way.ALL_AT_ONCE:
@@ -204,7 +204,7 @@ class WholeStep(OfOptimizer):
             received[whole.owner or 0].read(whole.piece.data)
 
     def _send(self, parts: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> list[_Reader]:
-        """Send each rank its ``parts``; returns every rank's bytes, to be read in order."""
+        """Send each rank its ``parts``; return the bytes from every rank, to be read in order."""
         sent = [part.contiguous().view(torch.uint8) for each in parts for part in each]
         device = self._transport.device
         buffer = torch.cat(sent) if sent else torch.empty(0, dtype=torch.uint8, device=device)
@@ -213,7 +213,7 @@ class WholeStep(OfOptimizer):
         return [_Reader(each) for each in torch.split(received, list(sizes))]
 
     def abandon(self) -> None:
-        """Put the pieces back into the param groups, as they are."""
+        """Put the pieces back into the param groups, without new values."""
         if not self._is_begun:
             return
         self._is_begun = False
@@ -222,7 +222,7 @@ class WholeStep(OfOptimizer):
             whole.release()
 
     def describe(self, reason: str) -> str:
-        """Return the way and its price in a line."""
+        """Return a one-line description of how the optimizer is stepped, and the cost."""
         name = type(self.optimizer).__name__
         if self.way is Way.BY_PARAMETER:
             return (
@@ -240,7 +240,7 @@ class WholeStep(OfOptimizer):
 
 
 def exchange(optimizer: Optimizer, others: Mapping[int, Parameter]) -> None:
-    """Replace parameters, by id, in the param groups and the state."""
+    """Replace parameters, given by id, in the param groups and the states."""
     for holder in with_inner(optimizer):
         for group in holder.param_groups:
             members = group["params"]
@@ -257,7 +257,7 @@ class _Reader:
         self._left = received
 
     def read(self, out: Tensor) -> None:
-        """Fill ``out`` with the next ones."""
+        """Fill ``out`` with the next bytes."""
         out.view(torch.uint8).copy_(self._left[: out.nbytes])
         self._left = self._left[out.nbytes :]
 
@@ -268,14 +268,14 @@ def _bytes(whole: Whole, rank: int) -> int:
 
 
 def owners_of(way: Way, shapes: Sequence[Sequence[int]], loads: list[int]) -> Sequence[int | None]:
-    """Return who steps parameters of these shapes: ``None`` is every rank.
+    """Return the rank that steps each parameter; ``None`` is every rank.
 
-    The largest comes first, and each to the rank that has the least to do.
+    From the most expensive on, each goes to the rank with the least load.
 
     Args:
-        way: How they are stepped.
-        shapes: The parameters'.
-        loads: What each rank has to do already; it is added to.
+        way: How the parameters are stepped.
+        shapes: Their shapes.
+        loads: The load of each rank so far; updated in place.
     """
     owners: list[int | None] = [None] * len(shapes)
     if way is Way.BY_PARAMETER:

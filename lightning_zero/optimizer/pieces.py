@@ -1,4 +1,4 @@
-"""The user's optimizer on pieces: how it is pointed at them, and what of its state is whose."""
+"""The user's optimizer on pieces: its param groups pointed at them, and its states cut."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ internals.step_together(Piece)
 
 
 class OfOptimizer:
-    """Something that belongs to an optimizer, and is found by it in a dictionary with weak keys.
+    """Base class for values kept in a ``WeakKeyDictionary`` keyed by optimizer.
 
-    It does not hold the optimizer itself, which would live as long as such a dictionary.
+    Holds only a weak reference, so that the optimizer can be collected.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -43,14 +43,14 @@ class OfOptimizer:
 
 
 def members(optimizer: Optimizer) -> list[Parameter]:
-    """Return the pieces and parameters in an optimizer's param groups, in their order."""
+    """Return the pieces and parameters in an optimizer's param groups, in order."""
     return [member for group in optimizer.param_groups for member in group["params"]]
 
 
 def pieces_of(optimizer: Optimizer, find_piece: FindPiece | None = None) -> list[Piece]:
     """Return the pieces in an optimizer's param groups.
 
-    With ``find_piece`` those of parameters too that were added since its last step.
+    With ``find_piece``, include those of parameters that were added since its last step.
     """
     found = [
         one if isinstance(one, Piece) or find_piece is None else find_piece(one)
@@ -65,12 +65,12 @@ def parameter_of(member: Parameter) -> Parameter:
 
 
 def point_at_pieces(optimizer: Optimizer, find_piece: FindPiece) -> dict[Piece, Parameter]:
-    """Replace the engine's parameters in the groups of ``optimizer`` by their pieces.
+    """Replace the engine's parameters in the param groups of ``optimizer`` by their pieces.
 
-    Parameters of no engine are left alone. Calling it again takes in groups that were added since.
+    Parameters of no engine stay. Another call takes in groups that were added since.
 
     Returns:
-        The parameters that were replaced; the state is still theirs.
+        The replaced parameters by piece. The optimizer's states are still keyed by the parameters.
 
     Raises:
         ValueError: A parameter is in two groups.
@@ -96,12 +96,12 @@ def point_at_pieces(optimizer: Optimizer, find_piece: FindPiece) -> dict[Piece, 
 
 
 class StatesOfPieces(defaultdict[Any, Any]):
-    """An optimizer's states by piece; to ask for that of a parameter of the module is an error.
+    """An optimizer's states by piece; looking one up by a parameter of the module raises.
 
-    The answer would be that there is none, and ``state[parameter]`` would make an empty one.
+    Otherwise the lookup would find nothing, and ``state[parameter]`` would make an empty state.
 
     Attributes:
-        names: The names of the parameters that have pieces, by id; none in a copy.
+        names: The names of the parameters that have pieces, by id; empty in a copy.
     """
 
     names: Mapping[int, str] = MappingProxyType({})
@@ -129,9 +129,9 @@ class StatesOfPieces(defaultdict[Any, Any]):
 
 
 def guard_states(optimizer: Optimizer, pieces: Iterable[Piece]) -> None:
-    """Let nobody look in vain for the states of parameters of which ``optimizer`` has ``pieces``.
+    """Make lookups of optimizer state by module parameter raise instead of finding nothing.
 
-    It is to be called again when torch has loaded states, for which it makes another dictionary.
+    Call it again after torch has loaded states, for which it makes a new dictionary.
     """
     names = {id(piece.parameter): piece.range.slot.name for piece in pieces}
     holders = [*with_inner(optimizer)]
@@ -139,7 +139,7 @@ def guard_states(optimizer: Optimizer, pieces: Iterable[Piece]) -> None:
         state = vars(holder).get("state")
         if type(state) is defaultdict:
             made = StatesOfPieces(state.default_factory, state)
-            for other in holders:  # a wrapper may have what it wraps has, by any name
+            for other in holders:  # a wrapper may share the dictionary, under any name
                 vars(other).update({k: made for k, v in vars(other).items() if v is state})
             state = made
         if isinstance(state, StatesOfPieces):
@@ -151,9 +151,10 @@ def take_state(
     replaced: Mapping[Piece, Parameter],
     part_of: Callable[[Mapping[str, Any], Piece], Mapping[str, Any] | None],
 ) -> None:
-    """Let the pieces have what ``part_of`` makes of the state of their parameters.
+    """Replace the states of parameters by what ``part_of`` returns for their pieces, if anything.
 
-    Who made it with the dtype of weights that are copies knew of no other, and means the master's.
+    Tensors of the weight's dtype are cast to the master's first: an optimizer that made states
+    before there were masters knew of no other dtype.
     """
     for holder in with_inner(optimizer):
         for piece, parameter in replaced.items():
@@ -164,7 +165,7 @@ def take_state(
 
 
 def _as_of_master(state: Mapping[str, Any], piece: Piece) -> Mapping[str, Any]:
-    """Return a state with tensors of the master's dtype where they have the weight's."""
+    """Return a state with tensors of the weight's dtype cast to the master's."""
     of_weight = piece.weight_dtype
 
     def cast(tensor: Tensor) -> Tensor:
@@ -192,7 +193,7 @@ def cut_state(state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
 
 
 def has_whole_state(optimizer: Optimizer, piece: Piece) -> bool:
-    """Return whether ``optimizer`` has a state of all elements of the parameter of ``piece``."""
+    """Return whether the state of ``piece`` is that of its whole parameter and has to be cut."""
     if piece.shape == piece.parameter.shape:
         return False
     states = [holder.state.get(piece, ()) for holder in with_inner(optimizer)]
@@ -206,14 +207,14 @@ def has_whole_state(optimizer: Optimizer, piece: Piece) -> bool:
 
 
 def owned(state: Any) -> Any:
-    """Return a state with its tensors in memory of their own: not in a file or a larger one."""
+    """Return a state with its tensors cloned: not views of a file or of a larger tensor."""
     if not isinstance(state, Mapping):
         return state
     return tree_map_only(Tensor, lambda tensor: tensor.clone(), {**state})
 
 
 def is_of_elements(key: str, value: Any, member: Tensor) -> bool:
-    """Return whether an entry of the state of a parameter, or piece, has a number for each element.
+    """Return whether an entry of the state of a parameter or piece has a number per element.
 
     For a 0-d parameter the shape cannot tell ``exp_avg`` from the step count, so the name must.
     """
@@ -222,9 +223,9 @@ def is_of_elements(key: str, value: Any, member: Tensor) -> bool:
 
 
 def with_entries(state: Mapping[str, Any], entry: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """Return a state with what ``entry`` makes of each entry, also of those in lists and the like.
+    """Return a state with ``entry`` applied to each entry, also within containers.
 
-    It is given the entry's name, and for one in a container also the place in there.
+    ``entry`` gets the entry's name, followed by the path within its container if it is in one.
     """
 
     def within(key: str, value: Any) -> Any:
@@ -249,16 +250,16 @@ def state_bytes(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dty
 def whole_state_bytes(
     optimizer: Optimizer, group: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype
 ) -> int:
-    """Return the size of the state of a parameter that is stepped whole.
+    """Return the size of the state of a parameter that is stepped whole, in bytes.
 
     Raises:
-        ValueError: It can be known from its steps only.
+        ValueError: Only the optimizer's real steps can tell.
     """
     try:
         meta = Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta"))
         return sum(value.nbytes for value in _state_of(optimizer, group, meta))
     except Exception:
-        # It reads values. A small toy has them, and its sizes are told apart.
+        # It reads values, which a small toy has. The toy's sizes can be told apart.
         small = [min(size, other) for size, other in zip(shape, _PRIMES, strict=False)]
     sizes = {math.prod(small): math.prod(shape), **dict(zip(small, shape, strict=False))}
     try:
@@ -275,7 +276,7 @@ def whole_state_bytes(
 
 
 def _state_of(optimizer: Optimizer, group: Mapping[str, Any], toy: Parameter) -> list[Tensor]:
-    """Return the tensors in the state of ``toy`` after a step in ``group``."""
+    """Return the tensors in the state of ``toy`` after two steps in ``group``."""
     number = next(n for n, other in enumerate(bare(optimizer).param_groups) if other is group)
     twin = _twin_of_group(optimizer, number, toy)
     toy.grad = torch.ones_like(toy)
@@ -288,17 +289,15 @@ def _state_of(optimizer: Optimizer, group: Mapping[str, Any], toy: Parameter) ->
 def missing_in_state(
     optimizer: Optimizer, number: int, options: Mapping[str, Any], state: Mapping[str, Any]
 ) -> str | None:
-    """Return the name of the first thing that an optimizer misses when it goes on from a state.
-
-    A toy is stepped with it.
+    """Return the first key that an optimizer misses when it steps a toy with a checkpoint's state.
 
     Args:
-        optimizer: The optimizer that is to go on.
-        number: Which of its param groups.
-        options: What a checkpoint has for the group.
-        state: What it has for a parameter of the group.
+        optimizer: The optimizer that is to resume.
+        number: The index of one of its param groups.
+        options: The checkpoint's options for the group.
+        state: The checkpoint's state for a parameter of the group.
     """
-    # What is not one number per element is one number.
+    # Entries without a number per element are single numbers.
     numbers = {k: v for k, v in state.items() if not isinstance(v, Tensor) or not v.dim()}
     shaped = {k: v.dtype for k, v in state.items() if k not in numbers}
     on_host = {key: False for key in ("capturable", "fused", "foreach") if key in options}
@@ -308,7 +307,7 @@ def missing_in_state(
         toy.grad = torch.ones_like(toy)
         zeros = {key: torch.zeros_like(toy, dtype=dtype) for key, dtype in shaped.items()}
         group = {**options, **on_host, "params": [toy]}
-        # As `load_state_dict` ends: older checkpoints are given the options of later versions.
+        # The end of `load_state_dict`, which adds options that older checkpoints lack.
         of_toy = {toy: {**owned(numbers), **zeros}}
         twin.__setstate__({"state": of_toy, "param_groups": [group]})
         _let_train(twin)
@@ -317,38 +316,38 @@ def missing_in_state(
     except KeyError as error:
         return str(error.args[0]) if error.args else "something"
     except Exception:
-        return None  # what a toy on the host cannot do says nothing of the state
+        return None  # the failure of a toy on the host says nothing about the state
     return None
 
 
 def _let_train(optimizer: Optimizer) -> None:
-    """Tell an optimizer that it is to train, without which some do not step."""
+    """Call ``train()``, without which some optimizers do not step."""
     if callable(train := getattr(optimizer, "train", None)):
         train()
 
 
 def _twin_of_group(optimizer: Optimizer, number: int, toy: Parameter) -> Optimizer:
-    """Return a copy of ``optimizer`` that has one group, with ``toy`` in it."""
+    """Return a copy of ``optimizer`` with one param group, which holds only ``toy``."""
     optimizer = bare(optimizer)
     stand_ins = [{own: [toy] for own in group["params"]} for group in optimizer.param_groups]
     return twin_of(optimizer, stand_ins, [number])
 
 
 class StateBytes(NamedTuple):
-    """Bytes of an optimizer's state: for each element of a parameter, and for the parameter."""
+    """Bytes of an optimizer's state, per element of a parameter and per parameter."""
 
     per_element: int
     per_parameter: int
 
     def of(self, numel: int) -> int:
-        """Return the bytes for a piece of ``numel`` elements; an empty one is never stepped."""
+        """Return the bytes for a piece of ``numel`` elements; empty ones are never stepped."""
         return self.per_element * numel + self.per_parameter if numel else 0
 
     def num_entries(self, dtype: torch.dtype) -> int:
-        """Return in how many tensors of ``dtype`` the numbers of elements are."""
+        """Return how many tensors of ``dtype`` hold the numbers per element."""
         return -(-self.per_element // dtype.itemsize)
 
 
 _TOY_NUMEL = 24
-# Sizes of a small toy: large enough for those that factor large matrices only.
+# Sizes of a small toy: large enough for optimizers that factor only large matrices.
 _PRIMES = (131, 137, 139, 149, 151, 157, 163, 167)

@@ -1,21 +1,21 @@
 """How an optimizer may be stepped, proved from its own operations on toy parameters.
 
 A copy of the user's optimizer, with the user's arguments and param groups, steps toys under
-:class:`Taint`, which follows every value that comes from an element of a parameter, gradient or
-state. What is not known to be element-wise is not; what is not known to stay within one parameter
-does not. Numbers are not compared: Prodigy, D-Adaptation, SGDP and AdamP step two halves of a small
-tensor nearly as they step the whole.
+:class:`Taint`, which tracks every value that comes from an element of a parameter, gradient or
+state. What is not known to be element-wise counts as not element-wise, and what is not known to
+stay within one parameter counts as mixing several. Comparing results would not do: Prodigy,
+D-Adaptation, SGDP and AdamP step two halves of a small tensor nearly as they step the whole.
 
-An operation of which a taint knows nothing is the question for a shape (decay of matrices only, a
-rate by the number of rows). So the first elements of each toy are stepped once more, as a flat
-vector, and both must do the same operations with the same numbers.
+A taint does not see an optimizer ask for a shape (decay of matrices only, a rate that depends on
+the number of rows). So the first elements of each toy are stepped once more, as a flat vector, and
+both must do the same operations with the same numbers.
 
 A value of one parameter that the optimizer reads on the host (``item``, ``if``) may steer all that
-follows. So it is stepped again and what it reads of half of the toys is made up: either answer of a
-question, numbers from zero to huge. The other toys must do what they did before, to the bit, and
-whatever the toys share must be the same, also where nobody has used it yet. A step that then raises
-proves nothing, and such an optimizer steps all at once; so does one that reads whole arrays, whose
-answers cannot be enumerated.
+follows. So the optimizer is stepped again with made-up values for what it reads of half of the
+toys: either truth value, numbers from zero to huge. The other toys must do what they did before, to
+the bit, and whatever the toys share must be the same, even if nothing has used it yet. If such a
+step raises, nothing is proved, and the optimizer steps all at once. So does one that reads whole
+arrays, whose possible values cannot be enumerated.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Verdict(NamedTuple):
     """The way in which an optimizer may be stepped, and what rules out a finer one.
 
     Attributes:
-        way: The finest one that is proved.
-        reason: Why it is no finer one, as the end of a sentence.
-        waits_for_closure: Whether it touches nothing before it has called its closure.
-        form: The names in its state dict, if they are not those that torch gives.
-        against_units: Why steps unit by unit are not known to give the numbers of one, likewise;
-            empty if they are, or if nobody asks.
+        way: The finest way that is proved.
+        reason: Why no finer one is, as the end of a sentence.
+        waits_for_closure: Whether the optimizer touches nothing before it has called its closure.
+        form: The names in the optimizer's state dict, if they are not torch's own.
+        against_units: Why steps unit by unit are not known to give the numbers of one step, as the
+            end of a sentence; empty if they are, or if that was not asked.
     """
 
     way: Way
@@ -55,17 +55,17 @@ class Verdict(NamedTuple):
 
 
 def way_of(optimizer: Any) -> Way:
-    """Return how ``optimizer`` would be stepped; raises as :func:`verdict_of`."""
+    """Return how ``optimizer`` would be stepped; raises as :func:`verdict_of` does."""
     return verdict_of(optimizer).way
 
 
 def verdict_of(
     optimizer: Any, master_of: Master = lambda parameter: parameter, *, by_unit: bool = False
 ) -> Verdict:
-    """Return how ``optimizer`` is stepped, as :func:`probe` finds it out.
+    """Return how ``optimizer`` is stepped, as found by :func:`probe`.
 
     Raises:
-        ValueError: It can be stepped in no way, or not ``by_unit``.
+        ValueError: The optimizer can be stepped in no way, or not ``by_unit``.
     """
     verdict, name = probe(optimizer, master_of, by_unit=by_unit), type(bare(optimizer)).__name__
     if verdict.way is Way.NOT_AT_ALL:
@@ -91,9 +91,9 @@ def probe(
     """Find out how ``optimizer`` may be stepped, without changing it or its parameters.
 
     Args:
-        optimizer: The user's.
-        master_of: A tensor with the dtype and the device in which a parameter is stepped.
-        by_unit: Find out too whether it may be stepped unit by unit.
+        optimizer: The user's optimizer.
+        master_of: As for :class:`Trial`.
+        by_unit: Also find out whether it may be stepped unit by unit.
     """
     original = bare(optimizer)
     if is_known(original):
@@ -101,7 +101,7 @@ def probe(
     against = ""
     with _random_numbers_kept():
         try:
-            # Of several groups some are empty in a unit.
+            # A unit may leave some of several groups empty.
             least_groups = 2 if by_unit else 1
             whole = Trial(original, master_of, least_groups=least_groups)
             whole.run()
@@ -121,7 +121,7 @@ def probe(
 
 
 def _compare(whole: Trial, optimizer: Optimizer, master_of: Master, least_groups: int) -> Trial:
-    """Step parts of the same toys, which must see the same operations with the same numbers."""
+    """Step parts of the same toys; it is a finding if their operations or numbers differ."""
     parts = Trial(optimizer, master_of, is_flat=True, least_groups=least_groups)
     parts.run()
     if not parts.taint.findings and parts.taint.trace == whole.taint.trace:
@@ -135,7 +135,7 @@ def _compare(whole: Trial, optimizer: Optimizer, master_of: Master, least_groups
 
 
 def _answer_otherwise(whole: Trial, optimizer: Optimizer, master_of: Master) -> None:
-    """Make up what is read of every second toy, which the others must not notice."""
+    """Make up what is read of every second toy; it is a finding if the others notice."""
     truth = Trial(optimizer, master_of)
     truth.run(is_brief=True)
     for turn in (0, 1):
@@ -151,7 +151,7 @@ def _answer_otherwise(whole: Trial, optimizer: Optimizer, master_of: Master) -> 
 def _own_form_of(whole: Trial) -> frozenset[str] | None:
     """Return the names in the state dict of the stepped copy, if they are not torch's own.
 
-    Values in it that are made from those of the states cannot be made of parts of them.
+    It is a finding if it has values computed from the states: parts of these do not give them.
     """
     twin = whole.twin
     if type(twin).state_dict is Optimizer.state_dict:
@@ -162,7 +162,7 @@ def _own_form_of(whole: Trial) -> frozenset[str] | None:
             return None
         names, shown = frozenset(form), tree_leaves(form)
     except Exception:
-        return None  # of a copy whose steps have raised, or a form without names
+        return None  # a copy whose steps have raised, or a form without names
     states = [list(holder.state.values()) for holder in with_inner(twin)]
     known = set(map(id, tree_leaves(states)))
     if any(isinstance(leaf, Tensor) and leaf.dim() and id(leaf) not in known for leaf in shown):
@@ -172,7 +172,7 @@ def _own_form_of(whole: Trial) -> frozenset[str] | None:
 
 
 class _Answers:
-    """Answers to reads of some toys: either truth, numbers of all sizes.
+    """Made-up answers to reads of some toys: either truth value, numbers of all sizes.
 
     Args:
         forced: The bits of those toys.
@@ -195,7 +195,7 @@ def _told(operation: Traced | None) -> str:
 
 
 class _random_numbers_kept:
-    """A context after which all generators of the host go on as if it had not been."""
+    """A context that restores the host's random number generators at its end."""
 
     def __enter__(self) -> None:
         self._torch, self._python = torch.get_rng_state(), random.getstate()

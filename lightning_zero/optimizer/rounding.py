@@ -1,9 +1,9 @@
-"""Steps in fp32 of weights and states that rest in bf16, rounded by chance.
+"""Steps in fp32 of weights and states that rest in bf16, with stochastic rounding.
 
-Rounded to the nearest, bf16 loses every change that is less than a 512th of the number: weights
-stand still at small learning rates, and means over a thousand steps never move. Rounded up or down
-by chance, with the nearer neighbour the likelier one, the mean is true (Zamirai et al., *Revisiting
-BFloat16 Training*, 2020). One unit at a time is in fp32.
+Rounding to nearest, bf16 loses every change smaller than a 512th of the number: weights stand still
+at small learning rates, and means over a thousand steps never move. Stochastic rounding goes up or
+down at random, more likely to the nearer neighbour, so that the expected value is exact (Zamirai et
+al., *Revisiting BFloat16 Training*, 2020). One unit at a time is in fp32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_zero.tensors import numel_at_a_time
 
 
 class RoundedStates(States):
-    """The states of an optimizer in bf16, as the weights are, each stepped in fp32."""
+    """States of an optimizer that rest in bf16, like the weights, and are stepped in fp32."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
@@ -48,7 +48,7 @@ class RoundedStates(States):
             group["params"][:] = map(self._lend, group["params"])
 
     def _lend(self, piece: Parameter) -> Parameter:
-        """Return what is stepped in the place of ``piece``, with its gradient and state."""
+        """Return the parameter to step in place of ``piece``, with its gradient and state."""
         grad = piece.grad
         if not isinstance(piece, Piece) or piece.dtype is not torch.bfloat16 or grad is None:
             return piece
@@ -76,16 +76,16 @@ class RoundedStates(States):
 
     @override
     def close(self) -> None:
-        for piece, stand_in in self._lent.items():  # of a step that failed
+        for piece, stand_in in self._lent.items():  # left by a step that failed
             if entries := self.optimizer.state.pop(stand_in, None):
                 self.optimizer.state[piece] = entries
         self._lent.clear()
 
     def _noise(self, piece: Piece, step: Any) -> torch.Generator:
-        """Return the noise of a piece's step: the same in every run and in all copies of it."""
+        """Return the noise for a step of a piece: the same in every run and all copies of it."""
         place = f"{piece.range.slot.name} {piece.range.start}"
         if place not in self._num_steps:
-            # A run that was resumed goes on with its noise, if the optimizer counts steps.
+            # A resumed run continues the noise if the optimizer counts its steps.
             is_count = isinstance(step, int | float) or (torch.is_tensor(step) and not step.dim())
             self._num_steps[place] = int(step or 1) - 1 if is_count else 0
         self._num_steps[place] += 1
@@ -94,7 +94,7 @@ class RoundedStates(States):
 
 
 def _rounded(piece: Piece, noise: torch.Generator, key: str, value: Any) -> Any:
-    """Return an entry of a state as it rests."""
+    """Return an entry of a state in the form in which it rests."""
     if not is_of_elements(key, value, piece):
         return value
     out = torch.empty_like(value, dtype=piece.dtype)
@@ -103,13 +103,13 @@ def _rounded(piece: Piece, noise: torch.Generator, key: str, value: Any) -> Any:
 
 
 def round_by_chance(source: Tensor, out: Tensor, noise: torch.Generator) -> None:
-    """Write fp32 numbers to bf16 ones, up or down by chance so that the mean is true.
+    """Write fp32 numbers to a bf16 tensor, rounded at random so that the expected value is exact.
 
-    Those of bf16 stay as they are, also those that are not finite.
+    Numbers that bf16 can represent stay as they are, and so do infinities and NaN.
     """
     together = numel_at_a_time(source.device)
     for part, target in zip(torch.split(source, together), torch.split(out, together), strict=True):
-        # Of an fp32 number bf16 has the upper half: what is added to the lower carries by chance.
+        # bf16 is the upper half of fp32: noise added to the lower half carries at random.
         bits = torch.randint(
             2**16, part.shape, dtype=torch.int32, device=part.device, generator=noise
         )

@@ -1,14 +1,14 @@
-"""Batches that are stepped from files, and staging memory, which threads read to and write from.
+"""Batches that are stepped from files, and staging memory that threads read to and write from.
 
-A batch is parts of pieces that are stepped together. Slots of memory for one batch take turns. Each
-is read to, stepped in, written from, and read to again as soon as it is written, so that the disk
-never waits for the step as long as there is something to do. With three of them::
+A batch is a list of parts of pieces that are stepped together. Slots, each with memory for one
+batch, take turns. Each is read to, stepped in, written from, and read to again as soon as it is
+written, so that the disk never waits for the step while it has work left. With three slots::
 
     slot 0    read 0 | step 0 | write 0 | read 3 | step 3 | ...
     slot 1    read 1          | step 1  | write 1 | read 4 | ...
     slot 2    read 2                    | step 2  | write 2 | ...
 
-They are there while a step goes on only.
+Slots exist only during a step.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch import Tensor
 from lightning_zero.comm import PAGE, Ledger, StagedFile, StagingMemory
 
 _BATCH_BYTES = 8 * 2**20
-"""The most bytes of pieces in a batch: smaller requests are slower, and larger batches leave the
-disk idle one way for longer, when a step begins and ends."""
+"""The most bytes of pieces in a batch. Smaller requests are slower, and larger batches leave the
+disk idle in one direction for longer when a step begins and ends."""
 
 _LARGEST_ELEMENT = 16
 
@@ -39,11 +39,11 @@ assert _REQUEST % PAGE == 0
 
 
 class HasBytes(Protocol):
-    """A piece, or what stands for one."""
+    """A piece, or a stand-in for one."""
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The size in bytes."""
 
 
 Sized = TypeVar("Sized", bound=HasBytes)
@@ -51,7 +51,7 @@ Sized = TypeVar("Sized", bound=HasBytes)
 
 @dataclass(frozen=True)
 class Part(Generic[Sized]):
-    """Bytes ``[start, stop)`` of a piece: all of a small one."""
+    """Bytes ``[start, stop)`` of a piece; of a small one, all."""
 
     piece: Sized
     start: int
@@ -59,25 +59,25 @@ class Part(Generic[Sized]):
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The size in bytes."""
         return self.stop - self.start
 
     @property
     def is_last(self) -> bool:
-        """Return whether the piece ends with it."""
+        """Return whether the piece ends with this part."""
         return self.stop == self.piece.nbytes
 
     @property
     def is_cut(self) -> bool:
-        """Return whether there are others of the piece."""
+        """Return whether the piece has other parts."""
         return self.nbytes < self.piece.nbytes
 
 
 def batches_of(units: Iterable[Sequence[Sized]]) -> list[list[Part[Sized]]]:
-    """Return the pieces of units in batches, large pieces in several.
+    """Return the pieces of units in batches, with large pieces cut across several.
 
-    Of a piece that is cut all parts but the last are batches by themselves, and have whole pages of
-    elements, of whatever size: in a file they follow each other.
+    All parts of a cut piece but the last are batches of their own, and have whole pages of elements
+    whatever the size of an element: in a file they follow each other.
     """
     pages = _LARGEST_ELEMENT * PAGE
     at_once = -(-_BATCH_BYTES // pages) * pages
@@ -96,12 +96,12 @@ def batches_of(units: Iterable[Sequence[Sized]]) -> list[list[Part[Sized]]]:
 
 
 def staging_bytes(batches: Sequence[int]) -> int:
-    """Return the memory that a step of batches of so many bytes takes, each in whole pages."""
+    """Return the memory that a step takes, given the bytes of each batch in whole pages."""
     return min(NUM_SLOTS, len(batches)) * max(PAGE, *batches)
 
 
 class Block(NamedTuple):
-    """Whole pages of a file, which are read and written together."""
+    """Whole pages of a file that are read and written together."""
 
     file: StagedFile
     start: int
@@ -112,7 +112,7 @@ Request = Callable[[StagedFile, int, memoryview], None]
 
 
 class Requests:
-    """Threads that read, or that write, and the time in which at least one of them does."""
+    """Threads that all read or all write, and the time in which at least one is busy."""
 
     def __init__(self, name: str, request: Request) -> None:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, f"lightning_zero.{name}")
@@ -125,7 +125,7 @@ class Requests:
     def start(
         self, block: Block, start: int, part: memoryview, before: Sequence[Future[None]]
     ) -> Future[None]:
-        """Start a request of a part of a block, ``start`` bytes into it, when others have ended."""
+        """Start a request for part of a block, ``start`` bytes into it, once others have ended."""
         return self._threads.submit(self._run, before, block.file, block.start + start, part)
 
     def _run(self, before: Sequence[Future[None]], *what: Any) -> None:
@@ -144,7 +144,7 @@ class Requests:
                     self._seconds += time.perf_counter() - self._begin
 
     def take_seconds(self) -> float:
-        """Return the time since this was last asked, when all that was started has ended."""
+        """Return the busy time since the last call; all requests must have ended."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
@@ -153,7 +153,7 @@ class Slot:
     """Memory for the blocks of one batch.
 
     Attributes:
-        places: Where the blocks lie that are in it, or on their way.
+        places: The offset of each block that is in the slot or being read to it.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -167,7 +167,7 @@ class Slot:
         return self._memory.tensor[start : start + numel * dtype.itemsize].view(dtype)
 
     def read(self, blocks: Sequence[Block], readers: Requests) -> None:
-        """Start to read blocks, when what was in the slot is written."""
+        """Start to read blocks once the slot's previous ones are written."""
         ends = [*accumulate((block.nbytes for block in blocks), initial=0)]
         self.places = dict(zip(blocks, ends, strict=False))
         self._move(readers, [*self._pending])
@@ -183,12 +183,12 @@ class Slot:
                 self._pending.append(requests.start(block, start, part, before))
 
     def wait(self) -> None:
-        """Return when what was started has ended.
+        """Wait until all requests have ended.
 
         Raises:
-            OSError: It failed.
+            OSError: A request failed.
         """
-        wait(self._pending)  # before they are forgotten: an interrupt comes here
+        wait(self._pending)  # before they are forgotten: an interrupt may come here
         pending, self._pending = self._pending, []
         for one in pending:
             one.result()
@@ -235,12 +235,12 @@ class Staging:
         return self._slots[(self._next - 1) % len(self._slots)]
 
     def fetch(self) -> None:
-        """Go on to the slot of the next batch, and wait until that is read."""
+        """Go on to the slot of the next batch, and wait until it is read."""
         self._next += 1
         self._wait(self.fetched)
 
     def flush(self) -> None:
-        """Start to write the batch that was fetched last, and to read another behind it."""
+        """Start to write the batch that was fetched last, and to read another after it."""
         self.fetched.write(self._writers)
         behind = self._next - 1 + len(self._slots)
         if behind < len(self._batches):
@@ -254,10 +254,10 @@ class Staging:
             self._ledger.spend("waiting", time.perf_counter() - begin)
 
     def close(self) -> None:
-        """Wait until all is written, and give the slots' memory back.
+        """Wait until everything is written, and free the slots.
 
         Raises:
-            OSError: Something could not be written, or read.
+            OSError: A read or write failed.
         """
         slots, self._slots = self._slots, []
         errors = []

@@ -1,10 +1,10 @@
-"""Where the states of an optimizer rest that is stepped batch by batch: in memory, or in files.
+"""Where the states of an optimizer that is stepped batch by batch rest: in memory or in files.
 
-An entry of a piece's state goes to files if it has a number for each element, also one in a list or
-dictionary. Everything else, as counts of steps, stays in memory. Between steps such an entry is
-mapped. In the step of a batch a stand-in steps in the place of each piece, or of the part of one
-that is in the batch. It has views of the piece's values and gradient, and of staging memory, where
-entries were read to and from where they are written back.
+An entry of a piece's state goes to files if it has a number per element, also within a list or
+dictionary. Everything else, such as step counts, stays in memory. Between steps, entries in files
+are memory-mapped. While a batch is stepped they are views of staging memory, which they were read
+to and are written back from. If only a part of a piece is in the batch, a stand-in is stepped in
+its place, with views of the piece's values and gradient.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from lightning_zero.parameters import Piece
 from lightning_zero.tensors import lasting_tensors, span
 
 ParamGroups = list[dict[str, Any]]
-"""Those of an optimizer, or of what steps in its place."""
+"""The param groups of an optimizer, or of a stand-in of it."""
 
 
 class States(OfOptimizer):
-    """The states of an optimizer in host memory, where it makes them."""
+    """The states of an optimizer, left in host memory where it makes them."""
 
     @property
     def place(self) -> str:
-        """The place where they rest, for people."""
+        """The place where states rest, in words."""
         return "host memory"
 
     def require_room(self, find_piece: FindPiece) -> None:
-        """Raise on all ranks unless there is room for the states of new members of the groups."""
+        """Raise on all ranks if there is no room for the states of new param group members."""
 
     def take(self, pieces: Iterable[Piece]) -> None:
         """Note the pieces that the optimizer holds."""
 
     def stepped_as(self, piece: Piece) -> Tensor:
-        """Return a tensor with the dtype and the device in which a piece is stepped."""
+        """Return a tensor with the dtype and on the device in which a piece is stepped."""
         return piece
 
     def kept(self, state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
-        """Return a piece's state in memory of its own, where states rest.
+        """Return a copy of a piece's state where states rest.
 
-        Numbers of elements have the piece's dtype, as torch gives it to those that are loaded.
+        Entries with a number per element get the piece's dtype, as torch loads them.
         """
         return with_entries(
             state, lambda key, value: self._rest(key, _as_loaded(key, value, piece), piece)
@@ -66,23 +66,23 @@ class States(OfOptimizer):
         return value.clone() if isinstance(value, Tensor) else value
 
     def open(self, numbers: Sequence[int]) -> None:
-        """Begin a step of the batches of these numbers, in this order."""
+        """Begin a step of the batches with these numbers, in this order."""
 
     def fetch(self, number: int, groups: ParamGroups) -> None:
-        """Let members of param groups find the states of a batch, the next of the step."""
+        """Bring the states of a step's next batch to its members, or stand-ins, in ``groups``."""
 
     def flush(self) -> None:
-        """Let the states of the batch rest that was fetched, and is stepped now."""
+        """Bring the states of the fetched batch back to rest, after its step."""
 
     def close(self) -> None:
-        """End a step, also one that failed: all states rest."""
+        """End a step, even a failed one: bring all states to rest."""
 
 
 class _Home(NamedTuple):
-    """The place of an entry of a piece's state in a file: one after the other those of its parts.
+    """The place of an entry of a piece's state in a file, its parts one after the other.
 
     Attributes:
-        blocks: What is read and written with each part, by where that begins in the piece.
+        blocks: The block read and written with each part, by the part's first byte in the piece.
     """
 
     file: StagedFile
@@ -92,13 +92,13 @@ class _Home(NamedTuple):
     blocks: dict[int, Block]
 
     def mapped(self) -> Tensor:
-        """Return a new view of it: whoever has an earlier one may have pointed it elsewhere."""
+        """Return a new view of the entry: users may have made an earlier one point elsewhere."""
         with lasting_tensors():
             content = self.file.mapped[self.start : self.start + self.numel * self.dtype.itemsize]
             return content.view(self.dtype)
 
     def staged(self, slot: Slot, part: Part[Piece]) -> Tensor | None:
-        """Return a view of a part, if it is in a slot."""
+        """Return the view of a part in ``slot``, if it is there."""
         block = self.blocks[part.start]
         if block not in slot.places:
             return None
@@ -107,7 +107,7 @@ class _Home(NamedTuple):
         return slot.view(block, start - block.start, last - first, self.dtype)
 
     def is_shown_by(self, value: Tensor) -> bool:
-        """Return whether ``value`` is a view of it."""
+        """Return whether ``value`` is a view of this place."""
         return value.data_ptr() == self.file.mapped[self.start :].data_ptr()
 
 
@@ -115,7 +115,7 @@ class StateFiles(States):
     """The states of an optimizer in files of a scratch folder, stepped batch by batch.
 
     Attributes:
-        label: The optimizer's name, in a profile.
+        label: The optimizer's name, in profiles and errors.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class StateFiles(States):
         comm: Communicator,
     ) -> None:
         super().__init__(optimizer)
-        # By their numbers; there is none for what is in no batch.
+        # By number. Members in no batch have a number that is not here.
         self._batches = dict(enumerate(batches))
         self._pieces = {id(part.piece): part.piece for batch in batches for part in batch}
         self._scratch = scratch
@@ -135,7 +135,7 @@ class StateFiles(States):
         self._homes: dict[tuple[str, torch.dtype], dict[int, _Home]] = {}
         self._taken: set[int] = set()
         self._staging = Staging(comm.transport.ledger)
-        # What steps in the place of each part of the batch that was fetched.
+        # For each part of the fetched batch, what is stepped and the piece's state before.
         self._lent: list[tuple[Part[Piece], Parameter, dict[str, Any]]] = []
 
     @property
@@ -162,7 +162,7 @@ class StateFiles(States):
         self._taken.update(id(piece) for piece in pieces if id(piece) in self._pieces)
 
     def _parts_of(self, pieces: set[int]) -> list[list[Part[Piece]]]:
-        """Return the parts of pieces, which are given by id, in each batch."""
+        """Return the parts in each batch of pieces, given by id."""
         batches = self._batches.values()
         return [[part for part in batch if id(part.piece) in pieces] for batch in batches]
 
@@ -175,17 +175,17 @@ class StateFiles(States):
         return value if home.is_shown_by(value) else home.mapped().copy_(value)
 
     def _home_of(self, key: str, dtype: torch.dtype, piece: Piece) -> _Home:
-        """Return the home of an entry, which is made if there is none."""
+        """Return the home of an entry; make it if there is none."""
         homes = self._homes.setdefault((key, dtype), {})
         if id(piece) not in homes:
             self._make_homes(homes, dtype, piece)
         return homes[id(piece)]
 
     def _make_homes(self, homes: dict[int, _Home], dtype: torch.dtype, piece: Piece) -> None:
-        """Make a file for an entry of the states of a piece, and of all others that may have it."""
+        """Make a file for an entry of the states of a piece and all others that may have it."""
 
         def may_have(one: Piece) -> bool:
-            # Who is frozen has states seldom, but then all others may too.
+            # Frozen pieces rarely have states, but if this one has, all others may.
             is_alike = one.requires_grad or not piece.requires_grad
             return is_alike and one.dtype is piece.dtype and one.numel() > 0
 
@@ -215,7 +215,7 @@ class StateFiles(States):
             self._comm.transport.ledger.note("optimizer", verb, nbytes, 1)
 
     def _bring_home(self) -> None:
-        """Let entries rest in their homes that came or were replaced since the last step."""
+        """Move entries that were added or replaced since the last step to their homes."""
         moved: list[tuple[Tensor, Tensor]] = []
         states = [self.optimizer.state.get(piece, {}) for piece in self._pieces.values()]
         at_home = [
@@ -230,13 +230,13 @@ class StateFiles(States):
     def _brought_home(
         self, piece: Piece, moved: list[tuple[Tensor, Tensor]], key: str, value: Any
     ) -> Any:
-        """Return an entry as it rests, and note what is to be copied there."""
+        """Return an entry as it rests, and add what has to be copied there to ``moved``."""
         if not is_of_elements(key, value, piece):
             return value
         home = self._home_of(key, value.dtype, piece)
         if home.is_shown_by(value):
             return value
-        # It may show the home of another, which is written to then.
+        # It may be a view of another entry's home, which is written to as well.
         is_in_file = value.untyped_storage().is_shared()
         moved.append((home.mapped(), value.clone() if is_in_file else value))
         return moved[-1][0]
@@ -253,7 +253,7 @@ class StateFiles(States):
         return found
 
     def _blocks_in_use(self, number: int) -> list[Block]:
-        """Return where the states of a batch rest."""
+        """Return the blocks in which the states of a batch rest."""
         found = {
             self._home_of(key, value.dtype, part.piece).blocks[part.start]: None
             for part in self._batches.get(number, ())
@@ -274,9 +274,9 @@ class StateFiles(States):
                     members[index] = self._lend(parts[id(member)])
 
     def _lend(self, part: Part[Piece]) -> Parameter:
-        """Return what steps in the place of a part, with its gradient and state.
+        """Return the parameter to step for a part, with its gradient and state.
 
-        The state of the piece itself stays what it is until its last part has been stepped.
+        The state of a cut piece does not change until its last part has been stepped.
         """
         piece, states = part.piece, self.optimizer.state
         own = states.get(piece, {})
@@ -292,14 +292,14 @@ class StateFiles(States):
         return stand_in
 
     def _lent_entry(self, part: Part[Piece], key: str, value: Any) -> Any:
-        """Return what a part steps with of an entry of its piece's state."""
+        """Return what a part is stepped with in place of an entry of its piece's state."""
         if not is_of_elements(key, value, part.piece):
-            # Each part takes the same step: all but the last count for themselves.
+            # All parts take the same step: all but the last count it in copies.
             is_own = isinstance(value, Tensor) and not part.is_last
             return value.clone() if is_own else value
         home = self._home_of(key, value.dtype, part.piece)
         staged = home.staged(self._staging.fetched, part)
-        if staged is None or not home.is_shown_by(value):  # it came amid this step
+        if staged is None or not home.is_shown_by(value):  # new in this step
             return _cut(value, part).clone()
         return staged
 
@@ -317,7 +317,7 @@ class StateFiles(States):
         self._staging.flush()
 
     def _kept_in_file(self, part: Part[Piece], stand_in: Parameter, key: str, value: Any) -> Any:
-        """Keep an entry of a part's state; returns the view of the piece's in its file, if any."""
+        """Keep an entry of a part's state; return the piece's, in its file if it goes there."""
         if not is_of_elements(key, value, stand_in):
             return value
         home = self._home_of(key, value.dtype, part.piece)
@@ -330,7 +330,7 @@ class StateFiles(States):
 
     @override
     def close(self) -> None:
-        for part, stand_in, before in self._lent:  # of a step that failed
+        for part, stand_in, before in self._lent:  # left by a step that failed
             self.optimizer.state.pop(stand_in, None)
             if before and not part.is_cut:
                 self.optimizer.state[part.piece] = before
@@ -339,17 +339,17 @@ class StateFiles(States):
 
 
 def _bytes_in_file(parts: Sequence[Part[Piece]], ratio: float = 1.0) -> int:
-    """Return the bytes of a batch's entries, of ``ratio`` times the size of a piece's elements."""
+    """Return the bytes of an entry of ``parts`` with ``ratio`` times their size, in whole pages."""
     return in_pages(int(ratio * sum(part.nbytes for part in parts)))
 
 
 def _cut(values: Tensor, part: Part[Piece]) -> Tensor:
-    """Return the values of a part among those of its piece."""
+    """Return a part's values, given those of its piece."""
     return values[slice(*_range(part))] if part.is_cut else values
 
 
 def _range(part: Part[Piece]) -> tuple[int, int]:
-    """Return the first element of a part of a piece, and one past its last."""
+    """Return a part's first element in its piece, and one past its last."""
     itemsize = part.piece.dtype.itemsize
     return part.start // itemsize, part.stop // itemsize
 

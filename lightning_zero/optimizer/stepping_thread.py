@@ -1,14 +1,14 @@
-"""A thread that steps on the host while another one goes backward, or sends a device through it.
+"""A thread that steps on the host while another runs a backward pass there or on a device.
 
-It waits until a unit's gradients have landed, and steps its batches, one unit after the other::
+It waits until a unit's gradients have landed and steps the unit's batches, one unit at a time::
 
     backward    unit 3 | unit 2 | unit 1 | unit 0 |
     down                 unit 3   unit 2   unit 1 ...
     step                            unit 3   unit 2   unit 1    the rest, by the optimizer's call
 
-The interpreter's lock is free for others while it waits, and in torch's own operations. What is
-process-wide in torch and would change a step, that something is compiled, is kept from it by the
-compiler's own lock; what is a thread's own, autocast and the default device, it takes over.
+The interpreter's lock is free while it waits, and within torch's operations. Torch's process-wide
+flag that something is being compiled would change a step, so the thread steps under the compiler's
+own lock. It takes over the thread-local settings: autocast and the default device.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from lightning_zero.tensors import internals
 Call = Callable[[], None]
 
 _END_SECONDS = 10.0
-"""How long the end of a thread is waited for, which may take one more step."""
+"""How long to wait for a thread to end, which may take one more step."""
 
 
 class SteppingThread:
-    """One thread, for as long as the optimizer is stepped by it.
+    """One thread for all steps ahead of an optimizer.
 
-    1. :meth:`follow` the thread that steps otherwise.
+    1. :meth:`follow` the thread that takes all other steps.
     2. :meth:`give` what is stepped next.
-    3. :meth:`wait` before the optimizer is stepped by others, or :meth:`stop`.
+    3. :meth:`wait` before the optimizer is stepped by another thread, or :meth:`stop`.
     4. :meth:`close`.
 
-    The interpreter does not wait for it at its end if gradients do not land any more.
+    A thread whose gradients never land does not keep the interpreter from exiting.
 
     Args:
-        device: The one that computes, be it the host itself.
+        device: The device that computes, which may be the host itself.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,22 +53,22 @@ class SteppingThread:
         self._work = _Work()
         self._around = _Around(device)
         self._given: list[Future[None]] = []
-        # Of what was given and not stopped since.
+        # Cancels what was given since the last stop.
         self._is_over = threading.Event()
-        # Made with the first call; ends with this object, or before the interpreter.
+        # Made with the thread; ends it with this object, or before the interpreter exits.
         self._end: weakref.finalize[..., SteppingThread] | None = None
 
     def follow(self) -> None:
-        """Let steps be taken under the autocast and the default device of the calling thread."""
+        """Take steps under the autocast and the default device of the calling thread."""
         self._around = _Around(self._device)
 
     def give(self, landed: Call, steps: Sequence[Call]) -> None:
-        """Let the thread wait until gradients have ``landed``, and take steps then.
+        """Let the thread wait until gradients have ``landed``, and then take steps.
 
-        If one raises, those behind it are left out.
+        If one raises, all later ones are left out.
 
         Raises:
-            RuntimeError: It is closed.
+            RuntimeError: The thread is closed.
         """
         work = self._work
         if work.is_closed.is_set():
@@ -83,16 +83,16 @@ class SteppingThread:
         work.calls.put(_Given(future, self._is_over, landed, steps, self._around))
 
     def wait(self) -> None:
-        """Return when all steps are taken that were given; raises what one of them has raised."""
+        """Wait until all given steps are taken; raise what one of them has raised."""
         _require_other()
         for future in self._given:
             future.result()
         self._given = []
 
     def stop(self) -> None:
-        """Return when the step under way is taken, if there is one; the others are left out.
+        """Wait for the step under way, if there is one, and leave the others out.
 
-        Gradients that have not landed are not waited for: they may come from ranks that are gone.
+        Does not wait for gradients to land: they may come from ranks that are gone.
         """
         _require_other()
         self._is_over.set()
@@ -101,7 +101,7 @@ class SteppingThread:
         self._given = []
 
     def close(self) -> None:
-        """Stop, and end the thread; one that waits for gradients ends when they land, if ever."""
+        """Stop, and end the thread. If it waits for gradients, it ends when they land, if ever."""
         self.stop()
         self._work.is_closed.set()
         if self._end is not None:
@@ -109,11 +109,11 @@ class SteppingThread:
 
 
 _here = threading.local()
-"""Of a thread that steps: that it does."""
+"""Has the attribute ``steps`` in stepping threads."""
 
 
 def _require_other() -> None:
-    """Raise in a thread that steps, which would wait for itself."""
+    """Raise in a stepping thread, which would wait for itself."""
     if hasattr(_here, "steps"):
         raise RuntimeError(
             "An optimizer's step of a unit amid the backward pass (step_in_backward=True) asks for"
@@ -123,7 +123,7 @@ def _require_other() -> None:
 
 
 class _Around:
-    """The settings of torch that are a thread's own and change what operations do."""
+    """The thread-local settings of torch that change what operations do."""
 
     def __init__(self, device: torch.device) -> None:
         kinds = {"cpu", device.type}
@@ -133,9 +133,9 @@ class _Around:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Enter it in another thread."""
+        """Enter a context with these settings in another thread."""
         with contextlib.ExitStack() as stack:
-            if self._default.type != "cpu":  # that of each thread to begin with
+            if self._default.type != "cpu":  # with which each thread begins
                 stack.enter_context(self._default)
             for kind, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
@@ -153,13 +153,13 @@ class _Given(NamedTuple):
 
 
 class _Work:
-    """The work of the thread, by which its owner is not kept alive.
+    """The thread's work, apart from its owner so that the thread does not keep the owner alive.
 
     Attributes:
         calls: What was given; ``None`` ends the thread.
-        stepping: Is held while a step is taken.
-        is_closed: Nothing is stepped from now on.
-        is_landing: Gradients are waited for.
+        stepping: Held while a step is taken.
+        is_closed: Set when nothing may be stepped any more.
+        is_landing: Whether the thread waits for gradients.
     """
 
     def __init__(self) -> None:
@@ -169,9 +169,9 @@ class _Work:
         self.is_landing = False
 
     def run(self, device: torch.device) -> None:
-        """Take what is given, until the end."""
+        """Take what is given until ``None`` comes."""
         _here.steps = True
-        if device.type != "cpu":  # optimizers ask for its stream; each thread has the first one
+        if device.type != "cpu":  # optimizers ask for its stream; threads begin with device 0
             torch.accelerator.set_device_index(device)
         while (given := self.calls.get()) is not None:
             try:
@@ -181,20 +181,20 @@ class _Work:
                 given.future.set_exception(error)
             else:
                 given.future.set_result(None)
-            del given  # else what it holds would live until the next comes
+            del given  # or it would stay alive until the next one comes
 
     def _take(self, given: _Given) -> None:
         def is_over() -> bool:
             return given.is_over.is_set() or self.is_closed.is_set()
 
-        self.is_landing = True  # before the look: whoever ends this thread looks the other way
+        self.is_landing = True  # before the check: `_end` sets and reads in the other order
         try:
             if not is_over():
                 given.landed()
         finally:
             self.is_landing = False
         for step in given.steps:
-            # The compiler's first, as whoever compiles holds it when he comes to stop this.
+            # The compiler's lock first: a thread that compiles holds it when it calls `stop`.
             with internals.compile_lock(), self.stepping:
                 if is_over():
                     return
@@ -203,10 +203,10 @@ class _Work:
 
 
 def _end(thread: threading.Thread, work: _Work) -> None:
-    """End a thread; it is waited for unless it waits itself, for gradients that may never come."""
+    """End a thread and join it, unless it waits for gradients, which may never land."""
     work.is_closed.set()
     work.calls.put(None)
-    if thread is threading.current_thread():  # which held the last reference to what has ended
+    if thread is threading.current_thread():  # which held the last reference to the owner
         return
     until = time.monotonic() + _END_SECONDS
     while thread.is_alive() and not work.is_landing and time.monotonic() < until:

@@ -1,13 +1,13 @@
-"""Follows what comes from an element of a parameter through the operations of an optimizer.
+"""Tracking of a parameter's elements through the operations of an optimizer.
 
-Each tensor that is tainted by a parameter carries that parameter's bit, and what is computed from
-it carries the bit too, for whole storages, so that views and writes in place need no care. As long
-as only operations that are known to be element-wise have touched a bit, all its tensors have the
-parameter's shape, and element ``i`` of each depends on no other element. Everything that is not
-known to be so is a finding.
+Each tensor tainted by a parameter carries that parameter's bit, and whatever is computed from it
+does too. Bits belong to whole storages, so views and in-place writes need no special care. While
+only operations known to be element-wise have touched a bit, all its tensors have the parameter's
+shape, and element ``i`` of each depends on no other element. An operation that is not known to be
+element-wise is a finding.
 
-What is read on the host is out of sight: Python may decide anything by it. The prober says what a
-read of one parameter gives, and sees whether another one notices.
+Values read on the host are out of sight: Python may base any decision on them. The prober chooses
+what a read of one parameter returns, and checks whether another parameter notices.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from lightning_zero.tensors import internals
 
 
 class Way(Enum):
-    """The ways in which an optimizer may be stepped, from what its operations mix."""
+    """The ways in which an optimizer may be stepped, by what its operations mix."""
 
-    BY_ELEMENT = "by element"  # nothing: any part of a parameter by itself
-    BY_PARAMETER = "by parameter"  # elements of one parameter: each parameter by itself
-    ALL_AT_ONCE = "all at once"  # parameters with each other, or it cannot be known
+    BY_ELEMENT = "by element"  # nothing: any part of a parameter alone
+    BY_PARAMETER = "by parameter"  # elements of one parameter: each parameter alone
+    ALL_AT_ONCE = "all at once"  # several parameters, or it cannot be known
     NOT_AT_ALL = "not at all"  # it reaches past its param groups
 
 
@@ -46,7 +46,7 @@ class Finding(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """An operation on values of the parameters ``bits``, with its numbers."""
+    """An operation on values of the parameters ``bits``, with the numbers among its operands."""
 
     operation: str
     numbers: tuple[Any, ...]
@@ -54,35 +54,35 @@ class Traced(NamedTuple):
 
 
 class CannotFollow(Exception):
-    """Ends the optimizer's step: the operation must not even run."""
+    """Ends the optimizer's step before an operation that must not even run."""
 
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# The scalar operation of each is element-wise; what else is named so (norm, max, mm) is not.
+# The `_foreach_` operations that are element-wise; others (norm, max, mm) are not.
 _FOREACH = _names(
     "abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh div erf"
     " erfc exp expm1 floor frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow"
     " reciprocal round rsqrt sigmoid sign sin sinh sqrt sub tan tanh trunc zero"
 )
 _FUSED = _names("adagrad adam adamw sgd")
-# Element-wise without torch's tag for it, when shapes stay what they are.
+# Element-wise without torch's tag for it, unless they change the shape.
 _COPIES = _names(
     "_to_copy _unsafe_view alias clone copy detach expand fill lift_fresh masked_fill reshape view"
     " zero"
 )
-# Their numbers are sizes.
+# The numbers among their operands are sizes.
 _SHAPED = _names("_unsafe_view expand reshape view")
-# They take a shape from their operand, and no value.
+# They take only the shape of their operand, no values.
 _NEW = _names(
     "empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like"
     " zeros_like"
 )
-# They bring one value to the host.
+# They read one value on the host.
 _READS = _names("_local_scalar_dense equal")
-# Values that reach the host without an operation that a dispatch mode sees.
+# Reads on the host that a dispatch mode does not see.
 _HOST_READS = frozenset(
     [
         Tensor.numpy,
@@ -98,18 +98,18 @@ _HOST_READS = frozenset(
 
 
 class Taint(TorchDispatchMode):
-    """Watches the operations that run within it.
+    """A dispatch mode that tracks which parameters values come from.
 
     Args:
-        strangers: Tensors that must not be touched: the user's own.
-        answer: Returns what the optimizer reads on the host of a parameter, by its bit, in place of
-            its value.
+        strangers: Tensors that must not be touched: the user's own parameters.
+        answer: Given a parameter's bit and a value of it that is read on the host, returns what the
+            optimizer gets.
 
     Attributes:
         findings: The first for each way that is not by element.
         trace: The operations on tainted values, in order.
         has_touched: Whether a tainted value was an operand since this was last reset.
-        read: The first read on the host of a value that comes from one parameter alone.
+        read: The first read on the host of a value that comes from one parameter alone, in words.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Taint(TorchDispatchMode):
         self._answer = answer
         self._strangers = frozenset(map(id, strangers))
         self._bits: dict[int, int] = {}
-        # An address stands for a storage only as long as that lives.
+        # Keeps storages alive, so that none gets the address of another.
         self._alive: list[Any] = []
         self._host_reads = _HostReads(self)
 
@@ -145,7 +145,7 @@ class Taint(TorchDispatchMode):
         return next((way for way in reversed(Way) if way in ways), Way.BY_ELEMENT)
 
     def mark(self, tensor: Tensor, bits: int) -> None:
-        """Taint ``tensor``, with all that shares its memory."""
+        """Taint ``tensor`` and all that shares its memory."""
         with internals.without_interception():
             storage = tensor.untyped_storage()
         key = storage._cdata
@@ -155,7 +155,7 @@ class Taint(TorchDispatchMode):
             self._bits[key] = self._bits.get(key, 0) | bits
 
     def bits(self, tensors: Iterable[Any]) -> int:
-        """The parameters that ``tensors`` come from, a bit for each."""
+        """Return the parameters that ``tensors`` come from, one bit each."""
         found = 0
         with internals.without_interception():
             for tensor in tensors:
@@ -164,7 +164,7 @@ class Taint(TorchDispatchMode):
         return found
 
     def find(self, way: Way, what: str, *, is_running: bool = True) -> None:
-        """Note the first finding of its kind, at the line of the optimizer if that is running."""
+        """Note the first finding of a way, with the optimizer's line if it is running."""
         if all(finding.way is not way for finding in self.findings):
             self.findings.append(Finding(way, what + (_calling_line() if is_running else "")))
 
@@ -220,7 +220,7 @@ class Taint(TorchDispatchMode):
         """Note what an operation on values of the parameters ``bits`` mixes.
 
         Returns:
-            The shapes of those values, if the results should have the same one.
+            The shapes of those values, if the results must have the same.
         """
         shapes: set[torch.Size] = set()
         if bits & (bits - 1):
@@ -249,7 +249,7 @@ class Taint(TorchDispatchMode):
     def _run_on_lists(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Any]
     ) -> Any:
-        """Run an operation on lists of tensors, whose results depend on what is at their place."""
+        """Run an operation on lists, whose results depend only on operands at the same index."""
         name = func.overloadpacket.__name__
         is_element_wise = _is_element_wise(func)
         self.has_touched = True
@@ -278,7 +278,7 @@ class Taint(TorchDispatchMode):
 
 
 class _HostReads(TorchFunctionMode):
-    """Notices reads of tainted values that no operation shows, and data that is exchanged."""
+    """A function mode that notices reads of tainted values that a dispatch mode does not see."""
 
     def __init__(self, taint: Taint) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ class _HostReads(TorchFunctionMode):
 
 @cache
 def _is_element_wise(func: Any) -> bool:
-    """Return whether each result element depends only on operands' elements at its place."""
+    """Return whether each result element depends only on operands' elements at its index."""
     name = func.overloadpacket.__name__.removesuffix("_")
     if name.startswith("_foreach_"):
         return name.removeprefix("_foreach_") in _FOREACH
@@ -307,26 +307,26 @@ def _is_element_wise(func: Any) -> bool:
         return name.removeprefix("_fused_") in _FUSED
     if torch.Tag.pointwise in func.tags or name in _COPIES:
         return True
-    # Some operations in place lack the tag that the one out of place has.
+    # Some in-place operations lack the tag of their out-of-place counterpart.
     out_of_place = getattr(getattr(torch.ops.aten, name, None), func._overloadname, None)
     return out_of_place is not None and torch.Tag.pointwise in out_of_place.tags
 
 
 def _columns(result: Any) -> list[list[Any]]:
-    """The lists of results of an operation on lists."""
+    """Return the result lists of an operation on lists."""
     if not isinstance(result, list | tuple) or not result:
         return []
     return [list(result)] if isinstance(result[0], Tensor) else [list(each) for each in result]
 
 
 def _is_constant(tensor: Tensor) -> bool:
-    """Return whether all elements are the same number."""
+    """Return whether all elements are equal."""
     first = tensor.reshape(-1)[:1]
     return not tensor.numel() or bool((tensor == first).all())
 
 
 def _numbers(taint: Taint, leaves: Iterable[Any]) -> tuple[Any, ...]:
-    """The numbers among the operands, also those in tensors which come from no parameter."""
+    """Return the numbers among the operands, and the first of each tensor without taint."""
     found: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
@@ -343,7 +343,7 @@ _OURS = str(Path(__file__).parents[1])
 
 
 def _calling_line() -> str:
-    """The line of the optimizer that called the operation which runs now, if it has a file."""
+    """Return the line of the optimizer that called the current operation, if it has a file."""
     for frame in reversed(traceback.extract_stack()):
         name = frame.filename
         is_torch = name.startswith(_TORCH) and not name.startswith(_OPTIM)

@@ -1,4 +1,4 @@
-"""Steps of toy parameters, in which is seen what an optimizer does with them."""
+"""Steps of toy parameters that show what an optimizer does with them."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from lightning_zero.optimizer.twin import options_of, twin_of, with_inner
 Master = Callable[[Parameter], Tensor]
 
 Place = tuple[int, int, Any]
-"""Which optimizer keeps an entry, that or one within it, where among :func:`outside_of`, and its
+"""Where an entry is kept: in which of :func:`with_inner`, in which of :func:`outside_of`, and its
 key."""
 
 
 class Trial:
-    """Steps toys under a taint.
+    """Steps of toys under a taint.
 
     Args:
-        optimizer: The user's.
-        master_of: A tensor with the dtype and the device in which a parameter is stepped.
+        optimizer: The user's optimizer.
+        master_of: Returns a tensor of the dtype and on the device in which a parameter is stepped.
         is_flat: Step only the first elements of each toy, as a vector.
-        least_groups: So many param groups are tried where there are, though their options be equal.
+        least_groups: The least number of param groups to try if there are more of equal options.
         answer: As for :class:`Taint`.
 
     Attributes:
         toys: Two for each kind of parameter, one after the other.
         taint: What was found.
-        twin: The copy that steps them.
+        twin: The copy of the optimizer that steps the toys.
         shared: What all toys share after each step, by its place.
-        waits_for_closure: Whether it touches nothing before it has called its closure.
-        calls_closure: Whether it ever calls it.
-        drops_gradients: Whether a gradient was none or zero behind a step and not before.
+        waits_for_closure: Whether the optimizer touches nothing before it has called its closure.
+        calls_closure: Whether the optimizer ever calls its closure.
+        drops_gradients: Whether a gradient was none or zero after a step but not before.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Trial:
     def _toys_for(
         self, group: Mapping[str, Any], master_of: Master
     ) -> dict[_Kind, list[Parameter]]:
-        """Two toys for each kind of parameter in a group: one alone may meet another one later."""
+        """Return two toys per kind of parameter in a group: a lone one may meet another later."""
         masters = {_kind(p, master_of): master_of(p) for p in group["params"]}
         return {
             kind: [self._toy(shape, master) for shape in _shapes(kind)]
@@ -101,7 +101,7 @@ class Trial:
         return whole.reshape(-1)[: (whole.numel() * 2 + 2) // 3].clone() if self._is_flat else whole
 
     def run(self, *, is_brief: bool = False) -> None:
-        """Step until something is found that rules out every way but all at once."""
+        """Take all steps, but stop once steps by element and by parameter are ruled out."""
         twin, taint = self.twin, self.taint
         for index, toy in enumerate(self.toys):
             taint.mark(toy, 1 << index)
@@ -166,21 +166,21 @@ class Trial:
         )
 
     def _give(self, grads: Sequence[Tensor | None]) -> None:
-        """Let toys have gradients."""
+        """Give the toys gradients, and taint these."""
         for index, (toy, grad) in enumerate(zip(self.toys, grads, strict=True)):
             toy.grad = grad
             if grad is not None:
                 self.taint.mark(grad, 1 << index)
 
     def _change(self, method: Callable[[], Any]) -> None:
-        """Call a method that changes what is between steps."""
+        """Call the twin's ``train`` or ``eval`` between steps."""
         method()
 
     def _step_twin(self, closure: Callable[[], Tensor] | None) -> None:
         self.twin.step() if closure is None else self.twin.step(closure)  # type: ignore[arg-type]
 
     def seen_of(self, bits: int) -> Any:
-        """Return all that happened to some toys, and what all share after each step."""
+        """Return all that happened to the toys ``bits``, and what all share after each step."""
         trace = [one for one in self.taint.trace if one.bits & bits]
         states = [
             shown([toy, holder.state.get(toy)])
@@ -191,14 +191,14 @@ class Trial:
         return str((trace, states)), self.shared
 
     def _outside(self) -> list[list[Entries]]:
-        """Return what each optimizer keeps elsewhere than in the state of a parameter."""
+        """Return what each optimizer keeps outside of the states of parameters."""
         return [outside_of(holder) for holder in with_inner(self.twin)]
 
     def _find(self, what: str) -> None:
         self.taint.find(Way.ALL_AT_ONCE, what, is_running=False)
 
     def _grad(self, number: int, index: int) -> Tensor | None:
-        """A gradient that leads into a branch: zeros, orthogonal, jumps, none."""
+        """Return a gradient, at times one that may take a branch: zero, orthogonal, huge, none."""
         toy, value = self.toys[index], self._draw(self._shapes[index])
         if number % 7 == 3:
             value.zero_()
@@ -213,7 +213,7 @@ class Trial:
         return grad
 
     def _has_kept_values(self) -> bool:
-        """Return whether values of parameters are elsewhere than in these parameters' state."""
+        """Return whether values of parameters are kept outside of these parameters' states."""
         bits = {id(toy): 1 << index for index, toy in enumerate(self.toys)}
         if self.taint.bits(leaf for leaf in tree_leaves(self._outside()) if id(leaf) not in bits):
             return True
@@ -225,7 +225,7 @@ class Trial:
 
 
 def shown(tree: Any) -> list[Any]:
-    """Return the values in a tree, so that they can be compared with another run's."""
+    """Return the values in a tree in a form that can be compared with another run's."""
     return list(map(_shown, tree_leaves(tree)))
 
 
@@ -236,7 +236,7 @@ def _shown(leaf: Any) -> Any:
 
 
 def _changes(optimizer: Any, *, is_first: bool) -> Iterator[Callable[[], Any]]:
-    """Yield the ``train()`` without which some do not step, and its counterpart."""
+    """Yield ``train``, without which some do not step; later ``eval`` before it."""
     for name in ("train",) if is_first else ("eval", "train"):
         change = getattr(optimizer, name, None)
         if callable(change):
@@ -244,14 +244,14 @@ def _changes(optimizer: Any, *, is_first: bool) -> Iterator[Callable[[], Any]]:
 
 
 def _change_rates(optimizer: Optimizer, number: int) -> None:
-    """Change the rates of param groups, as closures may."""
+    """Change the learning rates of param groups, as closures may."""
     for group in optimizer.param_groups:
         if isinstance(group.get("lr"), float):
             group["lr"] *= 2.0 if number % 2 else 0.5
 
 
 def _numbers_of_steps(twin: Optimizer, *, is_brief: bool) -> Iterator[int]:
-    """The numbers of the steps: the first, and later ones, to which all counters are moved."""
+    """Yield the numbers of the steps, and move all counters ahead before late ones."""
     numbers = count()
     yield from itertools.islice(numbers, 6 if is_brief else 20)
     for step in _LATE:
@@ -260,7 +260,7 @@ def _numbers_of_steps(twin: Optimizer, *, is_brief: bool) -> Iterator[int]:
         yield from itertools.islice(numbers, 1 if is_brief else 2)
 
 
-# What an optimizer does now and then, it does at round numbers; what it does late, after these.
+# Just before round numbers, at which optimizers do periodic work and late phases begin.
 _LATE = (24, 49, 99, 199, 499, 999, 1999, 9999)
 
 
@@ -274,13 +274,13 @@ def _move_counters(optimizer: Optimizer, step: int) -> None:
 
 
 def _options_key(group: Mapping[str, Any]) -> str:
-    """Equal for param groups that differ only in their rate."""
+    """Return a key that is equal for param groups that differ only in their learning rate."""
     ranks = sorted({len(_shape_of(parameter)) for parameter in group["params"]})
     return str((ranks, {key: value for key, value in options_of(group).items() if key != "lr"}))
 
 
 class _Kind(NamedTuple):
-    """Parameters that an optimizer may treat alike."""
+    """A kind of parameters, which an optimizer may treat alike."""
 
     num_dims: int
     is_large: bool
@@ -296,7 +296,7 @@ def _kind(parameter: Parameter, master_of: Master) -> _Kind:
 def _stand_ins(
     group: Mapping[str, Any], master_of: Master, toys: Mapping[_Kind, list[Parameter]]
 ) -> dict[Parameter, list[Parameter]]:
-    """The toys of each parameter: both of its kind for one alone, else one of them."""
+    """Return the toys of each parameter: both of its kind if it is alone, else one of them."""
     kinds = [_kind(parameter, master_of) for parameter in group["params"]]
     total, used = Counter(kinds), Counter[_Kind]()
     stand_ins = {}
@@ -308,11 +308,11 @@ def _stand_ins(
 
 
 def _shape_of(parameter: Any) -> tuple[int, ...]:
-    """The shape of a parameter, also of one whose piece is in the group already."""
+    """Return the shape of a parameter, even if its piece is in the group already."""
     return tuple(getattr(parameter, "parameter", parameter).shape)
 
 
-# From here on, optimizers that factor matrices do it.
+# The size from which optimizers that factor matrices do so.
 _LARGE = 128
 _SHAPES: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {
     0: ((), ()),

@@ -36,17 +36,17 @@ _NO_OPTIONS = ("params", "param_names", "initial_lr")
 def twin_of(optimizer: Any, toys: Sequence[Toys], kept: Sequence[int]) -> Optimizer:
     """Return a copy of ``optimizer`` that owns toys.
 
-    Attributes are copied instead of the constructor called, whose arguments nobody knows, and which
-    for some wrappers is the constructor of another optimizer.
+    Its attributes are copied. The constructor is not called, as its arguments are not known, and as
+    that of some wrappers is the constructor of another optimizer.
 
     Args:
-        optimizer: The user's, in any state.
-        toys: For each param group, which toys stand for which of its parameters; where something
-            else refers to a parameter, the first one takes its place.
-        kept: The numbers of the groups that the copy has.
+        optimizer: The user's optimizer, in any state.
+        toys: For each param group, the toys that stand for each of its parameters. Anything else
+            that refers to a parameter gets the first of them.
+        kept: The indices of the groups that the copy has.
 
     Raises:
-        CannotCopy: It holds a module, or tensors outside of its state and groups.
+        CannotCopy: It holds a module, or tensors outside of its state and groups, for example.
     """
     original = bare(optimizer)
     memo: dict[Any, Any] = {}
@@ -91,8 +91,8 @@ def _copy_group(group: Mapping[str, Any], toys: Toys, memo: dict[Any, Any]) -> d
         if key not in ("params", "param_names")
     }
     if all(toy.device.type == "cpu" for toy in own) and copied.get("capturable"):
-        # What a CUDA graph may capture, torch refuses on a host; neither does it take a learning
-        # rate in a tensor for several parameters at once.
+        # On a host torch refuses `capturable`, and without it `foreach` with a learning rate in a
+        # tensor.
         copied.update(capturable=False, foreach=False)
     if "param_names" in group:
         copied["param_names"] = [str(index) for index in range(len(own))]
@@ -107,7 +107,7 @@ def _copy(optimizer: Optimizer, memo: dict[Any, Any], toys: Toys) -> Optimizer:
     memo[id(optimizer)] = twin
     for name, value in vars(optimizer).items():
         if callable(value) and hasattr(cls, name):
-            # A scheduler counts steps in a method of its own, which would step the user's.
+            # The `step` that a scheduler puts there to count would step the user's optimizer.
             continue
         if id(value) in memo:
             twin.__dict__[name] = memo[id(value)]
@@ -125,7 +125,7 @@ def _copy(optimizer: Optimizer, memo: dict[Any, Any], toys: Toys) -> Optimizer:
 
 
 def _own_group(group: Mapping[str, Any], memo: dict[Any, Any], toys: Toys) -> dict[str, Any]:
-    """The copy of a group; a wrapper may have groups of its own over the same parameters."""
+    """Return the copy of a group; a wrapper may have its own groups of the same parameters."""
     if id(group) in memo:
         return memo[id(group)]  # type: ignore[no-any-return]
     return _copy_group(group, {p: toys[p] for p in group["params"] if p in toys}, memo)
@@ -134,7 +134,7 @@ def _own_group(group: Mapping[str, Any], memo: dict[Any, Any], toys: Toys) -> di
 def _copy_state(
     state: Mapping[Any, Any], memo: dict[Any, Any], toys: Toys
 ) -> defaultdict[Any, Any]:
-    """The state that an optimizer made already, each toy's from a parameter that it stands for."""
+    """Return the states made so far, each toy's from a parameter that it stands for."""
     copied: defaultdict[Any, Any] = defaultdict(dict)
     for key, entries in state.items():
         if not isinstance(key, Parameter) or not isinstance(entries, Mapping):
@@ -144,9 +144,9 @@ def _copy_state(
             isinstance(value, Tensor) and value.dim() and value.shape != key.shape
             for value in tree_leaves(dict(entries))
         ):
-            continue  # what steps whole parameters has made it, and will again
+            continue  # made by steps of whole parameters, which will make it again
         new = [toy for toy in toys.get(key, ()) if toy not in copied]
-        # Two that stand for one parameter share none of its entries; torch notes storages within.
+        # A memo each, as toys share no entries; torch keeps copied storages in `memo["torch"]`.
         memos = [memo, *({**memo, "torch": {**memo.get("torch", {})}} for _ in new[1:])]
         for toy, own in zip(new, memos, strict=False):
             copied[toy] = _toy_state(entries, key, toy, own)

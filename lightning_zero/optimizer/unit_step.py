@@ -1,29 +1,29 @@
-"""Steps of an optimizer unit by unit, on the host, where what is offloaded rests.
+"""Steps of an optimizer unit by unit, for offload and stochastic rounding.
 
-A unit, or a part of a large one, is a batch. Before the user's own call of ``step`` goes through
-the param groups, a stand-in of the optimizer steps all batches but the last, one after the other;
-the call itself steps that, with groups narrowed to it. Hooks, schedulers, counters and the closure
-see one step::
+A batch is a unit or a part of a large one. Before the user's own call of ``step`` goes through the
+param groups, a stand-in of the optimizer steps all batches but the last, one after the other; the
+call itself steps the last one, with groups narrowed to it. Hooks, schedulers, counters and the
+closure see one step::
 
     pre-hook    others | batch 0 | batch 1 | ...   the stand-in's groups hold one batch's members
-    step        last batch                         the optimizer's own do
+    step        last batch                         the optimizer's own groups do
     post-hook                                      they hold all members again
 
-Each batch begins with the options of groups, and what else the optimizer keeps for all members, as
-the closure has left them; what the last batch leaves is kept (``outside.py``).
+Each batch begins with the options of groups, and everything else that the optimizer keeps for all
+members, as the closure left them; what the last batch leaves is kept (``outside.py``).
 
-The others are in no batch: what stays on a device, which steps it while the host goes on, and what
-belongs to no engine.
+The others are members in no batch: those that stay on a device, which steps them while the host
+goes on, and those that belong to no engine.
 
 Around each batch's step its states are fetched from where they rest, and flushed (``states.py``).
 
-While its closure runs, whoever knows that the gradients of a unit are final may let its batches be
-stepped **ahead**, by a thread of its own (``stepping_thread.py``), in an order that is set with the
-first and ends with the others. The pre-hook waits for that, and goes on from there. What has
-changed for all members since the first was stepped is an error.
+While the closure runs, a caller that knows a unit's gradients to be final may have its batches
+stepped **ahead** by a thread (``stepping_thread.py``), in an order that is fixed with the first
+unit and ends with the others. The pre-hook waits for the thread, and goes on from there. Anything
+kept for all members that has changed since the first batch was stepped is an error.
 
-An error amid the batches leaves some stepped and others not. Such a step is **torn**: nothing may
-be stepped or saved any more.
+An error part way through the batches leaves some stepped and others not. Such a step is **torn**:
+nothing may be stepped or saved any more.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from lightning_zero.parameters import Piece
 _CPU = torch.device("cpu")
 
 _OTHERS = -1
-"""Stands for what is in no batch."""
+"""Stands for the members in no batch."""
 
 Groups = list[list[Parameter]]
 """The members of each param group."""
@@ -59,25 +59,25 @@ Groups = list[list[Parameter]]
 _NOT_BY_FUSED_SGD = frozenset([torch.bfloat16, torch.float16])
 
 Call = Callable[[Any], Any]
-"""Steps an optimizer, or what else it does with all of its members."""
+"""A step of an optimizer, or another call of it that concerns all of its members."""
 
 
 class UnitStep:
     """Steps an optimizer unit by unit.
 
     Args:
-        batches: The pieces that are stepped together, one batch after the other. One that is in
-            several batches is stepped part by part.
-        states: Where the states rest, of an optimizer that may be stepped so.
-        ledger: Counts the time of steps on the host; ``None`` for those on the device.
-        device: What else is busy meanwhile: the device beside the host, or the host itself.
+        batches: The pieces that are stepped together, one batch after the other. A piece in several
+            batches is stepped part by part.
+        states: The states of an optimizer that may be stepped unit by unit.
+        ledger: Counts the time of steps on the host; ``None`` for steps on the device.
+        device: The device that computes meanwhile: an accelerator, or the host itself.
 
     Attributes:
-        states: The same.
-        step: The step itself, without hooks.
+        states: The optimizer's states.
+        step: The ``step`` of the optimizer's class, without hooks.
         is_sure: Whether a step is under way that only waits for its closure.
-        is_torn: Whether some units are stepped and others not: amid a step, and for ever behind one
-            that ended half-way.
+        is_torn: Whether some units are stepped and others not: during a step, and for good after
+            one that ended half-way.
     """
 
     def __init__(
@@ -98,21 +98,21 @@ class UnitStep:
                 self._numbers.setdefault(id(piece), []).append(number)
         self._under_way: _UnderWay | None = None
         self.is_torn = False
-        # Torch patches the class once, to call the hooks; below is the step itself.
+        # Torch wraps the step of a class to call the hooks; unwrap it.
         kind = type(states.optimizer)
         self.step: Call = getattr(kind.step, "__wrapped__", kind.step)
         self._call: Call = self.step
 
     def _open_groups(self) -> list[int]:
-        """Return the groups that may step by one pass over their memory, if nobody has said.
+        """Return the groups that may be stepped fused, as the user has not chosen otherwise.
 
-        Torch's default on a CPU passes over it once for each operation.
+        That is one pass over their memory; torch's default on a CPU makes one per operation.
         """
         optimizer, found = self.states.optimizer, []
         groups = optimizer.param_groups if type(optimizer) in FUSED else ()
         for index, group in enumerate(groups):
             is_open = group.get("fused") is None and group.get("foreach") is None
-            # Not every fused step takes a rate in a tensor, and none complex numbers.
+            # Not every fused step takes a learning rate in a tensor, and none complex numbers.
             can_be = not group.get("differentiable") and not isinstance(group["lr"], Tensor)
             if is_open and can_be and all(map(torch.is_floating_point, group["params"])):
                 found.append(index)
@@ -122,10 +122,10 @@ class UnitStep:
         """Note the pieces that the optimizer holds.
 
         Raises:
-            ValueError: Torch would step some wrongly on the host.
+            ValueError: Torch would step some of them wrongly on the host.
         """
         self._require_right_steps()
-        if self._under_way is not None:  # new ones cannot come into a step that was begun ahead
+        if self._under_way is not None:  # a step begun ahead cannot take in new ones
             self.check()
         self.states.take(pieces)
 
@@ -143,13 +143,13 @@ class UnitStep:
                 )
 
     def part_of(self, state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
-        """Return this rank's part of a whole parameter's state, where states rest."""
+        """Return a copy of this rank's part of a whole parameter's state, where states rest."""
         return self.states.kept(cut_state(state, piece), piece)
 
     # -- a step ----------------------------------------------------------------------------------
 
     def enter(self, call: Call | None = None) -> None:
-        """Note what is called for each batch, if it is no step, and by which thread."""
+        """Set what is called for each batch, by default the step, and follow this thread."""
         self._call = call or self.step
         self._thread.follow()
 
@@ -163,26 +163,27 @@ class UnitStep:
             )
 
     def _give_up(self) -> None:
-        """Let the param groups hold all members, also behind a step that ended half-way."""
+        """Restore the param groups, even after a step that ended half-way."""
         self.stop_ahead()
         if self._under_way is not None:
             self._under_way.restore(self.states.optimizer)
             self._under_way = None
-            with contextlib.suppress(OSError):  # the step has raised it
+            with contextlib.suppress(OSError):  # already raised by the step
                 self.states.close()
         self._call = self.step
 
     def remove(self) -> None:
-        """Step no more: the param groups hold all members."""
+        """Stop stepping, and restore the param groups."""
         self._give_up()
         self._thread.close()
 
     def step_ahead(self, order: Sequence[Sequence[Piece]], landed: Callable[[], None]) -> None:
-        """Step the batches of the first of units, in whose order the whole step goes.
+        """Let the thread step the batches of the first unit of ``order``.
 
         Args:
-            order: The pieces of units that are not stepped yet; others come behind them.
-            landed: Returns when the gradients of the first may be read.
+            order: The pieces of each unit that is not stepped yet, in the order of the whole step.
+                Other batches follow.
+            landed: Returns when the gradients of the first unit may be read.
         """
         step = self._under_way
         if step is None:
@@ -199,20 +200,20 @@ class UnitStep:
         self._spend(begin)
 
     def wait_ahead(self) -> None:
-        """Return when all is stepped of which that was asked; raises what has come of it."""
+        """Wait until the thread has taken all steps; raise what one of them has raised."""
         self._thread.wait()
 
     def changed_meanwhile(self) -> str:
-        """Return what of the optimizer has changed since the first was stepped ahead, if any."""
+        """Return what changed for all members since the first batch was stepped ahead, if any."""
         outside = None if self._under_way is None else self._under_way.outside
         return "" if outside is None else outside.changed(self.states.optimizer)
 
     def stop_ahead(self) -> None:
-        """Step no more of what has not begun."""
+        """Step nothing more ahead, and wait for the step under way."""
         self._thread.stop()
 
     def begin(self) -> None:
-        """Step all batches but the last, and leave that one to the call that is under way."""
+        """Step all batches but the last, and leave that one to the call under way."""
         self.wait_ahead()
         self._begin = time.perf_counter()
         step = self._under_way or self._open([])
@@ -222,7 +223,7 @@ class UnitStep:
         self._fetch(step, self.states.optimizer, *step.next())
 
     def end(self) -> None:
-        """Let the param groups hold all members again."""
+        """End the step of the last batch, and restore the param groups."""
         assert self._under_way is not None
         self.states.flush()
         self.states.close()
@@ -233,19 +234,19 @@ class UnitStep:
         self._spend(self._begin)
 
     def _open(self, order: Sequence[Piece]) -> _UnderWay:
-        """Begin a step of all batches, first of those with pieces that come first in an order."""
+        """Begin a step of all batches, sorted by the first of their pieces in ``order``, if any."""
         batches = self._cut()
         if order:
             places = {id(piece): place for place, piece in enumerate(order)}
 
             def place_of(number: int) -> int:
                 if number == _OTHERS:
-                    return len(places)  # behind all: some of it belongs to each unit
+                    return len(places)  # last: it has members of every unit
                 ids = _ids(batches[number])
                 return min((places.get(one, len(places)) for one in ids), default=len(places))
 
             batches = {number: batches[number] for number in sorted(batches, key=place_of)}
-        # Nothing is torn: who lacks the memory for it may try again.
+        # Not torn yet: if memory is lacking, the step may be tried again.
         self.states.open([*batches])
         self._under_way = _UnderWay(self.states.optimizer, batches, self._open_groups())
         return self._under_way
@@ -259,7 +260,7 @@ class UnitStep:
         self.states.flush()
 
     def _fetch(self, step: _UnderWay, who: Optimizer, number: int, members: Groups) -> None:
-        """Let ``who`` find a batch, whose steps are fused, and nothing else."""
+        """Narrow ``who`` to a batch, fused where it may be, and fetch the states."""
         step.narrow(who, members, fuses=number != _OTHERS)
         _move_counts(who)
         self.states.fetch(number, who.param_groups)
@@ -269,7 +270,7 @@ class UnitStep:
             self._ledger.spend("stepping", time.perf_counter() - begin)
 
     def _cut(self) -> dict[int, Groups]:
-        """Return the members of the param groups by batch; what is in none comes first."""
+        """Return the members of the param groups by batch; those in none come first."""
         groups = self.states.optimizer.param_groups
         batches: dict[int, Groups] = {}
         for index, group in enumerate(groups):
@@ -279,7 +280,7 @@ class UnitStep:
         return dict(sorted(batches.items())) or {_OTHERS: [[] for _ in groups]}
 
     def describe(self, _: str = "") -> str:
-        """Return what is done, in a line."""
+        """Return a one-line description of how the optimizer is stepped."""
         name = type(self.states.optimizer).__name__
         fused = (
             " They are stepped with fused=True, as nobody has said." if self._open_groups() else ""
@@ -295,15 +296,15 @@ class _UnderWay:
     """A step of all batches that is under way.
 
     Args:
-        optimizer: The user's.
-        left: The members of all batches, by number, in the order of the step.
-        to_fuse: The groups whose steps of batches are fused.
+        optimizer: The user's optimizer.
+        left: The members of each batch, by number, in the order of the step.
+        to_fuse: The groups whose batches are stepped fused.
 
     Attributes:
-        left: Those that are not begun; the last is the user's own call's.
-        stand_in: Steps the others. It has the optimizer's options and states, and groups of its
-            own: amid a backward pass other threads may read the optimizer's.
-        outside: What the optimizer keeps for all members; ``None`` if a step changes nothing of it.
+        left: The batches that have not begun; the last is for the user's own call.
+        stand_in: Steps all but the last. It has the optimizer's options and states but its own
+            groups, as other threads may read the optimizer's during a backward pass.
+        outside: What the optimizer keeps for all members; ``None`` if a step changes none of it.
     """
 
     def __init__(self, optimizer: Optimizer, left: dict[int, Groups], to_fuse: list[int]) -> None:
@@ -322,13 +323,13 @@ class _UnderWay:
                 group["param_names"] = []
 
     def next(self) -> tuple[int, Groups]:
-        """Take the next batch from those that are left."""
+        """Take the next of the batches that are left."""
         number = next(iter(self.left))
         return number, self.left.pop(number)
 
     def narrow(self, who: Optimizer, members: Groups, *, fuses: bool) -> None:
-        """Let the param groups of ``who`` hold these members."""
-        for group, some in zip(who.param_groups, members, strict=False):  # one may be added
+        """Make the param groups of ``who`` hold only these members."""
+        for group, some in zip(who.param_groups, members, strict=False):  # a group may be new
             group["params"][:] = some
             if "param_names" in group:
                 group["param_names"][:] = [self._names[id(member)] for member in some]
@@ -336,17 +337,17 @@ class _UnderWay:
             who.param_groups[index]["fused"] = fuses or None
 
     def restore(self, optimizer: Optimizer) -> None:
-        """Let the user's param groups be what they were."""
+        """Restore the user's param groups."""
         self.narrow(optimizer, self._members, fuses=False)
 
 
 def call_as(method: Callable[..., Any], stand_in: Optimizer, *args: Any) -> Any:
-    """Call the method of another optimizer for a stand-in of it."""
+    """Call an optimizer's bound method on a stand-in of it."""
     return method.__func__(stand_in, *args)  # type: ignore[attr-defined]
 
 
 def _move_counts(optimizer: Optimizer) -> None:
-    """Let fused steps find counts where they step; those of a checkpoint may be elsewhere."""
+    """Move step counts to where fused steps run; those from a checkpoint may be elsewhere."""
     fused = (group["params"] for group in optimizer.param_groups if group.get("fused"))
     for member in itertools.chain.from_iterable(fused):
         count = optimizer.state.get(member, {}).get("step")

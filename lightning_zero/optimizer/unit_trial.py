@@ -1,11 +1,11 @@
 """Steps of toys unit by unit, which must give what one step of all of them gives.
 
-An optimizer that steps by element may still do so differently when some parameters are stepped by
-themselves: it counts its calls, divides by the number of parameters, or takes the first one's
-options for all. So the toys of a trial are stepped once more, by the code that steps real units, in
-other batches and another order in each step, in stand-ins and with copies of their states, as of
-those that rest elsewhere. Every toy must see the same operations with the same numbers and end with
-the same state, and what toys share must be the same after each step, to the bit.
+An optimizer that steps by element may still do so differently when some parameters are stepped
+alone: it may count its calls, divide by the number of parameters, or take the first one's options
+for all. So the toys of a trial are stepped once more, by the code that steps real units: in other
+batches and another order in each step, in stand-ins, and with copies of their states, like states
+that rest elsewhere. Every toy must see the same operations with the same numbers and end with the
+same state, and what toys share must be the same after each step, to the bit.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from lightning_zero.tensors import internals
 
 
 class UnitTrial(Trial):
-    """Steps toys batch by batch.
+    """A trial that steps toys batch by batch.
 
     Args:
-        whole: The same toys stepped together, which has ended.
-        optimizer: The user's.
-        master_of: A tensor with the dtype and the device in which a parameter is stepped.
+        whole: The trial, which has ended, of the same toys stepped together.
+        optimizer: The user's optimizer.
+        master_of: As for :class:`Trial`.
 
     Attributes:
         changes_early: What a step changes for all toys before it has called its closure, if any.
@@ -89,10 +89,10 @@ class UnitTrial(Trial):
             self._find("calls another step, of a class that it inherits from, with its hooks")
 
     def _new_step(self) -> UnitStep:
-        """Return what steps some toys by themselves, or all by themselves, in any order.
+        """Return a step of the toys in random order, in random batches or each alone.
 
-        Where some have no gradient, they are by themselves behind the others, or before them. (It
-        is so in each seventh step.)
+        If some have no gradient, as in every seventh step, each toy is stepped alone, and those
+        without one come last or first.
         """
         toys = self._random.sample(self.toys, len(self.toys))
         share = self._random.choice([0.0, 0.5, 0.8])
@@ -108,7 +108,7 @@ class UnitTrial(Trial):
 
 
 class _LentStates(States):
-    """States that come to a stand-in as copies, as those do that rest elsewhere."""
+    """States that a stand-in gets as copies, like states that rest elsewhere."""
 
     def __init__(self, optimizer: Optimizer, taint: Taint) -> None:
         super().__init__(optimizer)
@@ -160,14 +160,14 @@ def reason_against(
     optimizer: Optimizer,
     master_of: Master,
 ) -> str:
-    """Return why it is not proved that steps unit by unit give what one step does; ``""`` if it is.
+    """Return why steps unit by unit are not proved to give what one step does; ``""`` if they are.
 
     Args:
-        whole: Toys stepped together, by element.
-        part: A part of each of them.
-        form: The names in its state dict, if they are not those that torch gives.
-        optimizer: The user's.
-        master_of: As for a trial.
+        whole: The trial of toys stepped together, by element.
+        part: The trial of a part of each of them.
+        form: The names in the optimizer's state dict, if they are not torch's own.
+        optimizer: The user's optimizer.
+        master_of: As for :class:`Trial`.
     """
     if form is not None:
         return "has a state_dict of a form of its own"
@@ -191,7 +191,7 @@ def reason_against(
 
 
 def _kept_otherwise(whole: Trial, optimizer: Optimizer) -> str:
-    """Return what rules out steps by unit whatever a step does."""
+    """Return what rules out steps by unit before any is tried, if anything."""
     twin = whole.twin
     if len([*with_inner(twin)]) > 1:
         return "steps another optimizer within it"
@@ -200,7 +200,7 @@ def _kept_otherwise(whole: Trial, optimizer: Optimizer) -> str:
     if whole.drops_gradients:
         return "drops gradients in its step"
     for name, value in vars(optimizer).items():
-        is_put_there = name == "step" or isinstance(value, Announced)  # by schedulers, by engines
+        is_put_there = name == "step" or isinstance(value, Announced)  # by a scheduler or an engine
         if callable(value) and hasattr(type(optimizer), name) and not is_put_there:
             return f"has a {name!r} beside that of its class"
     for number, entries in enumerate(outside_of(twin)):
@@ -224,11 +224,11 @@ _FOLLOWED = (
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
     FunctionType, BuiltinFunctionType, MethodType, functools.partial,
 )  # fmt: skip
-"""What is copied, or cannot change."""
+"""Types of values that are copied or cannot change."""
 
 
 def _list_by_parameter(optimizer: Optimizer) -> str:
-    """Return which list seems to have an entry for each parameter, which toys need not show."""
+    """Return which list seems to have an entry per parameter, which toys need not show."""
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     for number, entries in enumerate(outside_of(optimizer)):
         num = sizes[number - 2] if number > 1 else sum(sizes)
@@ -239,7 +239,7 @@ def _list_by_parameter(optimizer: Optimizer) -> str:
 
 
 def _of_no_element(state: Mapping[str, Any], toy: Tensor) -> list[Any]:
-    """Return the values in a state that are not numbers of elements."""
+    """Return the values in a state that are not one number per element."""
     return [
         shown(leaf)
         for leaf in tree_leaves({**state})
@@ -248,7 +248,7 @@ def _of_no_element(state: Mapping[str, Any], toy: Tensor) -> list[Any]:
 
 
 def _difference(whole: Trial, by_unit: Trial, bits: int) -> str:
-    """Return how the steps of the toys ``bits`` differ."""
+    """Return how the steps of the toys ``bits`` differ, if they do."""
     if whole.seen_of(bits)[0] == by_unit.seen_of(bits)[0]:
         return ""
     one, other = (_of(trial.taint.trace, bits) for trial in (whole, by_unit))
@@ -262,7 +262,7 @@ def _of(trace: Sequence[Traced], bits: int) -> list[Traced]:
 
 
 def _outside_difference(whole: Trial, by_unit: Trial) -> str:
-    """Return what toys share that differs."""
+    """Return which of the things that toys share differs, if any."""
     for one, other in zip(whole.shared, by_unit.shared, strict=True):
         for _, place, key in [at for at in {**one, **other} if one.get(at) != other.get(at)]:
             return f"changes {name_of(place, key)} by which parameters it steps"
