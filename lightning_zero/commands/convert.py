@@ -96,8 +96,9 @@ def convert(
     """Write the content of ``source`` to ``target``, whose name determines the format.
 
     Arguments are those of the command. Safetensors files hold only weights, and optimizer states
-    are never cast. DeepSpeed does not record whether the optimizer was also given frozen
-    parameters, as with ``Adam(self.parameters())``; if so, it must have a single param group.
+    are never cast. ``frozen_in_optimizer`` if DeepSpeed's optimizer was also given frozen
+    parameters, as with ``Adam(self.parameters())``, which DeepSpeed does not record; it must then
+    have a single param group.
     """
     _check_alone()
     holds_more = target.suffix in (*_PLAIN, _DIRECTORY) and not weights_only
@@ -150,7 +151,7 @@ def _read(source: Path, holds_more: bool, *, trust: bool) -> tuple[Mapping[str, 
     """Return the weights and, if ``holds_more``, all content, after a check of the checksums."""
     weights = read_weights(source, weights_only=not trust)
     rest = _rest(source, weights_only=not trust) if holds_more else None
-    # Everything is read once, so that damaged data does not get new, valid checksums.
+    # Read and verify everything first: damaged data must not get new, valid checksums.
     check_values(weights if rest is None else rest)
     return weights, rest
 

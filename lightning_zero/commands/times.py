@@ -67,7 +67,7 @@ def times(
     stages: Sequence[int] | None = None,
     **settings: Any,
 ) -> list[Choice]:
-    """Return the choices on a cluster, those that fit first, faster ones before slower ones.
+    """Return the choices on a cluster: those that fit first, then by the time of a step.
 
     Arguments in ``settings`` are not varied, and choices that contradict them are left out.
 

@@ -108,7 +108,7 @@ class Cluster:
     def seconds(self, axis: Axis, nbytes: int, *, is_direct: bool = False) -> float:
         """Return how long a collective along an axis takes if each rank sends ``nbytes``.
 
-        ``is_direct`` tells that each rank sends every other rank its part.
+        ``is_direct`` means that each rank sends every other rank its part.
         """
         if axis.size == 1:
             return 0.0

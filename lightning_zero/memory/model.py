@@ -184,7 +184,7 @@ class ModelPlan:
         timeline: Timeline | None = None,
         **settings: Any,
     ) -> list[Snapshot]:
-        """Return the snapshots of a step at a stage (0: DDP), and record it in ``timeline``.
+        """Return the snapshots of a step at a stage (0: DDP), and record it in any ``timeline``.
 
         ``settings`` are further arguments of ``Settings``.
         """

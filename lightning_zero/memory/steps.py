@@ -52,11 +52,11 @@ def sharded_step(
     """Return what a rank holds in a step's last microbatch under the engine, and at rest after it.
 
     Events, module and settings are as in :func:`replay`; ``units`` are the terms of all units, the
-    root last. ``stepped`` are the bytes of weights and states that the optimizer's step needs in
-    addition to those at rest, ``staged`` those of host memory in which it stages states from files:
-    with ``is_early`` from the end of the first unit's backward on. ``adds_gradients`` tells whether
-    reduced gradients are added to those of earlier microbatches. ``timeline`` records what the rank
-    does; it must be the one that ``comm`` reports its messages to.
+    root last. ``stepped`` are the device bytes that the optimizer's step needs in addition to those
+    at rest, ``staged`` the bytes of host memory in which it stages states from files, with
+    ``is_early`` from the end of the first unit's backward on. ``adds_gradients`` if reduced
+    gradients are added to those of earlier microbatches. ``timeline`` records what the rank does;
+    it must be the one that ``comm`` reports its messages to.
     """
     timeline = timeline or Timeline()
     timeline.optimizer_bytes = _optimizer_bytes(units)

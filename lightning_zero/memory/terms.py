@@ -59,7 +59,7 @@ def pieces_of_specs(
 ) -> list[list[PieceTerms]]:
     """Return the pieces that a rank of a copy will offload, by unit.
 
-    ``on_host`` tells that the device to offload from is the host itself.
+    ``on_host`` if the device to offload from is the host itself.
     """
     found = []
     for spec in specs:
@@ -114,7 +114,7 @@ class UnitTerms:
         trainable: bool,
         on_host: bool,
     ) -> None:
-        """Count a group of flat parameters, a share of which ``plan`` offloads; the rest stays.
+        """Count a group of flat parameters: a ``share`` rests where ``plan`` says, the rest stays.
 
         ``states`` are the bytes of this rank's optimizer states: of what goes, and of what stays.
         If the device is the host (``on_host``), files are memory-mapped and nothing is staged.
@@ -157,9 +157,9 @@ def terms_of_specs(
     offload: Offload | None = None,
     on_host: bool = False,
 ) -> list[UnitTerms]:
-    """Return the terms that units without memory will have on a rank of a copy.
+    """Return the terms that units, not allocated yet, will have on a rank of a copy.
 
-    ``on_host`` tells that the device to offload from is the host itself.
+    ``on_host`` if the device to offload from is the host itself.
     """
     found = []
     for spec in specs:

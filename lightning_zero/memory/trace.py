@@ -52,7 +52,7 @@ class Event:
 def in_order(specs: Sequence[UnitSpec], numbers: dict[int, int]) -> Iterator[Event]:
     """Yield the events of a step that runs the units in the order of registration.
 
-    The root's gradients come first: they are held longest, so no other order holds more.
+    The root's gradients come first: they are then held longest, so no other order holds more.
     ``numbers`` are the parameters' numbers in the module, by id.
     """
     *inner, root = specs

@@ -1,7 +1,7 @@
 """A second import of ``lightning_zero.trainer``, as ``lightning_zero.mirror.trainer``.
 
 The modules are executed again from the same source, in which every import of Lightning, and of
-``lightning_zero.trainer`` itself, is renamed.
+``lightning_zero.trainer`` itself, is renamed to the mirror's.
 """
 
 from __future__ import annotations
