@@ -96,7 +96,7 @@ def convert(
     """Write the content of ``source`` to ``target``, whose name determines the format.
 
     Arguments are those of the command. Safetensors files hold only weights, and optimizer states
-    are never cast. ``frozen_in_optimizer`` if DeepSpeed's optimizer was also given frozen
+    are never cast. Set ``frozen_in_optimizer`` if DeepSpeed's optimizer was also given frozen
     parameters, as with ``Adam(self.parameters())``, which DeepSpeed does not record; it must then
     have a single param group.
     """
