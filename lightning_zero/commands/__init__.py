@@ -1,9 +1,9 @@
 """The command ``lightning-zero``, one module for each subcommand.
 
-- ``convert``: checkpoints between kinds of files, and from DeepSpeed
-- ``estimate``: memory of a model before it runs
+- ``convert``: conversion of checkpoints between formats, and from DeepSpeed
+- ``estimate``: memory of a model before it runs; ``times``: times of its steps on a cluster
 - ``inspect``: what a checkpoint holds, and whether it is intact
-- ``model_source``: finding the model that a command line names
+- ``model_source``: lookup of the model that a command line names
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_zero.commands.estimate import add_estimate_command
 from lightning_zero.commands.inspect import add_inspect_command
 
 COMMANDS = (add_estimate_command, add_inspect_command, add_convert_command)
-"""Functions that add a subcommand to the parser; it sets ``run``, which returns the exit code."""
+"""Functions that add a subcommand, whose ``run`` returns the exit code, to the parser."""
 
 _DESCRIPTION = """\
 Memory and checkpoints of lightning_zero, which trains PyTorch Lightning modules with weights,

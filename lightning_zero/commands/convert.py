@@ -1,7 +1,4 @@
-"""``lightning-zero convert``: between checkpoint files and safetensors, and from DeepSpeed.
-
-Everything is done tensor by tensor.
-"""
+"""``lightning-zero convert``: checkpoints between formats and from DeepSpeed, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -96,11 +93,12 @@ def convert(
     trust: bool = False,
     frozen_in_optimizer: bool = False,
 ) -> None:
-    """Write what ``source`` holds to ``target``, whose name tells its kind.
+    """Write the content of ``source`` to ``target``, whose name determines the format.
 
-    Arguments are those of the command. Safetensors files never hold more than weights, and
-    optimizer states are never cast. DeepSpeed does not tell whether the optimizer was given frozen
-    parameters, too, as ``Adam(self.parameters())`` is; it has one param group then.
+    Arguments are those of the command. Safetensors files hold only weights, and optimizer states
+    are never cast. Set ``frozen_in_optimizer`` if DeepSpeed's optimizer was also given frozen
+    parameters, as with ``Adam(self.parameters())``, which DeepSpeed does not record; it must then
+    have a single param group.
     """
     _check_alone()
     holds_more = target.suffix in (*_PLAIN, _DIRECTORY) and not weights_only
@@ -150,10 +148,10 @@ def _read_deepspeed(
 
 
 def _read(source: Path, holds_more: bool, *, trust: bool) -> tuple[Mapping[str, Any], Any]:
-    """Return the weights and, if ``holds_more``, all content; their checksums are right."""
+    """Return the weights and, if ``holds_more``, all content, after a check of the checksums."""
     weights = read_weights(source, weights_only=not trust)
     rest = _rest(source, weights_only=not trust) if holds_more else None
-    # All is read; what is damaged must not get checksums of its own.
+    # Read and verify everything first: damaged data must not get new, valid checksums.
     check_values(weights if rest is None else rest)
     return weights, rest
 
@@ -165,7 +163,7 @@ def _write_plain(
     rest: Any,
     on_written: Callable[[int], object],
 ) -> None:
-    """Write a checkpoint file, its other content from ``rest`` if that is one of a Trainer."""
+    """Write a checkpoint; ``rest`` supplies its other content if it is one of a Trainer."""
     values = {
         name: ShardedValue.of_whole(value, shapes[name][0]) if name in shapes else value
         for name, value in weights.items()
@@ -175,13 +173,13 @@ def _write_plain(
     control = Control()
     provenance = Provenance(stage=0, world_size=1, precision="")
     kind = DirectorySave if target.suffix == _DIRECTORY else FileSave
-    # Tensors in files are read one by one, when they are written.
+    # Tensors in files are read one by one, as they are written.
     checkpoint = tree_map_only(LazyTensor, ShardedValue.of_whole, checkpoint)
     kind(checkpoint, str(target), control, provenance, on_written).run()
 
 
 def _rest(source: Path, *, weights_only: bool) -> Any:
-    """Read what the source holds besides weights, if it may be more than weights."""
+    """Read all content of the source; ``None`` if its format holds only weights."""
     if is_directory(source):
         return content(Directory.open(source), weights_only=weights_only)
     return mapped(str(source), weights_only=weights_only) if source.suffix in _PLAIN else None

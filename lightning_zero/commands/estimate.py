@@ -1,4 +1,4 @@
-"""``lightning-zero estimate``: the estimate on the command line."""
+"""``lightning-zero estimate``: the memory of a model, or the times of its steps, before it runs."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ _WITHOUT_MEMORY = {
     "restore_weights",
     "launcher",
 }
-"""The arguments that a step's memory does not depend on; all stages are shown."""
+"""Arguments of the strategy that do not change a step's memory; all stages are shown anyway."""
 
 
 def add_estimate_command(commands: Any) -> None:
@@ -142,7 +142,7 @@ def add_estimate_command(commands: Any) -> None:
 
 
 class _Asked(NamedTuple):
-    """A model, its settings as in ``ModelPlan.snapshots``, and what else a YAML has."""
+    """A model, its settings as in ``ModelPlan.snapshots``, and the other content of a YAML."""
 
     subject: ModelPlan
     settings: dict[str, Any]
@@ -184,7 +184,7 @@ def _asked(options: argparse.Namespace) -> _Asked:
 
 
 def _print_times(options: argparse.Namespace, asked: _Asked) -> int:
-    """Print the times of a step on ``--cluster``; returns the exit code."""
+    """Print the times of a step on ``--cluster``; return the exit code."""
     names = ("offload", "offload_ratio", "host_memory", "ranks", "report")
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
     given += [_AWAY] if asked.subject.activation_offload else []
@@ -207,7 +207,7 @@ def _print_times(options: argparse.Namespace, asked: _Asked) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the estimate that ``options`` ask for; returns the exit code."""
+    """Print the estimate that ``options`` ask for; return the exit code."""
     asked = subject, settings, chosen, trainer = _asked(options)
     if options.cluster is not None:
         return _print_times(options, asked)
@@ -236,7 +236,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _offloads(options: argparse.Namespace, chosen: dict[str, Any]) -> list[tuple[int, Offload]]:
-    """Return the offloads that the options name, and that of a configuration, with their stages."""
+    """Return the offloads of the options and of the configuration, with their stages."""
     ratio, of_config = options.offload_ratio, chosen.pop("offload_ratio", 1.0)
     offloads = named_offloads(
         *dict.fromkeys(options.offload), ratio=1.0 if ratio is None else ratio
@@ -255,7 +255,7 @@ def _offloads(options: argparse.Namespace, chosen: dict[str, Any]) -> list[tuple
 
 
 def _beside_the_device(found: list[Estimate], limits: Limits) -> Iterator[str]:
-    """Describe host memory and files."""
+    """Yield lines about host memory and files."""
     whole = format_bytes(found[0].whole)
     yield f"Host memory before setup, if the model is not built on meta: {whole} per rank,"
     yield "and after fit, unless restore_weights=False. In a step without offload: none beside the"

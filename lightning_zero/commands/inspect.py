@@ -98,7 +98,7 @@ def describe(path: Path) -> Iterator[str]:
 
 
 def _of_deepspeed(path: Path) -> tuple[Any, str]:
-    """Return a folder by DeepSpeed as a checkpoint, and its provenance."""
+    """Return the content of a DeepSpeed folder as a checkpoint, and its provenance."""
     folder = DeepSpeedFolder(path)
     value = {**folder.own_state(), "state_dict": folder.weights()}
     written_by = (
@@ -113,12 +113,12 @@ def _of_deepspeed(path: Path) -> tuple[Any, str]:
 
 
 def _identity(tensor: Tensor) -> Any:
-    """Return what tied tensors have in common."""
+    """Return a key that tied tensors share."""
     return id(tensor) if isinstance(tensor, LazyTensor) else tensor.untyped_storage().data_ptr()
 
 
 def damage(path: Path) -> list[str]:
-    """Return what is wrong with a file by its checksums, a line each; of a folder all files'."""
+    """Return a line for each failed checksum of a file, or of all files of a folder."""
     if is_deepspeed_folder(path):
         files = DeepSpeedFolder(path).files
         return [f"{file.name}: {line}" for file in files for line in damage(file)]

@@ -1,4 +1,4 @@
-"""Where the command finds a model: a number, an import path, a CLI configuration, a HF config."""
+"""Lookup of a model by number, import path, LightningCLI or Hugging Face configuration."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Model = int | Callable[[], nn.Module]
 def find_model(text: str, arguments: Mapping[str, Any]) -> Model:
     """Return the number of parameters that ``text`` names, or a function that builds the model.
 
-    It is ``10B``, ``package.module:Class``, ``file.py:Class``, or a folder or ``.json`` file with a
-    Hugging Face configuration.
+    ``text`` is ``10B``, ``package.module:Class``, ``file.py:Class``, or a folder or ``.json`` file
+    with a Hugging Face configuration.
     """
     if re.fullmatch(r"[\d.]+(e\d+)?\s*[KMBT]?", text, re.IGNORECASE):
         return parse_numel(text)
@@ -70,7 +70,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def model_of_config(config: Mapping[str, Any], model: str | None) -> tuple[str, dict[str, Any]]:
-    """Return the class and the arguments that a LightningCLI configuration has for the model."""
+    """Return the model's class and arguments from a LightningCLI configuration."""
     section = dict(config.get("model") or {})
     name = section.pop("class_path", None) or model
     if name is None:
@@ -81,7 +81,7 @@ def model_of_config(config: Mapping[str, Any], model: str | None) -> tuple[str, 
 
 
 def parse_arguments(pairs: Sequence[str]) -> dict[str, Any]:
-    """Parse arguments such as ``width=128``; values are Python literals, or else text."""
+    """Parse arguments such as ``width=128``; values are Python literals, else text."""
     found = {}
     for pair in pairs:
         name, sign, value = pair.partition("=")
@@ -115,7 +115,7 @@ def parse_batch(specs: Sequence[str]) -> Any:
 
 
 def _choices(path: Path) -> str:
-    """List the LightningModules of a file, or its modules if there are none, as to be typed."""
+    """List the LightningModules of a file, or its modules if it has none, as ``file.py:Class``."""
     try:
         names = list(vars(_module_in(path)).items())
     except (ImportError, OSError) as error:

@@ -1,4 +1,4 @@
-"""``lightning-zero estimate --cluster``: the times of a step, by what a user may choose."""
+"""``lightning-zero estimate --cluster``: step times for the arguments a user may choose."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ Computation counts products of matrices and convolutions; casts and codes in 8 b
 
 
 class Choice(NamedTuple):
-    """A way to train, and how long a step of it takes.
+    """A stage with arguments, and how long a step takes with them.
 
     Attributes:
         stage: As in the strategy.
         settings: The arguments of the strategy that were varied.
         played: The times.
-        leaving: Bytes that a rank sends in messages that leave its node.
+        leaving: Bytes that a rank sends in collectives that span nodes.
         peak: The most bytes that a rank holds.
-        fits: Whether a device does.
+        fits: Whether the peak fits a device.
     """
 
     stage: int
@@ -55,7 +55,7 @@ class Choice(NamedTuple):
 
     @property
     def hidden(self) -> float:
-        """The share of the time of messages behind which something is computed."""
+        """The share of the messages' time that overlaps with computation."""
         sending = sum(self.played.sending.values())
         return 1 - min(1.0, sum(self.played.waiting.values()) / sending) if sending else 1.0
 
@@ -67,12 +67,12 @@ def times(
     stages: Sequence[int] | None = None,
     **settings: Any,
 ) -> list[Choice]:
-    """Return the choices that a cluster leaves, those that fit first, the fastest of them first.
+    """Return the choices on a cluster: those that fit first, then by the time of a step.
 
-    What ``settings`` say is not varied, and what contradicts them is left out.
+    Arguments in ``settings`` are not varied, and choices that contradict them are left out.
 
     Raises:
-        ValueError: The model's computation is not known, or nothing is left.
+        ValueError: The model's computation is not known, or no choice is left.
     """
     if not (model.has_units and model.has_activations):
         raise ValueError(
@@ -103,7 +103,7 @@ def times(
 
 
 def _varied(cluster: Cluster, stages: Sequence[int]) -> Iterator[tuple[int, dict[str, int]]]:
-    """Yield the choices: stages, groups of a node, and bits."""
+    """Yield the choices of stages, of groups within a node and of numbers of bits."""
     for stage, bits in product(stages, _BITS):
         if stage not in (1, 2, 3):
             raise ValueError(f"--cluster tells the times of stages 1, 2 and 3, got {stage}.")

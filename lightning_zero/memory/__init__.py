@@ -4,14 +4,14 @@ prediction     ``estimate`` and its result; comparisons of stages and numbers of
 model          a model on meta with its optimizer and batch
 dry_run        one step of the user's module on tensors without data: its events
 trace          the events of a step
-live_bytes     bytes of all tensors that are alive, and what kernels keep beside them
-replay         the engine itself, which goes through the events on meta
+live_bytes     bytes of all live tensors, and of what kernels keep besides
+replay         the engine itself, driven through the events on meta
 snapshots      what a rank holds in each part of a step
-cluster        the time of a step on a cluster, by what the replay does and waits for
-steps          a step under the engine, under DDP, of a number of parameters, and with offload
+cluster        the time of a step on a cluster, from what the replay does and waits for
+steps          a step under the engine, under DDP, of a bare number of parameters, with offload
 states         optimizers on meta, and the bytes of their states
 terms          what rests, by the plan's arithmetic
-difference     why a rank holds what was not predicted
+difference     why a rank holds other bytes than predicted
 advice         which stage fits a device, and what to change if none does
 report, plot   text, the page and its pictures; size: bytes as people write them
 """

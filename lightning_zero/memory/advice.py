@@ -20,7 +20,7 @@ class Limits:
 
     Attributes:
         device_memory: Bytes of one device.
-        host_memory: Bytes of one node's host memory; ``None`` if it does not matter.
+        host_memory: Bytes of one node's host memory; ``None`` for no limit.
         ranks_per_node: Ranks that share a host; by default all, up to eight.
     """
 
@@ -46,9 +46,9 @@ class Limits:
 def advise(
     model: ModelPlan, estimates: Sequence[Estimate], limits: Limits | int, **settings: Any
 ) -> str:
-    """One paragraph for each number of ranks: the least sharding that fits, or what would.
+    """Return a paragraph per number of ranks: the least sharding that fits, or what would.
 
-    ``limits`` may be bytes of one device; ``settings`` are what the estimates were made with.
+    ``limits`` may be the bytes of one device; ``settings`` are those of the estimates.
     """
     limits = Limits(limits) if isinstance(limits, int) else limits
     lines = []

@@ -1,15 +1,16 @@
-"""The time of a step on a cluster, before there is one: what a rank does, and what it waits for.
+"""The predicted time of a step on a cluster: what a rank computes, sends and waits for.
 
-The engine goes through a step without data, as for the memory of one (``replay``). What it computes
-between two events of the model, which messages it starts and where it waits for them becomes a
-**timeline**, in its own order and with its own prefetch; bytes are those of its ledger. Playing it
-on a cluster moves two kinds of clocks: that of computation, which stands still where the engine
-waits, and one for each link, over which one message follows the other.
+The engine runs a step without data, as it does to predict memory (``replay``). Its computation
+between the model's events, the messages it starts and the places where it waits for them form a
+**timeline**, in the engine's own order and with its own prefetch; bytes come from its ledger.
+Playing the timeline on a cluster advances two kinds of clocks: the rank's, which computes or waits,
+and one per link, which carries one message at a time.
 
-A collective in which a rank sends ``b`` bytes takes a latency and ``b`` over the slower of two
-rates: a rank's own within its node, and its group's share of the node's link. That is a ring, which
-brings into a node what it needs once; all groups that leave a node at a time share its link. Where
-every rank sends to every other (gradients in code, and CPUs), all of that passes the node's link.
+A collective in which each rank sends ``b`` bytes takes a latency plus ``b`` divided by the slower
+of two rates: the rank's own within its node, and its group's share of the node's link. This models
+a ring, which brings data into a node once; all groups that leave a node at the same time share its
+link. Where every rank sends to every other (coded gradients, and on CPUs), all bytes for other
+nodes cross the node's link.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ class Cluster:
 
     Attributes:
         num_nodes: Number of nodes.
-        ranks_per_node: Ranks on each.
-        between: Bytes a second that a node sends to others.
-        within: Bytes a second that a rank sends within its node.
-        flops: Floating-point operations a second of a rank.
-        memory: Bytes a second of a device's memory; ``None`` if its time does not count.
-        latency: Seconds that each collective takes beside its bytes.
+        ranks_per_node: Ranks on each node.
+        between: Bytes per second that a node sends to others.
+        within: Bytes per second that a rank sends within its node.
+        flops: Floating-point operations per second of a rank.
+        memory: Bytes per second of a device's memory; ``None`` if the optimizer takes no time.
+        latency: Seconds that each collective takes on top of its bytes.
         hides: Whether messages travel while a rank computes.
     """
 
@@ -60,15 +61,15 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
-        """Number of all ranks."""
+        """Total number of ranks."""
         return self.num_nodes * self.ranks_per_node
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
-        """Return the cluster that a text such as ``64x8, 400Gb/s, 450GB/s, 400TFLOPS`` describes.
+        """Parse a description such as ``64x8, 400Gb/s, 450GB/s, 400TFLOPS``.
 
         Raises:
-            ValueError: It describes none.
+            ValueError: The text does not describe a cluster.
         """
         sizes: list[tuple[int, int]] = []
         rates: list[float] = []
@@ -97,21 +98,21 @@ class Cluster:
         return cls(*sizes[0], between, within, memory=memory[0] if memory else None, **rest)
 
     def leaves_node(self, axis: Axis) -> bool:
-        """Return whether groups along an axis have ranks in several nodes."""
+        """Return whether any group along an axis spans several nodes."""
         return any(len(self._counts(ranks)) > 1 for ranks in axis.groups)
 
     def _counts(self, ranks: Iterable[int]) -> Counter[int]:
-        """Return how many of the ranks each node has."""
+        """Count the ranks on each node."""
         return Counter(rank // self.ranks_per_node for rank in ranks)
 
     def seconds(self, axis: Axis, nbytes: int, *, is_direct: bool = False) -> float:
-        """Return how long a collective along an axis takes in which a rank sends ``nbytes``.
+        """Return how long a collective along an axis takes if each rank sends ``nbytes``.
 
-        ``is_direct`` if each rank sends each other its part.
+        ``is_direct`` means that each rank sends every other rank its part.
         """
         if axis.size == 1:
             return 0.0
-        # The ranks of a group that share a node: the fewest, as the slowest group is waited for.
+        # The fewest ranks of a group that share a node: the slowest group determines the time.
         together = min(min(self._counts(ranks).values()) for ranks in axis.groups)
         if is_direct or not self.hides:
             inside = nbytes * (together - 1) / (axis.size - 1)
@@ -123,11 +124,11 @@ class Cluster:
 
 
 class Step(NamedTuple):
-    """Something that a rank does, in its order.
+    """One action of a rank.
 
-    ``amount`` is floating-point operations, bytes that a rank sends or, of the optimizer, that it
-    reads and writes; ``message`` the number of a message that begins or is awaited, ``is_direct``
-    whether each rank sends each other its part.
+    ``amount`` is floating-point operations, bytes that the rank sends or, for the optimizer, bytes
+    that it reads and writes; ``message`` is the number of the message that begins or is awaited;
+    ``is_direct`` tells whether each rank sends every other rank its part.
     """
 
     what: str
@@ -139,14 +140,14 @@ class Step(NamedTuple):
 
 @dataclass
 class Timeline:
-    """The steps of a rank from the begin of one optimizer's step to the next.
+    """The actions of a rank from the start of one optimizer step to the next.
 
     Attributes:
         steps: The optimizer's, then those of each microbatch.
-        bytes: Sent in these microbatches, by axis and verb.
-        optimizer_bytes: What the optimizer's step reads and writes.
+        bytes: Bytes sent in these microbatches, by axis and verb.
+        optimizer_bytes: Bytes that the optimizer's step reads and writes.
         axes: The ranks along each axis, by its name.
-        is_over: Whether all was noted.
+        is_over: Whether the recording is complete.
     """
 
     steps: list[list[Step]] = field(default_factory=lambda: [[]])
@@ -157,25 +158,25 @@ class Timeline:
     _num_messages: int = 0
 
     def restart(self) -> None:
-        """Forget what was noted: an optimizer's step begins."""
+        """Forget what was recorded: an optimizer step begins."""
         self.steps = [[Step("optimize", self.optimizer_bytes)]]
         self.bytes.clear()
 
     def end(self) -> None:
-        """Keep what was noted; what comes is the next step's."""
+        """Stop recording messages: any that follow belong to the next step."""
         self.is_over = True
 
     def next_microbatch(self) -> None:
-        """Note what comes as another microbatch's."""
+        """Record what follows under a new microbatch."""
         self.steps.append([])
 
     def compute(self, flops: int) -> None:
-        """Note computation."""
+        """Record computation."""
         if flops:
             self.steps[-1].append(Step("compute", flops))
 
     def begin(self, axis: str, verb: str, nbytes: int) -> Callable[[], None]:
-        """Note that a message begins; the returned call notes that it is awaited."""
+        """Record that a message begins; return a function that records that it is awaited."""
         number = self._num_messages
         self._num_messages += 1
         if self.is_over:
@@ -187,13 +188,13 @@ class Timeline:
 
 
 class Played(NamedTuple):
-    """The seconds of a step.
+    """The times of a step, in seconds.
 
     Attributes:
-        total: From one step to the next.
-        compute: Of computation, with the optimizer's.
-        sending: Of all messages, by axis.
-        waiting: In which nothing is computed, by the axis of the message that is awaited.
+        total: Time from one step to the next.
+        compute: Time of computation, including the optimizer's.
+        sending: Time of all messages, by axis.
+        waiting: Time in which nothing is computed, by the axis of the awaited message.
         sent: Bytes of all messages, by axis.
     """
 
@@ -207,7 +208,7 @@ class Played(NamedTuple):
 def play(timeline: Timeline, cluster: Cluster, num_microbatches: int = 1) -> Played:
     """Return how long a timeline takes on a cluster.
 
-    Of several microbatches all but the last are as the first.
+    Every microbatch but the last is taken to be like the first.
     """
     optimizer, first, last = timeline.steps[0], timeline.steps[1], timeline.steps[-1]
     axes = timeline.axes
@@ -229,7 +230,7 @@ def play(timeline: Timeline, cluster: Cluster, num_microbatches: int = 1) -> Pla
                 waiting[step.axis] += seconds
                 now += seconds
         elif step.what == "await":
-            # Whoever waits again finds it there.
+            # A second wait for the same message takes no time.
             axis, end = ends.pop(step.message, ("shard", 0.0))
             waiting[axis] += max(0.0, end - now)
             now = max(now, end)

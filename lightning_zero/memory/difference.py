@@ -1,4 +1,4 @@
-"""Explanations of differences between predicted and measured bytes: by kind, with names."""
+"""Explanations of differences between predicted and measured bytes, by kind and with names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_zero.memory.terms import AWAY_ROWS, RESTING
 
 
 class Cause(NamedTuple):
-    """Something that does not hold what was predicted for it."""
+    """The predicted and the actual bytes of a group of parameters, a piece or a buffer."""
 
     kind: str
     name: str
@@ -28,7 +28,7 @@ def explain(
 ) -> list[str]:
     """Return one sentence for each kind of resting bytes that differs.
 
-    The prediction was made for ``model``, taken from ``engine`` before its first step.
+    The prediction must be that of ``model``, taken from ``engine`` before its first step.
     """
     found = [cause for cause in _causes(model, engine) if cause.predicted != cause.held]
     lines = []

@@ -1,7 +1,7 @@
 """One training step on tensors without data: its events, and the bytes of activations at each.
 
 The user's own ``training_step`` and its backward run on fake tensors (shapes, dtypes and storages,
-no numbers), so the memory of a model that fits nowhere is known in seconds. Whatever is alive and
+no values), so the memory of a model that fits nowhere is known in seconds. Every live tensor that
 is not a parameter, a buffer of the module or a finished gradient counts as activations: what
 forward saves for backward, intermediate results, the batch, and the gradients of activations.
 """
@@ -39,8 +39,8 @@ def meta_copy(
 ) -> nn.Module:
     """Return a copy of ``module`` with parameters and buffers on ``meta``; no data is copied.
 
-    Hooks and the Trainer are left behind. ``dtype_of`` gives the dtype of a parameter or buffer; by
-    default it keeps its own.
+    Hooks and the Trainer are left out. ``dtype_of`` returns the dtype for a parameter or buffer; by
+    default each keeps its own.
     """
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
@@ -65,10 +65,10 @@ class Microbatch:
         batch: One rank's batch, if there is one; only shapes and dtypes matter.
         step: Computes the loss; by default ``training_step``, or the sum of the module's outputs.
         checkpointing: Whether every unit's activations are recomputed in backward.
-        offloading: Whether they wait for it in the memory of an accelerator's host; not under DDP.
-        recipe: The dtypes of the precision, whose autocast surrounds the step.
-        dtype: The dtype of the module, of floating inputs and of new tensors under ``*-true``.
-        device: Where tensors pretend to be; kernels are chosen by it.
+        offloading: Whether an accelerator's host keeps them until backward; not under DDP.
+        recipe: The dtypes of the precision; its autocast applies to the step.
+        dtype: The dtype of the module, floating-point inputs and new tensors under ``*-true``.
+        device: The device that tensors report, which decides the kernels.
     """
 
     batch: Any
@@ -80,14 +80,14 @@ class Microbatch:
     device: torch.device
 
     def dtype_of(self, tensor: Tensor) -> torch.dtype:
-        """Return the dtype that the precision gives a parameter or a buffer of the module."""
+        """Return the dtype of a parameter or buffer of the module under the precision."""
         return self.dtype if self.dtype and tensor.is_floating_point() else tensor.dtype
 
     def events(self, module: nn.Module, specs: Sequence[UnitSpec], *, is_cast: bool) -> list[Event]:
-        """Return the events of a step of ``module``, a :func:`meta_copy` that is used up.
+        """Return the events of a step of ``module``, a :func:`meta_copy` that is consumed.
 
-        The root's spec is the last. Forward sees weights in the precision's dtype if ``is_cast``,
-        else as DDP leaves them. Without a batch units run in the order of registration.
+        The root's spec is last. Forward sees weights in the precision's dtype if ``is_cast``, else
+        in their own, as under DDP. Without a batch, units run in the order of registration.
         """
         if self.batch is None:
             numbers = {id(p): number for number, p in enumerate(module.parameters())}
@@ -122,7 +122,7 @@ class Microbatch:
         *,
         offloads: bool,
     ) -> None:
-        """Run forward and backward, of which ``log`` notes the events."""
+        """Run forward and backward while ``log`` records the events."""
         recompute = ActivationCheckpointing(u.module for u in units if self.checkpointing)
         going = [unit.module for unit in units if offloads]
         offload = ActivationOffload(going, module.parameters(), log.copies)
@@ -154,7 +154,7 @@ class Microbatch:
 
 
 def default_step(module: nn.Module, batch: Any) -> Tensor:
-    """Return the loss of ``training_step``, of the output's ``loss``, or the sum of all outputs."""
+    """Run ``training_step``, else the module; return its loss, or the sum of all outputs."""
     training_step = getattr(module, "training_step", None)
     if training_step is not None:
         output = training_step(*[batch, 0][: _num_positional(training_step)])
@@ -170,7 +170,7 @@ def default_step(module: nn.Module, batch: Any) -> Tensor:
 
 
 def _num_positional(function: Callable[..., Any]) -> int | None:
-    """Return how many arguments ``function`` takes by position, whatever their names."""
+    """Return how many positional arguments ``function`` takes; ``None`` means any number."""
     kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL in kinds:
         return None
@@ -181,7 +181,7 @@ def _num_positional(function: Callable[..., Any]) -> int | None:
 
 
 class _Log:
-    """Notes the events of a step as they happen."""
+    """Recorder of the events of a step."""
 
     def __init__(self, live: LiveBytes, copies: DryHostCopies) -> None:
         self.live, self.copies = live, copies
@@ -190,19 +190,19 @@ class _Log:
         self.events: list[Event] = []
 
     def note(self, kind: Kind, unit: str = "", call: int = -1, parameter: int = -1) -> None:
-        """Note that something happens."""
+        """Record an event."""
         before, flops = self.live.restart(), self.live.take_flops()
         now, away = self.live.count(), self.copies.passing
         self.events.append(Event(kind, unit, call, parameter, before, now, flops, away))
 
     def listen(self, name: str, unit: nn.Module) -> Iterator[Any]:
-        """Hook the unit's forward, and through it its backward."""
+        """Hook the unit's forward and, through its tensors, its backward; yield the handles."""
         begin = functools.partial(self._begin_forward, name)
         yield unit.register_forward_pre_hook(begin, with_kwargs=True)
         yield unit.register_forward_hook(lambda _, __, output: self._end_forward(name, output))
 
     def listen_to_grads(self, module: nn.Module) -> None:
-        """Note each parameter's gradient as it comes, and drop it."""
+        """Record each parameter's gradient when it arrives, then drop it."""
         for number, parameter in enumerate(module.parameters()):
             if parameter.requires_grad:
                 take = functools.partial(self._take_grad, number)
@@ -237,7 +237,7 @@ class _Log:
 def _fake_tensors(
     module: nn.Module, dtypes: Mapping[int, torch.dtype], device: torch.device
 ) -> None:
-    """Put fake tensors in the place of the module's own, ties kept; dtypes are by their ids."""
+    """Replace the module's tensors by fake ones, keeping ties; ``dtypes`` are by parameter id."""
     made: dict[int, Parameter] = {}
     for child in module.modules():
         for name, parameter in child._parameters.items():
@@ -250,7 +250,7 @@ def _fake_tensors(
             if buffer is not None:
                 child._buffers[name] = _fake_of(buffer, device=device)
         if isinstance(getattr(child, "_device", None), torch.device):
-            # Lightning's modules and torchmetrics' remember a device beside their tensors.
+            # Modules of Lightning and torchmetrics store a device besides their tensors.
             child._device = device  # type: ignore[assignment]
 
 

@@ -1,12 +1,12 @@
-"""Bytes of every tensor that is alive, counted by following each operation.
+"""Bytes of all live tensors, counted by intercepting every operation.
 
-The count knows nothing of units or stages: it follows storages from the operation that makes them
-until nobody holds them. It counts fake tensors like real ones, so a dry run and a real
-run are measured by the same ruler.
+The count knows nothing of units or stages: it follows each storage from the operation that creates
+it until it is freed. Fake tensors count like real ones, so a dry run and a real run are measured
+the same way.
 
-Kernels on a CPU keep more than torch says of them for tensors without data (torch 2.13):
+CPU kernels keep more than torch reports for tensors without data (torch 2.13):
 
-* a loss is computed for each element and summed up in the same storage, which stays as large;
+* a loss is computed per element and summed in the same storage, which keeps its size;
 * a norm of half-precision inputs with fp32 weights keeps its statistics in fp32.
 """
 
@@ -42,7 +42,7 @@ _WEIGHT_OF_NORM = {
     _aten.native_group_norm.default: 1,
     _aten.native_batch_norm.default: 1,
 }
-"""Which argument a norm's weight is."""
+"""The index of the weight among a norm's arguments."""
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
@@ -59,23 +59,23 @@ def _attention_backward(
 
 _FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_registry,
-    # Of a CPU's attention torch knows no formula.
+    # torch has no formula for attention on a CPU.
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
 
 
 class LiveBytes(TorchDispatchMode):
-    """A context that counts the storages that operations within it make, by their first size.
+    """A context that counts the storages that operations in it create, by their initial size.
 
-    It counts what operations on matrices compute too, as torch counts it.
+    It also counts floating-point operations, by torch's formulas (``flop_registry``).
 
-    ``as_on_cpu`` adds what the kernels of a CPU would keep, were the tensors not without data.
+    ``as_on_cpu`` adds what CPU kernels would keep if the tensors had data.
     """
 
     def __init__(self, *, as_on_cpu: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = 0  # the most bytes that were alive at once since the last restart
+        self.peak = 0  # the most bytes alive at once since the last restart
         self._as_on_cpu = as_on_cpu
         self._live: _Storages = {}
         self._ignored: _Storages = {}
@@ -83,7 +83,7 @@ class LiveBytes(TorchDispatchMode):
         self._flops = 0
 
     def follow(self, tensors: Iterable[Any]) -> None:
-        """Count these too, which were there before."""
+        """Also count these tensors, which already exist."""
         for storage in _storages(tensors):
             self._count(storage)
 
@@ -94,16 +94,16 @@ class LiveBytes(TorchDispatchMode):
             self._ignored[storage._cdata] = weakref.ref(storage, forget)
 
     def count(self) -> int:
-        """Bytes alive now."""
+        """Return the bytes alive now."""
         return self._total
 
     def restart(self) -> int:
-        """Begin a new peak at what is alive now; returns the old one."""
+        """Reset the peak to the bytes alive now; return the old peak."""
         before, self.peak = self.peak, self.count()
         return before
 
     def take_flops(self) -> int:
-        """Return the floating-point operations since this was last asked for."""
+        """Return the floating-point operations since the last call."""
         flops, self._flops = self._flops, 0
         return flops
 
@@ -114,7 +114,7 @@ class LiveBytes(TorchDispatchMode):
         self._total += size
 
         def end(_: Any) -> None:
-            # The address is free for another storage as soon as this one is gone.
+            # As soon as this storage is gone, another may have its address.
             del self._live[key]
             self._total -= size
 
@@ -148,7 +148,7 @@ def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
 
 
 def _kept_beyond(func: Any, args: tuple[Any, ...], out: Any) -> Iterator[tuple[Tensor, int]]:
-    """Yield the outputs of an operation that hold more than they seem to, with the bytes."""
+    """Yield the outputs of an operation that hold more than their size, with the extra bytes."""
     if func in _LOSSES:
         if out.shape != args[0].shape:
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]

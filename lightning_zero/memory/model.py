@@ -1,4 +1,4 @@
-"""A model on ``meta`` with its optimizer and its batch, of which memory is predicted."""
+"""A model on ``meta`` with its optimizer and batch, whose memory is predicted."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class ModelPlan:
 
     Attributes:
         module: The model on ``meta``.
-        has_units: Whether it is known, and not only its number of parameters.
+        has_units: Whether the model itself is known, not only its number of parameters.
         num_parameters: Elements of all parameters, ties counted once.
-        nbytes: Bytes of all parameters and buffers, whole and in dtypes of their own.
+        nbytes: Bytes of all parameters and buffers, unsharded and in their own dtypes.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class ModelPlan:
 
     @property
     def has_activations(self) -> bool:
-        """True if there is a batch to count activations with."""
+        """Whether there is a batch to count activations with."""
         return self._microbatch.batch is not None
 
     def describe(self) -> str:
-        """Name the model, its size, precision, optimizers and batch in one line."""
+        """Return the model, its size, precision, optimizers and batch in one line."""
         batch = " ".join(
             f"{str(tensor.dtype).removeprefix('torch.')}[{','.join(map(str, tensor.shape))}]"
             for tensor in tensors_in(self._microbatch.batch)
@@ -115,7 +115,7 @@ class ModelPlan:
         )
 
     def checkpointed(self) -> ModelPlan:
-        """Return the same with activation checkpointing."""
+        """Return the same plan with activation checkpointing."""
         other = copy.copy(self)
         other._microbatch = replace(self._microbatch, checkpointing=True)
         other._events = {}
@@ -123,12 +123,12 @@ class ModelPlan:
 
     @property
     def checkpointing(self) -> bool:
-        """True if every unit's activations are recomputed in backward."""
+        """Whether every unit's activations are recomputed in backward."""
         return self._microbatch.checkpointing
 
     @property
     def activation_offload(self) -> bool:
-        """True if they wait for it in the memory of an accelerator's host."""
+        """Whether an accelerator's host keeps activations until backward."""
         return self._microbatch.offloading
 
     @property
@@ -146,7 +146,7 @@ class ModelPlan:
         batch: Any = None,
         activation_offload: bool = False,
     ) -> ModelPlan:
-        """Return the model that ``engine`` shards, with the optimizers that step it."""
+        """Return the plan of the model that ``engine`` shards and ``optimizers`` step."""
         settings = engine.sharded.settings
         dtypes = {
             id(parameter): flat.plan.master.dtype
@@ -184,7 +184,10 @@ class ModelPlan:
         timeline: Timeline | None = None,
         **settings: Any,
     ) -> list[Snapshot]:
-        """Return a step at a stage (0: DDP) by the engine's ``settings``, told to ``timeline``."""
+        """Return the snapshots of a step at a stage (0: DDP), and record it in any ``timeline``.
+
+        ``settings`` are further arguments of ``Settings``.
+        """
         _require_sense(stage, world_size, rank, offload)
         if stage == 0:
             return self._under_ddp(adds_gradients=num_microbatches > 1)
@@ -236,7 +239,7 @@ class ModelPlan:
     def against(
         self, offload: Offload | None, *, stochastic_rounding: bool = False, **_: Any
     ) -> str:
-        """Return why the model is not offloaded, or rounded, so; empty if it may be."""
+        """Return why the model cannot be offloaded, or rounded, this way; empty if it can."""
         is_mapped = offload is not None and offload.is_mapped(self.device)
         if self.activation_offload and is_mapped:
             return (
@@ -254,7 +257,7 @@ class ModelPlan:
     def shares_away(self, ratio: float, num_shards: int, num_copies: int = 1) -> list[float]:
         """Return the share of masters and states that each rank of a copy offloads."""
         if not self.has_units:
-            return [ratio]  # of a mere number of parameters, which may be cut anywhere
+            return [ratio]  # a bare number of parameters may be cut anywhere
         specs = specify_units(self.module, Settings(3, self.recipe, device=_META, **self._cut))
         return shares_away(specs, ratio, num_shards=num_shards, num_copies=num_copies)
 
@@ -283,7 +286,7 @@ class ModelPlan:
     def state_bytes(
         self, parameter: Parameter, numel: int, rank: int = 0, world_size: int = 1
     ) -> int:
-        """Return the bytes of optimizer states of a rank with ``numel`` elements of a parameter."""
+        """Return the optimizer state bytes of a rank with ``numel`` elements of a parameter."""
         return self._states.nbytes(parameter, numel, rank, world_size)
 
     def events(self, *, is_cast: bool) -> list[Event]:
@@ -296,7 +299,7 @@ class ModelPlan:
 
 
 def _require_sense(stage: int, world_size: int, rank: int, offload: Offload | None) -> None:
-    """Raise a ``ValueError`` unless there is such a rank at such a stage."""
+    """Raise a ``ValueError`` unless the stage allows such a rank and such an offload."""
     if not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"Expected world_size >= 1, got {world_size!r}.")
     if not 0 <= rank < world_size:

@@ -1,7 +1,7 @@
 """Pictures of memory; they need the ``plot`` extra (matplotlib).
 
-Each function returns a matplotlib ``Figure``: ``stages(...).savefig("stages.png")``. One kind has
-one colour in all of them, from what rests at the bottom to what comes and goes at the top.
+Each function returns a matplotlib ``Figure``: ``stages(...).savefig("stages.png")``. A kind has the
+same colour in all of them; resting kinds are stacked first, then those that come and go.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def has_matplotlib() -> bool:
 
 
 def timeline(snapshots: Sequence[Snapshot], *, title: str, limit: int | None = None) -> Figure:
-    """Draw one step from left to right, the bytes held stacked by kind.
+    """Draw one step from left to right, with the bytes held stacked by kind.
 
     Args:
         snapshots: The snapshots of a step, as in ``Estimate.snapshots``.
-        title: The heading.
-        limit: A device's memory, drawn as a line.
+        title: The title.
+        limit: Bytes of a device's memory, drawn as a line.
     """
     figure, axes = _figure(9.0, 4.4, title)
     edges = list(range(len(snapshots) + 1))
@@ -65,7 +65,7 @@ def timeline(snapshots: Sequence[Snapshot], *, title: str, limit: int | None = N
     label = snapshots[peak].total / scale + 0.03 * height
     if limit is not None:
         line = limit / scale
-        # The label of the line stands where that of the peak does not, and neither on the line.
+        # Keep the label of the limit away from that of the peak, and both off the line.
         is_left = peak >= len(snapshots) / 2
         axes.axhline(line, color=_LIMIT, ls="--", lw=1.2)
         axes.annotate(f"device: {format_bytes(limit)}", (0.01 if is_left else 0.99, line),
@@ -84,7 +84,7 @@ def timeline(snapshots: Sequence[Snapshot], *, title: str, limit: int | None = N
 
 
 def stages(columns: Mapping[str, Mapping[str, int]], *, title: str) -> Figure:
-    """Draw bytes by kind, one bar for each strategy; the others are compared with the first."""
+    """Draw bytes by kind, one bar per strategy; savings are relative to the first."""
     figure, axes = _figure(9.0, 1.3 + 0.62 * len(columns), title)
     totals = [sum(kinds.get(kind, 0) for kind in KINDS) for kinds in columns.values()]
     scale, unit = _scale(max(totals))
@@ -107,7 +107,7 @@ def stages(columns: Mapping[str, Mapping[str, int]], *, title: str) -> Figure:
 
 
 def scaling(estimates: Sequence[Estimate], *, title: str, limit: int | None = None) -> Figure:
-    """Draw model states against the number of ranks: dots with padding, lines the formula."""
+    """Draw model states by number of ranks: dots include padding, lines are the formula."""
     figure, axes = _figure(9.0, 4.4, title)
     scale, unit = _scale(max(found.model_states for found in estimates))
     worlds = sorted({found.world_size for found in estimates})
@@ -143,7 +143,7 @@ def scaling(estimates: Sequence[Estimate], *, title: str, limit: int | None = No
 
 
 class _End(NamedTuple):
-    """The end of lines that are one at this point."""
+    """The right end of one line, or of several that end at the same value."""
 
     names: tuple[str, ...]
     value: float
@@ -151,7 +151,7 @@ class _End(NamedTuple):
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Return round numbers around ``low`` to ``high``, the ticks of a logarithmic axis."""
+    """Return round numbers that enclose ``low`` to ``high``, as ticks of a logarithmic axis."""
     mantissas = (1, 2, 5) if high > 4 * low else (1, 1.5, 2, 3, 4, 5, 6, 8)
     powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
     ticks = [float(f"{mantissa}e{power}") for power in powers for mantissa in mantissas]
@@ -161,7 +161,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _name_ends(axes: Any, texts: Sequence[tuple[str, _End]]) -> None:
-    """Write names beside the ends of lines, moved apart where two would touch."""
+    """Label the ends of lines, moving labels apart where they would touch."""
     low, high = (math.log(value) for value in axes.get_ylim())
     place = -math.inf
     for text, end in sorted(texts, key=lambda pair: pair[1].value):
@@ -171,7 +171,7 @@ def _name_ends(axes: Any, texts: Sequence[tuple[str, _End]]) -> None:
 
 
 def replicated_and_sharded(estimates: Sequence[Estimate]) -> tuple[float, float]:
-    """Return both numbers of the formula ``replicated + sharded / ranks`` of one stage's bytes."""
+    """Return the numbers of the formula ``replicated + sharded / ranks`` for one stage's bytes."""
     first, last = estimates[0], estimates[-1]
     if first.stage == 0 or first.world_size == last.world_size:
         return float(first.model_states), 0.0
@@ -204,7 +204,7 @@ def _scale(largest: float) -> tuple[float, str]:
 
 
 def _mark_peak(axes: Any, snapshot: Snapshot, place: float, scale: float, height: float) -> None:
-    """Name the peak at ``height``; the label hides the lines behind it."""
+    """Label the peak at ``height``; the label hides the lines behind it."""
     axes.annotate(
         f"peak {format_bytes(snapshot.total)}\n{snapshot.label}",
         (place, snapshot.total / scale), xytext=(place, height),
@@ -215,7 +215,7 @@ def _mark_peak(axes: Any, snapshot: Snapshot, place: float, scale: float, height
 
 
 def _name_phases(axes: Any, snapshots: Sequence[Snapshot]) -> None:
-    """Write each phase below its part of the axis, with lines between them."""
+    """Label each phase below its part of the axis, with lines between phases."""
     starts = [0]
     for index in range(1, len(snapshots)):
         if snapshots[index].phase != snapshots[index - 1].phase:

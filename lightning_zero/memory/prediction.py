@@ -1,4 +1,4 @@
-"""Bytes per rank before a run: no data, no device, no process group."""
+"""Bytes per rank before a run, without data, device or process group."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class Estimate:
         num_parameters: Elements of all parameters, ties counted once.
         has_units: Whether the model's units are known, and so what is gathered and unreduced.
         has_activations: Whether activations are counted.
-        snapshots: A step from its begin to the rest after it.
+        snapshots: A step from its start to the rest after it.
         whole: Bytes of the whole module, which each rank has in host memory before setup, unless it
             is built on ``meta``, and after ``fit``, unless ``restore_weights=False``.
         is_on_host: Whether the device is the host itself.
         offload: What rests outside the device.
-        shares_away: The least and the most of its masters and states that a rank offloads: pieces
-            of parameters are not cut, so ranks differ, and all other figures are of one.
-        can_run: Whether a strategy does it; else this is the plan's formula, which no run has
-            confirmed.
+        shares_away: The smallest and largest share of its masters and states that a rank offloads.
+            Pieces of parameters are not cut, so ranks differ; all other figures are of one rank.
+        can_run: Whether a strategy supports it; otherwise the figures are those of the plan's
+            formula, which no run has confirmed.
     """
 
     stage: int
@@ -60,7 +60,7 @@ class Estimate:
 
     @property
     def rests(self) -> Kinds:
-        """Bytes between steps by kind: on the device, and as ``AWAY_ROWS`` name them elsewhere."""
+        """Bytes between steps, by kind on the device and by ``AWAY_ROWS`` elsewhere."""
         last = self.snapshots[-1]
         away = {"host": last.host, "disk": last.disk}
         named = {
@@ -70,7 +70,7 @@ class Estimate:
 
     @property
     def name(self) -> str:
-        """The strategy's name; with offload the one that it has or will have."""
+        """The strategy's name; with offload, the one that it has or would have."""
         if self.offload is None:
             return f"zero{self.stage}" if self.stage else "ddp"
         ratio = "" if self.offload.ratio == 1 else f" {self.offload.ratio:.0%}"
@@ -94,35 +94,35 @@ class Estimate:
 
     @property
     def peak(self) -> Snapshot:
-        """The snapshot at which most bytes are held on the device."""
+        """The snapshot with the most bytes on the device."""
         return max(self.snapshots, key=lambda snapshot: snapshot.total)
 
     @property
     def most(self) -> Kinds:
-        """The most of each kind on the device, whenever it is held."""
+        """The most bytes of each kind on the device, at any time."""
         held = [kinds for m in self.snapshots for kinds in (m.kinds, m.at_other_times)]
         return {kind: max(kinds.get(kind, 0) for kinds in held) for kind in KINDS}
 
     @property
     def host(self) -> Kinds:
-        """The most of each kind in host memory beside the device's, whenever it is held."""
+        """The most bytes of each kind in host memory apart from the device's, at any time."""
         return {kind: max(m.host.get(kind, 0) for m in self.snapshots) for kind in HOST_KINDS}
 
     @property
     def host_peak(self) -> int:
-        """The most bytes in host memory within a step; on a CPU the device's are among them."""
+        """The most bytes in host memory within a step; on a CPU, the device's are included."""
         return max(
             sum(one.host.values()) + (one.total if self.is_on_host else 0) for one in self.snapshots
         )
 
     @property
     def leaves_device(self) -> bool:
-        """True if something is offloaded, activations among it."""
+        """Whether anything is offloaded, activations included."""
         return self.offload is not None or (not self.is_on_host and self.host_peak > 0)
 
     @property
     def device_peak(self) -> int:
-        """The most bytes in the device's memory within a step; a CPU's has what is staged too."""
+        """The most bytes in device memory within a step; on a CPU, staging is included."""
         return self.host_peak if self.is_on_host else self.peak.total
 
     @property
@@ -164,8 +164,8 @@ def estimate(
 ) -> Estimate:
     """Estimate the bytes that one rank will hold, by kind, through a step.
 
-    An ``offload`` that no strategy does (``Estimate.can_run``) is the plan's formula. An optimizer
-    that a strategy refuses to step unit by unit is refused here too.
+    An ``offload`` that no strategy supports (``Estimate.can_run``) is estimated by the plan's
+    formula. An optimizer that a strategy refuses to step unit by unit is refused here too.
 
     Args:
         model_or_numel: A module on any device, a function that builds one (it is called on
@@ -179,11 +179,11 @@ def estimate(
         step: Computes the loss from the module and the batch; by default ``training_step``, or the
             module's own outputs.
         activation_checkpointing: Recompute every unit's activations in backward.
-        activation_offload: Keep them with an accelerator's host until then, as in ``ZeROStrategy``;
-            not at stage 0. The device is then taken for an accelerator.
+        activation_offload: Keep activations in host memory until backward, as in ``ZeROStrategy``;
+            not at stage 0. The device is then assumed to be an accelerator.
         offload: ``"cpu"`` or ``"nvme"`` for optimizer states, at stage 3 for weights too; or an
-            ``Offload`` that says each and a ratio. Unless it is to files on a CPU, the device is
-            then taken for an accelerator.
+            ``Offload`` with a medium for each and a ratio. Unless it is to files on a CPU, the
+            device is then assumed to be an accelerator.
         accumulate_grad_batches: As in the Trainer.
         accumulate: As in ``ZeROStrategy``.
         units: As in ``ZeROStrategy``.
@@ -192,18 +192,18 @@ def estimate(
         prefetch: As in ``ZeROStrategy``.
         reshard_after_forward: As in ``ZeROStrategy``.
         reduce_dtype: As in ``ZeROStrategy``.
-        shard: As in ``ZeROStrategy``, ``"all"`` or a number. What a reduction between copies holds
-            for a moment is not counted: up to three shards of the unit that is reduced.
+        shard: As in ``ZeROStrategy``, ``"all"`` or a number. Temporary memory of reductions between
+            copies is not counted: up to three shards of the unit being reduced.
         backward_shard: As in ``ZeROStrategy``, a number of ranks.
         gather_bits: As in ``ZeROStrategy``.
         reduce_bits: As in ``ZeROStrategy``.
         error_feedback: As in ``ZeROStrategy``.
         stochastic_rounding: As in ``ZeROStrategy``.
-        step_in_backward: As in ``ZeROStrategy``, where nothing keeps units from it.
+        step_in_backward: As in ``ZeROStrategy``, assuming that nothing prevents it for any unit.
         shares_memory: The ranks are on one host's CPUs and read each other's reduce buffers, which
-            then stay from step to step; ``unreduced`` is the most that they can be.
-        rank: The rank that is asked about; they differ by what is padding, and where a ratio is
-            offloaded by the pieces that they have (``Estimate.shares_away``).
+            then persist from step to step; ``unreduced`` is an upper bound.
+        rank: The rank to estimate. Ranks differ in padding and, if a ratio is offloaded, in which
+            pieces they have (``Estimate.shares_away``).
         device: Where the model will run: ``"cpu"`` or ``"cuda"``.
     """
     model = ModelPlan(
@@ -229,7 +229,7 @@ def estimate_of(
     offload: Offload | str | None = None,
     **settings: Any,
 ) -> Estimate:
-    """Return the estimate of a stage; ``settings`` as in ``ModelPlan.snapshots``."""
+    """Return the estimate for a stage; ``settings`` as in ``ModelPlan.snapshots``."""
     if isinstance(offload, str):
         offload = Offload.of_stage(stage, offload)
     snapshots = tuple(model.snapshots(stage, world_size, offload=offload, **settings))
@@ -264,9 +264,9 @@ def compare(
     offloads: Iterable[tuple[int, Offload]] = (),
     **settings: Any,
 ) -> list[Estimate]:
-    """Estimate every stage over every number of ranks, then every stage with an offload.
+    """Estimate, for each number of ranks, every stage and then every stage with an offload.
 
-    Of the settings each stage gets those that mean something there.
+    Each stage gets only the settings that apply to it.
     """
     columns = [*((stage, None) for stage in stages), *offloads]
     below = {name: value for name, value in settings.items() if name not in _OF_STAGE_3}
@@ -280,7 +280,7 @@ def compare(
 
 
 def named_offloads(*media: str, ratio: float = 1.0) -> list[tuple[int, Offload]]:
-    """Return the offloads that ``"cpu"`` and ``"nvme"`` name, each with its stage."""
+    """Return the offloads that the names ``"cpu"`` and ``"nvme"`` mean, each with its stage."""
     stages = {"cpu": (2, 3), "nvme": (3,)}
     return [
         (stage, Offload.of_stage(stage, medium, ratio=ratio))

@@ -1,16 +1,16 @@
-"""The engine itself, which goes through the events of a dry run without data.
+"""The engine itself, driven through the events of a dry run without data.
 
-The engine shards a copy of the model on ``meta``, as one of many ranks whose others are not there.
-Its modules compute nothing: each passes one number on, through a chain of autograd nodes in the
-order in which the model's own backward came to them. So the engine's hooks run as in training, and
-what it holds between two of them is counted::
+The engine shards a copy of the model on ``meta``, as one of many ranks; the others do not exist.
+The modules compute nothing: each passes on one number through a chain of autograd nodes, in the
+order in which the model's own backward reached them. So the engine's hooks run as in training, and
+what it holds between two nodes is counted::
 
     forward     in -- END of call 0 -- grad -- grad -- BACKWARD of call 0 -- ... -- loss
     backward    the same from right to left
 
 The alternative, the module's own step under the engine on fake tensors, was tried: each operation
-costs a hundred microseconds of Python, in two steps or more for each stage and number of ranks. A
-dry run takes them once; 55 units with 99 billion parameters then take a third of a second here.
+costs a hundred microseconds of Python, in two or more steps per stage and number of ranks. A dry
+run costs this once; 55 units with 99 billion parameters then take a third of a second here.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ def replay(
 ) -> list[Segment]:
     """Return the segments of a step's last microbatch; afterwards the rank is at rest.
 
-    Events are those of one microbatch; ``module`` is a copy of the model on ``meta``, which is used
-    up; ``held`` are the bytes that are held now, by kind, beside activations. Of several
-    microbatches ``timeline`` gets the first and the last one.
+    ``events`` are those of one microbatch; ``module`` is a copy of the model on ``meta``, which is
+    consumed; ``held`` returns the bytes held now, by kind, apart from activations. ``timeline``
+    records the first and the last microbatch.
     """
     parameters = list(module.parameters())
-    # What is stepped has no data that could be rounded.
+    # Tensors on meta have no values to round.
     engine = Engine(module, replace(settings, stochastic_rounding=False), comm)
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     optimizer = torch.optim.SGD(trainable or parameters, lr=0.0)
     engine.adopt(optimizer)
     units = {unit.name: unit.module for unit in engine.sharded.units}
-    # The first step finds no gradients and knows no order of units. From the second microbatch on
-    # each finds what the one before has left.
+    # The first step has no gradients and no order of units yet, so the second one is measured. Two
+    # microbatches stand for more: each after the first finds what the one before has left.
     num_passes = min(num_microbatches, _NUM_PASSES)
     segments = Segments(held)
     for step in range(2):
@@ -99,9 +99,9 @@ def _ignore(*_: Any) -> None:
 class _Calls:
     """One microbatch: calls of the units' modules, around a chain of autograd nodes.
 
-    What a call is given and what it returns are numbers of the chain, on which the engine hangs its
-    hooks; where the model's own needed no gradient, theirs do not either. ``follow`` is called with
-    each event as it happens.
+    The inputs and outputs of calls are numbers of the chain, on which the engine registers its
+    hooks; they require gradients where the model's own did. ``follow`` is called with each event as
+    it happens.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class _Calls:
             module.forward = self._run_unit if name else self._run_root
 
     def run(self) -> Tensor:
-        """Run the forward of the microbatch; going backward from its result runs the rest."""
+        """Run the forward of the microbatch; ``backward`` on its result runs the rest."""
         self._place()
         loss = self._units[""]()
         assert isinstance(loss, Tensor)
@@ -140,7 +140,7 @@ class _Calls:
         return self._x
 
     def _run_calls(self) -> Event:
-        """Run all calls within the one that runs now; returns the event that ends it."""
+        """Run all calls within the current one; return the event that ends it."""
         event = next(self._forward)
         while event.kind is Kind.FORWARD:
             self._call(event)
@@ -148,7 +148,7 @@ class _Calls:
         return event
 
     def _call(self, begin: Event) -> None:
-        """Run the call that begins with an event."""
+        """Run the call that the event ``begin`` begins."""
         call = begin.call
         while self._is_placed.get((Kind.BACKWARD_END, call)) is False:
             self._place()
@@ -157,7 +157,7 @@ class _Calls:
         self._units[begin.unit](self._inputs.get(call, self._x.detach()))
         self._running.pop()
         self._returned.add(call)
-        # What a call returns may be what one within it has returned: its gradient begins both.
+        # A call may return the output of a call within it: one gradient begins both backwards.
         if any(self._is_placed.get((Kind.BACKWARD, outer)) for outer in self._running):
             return
         while self._next.kind is Kind.BACKWARD and self._next.call in self._returned:
@@ -178,7 +178,7 @@ class _Calls:
         return self._backward[-1]
 
     def _place(self) -> None:
-        """Put a node behind the chain whose backward is the next event."""
+        """Append to the chain the node whose backward is the next event."""
         event = self._backward.pop()
         act = functools.partial(self._follow, event)
         if event.kind is Kind.GRAD:
@@ -192,7 +192,7 @@ class _Calls:
         self._x = _Mark.apply(self._x, act)  # type: ignore[no-untyped-call]
 
     def _recomputed(self, end: Event) -> list[Event]:
-        """Take the events of a forward that backward runs again, up to its ``end``."""
+        """Pop the events of a forward that is recomputed in backward, up to its ``end``."""
         events = [end]
         while (events[-1].kind, events[-1].call) != (Kind.FORWARD, end.call):
             events.append(self._backward.pop())
@@ -206,7 +206,7 @@ class _Calls:
 
 
 class _Mark(torch.autograd.Function):
-    """Passes a number on, and in backward its gradient when something has happened."""
+    """An identity that calls ``act`` in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, act: Callable[[], None]) -> Tensor:
@@ -220,7 +220,7 @@ class _Mark(torch.autograd.Function):
 
 
 class _Grad(torch.autograd.Function):
-    """The same, with a gradient for a parameter."""
+    """The same, which also gives a parameter a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parameter: Parameter, act: Callable[[], None]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The memory of a run as text, and as files: ``memory.json`` for programs, ``memory.html``."""
+"""The memory of a run as text, and as ``memory.json`` and the page ``memory.html``."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ def write_report(
     device_memory: int | None = None,
     times: StepTimes | None = None,
 ) -> Path:
-    """Write ``memory.json`` and one self-contained ``memory.html``; returns the page's path.
+    """Write ``memory.json`` and a self-contained ``memory.html``; return the page's path.
 
     Args:
-        folder: The folder of the files; it is made if it is missing.
+        folder: The folder for the files; created if it does not exist.
         subject: The model, precision, optimizer and batch, for the title.
-        measured: Bytes by kind at each point of a step, the most over ranks.
+        measured: Bytes by kind at each point of a step, the maximum over ranks.
         held: Bytes by kind that the predicted rank held between steps.
         predicted: The estimate for the same run; its step becomes the timeline.
-        stages: Estimates to show side by side, on the device; the first is what others save
-            against. What they offload stands in a table of its own.
+        stages: Estimates whose device memory is shown side by side; savings are relative to the
+            first. A separate table shows what they offload.
         scaling: Estimates of the same stages over several numbers of ranks.
         device_memory: Bytes of a device, drawn as a line.
-        times: Those of the steps with offload on the rank that was predicted.
+        times: Times of the steps with offload, on the predicted rank.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -90,13 +90,13 @@ def write_report(
 
 
 def are_equal_stages(stages: Sequence[Estimate]) -> bool:
-    """Return whether stages 1 and 2 are both among ``stages`` and hold the same at their peaks."""
+    """Return whether stages 1 and 2 are both among ``stages`` and have the same peak."""
     peaks = {e.stage: e.peak.total for e in stages if e.offload is None and e.stage in (1, 2)}
     return len(peaks) == 2 and peaks[1] == peaks[2]
 
 
 def table(columns: Mapping[str, Mapping[str, int | None]], rows: Sequence[str]) -> str:
-    """A table of bytes; a row that is empty in every column is left out."""
+    """Return a table of bytes, without the rows that are empty in every column."""
     shown = [row for row in rows if any(column.get(row) for column in columns.values())]
     width = max(map(len, (*shown, "unreduced")))
     widths = {name: max(len(name), 9) for name in columns}
@@ -109,9 +109,9 @@ def table(columns: Mapping[str, Mapping[str, int | None]], rows: Sequence[str]) 
 
 
 def estimate_table(estimates: Sequence[Estimate]) -> str:
-    """Estimates side by side: what rests, the most that comes and goes, and the peak.
+    """Return estimates side by side: what rests, the most that comes and goes, and the peak.
 
-    Host memory and files follow where something rests there.
+    Host memory and files follow if any are used.
     """
     columns: dict[str, dict[str, int | None]] = {}
     for found in estimates:

@@ -1,4 +1,4 @@
-"""Numbers of bytes and of parameters, as people write them; units are decimal, as on a device."""
+"""Human-readable numbers of bytes and parameters, in decimal units, as devices state them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 
 
 def format_bytes(count: float) -> str:
-    """Three figures and a unit: ``160 GB``, ``1.58 MB``, ``512 B``."""
+    """Format with three figures and a unit: ``160 GB``, ``1.58 MB``, ``512 B``."""
     for prefix in ("T", "G", "M", "K"):
         scale = _PREFIXES[prefix]
         if abs(count) >= 0.9995 * scale:
@@ -19,12 +19,12 @@ def format_bytes(count: float) -> str:
 
 
 def format_ranks(world_size: int) -> str:
-    """A number of ranks: ``1 rank``, ``8 ranks``."""
+    """Format a number of ranks: ``1 rank``, ``8 ranks``."""
     return "1 rank" if world_size == 1 else f"{world_size} ranks"
 
 
 def parse_bytes(text: str) -> int:
-    """The bytes that ``80GB``, ``24 GiB`` or ``1e9`` says."""
+    """Parse a number of bytes such as ``80GB``, ``24 GiB`` or ``1e9``."""
     match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
     if match is None:
         raise ValueError(f"Expected a number of bytes such as '80GB' or '24GiB', got {text!r}.")
@@ -36,7 +36,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_numel(text: str) -> int:
-    """The number of parameters that ``10B``, ``350M`` or ``1000`` says."""
+    """Parse a number of parameters such as ``10B``, ``350M`` or ``1000``."""
     match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([KMBT]?)", text.strip(), re.IGNORECASE)
     if match is None:
         raise ValueError(f"Expected a number of parameters such as '10B' or '350M', got {text!r}.")
@@ -44,7 +44,7 @@ def parse_numel(text: str) -> int:
 
 
 def parse_prefixed(text: str) -> float:
-    """The number that ``400G``, ``3.2 T`` or ``989T`` says."""
+    """Parse a number such as ``400G``, ``3.2 T`` or ``989T``."""
     match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([KMGTP]?)", text.strip(), re.IGNORECASE)
     if match is None:
         raise ValueError(f"Expected a number such as '400G' or '3.2T', got {text!r}.")

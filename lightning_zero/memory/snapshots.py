@@ -1,4 +1,4 @@
-"""Bytes of a rank in each part of a step."""
+"""Bytes that a rank holds in each part of a step."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Snapshot:
 
     Attributes:
         unit: The unit that runs; the root's is ``""``.
-        phase: ``"forward"``, ``"backward"``, ``"rest"``, or ``"step"`` with offload or of an
-            optimizer that steps whole parameters.
-        kinds: Bytes on the device by kind, when they are most in all.
-        host: Bytes in host memory beside the device's, by kind.
+        phase: ``"forward"``, ``"backward"``, ``"rest"``, or ``"step"`` if the optimizer's step
+            takes memory: for staging, whole parameters, or fp32 copies of rounded states.
+        kinds: Bytes on the device by kind, at the instant of the largest total.
+        host: Bytes in host memory apart from the device's, by kind.
         disk: Bytes in files, by kind.
-        at_other_times: The most bytes on the device of kinds that are most when others are less.
+        at_other_times: The most bytes of each kind on the device, at any instant of the part.
     """
 
     unit: str
@@ -39,16 +39,16 @@ class Snapshot:
 
     @property
     def label(self) -> str:
-        """Its name, to show."""
+        """The name to display."""
         return _LABELS.get(self.phase) or f"{self.phase} of {self.unit or 'the root'}"
 
 
 @dataclass
 class Segment:
-    """A part of a step in which the same unit runs, or no unit but the module between them.
+    """A part of a step in which one unit runs, or the module's code between units.
 
-    ``kinds`` are the bytes by kind when they are most in all, ``most`` the most of each kind, and
-    ``away`` the most bytes of activations that wait on the host.
+    ``kinds`` are the bytes by kind at the instant of the largest total, ``most`` the most bytes of
+    each kind, and ``away`` the most bytes of activations kept on the host.
     """
 
     unit: str | None
@@ -58,20 +58,20 @@ class Segment:
     away: int = 0
 
     def add(self, kinds: Kinds, away: int = 0) -> None:
-        """Take an instant into account."""
+        """Account for one instant."""
         self.away = max(self.away, away)
         if not self.kinds or sum(kinds.values()) > sum(self.kinds.values()):
             self.kinds = kinds
         self.most = {kind: max(count, self.most.get(kind, 0)) for kind, count in kinds.items()}
 
     def snapshot(self, host: Kinds | None = None, disk: Kinds | None = None) -> Snapshot:
-        """Return it with what lies beside the device."""
+        """Return the segment as a snapshot, with bytes in host memory and in files."""
         phase = "backward" if self.is_backward else "forward"
         return Snapshot(self.unit or "", phase, self.kinds, host or {}, disk or {}, self.most)
 
 
 class Segments:
-    """The segments of a step, with the most bytes in each; ``held`` tells those of now, by kind."""
+    """The segments of a step; ``held`` returns the bytes held now, by kind."""
 
     def __init__(self, held: Callable[[], Kinds]) -> None:
         self._held = held
@@ -79,11 +79,11 @@ class Segments:
         self.found = [Segment(None, is_backward=False)]
 
     def note(self) -> None:
-        """Take what is held now into account."""
+        """Account for what is held now."""
         self.found[-1].add({**self._held(), "activations": self._activations}, self._away)
 
     def follow(self, event: Event) -> None:
-        """Note what was held before an event, and begin the segment that it begins."""
+        """Account for what was held before an event; begin a segment if the event begins one."""
         self._activations, self._away = event.before, max(self._away, event.away)
         self.note()
         self._activations, self._away = event.now, event.away

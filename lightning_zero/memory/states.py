@@ -37,8 +37,8 @@ Optimizers = str | Callable[[list[Parameter]], Optimizer] | None
 class OptimizerStates:
     """The optimizers of a model, as they would step its parameters on ``meta``.
 
-    They may hold pieces or parameters of an engine; ``own`` are those on ``meta`` that stand for
-    them, by the ids of the engine's parameters.
+    If they hold pieces or parameters of an engine, ``own`` maps the ids of the engine's parameters
+    to the corresponding parameters on ``meta``.
     """
 
     def __init__(
@@ -49,16 +49,16 @@ class OptimizerStates:
 
     @property
     def names(self) -> list[str]:
-        """The optimizers' classes, each once."""
+        """The class names of the optimizers, each once."""
         return list(dict.fromkeys(type(optimizer).__name__ for optimizer in self._optimizers))
 
     def nbytes(self, parameter: Parameter, numel: int, rank: int, world_size: int) -> int:
-        """Return the bytes of states of a rank that has ``numel`` elements of a parameter.
+        """Return the state bytes of a rank that has ``numel`` elements of a parameter.
 
-        None that no optimizer holds, or that another rank keeps.
+        Zero if the parameter is frozen, no optimizer holds it, or another rank keeps its state.
 
         Raises:
-            ValueError: The optimizer cannot be stepped in shards, or its states are not foreseen.
+            ValueError: The optimizer cannot be stepped in shards, or its states are unpredictable.
         """
         own = self._own.get(id(parameter), parameter)
         found = self._by_parameter.get(id(own))
@@ -70,9 +70,9 @@ class OptimizerStates:
         return found if owner in (None, rank) else 0
 
     def stepped(self, rank: int, world_size: int) -> int:
-        """Return the bytes of the masters and gradients that a rank has whole for a step.
+        """Return the bytes of the whole masters and gradients that a rank holds for a step.
 
-        They come in messages of the same size.
+        The messages that they arrive in, of the same size, are included.
         """
         own = {id(p): p for members in self._members for p in members}
         return sum(
@@ -82,9 +82,9 @@ class OptimizerStates:
         )
 
     def staged(self, units: Sequence[Sequence[PieceTerms]]) -> int:
-        """Return the host memory in which a step from files has states on their way.
+        """Return the bytes of host memory in which a step stages states from files.
 
-        ``units`` are the pieces of a rank. Optimizers step one after the other.
+        ``units`` are the pieces of a rank. Optimizers step one after another, so the most counts.
         """
         batches = batches_of(units)
         known = {id(piece.parameter) for unit in units for piece in unit}
@@ -95,13 +95,13 @@ class OptimizerStates:
                 [part for part in batch if id(part.piece.parameter) in ids] for batch in batches
             ]
             sizes = [self._bytes_in_files(batch) for batch in of_batches if batch]
-            # What no engine holds is stepped in a batch of its own.
+            # Parameters that no engine holds are stepped in a batch of their own.
             sizes += [0] if ids - known else []
             most = max(most, staging_bytes(sizes) if sizes else 0)
         return most
 
     def _bytes_in_files(self, batch: Iterable[Part[PieceTerms]]) -> int:
-        """Return the bytes of the blocks in which the states of a batch lie."""
+        """Return the bytes of the blocks that hold the states of a batch."""
         sizes: Counter[torch.dtype] = Counter()
         num_entries: dict[torch.dtype, int] = {}
         for part in batch:
@@ -114,9 +114,9 @@ class OptimizerStates:
 
     @cached_property
     def against_units(self) -> str:
-        """Why an optimizer is refused where it would step unit by unit; empty if none is."""
+        """Why an optimizer cannot be stepped unit by unit; empty if all can."""
         for optimizer in self._optimizers:
-            if not pieces_of(optimizer):  # else it steps already
+            if not pieces_of(optimizer):  # else an engine already steps it
                 try:
                     verdict_of(optimizer, by_unit=True)
                 except ValueError as error:
@@ -136,7 +136,7 @@ class OptimizerStates:
         ]
 
     def _owners(self, world_size: int) -> dict[int, int | None]:
-        """Return who steps each parameter that is stepped whole, by its id."""
+        """Return which rank steps each parameter that is stepped whole, by id; ``None`` is all."""
         found: dict[int, int | None] = {}
         for way, held in zip(self._ways, self._members, strict=True):
             if way is not Way.BY_ELEMENT:
@@ -146,7 +146,7 @@ class OptimizerStates:
 
     @cached_property
     def _by_parameter(self) -> dict[int, StateBytes | int]:
-        """The bytes of each parameter's state: of an element, or of all where it is whole."""
+        """Each parameter's state bytes: per element, or in total if it is stepped whole."""
         found: dict[int, StateBytes | int] = {}
         known: dict[str, StateBytes | int] = {}
         for optimizer, way in zip(self._optimizers, self._ways, strict=True):
@@ -180,8 +180,8 @@ def optimizers_for(
 ) -> list[Optimizer]:
     """Return the optimizers that would step the parameters of a module on ``meta``.
 
-    ``choice`` makes an optimizer of a list of parameters, or is its name in ``torch.optim``; by
-    default it is the module's ``configure_optimizers``, else AdamW.
+    ``choice`` makes an optimizer from a list of parameters, or is a name in ``torch.optim``; the
+    default is the module's ``configure_optimizers``, else AdamW.
     """
     configure = getattr(module, "configure_optimizers", None)
     if choice is None and configure is not None:

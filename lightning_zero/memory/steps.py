@@ -1,20 +1,19 @@
 """Bytes of a rank through a step: under the engine, under DDP, and of a number of parameters.
 
-With offload from a CPU to files, masters, states and sharded weights are mapped: they count as
-files, whatever the system keeps of them in its page cache.
+With offload from a CPU to files, masters, states and sharded weights are memory-mapped: they count
+as files, whatever the page cache keeps of them.
 
-With offload from another device some bytes are on their way between it and its host:
+With offload from another device, some bytes are in transit between it and its host:
 
-* **weights** that rest outside the device come unit by unit, into their place in the whole. Those
-  that have another dtype than the masters are cast there, out of a shard of the masters, one after
-  the other;
-* **gradients** leave the device as a unit's reduction ends: two shards of them, one that is reduced
-  and one that is sent, and copies of what stays of a shard that is sent. From the second microbatch
-  on two buffers on the host take them, which are added there;
-* **the step** goes unit by unit on the host, in place;
-* **activations** may wait there for their backward, as the dry run has found.
-
-From files it is stepped in staging memory on the host, which is there in that step only.
+* **weights** that rest outside the device are copied unit by unit into their place in the whole
+  weights. Those with another dtype than the masters are cast on the device, from a shard of the
+  masters, one unit after the other;
+* **gradients** leave the device when a unit's reduction ends. They take two shards, one being
+  reduced and one being sent, and copies of the part of a sent shard that stays. From the second
+  microbatch on, they arrive in two buffers on the host, from which they are added;
+* **the step** runs unit by unit on the host, in place. If masters and states are in files, it runs
+  in staging memory on the host, which exists only during that step;
+* **activations** may be kept on the host until their backward, as the dry run has found.
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ def sharded_step(
 ) -> list[Snapshot]:
     """Return what a rank holds in a step's last microbatch under the engine, and at rest after it.
 
-    Events, module and settings are as in :func:`replay`; ``units`` are the terms of all, the root
-    last; ``stepped`` is what the optimizer's step needs of weights and states beside those at rest,
-    ``staged`` the host memory in which it has states on their way between files, if ``is_early``
-    from the end of a unit's backward on.
-    ``adds_gradients`` if reduced gradients are added to those of earlier microbatches. What the
-    rank does goes to ``timeline``, if it is that to which ``comm`` tells its messages.
+    Events, module and settings are as in :func:`replay`; ``units`` are the terms of all units, the
+    root last. ``stepped`` are the device bytes that the optimizer's step needs in addition to those
+    at rest, ``staged`` the bytes of host memory in which it stages states from files, with
+    ``is_early`` from the end of the first unit's backward on. ``adds_gradients`` if reduced
+    gradients are added to those of earlier microbatches. ``timeline`` records what the rank does;
+    it must be the one that ``comm`` reports its messages to.
     """
     timeline = timeline or Timeline()
     timeline.optimizer_bytes = _optimizer_bytes(units)
@@ -70,7 +69,7 @@ def sharded_step(
     cast = max(unit.cast for unit in units)
 
     def held(cast: int = cast) -> Kinds:
-        # What is offloaded is reduced into a shard that is free anyway, and is sent from there.
+        # Offloaded gradients are reduced into the shards that they are sent from: counted once.
         sent = _share_of(sent_share, transport.last_reduced)
         in_flight = transport.targets
         targets = sum(in_flight.values()) - _share_of(sent_share, in_flight)
@@ -97,12 +96,12 @@ def sharded_step(
 
 
 def _share_of(shares: Mapping[str, float], nbytes: Mapping[str, int]) -> int:
-    """Return the bytes of all units, of each its share."""
+    """Return the sum over units of each unit's share of its bytes."""
     return sum(round(shares[unit] * count) for unit, count in nbytes.items())
 
 
 def _are_stepping(segments: Sequence[Segment]) -> Iterator[bool]:
-    """Yield for each segment whether a unit may be stepped in it, as another has gone backward."""
+    """Yield for each segment whether a unit whose backward is over may be stepped in it."""
     gone_backward = set[str]()
     for segment in segments:
         if segment.is_backward and segment.unit is not None:
@@ -114,7 +113,7 @@ def replicated_step(
     events: Sequence[Event], sizes: Sequence[int], resting: Kinds, *, adds_gradients: bool
 ) -> list[Snapshot]:
     """Return what a rank holds under DDP; ``sizes`` are the bytes of each parameter, by number."""
-    # Beside the gradients DDP keeps buckets of the same size, which it sends.
+    # In addition to gradients, DDP keeps buckets of the same size, which it sends.
     held = {**resting, "unreduced": resting["gradients"]}
     segments = Segments(lambda: held)
     for event in events:
@@ -122,7 +121,7 @@ def replicated_step(
         if adds_gradients:
             continue
         if event.kind is Kind.LOSS:
-            # The Trainer has just dropped the gradients of the step before.
+            # The Trainer has just dropped the gradients of the previous step.
             held["gradients"] = 0
         elif event.kind is Kind.GRAD:
             held["gradients"] += sizes[event.parameter]
@@ -131,7 +130,7 @@ def replicated_step(
 
 
 def without_units(units: Sequence[UnitTerms], *, is_kept: bool) -> list[Snapshot]:
-    """Return what is known of a model that is a number of parameters, all in one unit.
+    """Return what is known of a bare number of parameters, all in one unit.
 
     Whole gradients are kept between microbatches if ``is_kept``.
     """
@@ -145,11 +144,11 @@ def without_units(units: Sequence[UnitTerms], *, is_kept: bool) -> list[Snapshot
 
 
 def _optimizer_bytes(units: Sequence[UnitTerms]) -> int:
-    """Return what a step reads and writes: gradients once, as large masters and states twice."""
+    """Return the bytes that a step moves: gradients once, masters (as large) and states twice."""
     every = [kinds for unit in units for kinds in unit.resting.values()]
     return sum(3 * kinds["gradients"] + 2 * kinds["states"] for kinds in every)
 
 
 def _resting(units: Sequence[UnitTerms], medium: Medium) -> Kinds:
-    """Return what all units hold between steps in one medium."""
+    """Return the bytes of all units between steps in one medium, by kind."""
     return {kind: sum(unit.resting[medium][kind] for unit in units) for kind in RESTING}

@@ -1,7 +1,7 @@
 """Bytes that one rank holds of a model at rest: arithmetic on layouts and plans.
 
-A model is a list of **terms**, one for each unit, with the bytes of the unit in each medium. They
-come from the specs that an engine builds its buffers from, and every number from the plan.
+A model is a list of **terms**, one per unit, with the unit's bytes in each medium. They come from
+the specs that an engine builds its buffers from; every number comes from the plan.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from lightning_zero.plan import Layout, Medium, Offload, Plan, UnitSpec
 RESTING = ("weights", "gradients", "master", "states", "buffers")
 PASSING = ("gathered", "unreduced", "activations")
 KINDS = (*RESTING, *PASSING)
-"""Kinds of bytes: those that a rank holds all the time, and those that come and go in a step.
+"""Kinds of bytes: those that a rank always holds, and those that come and go in a step.
 
-``gathered`` is whole weights of units that rest sharded, ``unreduced`` gradients before and during
-their reduction; the other words are the vocabulary's.
+``gathered`` are whole weights of units that rest sharded, ``unreduced`` gradients before and during
+their reduction; ``docs/memory.md`` describes the others.
 """
 
 HOST_KINDS = (*RESTING, "staging")
-"""Kinds of bytes in host memory beside the device's.
+"""Kinds of bytes in host memory apart from the device's.
 
-``staging`` is what lies there on its way from the device and back, or between files and a step.
+``staging`` is in transit: between the device and the host, or between files and a step.
 """
 
 AWAY_ROWS = (
@@ -37,7 +37,7 @@ AWAY_ROWS = (
 
 Kinds = dict[str, int]
 StateOf = Callable[[Parameter, int], int]
-"""Bytes of optimizer states for so many elements of a parameter."""
+"""Returns the optimizer state bytes of a number of elements of a parameter."""
 
 
 class PieceTerms(NamedTuple):
@@ -57,9 +57,9 @@ def pieces_of_specs(
     rank: int,
     on_host: bool,
 ) -> list[list[PieceTerms]]:
-    """Return the pieces that a rank of a copy will have, by unit, but for those that stay.
+    """Return the pieces that a rank of a copy will offload, by unit.
 
-    ``on_host`` if what is offloaded is so from a device that is the host itself.
+    ``on_host`` if the device to offload from is the host itself.
     """
     found = []
     for spec in specs:
@@ -85,13 +85,13 @@ class UnitTerms:
 
     Attributes:
         name: The unit's name; the root's is ``""``.
-        resting: Bytes between steps, by what holds them and by kind.
-        partial: Bytes of its whole gradients before they are reduced.
-        cast: Bytes on the device of the master's shard, from which offloaded weights are cast.
-        flushed: Bytes of reduced gradients that go to host memory.
-        sent: Bytes on the device of the shards that they are sent from, with what stays of these.
-        lent: Bytes in fp32 of masters, gradients and states while it is stepped, if they rest in
-            bf16 and are rounded by chance.
+        resting: Bytes between steps, by medium and kind.
+        partial: Bytes of whole gradients before their reduction.
+        cast: Bytes on the device of the masters' shard from which offloaded weights are cast.
+        flushed: Bytes of reduced gradients that are sent to host memory.
+        sent: Bytes on the device of the shards these are sent from, including the part that stays.
+        lent: Bytes of fp32 masters, gradients and states while the unit is stepped, if they rest in
+            bf16 with stochastic rounding.
     """
 
     name: str
@@ -114,10 +114,10 @@ class UnitTerms:
         trainable: bool,
         on_host: bool,
     ) -> None:
-        """Count one group of flat parameters, of which a share follows ``plan`` and is not kept.
+        """Count a group of flat parameters: a ``share`` rests where ``plan`` says, the rest stays.
 
         ``states`` are the bytes of this rank's optimizer states: of what goes, and of what stays.
-        Where the device is the host (``on_host``), files are mapped, and nothing is staged.
+        If the device is the host (``on_host``), files are memory-mapped and nothing is staged.
         """
         kinds = plan.resting_bytes(layout.numel, layout.world_size, trainable=trainable)
         away = {kind: round(share * count) for kind, count in kinds.items()}
@@ -134,12 +134,12 @@ class UnitTerms:
 
     @property
     def kept_share(self) -> float:
-        """The share of its gradients that rests on the device."""
+        """The share of the unit's gradients that rests on the device."""
         return self.resting[Medium.DEVICE]["gradients"] / max(1, self._gradients)
 
     @property
     def sent_share(self) -> float:
-        """The share of its gradients in shards from which some are sent."""
+        """The share of the unit's gradients in shards that are at least partly sent."""
         return self.sent / max(1, self._gradients)
 
     @property
@@ -157,9 +157,9 @@ def terms_of_specs(
     offload: Offload | None = None,
     on_host: bool = False,
 ) -> list[UnitTerms]:
-    """Return the terms that units, which have no memory yet, will have on a rank of a copy.
+    """Return the terms that units, not allocated yet, will have on a rank of a copy.
 
-    ``on_host`` if what is offloaded is so from a device that is the host itself.
+    ``on_host`` if the device to offload from is the host itself.
     """
     found = []
     for spec in specs:
@@ -173,14 +173,14 @@ def terms_of_specs(
                 numel = stop - start
                 states[flat.stays(layout, index, rank)] += state_of(parameter, numel)
                 if plan.stochastic_rounding:
-                    # Twice the elements have twice the states, but one count of steps.
+                    # Twice the elements have twice the states, but not twice the step count.
                     of_elements = state_of(parameter, 2 * numel) - state_of(parameter, numel)
                     terms.lent += 2 * (of_elements + 2 * numel * plan.master.dtype.itemsize)
             share, (goes, stays) = flat.share_away(layout), (states[False], states[True])
             if offload is not None:
                 plan = offload.of(plan, trainable=trainable, on_host=on_host)
                 if flat.num_away is None:
-                    # All goes; or this is a mere number of parameters, which may be cut anywhere.
+                    # Everything is offloaded, or a bare number of parameters may be cut anywhere.
                     share = offload.ratio
                     goes, stays = round(share * goes), goes - round(share * goes)
             parts = (goes, stays)

@@ -15,28 +15,28 @@ class Kind(Enum):
     FORWARD = "forward"
     """A call of a unit's forward begins."""
     FORWARD_END = "end of forward"
-    """It has returned."""
+    """The call has returned."""
     LOSS = "loss"
     """The backward pass begins."""
     BACKWARD = "backward"
-    """The first gradient of a call's outputs is there."""
+    """The first gradient of a call's outputs has arrived."""
     BACKWARD_END = "end of backward"
-    """The gradients of its inputs are all there."""
+    """All gradients of a call's inputs have arrived."""
     GRAD = "gradient"
-    """A parameter's gradient is there."""
+    """A parameter's gradient has arrived."""
     END = "end"
     """The backward pass has ended."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """An event of a step, of a call of a unit or of a parameter, by its number in the module.
+    """An event of a step: of a call of a unit, or of a parameter by its number in the module.
 
     Attributes:
-        before: The most bytes of activations that were alive since the event before.
-        now: Bytes of activations that are alive, with the gradient that came.
-        flops: Floating-point operations of matrices since the event before.
-        away: Bytes of activations that wait in the memory of an accelerator's host.
+        before: The most bytes of activations alive since the previous event.
+        now: Bytes of activations alive, including the gradient that has arrived.
+        flops: Floating-point operations of matrices since the previous event.
+        away: Bytes of activations kept in the memory of an accelerator's host.
     """
 
     kind: Kind
@@ -50,10 +50,10 @@ class Event:
 
 
 def in_order(specs: Sequence[UnitSpec], numbers: dict[int, int]) -> Iterator[Event]:
-    """Yield a step that goes through the units in the order in which they are registered.
+    """Yield the events of a step that runs the units in the order of registration.
 
-    The root's gradients come first: they are held longest, so that no other order holds more.
-    ``numbers`` are the parameters' numbers in the module, by their ids.
+    The root's gradients come first: they are then held longest, so no other order holds more.
+    ``numbers`` are the parameters' numbers in the module, by id.
     """
     *inner, root = specs
 
@@ -69,7 +69,7 @@ def in_order(specs: Sequence[UnitSpec], numbers: dict[int, int]) -> Iterator[Eve
     yield from grads(root)
     ended: list[Event] = []
     for call, spec in reversed(list(enumerate(inner))):
-        # A unit's outputs are the inputs of the next one, and its hooks on them were there first.
+        # A unit's outputs are the next one's inputs, and its hooks on them were registered first.
         yield Event(Kind.BACKWARD, spec.name, call)
         yield from ended
         yield from grads(spec)

@@ -1,14 +1,13 @@
 """The strategy, its precision and its monitors for projects that import ``pytorch_lightning``.
 
-The mirror package has class trees and a registry of its own, so its Trainer takes no strategy and
-no callback of ``lightning.pytorch``. So the modules of ``lightning_zero.trainer`` are executed
-a second time from the same source, with the mirror's names in their imports:
+``pytorch_lightning`` has separate classes and a separate registry, so its Trainer accepts no
+strategy or callback of ``lightning.pytorch``. The modules of ``lightning_zero.trainer`` are
+therefore executed a second time from the same source, with ``pytorch_lightning`` in their imports:
 
 - ``importer``: finds and compiles them as ``lightning_zero.mirror.trainer``
 - ``arrival``: calls a function when a module is imported
 
-Nothing of this happens, and ``pytorch_lightning`` is not imported, until the project imports it
-itself::
+None of this happens, and ``pytorch_lightning`` is not imported, until the project imports it::
 
     import lightning_zero
     from pytorch_lightning import Trainer
@@ -55,7 +54,7 @@ def __getattr__(name: str) -> Any:
 
 
 def register_when_imported() -> None:
-    """Register the strategies' names with the mirror as soon as it is imported, if ever."""
+    """Register the strategies with ``pytorch_lightning`` when it is imported, if ever."""
     call_when_imported("pytorch_lightning", _load)
 
 

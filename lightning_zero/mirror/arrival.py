@@ -1,4 +1,4 @@
-"""Calls a function when a module has been imported: now, later, or never."""
+"""A callback for the import of a module: at once, later, or never."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import ModuleType
 
 
 def call_when_imported(name: str, function: Callable[[], None]) -> None:
-    """Call ``function`` at once if module ``name`` was imported, else right after it is."""
+    """Call ``function`` at once if module ``name`` is imported, else right after its import."""
     if name in sys.modules:
         function()
     else:
@@ -19,7 +19,7 @@ def call_when_imported(name: str, function: Callable[[], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module, as the other finders would, and watches it being loaded."""
+    """A finder of one module that delegates to the other finders and wraps the loader."""
 
     def __init__(self, name: str, function: Callable[[], None]) -> None:
         self._name = name
@@ -38,7 +38,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Another loader, and a call after it."""
+    """A loader that delegates to another one and then calls a function."""
 
     def __init__(self, loader: Loader, function: Callable[[], None]) -> None:
         self._loader = loader
@@ -48,7 +48,7 @@ class _Loader(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # The module shall find its own loader, whose data files others may ask for.
+        # The module keeps its real loader, which others may ask for its data files.
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)

@@ -1,7 +1,7 @@
-"""Imports ``lightning_zero.trainer`` once more, as ``lightning_zero.mirror.trainer``.
+"""A second import of ``lightning_zero.trainer``, as ``lightning_zero.mirror.trainer``.
 
-The modules are executed a second time from the same source, in which every import of Lightning, and
-of ``lightning_zero.trainer`` itself, has the mirror's name.
+The modules are executed again from the same source, in which every import of Lightning, and of
+``lightning_zero.trainer`` itself, is renamed to the mirror's.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _NAMES = {
 
 
 class MirrorFinder(MetaPathFinder):
-    """Finds the mirror's modules in the files of ``lightning_zero.trainer``."""
+    """A finder of the mirror's modules in the files of ``lightning_zero.trainer``."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Describe the mirror's module of this name, if it is one."""
+        """Return the spec of the mirror's module of this name, if there is one."""
         if not f"{fullname}.".startswith(f"{_MIRROR}."):
             return None
         place = _PACKAGE.joinpath(*fullname.split(".")[2:])
@@ -47,27 +47,27 @@ class MirrorFinder(MetaPathFinder):
 
 
 class _MirrorLoader(SourceFileLoader):
-    """Compiles a module with other names in its imports, without touching its cached bytecode.
+    """A loader that renames a module's imports, without touching its cached bytecode.
 
-    Lines and file are the source's own, so tracebacks and ``inspect.getsource`` show it.
+    Line numbers and file are those of the source, so tracebacks and ``inspect.getsource`` show it.
     """
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute the module, and register the strategies' names when they are all there."""
+        """Execute the module; register the strategies once the whole package is executed."""
         super().exec_module(module)
         if module.__name__ == _MIRROR:
-            # Not when the mirror is imported: that may be in the middle of this.
+            # Not when pytorch_lightning is imported: that may be in the middle of this.
             registry = import_module("pytorch_lightning.strategies").StrategyRegistry
             module.ZeROStrategy.register_strategies(registry)
 
     def get_code(self, fullname: str) -> CodeType:
-        """Compile the module of that file under the mirror's names."""
+        """Compile the source with its imports renamed."""
         tree = _Renamed().visit(ast.parse(self.get_data(self.path), self.path))
         return compile(tree, self.path, "exec", dont_inherit=True)
 
 
 class _Renamed(ast.NodeTransformer):
-    """Gives imports the mirror's names."""
+    """Renames imports to those of the mirror."""
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom:
         node.module = _renamed(node.module or "")
