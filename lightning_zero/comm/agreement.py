@@ -1,4 +1,4 @@
-"""Agreement on errors: one on any rank is raised on all ranks, instead of leaving them hanging."""
+"""Agreement on errors: an error on one rank is raised on all, with its message, and none hangs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Outcome:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Keep the first error of the attempted code for :meth:`agree`."""
+        """Run a block of code; the first error of all blocks is kept for :meth:`agree`."""
         try:
             yield
         except Exception as error:

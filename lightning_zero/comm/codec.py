@@ -96,7 +96,7 @@ class Codec:
         return torch.cat(halves, dim=-1).float().sub_(8)
 
     def _chunks(self, values: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield chunks of blocks of all parts, with scales and integers; none for meta tensors."""
+        """Yield chunks of blocks of all parts, with scales and integers; none without data."""
         if codes.is_meta or not self.numel:
             return
         parts = codes.numel() // self.nbytes

@@ -19,7 +19,7 @@ class CollectiveId(NamedTuple):
     """One collective.
 
     Attributes:
-        place: Its name, for messages.
+        place: Its name, as shown in errors.
         channel: Collectives of one channel are told apart by their order; by default its name.
         number: Its number in its channel, from 1.
     """

@@ -50,7 +50,7 @@ class Communicator:
 
     Raises:
         ValueError: The backend's messages do not reach the device's memory, or the ranks cannot be
-            divided into copies of ``num_shards``.
+            divided into copies of ``num_shards``, or ask for different numbers.
     """
 
     num_changes = 0
@@ -92,7 +92,7 @@ class Communicator:
             self.control.share_sync_points()
 
     def _choose(self, axis: Axis, *, is_direct: bool, may_share: bool) -> Transport:
-        """Return the fastest transport for an axis, by ``examples/benchmarks/wires.py``."""
+        """Return the fastest transport for an axis (see ``examples/benchmarks/wires.py``)."""
         if not is_direct:
             # NCCL reduce-scatters and gathers over the device's own links, sends no more than it
             # must, and has no tags that could tell messages of two units apart.
@@ -115,8 +115,8 @@ class Communicator:
     ) -> Redistribute:
         """Return the verb that brings a buffer from one placement to another.
 
-        With ``bits``, ``cargo`` is quantized, which needs transports that send. With
-        ``keeps_errors``, the error of a reduction is added to the next one.
+        With ``bits``, ``cargo`` is sent quantized. With ``keeps_errors``, the error of a reduction
+        is added to the next one.
 
         Raises:
             ValueError: There is no path, or ranks read each other's memory but ``bits`` are given.
@@ -153,7 +153,7 @@ class Communicator:
 
     @property
     def is_in_first_copy(self) -> bool:
-        """Whether this rank is in the first copy, whose shards count where one of each does."""
+        """Whether this rank is in the first copy, the one that counts where replicas count once."""
         return self.mesh.replicate.rank == 0
 
     def sum_over_shards(self, tensor: Tensor, place: str = "a sum over the shards") -> None:

@@ -1,7 +1,7 @@
 """The control plane: decisions and small values that the ranks exchange in Python.
 
 A sync point returns the maximum of each of its flags over the ranks. All sync points are messages
-of one size on a group of their own, so that ranks at different sync points still notice: each
+of one size on a group of their own, so that ranks at different sync points notice it: each
 message begins with the sync point's number and a checksum of the noted events, and with the
 complements of both. Where the maximum of a number and that of its complement no longer match, the
 ranks differ. Where all ranks share a host, the same bytes go through memory.
@@ -103,7 +103,7 @@ class Control:
         _ = self.sync_group
 
     def note(self, event: str) -> None:
-        """Note an event; all ranks must have noted the same, in order, by the next sync point."""
+        """Note an event; by the next sync point all ranks must have noted the same, in order."""
         self.course = zlib.crc32(event.encode(), self.course)
 
     @property
@@ -248,10 +248,10 @@ class Control:
             if found is None:
                 return None
             board.put("agreed")
-            if self.rank == 0:  # may end the store, which the others still read
+            if self.rank == 0:  # its exit may end the store, which others still read
                 board.wait(timeout.total_seconds(), lambda: board.get("agreed"))
         except RuntimeError:
             return None
-        # All ranks have survived the end of the run, and go on together.
+        # All ranks have survived what ended the run, and end it together.
         self.watchdog.pardon()
         return found

@@ -128,7 +128,7 @@ class DryTransport(Transport):
         self._last: dict[str, int] = {}
 
     def along(self, axis: Axis) -> Self:
-        """Return this transport along ``axis``; what either holds is counted by both."""
+        """Return a copy of this transport along ``axis``; both count what either holds."""
         other = copy.copy(self)
         other.axis, other.rank, other.size = axis, axis.rank, axis.size
         other.ledger = _DryLedger()

@@ -16,7 +16,7 @@ from lightning_zero.comm.transport import Work
 from lightning_zero.tensors import LentMemory, lasting_tensors
 
 _MOST_LANDINGS = 2
-"""Most copies to the host with a follow-up outstanding: one arrives while one is added up."""
+"""Most copies to the host that may await their follow-up: one arrives while one is added."""
 
 
 def pinned_bytes(nbytes: int, device: torch.device) -> int:
@@ -133,7 +133,7 @@ class HostCopies:
     def down(
         self, out: Tensor, source: Tensor, then: Callable[[], object] | None = None
     ) -> Landing:
-        """Start to copy ``source`` to the host; ``then`` is called by a wait for its landing."""
+        """Start to copy ``source`` to the host; the first wait for its landing calls ``then``."""
         if self._stream is None:
             out.copy_(source)
             landing = Landing(None, then)

@@ -11,7 +11,7 @@ For backward passes, weights may be sharded over fewer ranks of one copy. Four r
     shard      0 1 2 3
     backward   0 1 | 2 3
 
-A path consists of two verbs, each along one axis: **reduce** leaves each rank the sum of its own
+A path consists of two verbs, each along one axis: **reduce** gives each rank the sum of its own
 part, **gather** makes parts whole. Reductions run along the shard axis first, then along the other
 one; gathers run the other way round. So an all-reduce of shards is two steps of a path, a reduction
 and a gather, and not a verb.
@@ -78,7 +78,7 @@ class Mesh:
         """Return the mesh with copies of ``num_shards`` ranks; one copy of all by default.
 
         Raises:
-            ValueError: The numbers do not divide.
+            ValueError: The shards do not divide the ranks, or the backward shards the shards.
         """
         num_shards = num_shards or world_size
         num_backward = num_backward_shards or num_shards

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 TOUCH = "a touch between steps of the weights of"
 GRADIENT = "the reading of a gradient"
-"""Places where the usual cause is code that only some ranks run."""
+"""Places at which ranks usually part because only some of them run the code."""
 
 
 def parted(places: Sequence[str]) -> str:

@@ -164,5 +164,5 @@ def _all_groups() -> list[Any]:
 
 def _new_group(backend: str | None = None, ranks: list[int] | None = None) -> Any:
     """Make a group, of all ranks by default, with the time limit of the default group."""
-    # By default a new group would get torch's.
+    # A new group would otherwise get torch's default.
     return dist.new_group(ranks, backend=backend, timeout=time_limit())

@@ -74,7 +74,7 @@ class Board:
 
 
 def own_store(*, alone: bool) -> Any:
-    """Return a separate connection to the store, as one that a rank waits on blocks all others."""
+    """Return a separate connection to the store: one blocked by a wait serves no other request."""
     if alone:
         return dist.HashStore()
     world = dist.group.WORLD
@@ -146,14 +146,14 @@ class Reports:
         return {r: Whereabouts(**json.loads(n)) for r, n in enumerate(notes)} if all(notes) else {}
 
     def publish(self, verdict: str) -> str:
-        """End the run on all ranks with ``verdict``, unless there is an earlier one; return it."""
+        """End the run on all ranks with ``verdict``, or with an earlier one; return which."""
         self.verdict = self.board.settle("verdict", verdict)
         self.board.settle("alarm", "verdict")
         self.board.put("read")
         return self.verdict
 
     def look(self, here: Callable[[], str]) -> str:
-        """Return the verdict, if there is one, and answer a roll call; usually one request."""
+        """Return the verdict, if any, and answer a roll call with ``here``; usually one request."""
         if not self.verdict and self.board.is_settled("alarm"):
             if not self._has_answered:
                 self.answer(here())

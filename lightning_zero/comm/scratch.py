@@ -55,14 +55,10 @@ class Scratch:
         return False
 
     def require(self, nbytes: int, control: Control, what: str) -> None:
-        """Raise on all ranks unless each disk has room for what its ranks need; a collective.
+        """Raise on all ranks unless each disk has room for its ranks' ``nbytes``; a collective.
 
-        Room found by an earlier call counts as taken, even if no file uses it yet.
-
-        Args:
-            nbytes: Bytes that this rank needs.
-            control: All ranks.
-            what: What needs them, for the error.
+        Room found by an earlier call counts as taken, even if no file uses it yet. ``what`` names
+        the need in the error.
 
         Raises:
             OSError: There is not enough room, or a folder cannot be written to.

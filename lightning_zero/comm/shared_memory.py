@@ -1,4 +1,4 @@
-"""Reads of peers' memory in place, for ranks that share one host's CPUs.
+"""A transport that reads peers' memory in place, for ranks that share one host's CPUs.
 
 Masters and reduce buffers live in windows. A gather is a copy out of the peers' masters, a
 reduction a sum over the peers' buffers; only tokens of a few bytes are sent, which say where a

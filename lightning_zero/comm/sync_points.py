@@ -106,7 +106,7 @@ class PendingSync:
         verdict = parted(self.exchange(control.watchdog.describe(self._place)))
         if control.has_notes:
             # Collectives that only the order tells apart may have met the wrong ones, or wait on a
-            # device for ones that never come: their groups are of no more use.
+            # device for ones that never come: their groups cannot be used again.
             control.watchdog.end_here(verdict)
             give_up_devices()
         raise RuntimeError(verdict)

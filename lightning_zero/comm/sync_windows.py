@@ -136,7 +136,7 @@ class SyncWindows:
         return cls(control, desks) if all(can_all) else None
 
     def publish(self, word: bytes) -> Word:
-        """Show ``word``, which is equally long on all ranks, to the others."""
+        """Show the others ``word``, which has the same length on all ranks."""
         number = self._own.count.value + 1
         start = _ROOM * (number % 2)
         self._own.words[start : start + len(word)] = word

@@ -64,7 +64,7 @@ class Shared(NamedTuple):
     of_ranks: list[Tensor] | None = None
 
     def sharded(self, axis: Axis) -> Shared:
-        """Return, for buffers shared whole, each rank's own shard of its own buffer."""
+        """Return each rank's shard of its own buffer, where whole buffers were shared."""
         shards = None
         if self.of_ranks is not None:
             shards = [whole.view(axis.size, -1)[r] for r, whole in enumerate(self.of_ranks)]
@@ -72,7 +72,7 @@ class Shared(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """The size of a master in memory, or in a file of ``scratch``."""
+    """The size of a master, in memory or in a file of ``scratch``."""
 
     numel: int
     dtype: torch.dtype
@@ -210,7 +210,7 @@ class Transport(ABC):
     def share(self, extents: Iterable[Extent]) -> Generator[Shared, None, None]:
         """Yield memory for masters, with views of every rank's where peers can be read.
 
-        Each is allocated when it is asked for, so that what it replaces is freed before the next.
+        Each is allocated when it is asked for, so that what it replaces can be freed first.
         """
         for numel, dtype, scratch in extents:
             yield Shared((self._lasting if scratch is None else scratch.tensor)(numel, dtype))

@@ -57,7 +57,7 @@ FAREWELL_SECONDS = 1.0
 
 
 class Observer:
-    """A view of this rank's place from another thread.
+    """This rank's place, as seen from another thread.
 
     Args:
         collectives: The log of this rank.
@@ -334,7 +334,7 @@ def _is_proven(everyone: dict[int, Whereabouts]) -> bool:
         for here in ours
     ):
         return True
-    # All are in one collective, but in different calls that it consists of: one is a call late.
+    # All are in the same collective, but in different calls within it: one is a call late.
     functions = {here.function for here in everyone.values()}
     collectives = {(here.channel, here.number) for here in everyone.values()}
     waits_long = all(here.seconds > FOREIGN_PATIENCE for here in everyone.values())
@@ -351,7 +351,7 @@ def _is_still(before: Whereabouts, now: Whereabouts) -> bool:
 
 
 def _milliseconds_used(thread: int) -> int:
-    """Return the CPU time of a thread of this process, 0 where the system does not tell it."""
+    """Return the CPU time of a thread of this process, 0 where the system does not report it."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return 0
     return int(1000 * time.clock_gettime(time.pthread_getcpuclockid(thread)))

@@ -47,7 +47,7 @@ class Window:
         address: What others need to :meth:`open` it.
         readers: How many publications each rank has read, ``[world_size]``; in the window too.
         num_published: How often the owner has published its content.
-        touched_bytes: End of the range that views have covered.
+        touched_bytes: End of the range that views have covered, in bytes.
         used_for: The slots that the owner filled last, and a view of each.
     """
 
