@@ -19,9 +19,8 @@ class Codec:
     """A quantizer of flat tensors, which allocates no more than a few chunks.
 
     Elements are divided by the **scale** of their block, which maps its largest to the largest
-    integer, and rounded. A block has ``gcd(numel, 64)`` elements; parameters are aligned to 64, so
-    none shares a block with another. A non-finite element makes its whole block non-finite. The
-    bytes of a part::
+    integer, and rounded. Blocks of ``gcd(numel, 64)`` elements never span two parameters, which are
+    aligned to 64. A non-finite element makes its whole block non-finite. The bytes of a part::
 
         | a scale for each block, fp32 | integers, two in a byte if they have 4 bits | . |
 

@@ -78,8 +78,7 @@ def destroy(group: Any) -> None:
 def end_at_exit() -> None:
     """Destroy all groups when the process exits.
 
-    Lightning destroys only NCCL's. Threads of gloo that are still alive occasionally abort the
-    process.
+    Lightning destroys only NCCL's; gloo threads still alive then occasionally abort the process.
     """
     atexit.unregister(_end)
     atexit.register(_end)

@@ -102,11 +102,9 @@ class Ledger:
     over ``N`` ranks, padding included.
 
     Attributes:
-        last_times: The times of the last optimizer step; zeros for the first, whose start is
-            unknown.
+        last_times: The times of the last optimizer step; zeros for the first, of unknown start.
         total_times: The sum over all steps but the first.
-        most_staged: The most host memory that a step took to stage data from and to files, in
-            bytes.
+        most_staged: The most bytes of host memory that a step took to stage data for files.
     """
 
     def __init__(self) -> None:

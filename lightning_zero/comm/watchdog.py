@@ -195,8 +195,7 @@ class Watchdog:
     def end(self, error: BaseException) -> None:
         """End the run on all ranks because ``error`` ends it on this one.
 
-        An error of a broken connection is on its way to the user, so its message is replaced by
-        the verdict in place.
+        A broken connection's error is on its way to the user: the verdict replaces its text.
         """
         if verdict := self._verdict_on(error):
             error.__cause__, error.args = RuntimeError(*error.args), (verdict,)
