@@ -1,29 +1,29 @@
 """The only folder that knows torch.distributed: a control plane, and transports for the data.
 
-communicator      the small thing that holds both planes, and chooses the transport
+communicator      holds both planes and chooses the transports
 control           control plane: objects, sums, sync points, the store
 sync_points       the points of a step that all ranks reach together; exclusive access to masters
-sync_windows      what they go through where all ranks share a host
+sync_windows      sync points through shared memory, for ranks on one host
 agreement         an error on one rank raised on all
-transport         data plane: what every transport does
-point_to_point    messages between every two ranks (gloo)
-shared_memory     memory of the peers on one host
-reduce_windows    the windows of reduce buffers, reused when peers have read them
+transport         data plane: the interface of all transports
+point_to_point    messages between each pair of ranks (gloo)
+shared_memory     reads of peers' memory on one host
+reduce_windows    the windows of reduce buffers, reused once peers have read them
 window            memory that peers have mapped
-scratch           files without a name, in which tensors rest
-staged_file       such a file that is read and written by large requests
-host_copies       copies between a device and its host, for what is offloaded
+scratch           unnamed files, in which tensors rest
+staged_file       an unnamed file read and written in large requests
+host_copies       copies between a device and its host, for offload
 collectives       the backend's own collectives (NCCL)
-codec             numbers in few bits
-coded             transports of weights and gradients in few bits
-dry               one rank without the others, which allocates what it would and sends nothing
+codec             quantization to few bits
+coded             transport of quantized weights and gradients
+dry               one rank without the others: allocates as it would, sends nothing
 mesh              axes of ranks (shards, replicas) and paths between placements on them
-redistribution    buffers on such a path: gathers and reductions, one after another
+redistribution    movement of buffers along such a path, one step after another
 traffic           ledger of what was sent, and of the time of steps with offload
 collective_log    the collectives that this rank has begun, and the one it waits for
 watchdog          ends a run on all ranks, with one error, when one cannot go on
 parting           the error of ranks that wait for each other in different places
-reports           what the ranks let each other know for that, in the store
+reports           the watchdogs' notes for each other, in the store
 process_groups    one process group per purpose
 rendezvous        the default group after a restart by torchrun
 """

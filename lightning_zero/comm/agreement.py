@@ -1,4 +1,4 @@
-"""An error on one rank is raised on all ranks, with its own message, and ends in no hang."""
+"""Agreement on errors: an error on one rank is raised on all, with its message, and none hangs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Outcome:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Run code unless an earlier attempt failed (``is_good``); keep its error for later."""
+        """Run a block of code; the first error of all blocks is kept for :meth:`agree`."""
         try:
             yield
         except Exception as error:
@@ -34,14 +34,14 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        """Return whether nothing failed so far."""
+        """Whether nothing has failed so far."""
         return self.error is None
 
     def agree(self, control: Control, doing: str) -> None:
-        """Raise on every rank if any rank failed at ``doing``; all ranks call it.
+        """Raise on every rank if any rank failed at ``doing``; a collective.
 
         Raises:
-            Exception: Of the first failing rank's kind, with its number and message.
+            Exception: Of the first failing rank's kind, with all failing ranks and their messages.
         """
         kind = next((k for k in _KINDS if isinstance(self.error, k)), RuntimeError)
         found = control.gather_objects(

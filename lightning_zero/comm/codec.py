@@ -1,4 +1,4 @@
-"""Numbers in few bits: blocks of small integers, each block with a scale."""
+"""Quantization to few bits: blocks of small integers, each with a scale."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from lightning_zero.plan import ALIGNMENT
 from lightning_zero.tensors import numel_at_a_time
 
 _LEAST = 1e-35
-"""A block of nothing larger becomes zeros; a scale and its inverse are finite and normal."""
+"""Least maximum from which a scale is made, so that it and its inverse are finite and normal."""
 
 
 class Codec:
-    """A form of flat tensors in few bits, without memory of its own beyond a few chunks.
+    """A quantizer of flat tensors, which allocates no more than a few chunks.
 
-    Elements are divided by the **scale** of their block, which makes its largest the largest
-    integer, and rounded. A block is 64 elements, to which parameters are aligned, so none has parts
-    of two of them. What is not finite makes its whole block so. The bytes of a part::
+    Elements are divided by the **scale** of their block, which maps its largest to the largest
+    integer, and rounded. Blocks of ``gcd(numel, 64)`` elements never span two parameters, which are
+    aligned to 64. A non-finite element makes its whole block non-finite. The bytes of a part::
 
         | a scale for each block, fp32 | integers, two in a byte if they have 4 bits | . |
 
     Args:
-        bits: Of an integer: 8 or 4.
+        bits: Bits of an integer: 8 or 4.
         numel: Elements of a part.
 
     Attributes:
         numel: As given.
-        nbytes: Bytes that a part becomes.
+        nbytes: Bytes of an encoded part.
 
     Raises:
-        ValueError: Two integers in a byte would be of two blocks.
+        ValueError: A byte would hold integers of two blocks.
     """
 
     def __init__(self, bits: int, numel: int) -> None:
@@ -52,9 +52,9 @@ class Codec:
         self._highest = 2 ** (bits - 1) - 1
 
     def encode(self, source: Tensor, codes: Tensor, noise: torch.Generator | None = None) -> None:
-        """Write the code of ``source`` (``[parts * numel]``) to ``codes`` (``[parts * nbytes]``).
+        """Encode ``source`` (``[parts * numel]``) to ``codes`` (``[parts * nbytes]``).
 
-        Rounded is to the nearest or, with ``noise``, up or down by chance so that the mean is true.
+        Rounds to nearest or, with ``noise``, stochastically and without bias.
         """
         for block, scale, integers in self._chunks(source, codes):
             block = block.float()
@@ -73,7 +73,7 @@ class Codec:
             integers.copy_(values)
 
     def decode(self, codes: Tensor, out: Tensor) -> None:
-        """Write what ``codes`` (``[parts * nbytes]``) are of to ``out`` (``[parts * numel]``)."""
+        """Decode ``codes`` (``[parts * nbytes]``) to ``out`` (``[parts * numel]``)."""
         for block, scale, integers in self._chunks(out, codes):
             torch.mul(self._unpacked(integers), scale.unsqueeze(-1), out=block)
 
@@ -95,7 +95,7 @@ class Codec:
         return torch.cat(halves, dim=-1).float().sub_(8)
 
     def _chunks(self, values: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield blocks of all parts with their scales and integers; none without data."""
+        """Yield chunks of blocks of all parts, with scales and integers; none without data."""
         if codes.is_meta or not self.numel:
             return
         parts = codes.numel() // self.nbytes

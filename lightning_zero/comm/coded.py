@@ -1,8 +1,8 @@
-"""Transports of what a codec makes of weights and gradients, in a few bits for each element.
+"""Transport of weights and gradients quantized to a few bits per element.
 
-A gather sends each rank's shard in code, and every rank decodes all of them, its own too: so all
-have the same bits. A reduction sends each rank its part of every rank's summands in code, all to
-all, and adds up what it has decoded in fp32: no sum is ever rounded to so few bits on its way.
+A gather sends each rank's quantized shard, and every rank decodes all of them, including its own,
+so that all get the same bits. A reduction is an all-to-all of quantized gradients, which each rank
+decodes and adds up in fp32: no sum is ever quantized.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from lightning_zero.comm.transport import ReduceBuffer, Shared, Transport, Work
 
 
 class Cargo(Enum):
-    """Data that are sent in code; the value is the kind of memory that its codes count as."""
+    """Data that is sent in code; the value is the kind of memory that its codes count as."""
 
     WEIGHTS = "gathered"
-    """Rounded to the nearest: the same masters are always the same weights."""
+    """Rounded to nearest: the same masters always give the same weights."""
     GRADIENTS = "unreduced"
-    """Rounded by chance, so that what is lost has no direction in which it adds up.
+    """Rounded stochastically, so that errors have no direction in which they add up.
 
-    With feedback of errors, rounded to the nearest, and what is lost is added to the next ones.
+    With error feedback, rounded to nearest, and the error is added to the next gradients.
     """
 
 
 class Coded:
-    """The gathers and reductions of one store along one axis, in code.
+    """Quantized gathers and reductions of one store along one axis.
 
     Args:
         transport: Carries the codes.
-        bits: As :class:`Codec` takes them.
+        bits: As in :class:`Codec`.
         cargo: What is sent.
-        keeps_errors: Whether what a reduction loses is added to the next one.
+        keeps_errors: Whether the error of a reduction is added to the next one.
 
     Attributes:
         size: Ranks along the axis.
@@ -54,7 +54,7 @@ class Coded:
         self._lost: Tensor | None = None
 
     def gather(self, out: Tensor, source: Shared, *, unit: str, tag: int) -> Work:
-        """Do what :meth:`Transport.gather` does."""
+        """Gather like :meth:`Transport.gather`, in code."""
         codec = Codec(self._bits, source.own.numel())
         codes = self._buffer(self.size * codec.nbytes)
         own = codes.view(self.size, codec.nbytes)[self._transport.rank]
@@ -63,11 +63,11 @@ class Coded:
         return _Then(work, lambda: codec.decode(codes, out))
 
     def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
-        """Return memory for what :meth:`reduce` takes."""
+        """Return memory for the source of :meth:`reduce`."""
         return self._transport.reduce_buffer(numel, dtype)
 
     def reduce(self, out: Tensor, source: ReduceBuffer, *, unit: str, tag: int) -> Work:
-        """Do what :meth:`Transport.reduce` does; ``source`` is read when this returns."""
+        """Reduce like :meth:`Transport.reduce`, in code; ``source`` has been read on return."""
         codec = Codec(self._bits, out.numel())
         sent = self._buffer(self.size * codec.nbytes)
         if self._keeps_errors:
@@ -79,21 +79,21 @@ class Coded:
         return _Then(work, lambda: codec.add_up(received, out), sent)
 
     def _encode_with_lost(self, codec: Codec, values: Tensor, codes: Tensor) -> None:
-        """Encode ``values`` and what those before have lost; they may be changed."""
+        """Encode ``values`` plus the error of the last ones; ``values`` may be overwritten."""
         if self._lost is None:
             kind, numel = self._cargo.value, values.numel()
             self._lost = self._transport.passing_buffer(numel, torch.float32, kind).zero_()
         values = values.float().add_(self._lost)
         codec.encode(values, codes)
         codec.decode(codes, self._lost)
-        # A gradient that is not finite is lost by all, and no reason to lose the next.
+        # A non-finite gradient is lost on all ranks, but must not spoil the next.
         torch.sub(values, self._lost, out=self._lost).nan_to_num_(0.0, 0.0, 0.0)
 
     def _buffer(self, nbytes: int) -> Tensor:
         return self._transport.passing_buffer(nbytes, torch.uint8, self._cargo.value)
 
     def _noise(self, unit: str, tag: int, device: torch.device) -> torch.Generator | None:
-        """Return this rank's noise for the next code of a unit; it is the same in every run."""
+        """Return this rank's noise for a unit's next code, the same in every run."""
         if self._cargo is Cargo.WEIGHTS or device.type == "meta":
             return None
         self._num_coded += 1
@@ -103,16 +103,16 @@ class Coded:
 
 
 class _Then:
-    """Work, and what to do when it is over."""
+    """Work, and a function to call when it is over."""
 
     def __init__(self, work: Work, finish: Callable[[], None], *read: Tensor) -> None:
         self._work: Work | None = work
         self._finish: Callable[[], None] | None = finish
-        # What the work reads has to live until then.
+        # Keeps what the work reads alive until then.
         self._read = read
 
     def wait(self) -> None:
-        """Return when it is done; what it needed is let go."""
+        """Wait until both are done; drop what they needed."""
         if self._work is not None and self._finish is not None:
             self._work.wait()
             self._finish()

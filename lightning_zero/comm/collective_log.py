@@ -1,7 +1,7 @@
 """The collectives that this rank has begun, and the one it waits for.
 
-Every transfer passes through here, so it costs a few calls and no message; the watchdog reads it
-from another thread.
+Every transfer is logged, so logging takes only a few calls and no message; the watchdog reads the
+log from another thread.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class CollectiveId(NamedTuple):
     """One collective.
 
     Attributes:
-        place: Its name, to show.
-        channel: Where nothing but the order tells collectives apart; by default its name.
-        number: Its number on its channel, from 1.
+        place: Its name, as shown in errors.
+        channel: Collectives of one channel are told apart by their order; by default its name.
+        number: Its number in its channel, from 1.
     """
 
     place: str
@@ -34,14 +34,14 @@ class CollectiveLog:
 
     Attributes:
         step: Optimizer steps that have ended.
-        before: Called with a collective's place before this rank begins it; what it needs is
-            allocated then, and nothing is sent yet.
+        before: Called with a collective's place before this rank begins it, when its memory has
+            been allocated and nothing has been sent.
         explain: Called with the error of a collective that failed; may raise a better one.
-        verdict: The error that ended the run of all ranks: every collective raises it.
+        verdict: The error that ended the run on all ranks: every collective raises it.
         begun: How many collectives of each channel have begun.
-        waiting: The collective that is waited for, the number of the wait, and when it began by
+        waiting: The collective that is waited for, the number of the wait, and its start by
             ``time.monotonic``.
-        is_busy: Whether the rank sends and receives as it goes on, which never counts as waiting.
+        is_busy: Whether the rank is in a loop of sends and receives, which is not waiting.
         thread: The thread that waits.
     """
 
@@ -63,7 +63,7 @@ class CollectiveLog:
         return self.note(place, channel)
 
     def note(self, place: str, channel: str = "") -> CollectiveId:
-        """Note that this rank begins a collective, without a call of :attr:`before`."""
+        """Note that this rank begins a collective, without calling :attr:`before`."""
         if self.verdict:
             raise RuntimeError(self.verdict)
         channel = channel or place
@@ -73,10 +73,10 @@ class CollectiveLog:
     def wait(self, collective: CollectiveId, works: Iterable[Any]) -> None:
         """Wait for ``works``, which end when the others have begun the collective too.
 
-        As in :meth:`wait_for`, whose context would cost six calls for every message.
+        Like :meth:`wait_for`, whose context would cost six calls for every message.
         """
         if self.verdict:
-            # Gloo may wait for ever for what has failed once.
+            # Gloo may wait forever for works after one has failed.
             raise RuntimeError(self.verdict)
         self.waiting = (collective, next(self._numbers), monotonic())
         try:
@@ -104,13 +104,13 @@ class CollectiveLog:
 
     @contextlib.contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Begin a collective and wait for it."""
+        """Begin a collective and mark code that waits for it."""
         with self.wait_for(self.begin(place)):
             yield
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """Mark code that sends and receives as it goes on, and never counts as waiting."""
+        """Mark a loop of sends and receives, which does not count as waiting."""
         self.is_busy = True
         try:
             with self.explained():
@@ -120,7 +120,7 @@ class CollectiveLog:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Mark code that may find another rank gone."""
+        """Mark code that may find another rank gone: its errors are passed to :attr:`explain`."""
         try:
             yield
         except RuntimeError as error:
@@ -128,5 +128,5 @@ class CollectiveLog:
             raise
 
     def next_wait(self) -> int:
-        """Return a number for a wait that is not one of ours."""
+        """Return a number for a wait in a collective of other code."""
         return next(self._numbers)

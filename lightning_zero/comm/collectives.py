@@ -1,4 +1,4 @@
-"""The backend's own collectives, for NCCL and all others that are not gloo."""
+"""The backend's own collectives, for NCCL and every other backend but gloo."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 
 class Collectives(Transport):
-    """A transport of collectives, in a group for each verb.
+    """A transport by the backend's collectives, with a process group for each verb.
 
-    With one for both, a prefetch would queue behind a reduction.
+    With one group for both, a prefetch would queue behind a reduction.
 
     Args:
         control: As for every transport.
@@ -51,7 +51,7 @@ class Collectives(Transport):
         own = whole.view(self.size, -1)[self.rank]
         copy(own, shard.own)
         collective = self.log.begin(weights_of(unit), "gather")
-        # Here nothing but the order tells one unit from another.
+        # Only the order tells one unit from another here.
         self.control.note(collective.place)
         work = _all_gather(whole, own, group=self._gather_group, async_op=True)
         return Pending(self.log, collective, [work])
@@ -62,7 +62,7 @@ class Collectives(Transport):
         lands = out.dtype == buffer.dtype
         landing = out if lands else buffer.new_empty(out.shape)
         collective = self.log.begin(gradients_of(unit), "reduce")
-        real = buffer.dtype.to_real()  # NCCL knows no complex numbers, and adds up their parts
+        real = buffer.dtype.to_real()  # NCCL has no complex numbers; their parts are summed
         work = _reduce_scatter(
             landing.view(real), buffer.view(real), group=self._reduce_group, async_op=True
         )

@@ -1,4 +1,4 @@
-"""The ranks that share one model: a control plane, and a transport that is chosen once.
+"""The ranks that share one model: a control plane, and transports that are chosen once.
 
 Only this folder knows one backend from another.
 """
@@ -32,25 +32,25 @@ class Communicator:
 
     Args:
         device: Where weights and gradients are.
-        direct: Send messages between ranks, which gloo does best, or leave it to the backend's
-            collectives; ``None`` takes what suits the backend.
-        windows: ``False`` reads no other rank's memory, though this host may allow it.
+        direct: Send messages between ranks, which is best for gloo, instead of using the backend's
+            collectives; ``None`` chooses by the backend.
+        windows: ``False`` reads no other rank's memory, even where this host allows it.
         num_shards: Ranks over which buffers are sharded; all by default. The same on every rank.
         num_backward_shards: Ranks over which weights are sharded for a backward pass, if fewer. No
-            rank reads another's memory then: a gather of these needs all of them anyway.
+            rank reads another's memory then: gathering these needs all of their ranks anyway.
 
     Attributes:
         device: As given.
-        num_changes: How often masters may have changed: with each begin and end of exclusive
+        num_changes: How often masters may have changed: it grows at each begin and end of exclusive
             access, which all ranks take together.
-        control: All ranks, as they decide and exchange values.
+        control: The control plane of all ranks.
         mesh: The ranks along their axes.
-        transports: What carries weights and gradients along each axis of several ranks.
-        transport: That of the shard axis, which there always is.
+        transports: The transport along each axis: the shard axis, and others of several ranks.
+        transport: That of the shard axis.
 
     Raises:
         ValueError: The backend's messages do not reach the device's memory, or the ranks cannot be
-            divided into copies of ``num_shards``.
+            divided into copies of ``num_shards``, or ask for different numbers.
     """
 
     num_changes = 0
@@ -92,16 +92,16 @@ class Communicator:
             self.control.share_sync_points()
 
     def _choose(self, axis: Axis, *, is_direct: bool, may_share: bool) -> Transport:
-        """Return the fastest transport for an axis, by ``examples/benchmarks/wires.py``."""
+        """Return the fastest transport for an axis (see ``examples/benchmarks/wires.py``)."""
         if not is_direct:
-            # NCCL reduce-scatters and gathers on the device's own links, sends no more than it
-            # must, and knows no tags by which messages of two units could be told apart.
+            # NCCL reduce-scatters and gathers over the device's own links, sends no more than it
+            # must, and has no tags that could tell messages of two units apart.
             return Collectives(self.control, axis, self.device)
         if may_share and axis.size > 1 and SharedMemory.can_see_peers(self.control, axis):
-            # Nothing is sent at all; a gather even needs no peer to take part.
+            # No data is sent, and a gather needs no peer to take part.
             return SharedMemory(self.control, axis, self.device)
         # Gloo's reduce-scatter sends the whole buffer and adds up in an order of its own. Messages
-        # send each rank its part, (N - 1) / N of it in all, and are added in the ranks' order.
+        # send each rank its part, (N - 1) / N of it in total, and are added in rank order.
         return PointToPoint(self.control, axis, self.device)
 
     def redistribution(
@@ -115,11 +115,11 @@ class Communicator:
     ) -> Redistribute:
         """Return the verb that brings a buffer from one placement to another.
 
-        With ``bits``, ``cargo`` is sent in code, which only messages carry. Reductions add what
-        they lose to the next if it ``keeps_errors``.
+        With ``bits``, ``cargo`` is sent quantized. With ``keeps_errors``, the error of a reduction
+        is added to the next one.
 
         Raises:
-            ValueError: There is none.
+            ValueError: There is no path, or ranks read each other's memory but ``bits`` are given.
         """
         steps = path(Placements.of(source), Placements.of(target))
         taken = [(self.transports[axis], verb) for axis, verb in steps if axis in self.transports]
@@ -135,9 +135,9 @@ class Communicator:
 
     @property
     def traffic(self) -> Traffic:
-        """Elements that this rank sent in the last optimizer step, by unit and verb.
+        """What this rank sent in the last optimizer step, by unit and verb.
 
-        A verb along another axis than that of shards has its name before its own.
+        Verbs along other axes than the shard axis are preceded by the axis' name.
         """
         of_axes = {axis: one.ledger.last_step for axis, one in self.transports.items()}
         return {
@@ -153,11 +153,11 @@ class Communicator:
 
     @property
     def is_in_first_copy(self) -> bool:
-        """Return whether this rank's shards are those that count where one of each does."""
+        """Whether this rank is in the first copy, the one that counts where replicas count once."""
         return self.mesh.replicate.rank == 0
 
     def sum_over_shards(self, tensor: Tensor, place: str = "a sum over the shards") -> None:
-        """Replace ``tensor`` by its sum over the ranks of one copy, the same for all copies."""
+        """Replace ``tensor`` by its sum over the ranks of the first copy, on all ranks."""
         if not self.is_in_first_copy:
             tensor.zero_()
         self.control.sum(tensor, place)
@@ -180,7 +180,7 @@ class Communicator:
     def exclusive(self, before: SyncPoint, after: SyncPoint | None = None) -> Exclusive:
         """Return the context in which this rank may change its masters; all ranks enter it.
 
-        Its device, beside whose host they may rest, has read them too.
+        Within it, the device has also finished reading masters that rest on its host.
         """
         control = self.control if self.reads_peers else None
         return Exclusive(control, before, after or before, self._on_exclusive)

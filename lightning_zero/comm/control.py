@@ -1,11 +1,10 @@
-"""The control plane: small decisions and values that the ranks take and exchange in Python.
+"""The control plane: decisions and small values that the ranks exchange in Python.
 
-A sync point carries flags, of which each becomes its maximum over the ranks. All sync points are
-messages of one size on a group of their own, so a rank that comes to another one than the others
-is not read as if it had come to theirs: each message begins with the sync point's number and a sum
-over the collectives that the rank has begun, as numbers and as their complements. Where a number
-and its complement no longer match, the ranks differ. Where all ranks share a host they go through
-memory, with the same content.
+A sync point returns the maximum of each of its flags over the ranks. All sync points are messages
+of one size on a group of their own, so that ranks at different sync points notice it: each
+message begins with the sync point's number and a checksum of the noted events, and with the
+complements of both. Where the maximum of a number and that of its complement no longer match, the
+ranks differ. Where all ranks share a host, the same bytes go through memory.
 """
 
 from __future__ import annotations
@@ -39,26 +38,26 @@ from lightning_zero.comm.watchdog import Watchdog
 _numbers = itertools.count()
 
 MESSAGE_BYTES = 16 * 2**20
-"""The most that ``collect`` holds at a time."""
+"""The most bytes that ``collect`` holds at a time."""
 VALUE_BYTES = 512
-"""The first message of each rank's value in ``gather_objects``."""
+"""The size of each rank's first message in ``gather_objects``."""
 
 
 class Control:
-    """All ranks of the default process group, as they decide and exchange values.
+    """All ranks of the default process group, for decisions and exchanges of values.
 
     Args:
-        alone: Leave the process group out: there is this rank only.
+        alone: Ignore the process group: this is the only rank.
 
     Attributes:
         rank: This process's number among all ranks.
         world_size: Number of all ranks.
         capacity: Flags that a sync point has room for.
-        course: A sum over the events that were noted.
+        course: A checksum of the noted events.
         log: The collectives that this rank has begun.
-        board: Notes that ranks leave for each other.
+        board: The ranks' notes in the store.
         watchdog: Detects ranks that wait for each other in different places.
-        sync_windows: What sync points go through in the place of messages, if there is something.
+        sync_windows: Shared memory that sync points use instead of messages, if there is any.
     """
 
     def __init__(self, *, alone: bool = False) -> None:
@@ -73,9 +72,9 @@ class Control:
         if is_initialized() and not alone:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             if dist.get_backend() != "gloo":
-                # Small decisions travel between the hosts, so that they never stall the device.
+                # Decisions travel between host CPUs, so that they never stall the device.
                 self._group = group_for("values", of_hosts=True)
-        # The ranks count alike, so what one of them does alone has no number.
+        # All ranks must count alike, so a control plane of one rank alone gets no number.
         prefix = "" if alone else f"lightning_zero/{next(_numbers)}"
         has_peers = self.world_size > 1 and dist.get_backend() != "fake"
         self.board = Board(own_store(alone=not has_peers), prefix, self.rank, self.world_size)
@@ -87,41 +86,41 @@ class Control:
 
     @property
     def sync_group(self) -> Any:
-        """The group of sync points. Not kept: one that is referred to outlives its destruction."""
+        """The group of sync points. Not kept: one that is referenced outlives its destruction."""
         return group_for("sync points", of_hosts=True)
 
     def reserve(self, num_flags: int) -> None:
-        """Make room for so many flags; all ranks must ask for the same."""
+        """Make room for ``num_flags`` flags; all ranks must ask for the same number."""
         self.capacity = max(self.capacity, num_flags)
         if self.capacity > MOST_FLAGS:
             self.sync_windows = None
 
     def share_sync_points(self) -> None:
-        """Let sync points go through shared memory, if every rank can map it; a collective."""
+        """Move sync points to shared memory, if every rank can map it; a collective."""
         self.sync_windows = SyncWindows.among(self)
-        # Ranks that meet at different sync points say so in messages, and could not make the group
-        # then: some may never come.
+        # Ranks at different sync points exchange their places in messages, and could not make the
+        # group then: some may never come.
         _ = self.sync_group
 
     def note(self, event: str) -> None:
-        """Count an event that all ranks must have had, in this order, at the next sync point."""
+        """Note an event; by the next sync point all ranks must have noted the same, in order."""
         self.course = zlib.crc32(event.encode(), self.course)
 
     @property
     def has_notes(self) -> bool:
-        """Return whether events were counted of which nothing but the order is known."""
+        """Whether any events were noted, which only their order tells apart."""
         return self.course != 0
 
     def call(self, sync_point: SyncPoint, flags: bytes = b"", *, about: str = "") -> PendingSync:
         """Come to a sync point; waiting returns the maximum of each of ``flags``.
 
-        Ranks that come ``about`` different things have parted.
+        Ranks that differ in ``about`` have parted.
         """
         assert len(flags) <= self.capacity, "more flags than were reserved"
         return PendingSync(self, sync_point, flags, about)
 
     def all_equal(self, sync_point: SyncPoint, digest: bytes) -> bool:
-        """Return whether all ranks come to a sync point with the same few bytes."""
+        """Return whether all ranks come to a sync point with the same ``digest``, a few bytes."""
         maxima = self.call(sync_point, with_complements(digest)).wait()
         return maxima == with_complements(maxima[: len(digest)])
 
@@ -142,7 +141,7 @@ class Control:
     def max(self, tensor: Tensor, place: str = "a maximum over the ranks") -> None:
         """Replace the floating ``tensor`` by its maximum over the ranks, NaN if one has NaN."""
         if self.world_size > 1:
-            # Gloo's maximum forgets a NaN that does not come first, so it travels as a number.
+            # Gloo's maximum drops a NaN that does not come first, so NaNs travel as a mask.
             is_nan = tensor.isnan()
             both = torch.stack([is_nan.to(tensor.dtype), tensor.masked_fill(is_nan, -inf)])
             with self.log.at(place):
@@ -159,11 +158,11 @@ class Control:
         return box[0]
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return every rank's ``value``, in the order of the ranks."""
+        """Return every rank's ``value``, in rank order."""
         if self.world_size == 1:
             return [value]
         pickled = pickle.dumps(value)
-        # Torch's own sends the sizes first; most values have room in the message that says them.
+        # Torch's version sends the sizes first; most values fit in the message with their size.
         first = len(pickled).to_bytes(8, "little") + pickled[: VALUE_BYTES - 8]
         with self.log.at("an exchange of values"):
             rows = self._gather_bytes(first, VALUE_BYTES)
@@ -174,7 +173,7 @@ class Control:
         return [pickle.loads(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
     def _gather_bytes(self, own: bytes, size: int) -> list[bytes]:
-        """Return every rank's bytes, with what makes them all of one size."""
+        """Return every rank's bytes, padded to ``size``."""
         sent = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8)
         rows = [torch.empty_like(sent) for _ in range(self.world_size)]
         dist.all_gather(rows, sent, group=self._group)
@@ -188,8 +187,8 @@ class Control:
             sizes: How many bytes each rank has.
 
         Yields:
-            On rank 0 ``(peer, bytes)`` in the order of the ranks; the bytes are overwritten by the
-            next ones. Nothing on other ranks.
+            On rank 0 ``(peer, bytes)`` in rank order, at most :data:`MESSAGE_BYTES` at a time;
+            nothing on other ranks.
         """
         with self.log.busy():
             yield from self._collect(part, sizes)
@@ -209,7 +208,7 @@ class Control:
     def separate(self) -> Control:
         """Make a control plane with a group of its own, to exchange values in another thread.
 
-        It lasts until :meth:`leave`.
+        The group lasts until :meth:`leave`.
         """
         other = copy.copy(self)
         other._separated, other.sync_windows = [], None
@@ -222,9 +221,9 @@ class Control:
         return other
 
     def leave(self) -> None:
-        """Take part in nothing more, and end the groups that were made by :meth:`separate`.
+        """Take part in nothing more, and destroy the groups made by :meth:`separate`.
 
-        All ranks have received everything that was sent there.
+        All ranks must have received everything sent there.
         """
         self.watchdog.leave()
         for other in self._separated:
@@ -235,7 +234,7 @@ class Control:
     def last_words(self, timeout: timedelta, words: str = "") -> list[str] | None:
         """Return every rank's ``words``, if all can be reached and call this within ``timeout``.
 
-        Asked through the store: a collective that a rank never joins could not be given up.
+        Goes through the store: a collective that a rank never joins could not be given up.
         """
         board = self.board
         try:
@@ -249,10 +248,10 @@ class Control:
             if found is None:
                 return None
             board.put("agreed")
-            if self.rank == 0:  # whose end may be the end of the store in which others look
+            if self.rank == 0:  # its exit may end the store, which others still read
                 board.wait(timeout.total_seconds(), lambda: board.get("agreed"))
         except RuntimeError:
             return None
-        # What ended the run has left all of them able to end it together.
+        # All ranks have survived what ended the run, and end it together.
         self.watchdog.pardon()
         return found

@@ -1,7 +1,7 @@
-"""One rank without the others: it allocates what it would, and sends nothing.
+"""A dry run of one rank without the others: it allocates as it would, and sends nothing.
 
-The engine runs with it as with any communicator, on tensors without data, so that the memory of a
-step is known before there are ranks.
+The engine uses it like any communicator, on tensors without data, so that the memory of a step is
+known before there are ranks.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class DryCommunicator(Communicator):
         transport: Allocates what weights and gradients travel through within a copy.
         num_shards: As for every communicator.
         num_backward_shards: As for every communicator.
-        on_message: Called with the axis, the verb (``trade`` of gradients in code) and the bytes of
-            each message that begins; what it returns is called where the message is awaited.
+        on_message: Called with the axis, the verb (``trade`` for quantized gradients) and the bytes
+            of each message that begins; its result is called when the message is waited for.
     """
 
     transport: DryTransport
@@ -59,7 +59,7 @@ class DryCommunicator(Communicator):
         axes = {"shard": self.mesh.shard, "backward": self.mesh.backward}
         self._dry = {name: transport.along(axis) for name, axis in axes.items() if axis}
         if on_message is not None and self.mesh.replicate.size > 1:
-            # What it holds for a moment is not predicted.
+            # The memory that it holds for a moment is not predicted.
             self._dry["replicate"] = DryTransport().along(self.mesh.replicate)
         if on_message is not None:
             for name, one in self._dry.items():
@@ -67,16 +67,16 @@ class DryCommunicator(Communicator):
         self.transport, self.transports = self._dry["shard"], {**self._dry}
 
     def watch(self, on_change: Callable[..., None]) -> None:
-        """Call ``on_change`` from now on whenever memory was taken."""
+        """Call ``on_change`` whenever memory has been allocated from now on."""
         for transport in self._dry.values():
             transport.on_change = on_change
 
 
 class DryHostCopies(HostCopies):
-    """Copies between a device and its host of tensors without data: none is made.
+    """Copies of tensors without data between a device and its host: none is made.
 
     Args:
-        device: The one on which fake tensors pretend to be.
+        device: The device that fake tensors pretend to be on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -106,11 +106,11 @@ class DryHostCopies(HostCopies):
 
 
 class DryTransport(Transport):
-    """Collectives of a device, which need no memory of ours, or the base of others.
+    """A device's collectives, which need no buffers of ours; also the base of the other transports.
 
     Attributes:
-        on_change: Called whenever memory was taken.
-        on_message: Called with verb and bytes whenever a message begins.
+        on_change: Called whenever memory has been allocated.
+        on_message: Called with the verb and bytes of each message that begins.
         ledger: What this rank would send.
     """
 
@@ -128,7 +128,7 @@ class DryTransport(Transport):
         self._last: dict[str, int] = {}
 
     def along(self, axis: Axis) -> Self:
-        """Return the same along an axis; what either holds is counted by both."""
+        """Return a copy of this transport along ``axis``; both count what either holds."""
         other = copy.copy(self)
         other.axis, other.rank, other.size = axis, axis.rank, axis.size
         other.ledger = _DryLedger()
@@ -136,12 +136,12 @@ class DryTransport(Transport):
 
     @property
     def gathered(self) -> int:
-        """Bytes of the weights that were ever gathered."""
+        """Bytes held now by buffers into which weights have been gathered."""
         return self._wholes.nbytes
 
     @property
     def reduced(self) -> dict[str, int]:
-        """Bytes of the shards into which gradients were reduced, by unit."""
+        """Bytes of the shards into which gradients have been reduced, by unit."""
         return {unit: held.nbytes for unit, held in self._shards.items()}
 
     @property
@@ -151,12 +151,12 @@ class DryTransport(Transport):
 
     @property
     def partials(self) -> int:
-        """Bytes of gradients before and during their reduction, and of what that needs."""
+        """Bytes of gradients before and during their reduction, and of the buffers it needs."""
         return self._partials.nbytes
 
     @property
     def last_reduced(self) -> dict[str, int]:
-        """Bytes of the shards of the last two units in this backward pass, by unit."""
+        """Bytes of the shards of the last two units reduced in this backward pass, by unit."""
         return dict([*self._last.items()][-2:])
 
     @override
@@ -166,7 +166,7 @@ class DryTransport(Transport):
         return _Done(self._sent())
 
     def _sent(self) -> Callable[[], None]:
-        """Tell of the message that begins, of which the ledger was just told."""
+        """Report the message that begins, the latest in the ledger, to :attr:`on_message`."""
         return self.on_message(*self.ledger.latest)
 
     @override
@@ -216,7 +216,7 @@ class DryTransport(Transport):
 
 
 class DryMessages(DryTransport):
-    """Messages between hosts' CPUs: what every other rank sends is received before it is added."""
+    """Messages between hosts' CPUs: all other ranks' parts are received before they are added."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,8 +252,8 @@ class DryMessages(DryTransport):
 class DrySharedMemory(DryTransport):
     """Reduce buffers that peers read, and that stay from step to step.
 
-    How many there are depends on who is how far. Counted is the most: a peer that has come to a
-    reduction has read the buffers of the one before.
+    How many there are depends on how far each rank is. The largest possible number is counted: a
+    peer that has come to a reduction has read the buffers of the previous one.
     """
 
     reads_peers: ClassVar[bool] = True
@@ -287,7 +287,7 @@ class DrySharedMemory(DryTransport):
 
 
 class _Done:
-    """Work that ends when it is waited for."""
+    """Work that calls functions when it is waited for."""
 
     def __init__(self, *finish: Callable[[], None]) -> None:
         self._finish = finish

@@ -1,4 +1,4 @@
-"""Copies between a device and its host, for what is offloaded to the host's memory."""
+"""Copies between a device and its host, for offload."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from lightning_zero.comm.transport import Work
 from lightning_zero.tensors import LentMemory, lasting_tensors
 
 _MOST_LANDINGS = 2
-"""Gradients that are added on the host may wait for it in as many buffers: one comes, one goes."""
+"""Most copies to the host that may await their follow-up: one arrives while one is added."""
 
 
 def pinned_bytes(nbytes: int, device: torch.device) -> int:
-    """Return what torch takes of the memory of a device's host for ``nbytes`` on their way.
+    """Return how much host memory torch allocates to copy ``nbytes`` from or to ``device``.
 
-    Its allocator of pinned memory has powers of two.
+    Its pinned-memory allocator rounds up to powers of two.
     """
     is_rounded = device.type == "cuda" and nbytes > 0
     return 1 << (nbytes - 1).bit_length() if is_rounded else nbytes
 
 
 class HostCopies:
-    """Copies between a device and its host, on a stream beside what the device computes.
+    """Copies between a device and its host, on a side stream.
 
     Args:
-        device: The device; where it is the host itself, copies are made at once.
+        device: The device; if it is the host itself, copies are synchronous.
 
     Attributes:
         device: As given.
@@ -41,21 +41,21 @@ class HostCopies:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = None if device.type in ("cpu", "meta") else torch.Stream(device)
-        # The last copy to the device.
+        # End of the last copy to the device.
         self._up: torch.Event | None = None
         self._landings: deque[Landing] = deque()
         self._recurring = LentMemory()
-        # What is copied to the host, until it is there.
+        # Host memory, held until the copy into it has ended.
         self._held: deque[tuple[torch.Event, torch.UntypedStorage]] = deque()
 
     def can_copy(self, tensor: Tensor) -> bool:
-        """Return whether a tensor lies on the device, and is no more than torch's own."""
+        """Return whether ``tensor`` lies on the device and is not a subclass of ``Tensor``."""
         return type(tensor) is Tensor and tensor.device.type == self.device.type
 
     def lasting_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return zeros in host memory that the device reads by itself.
+        """Return zeros in pinned host memory.
 
-        The memory is of just this size: torch's own allocator would take the next power of two.
+        It has exactly this size: torch's own allocator would round up to a power of two.
         """
         nbytes = numel * dtype.itemsize
         if self.device.type != "cuda" or not nbytes:
@@ -66,38 +66,38 @@ class HostCopies:
             memory = torch.frombuffer(block, dtype=torch.uint8)
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         torch.cuda.check_error(cudart.cudaHostRegister(memory.data_ptr(), nbytes, 0))
-        # The mapping ends after its finalizers.
+        # Finalizers run before the memory is unmapped.
         weakref.finalize(block, cudart.cudaHostUnregister, memory.data_ptr())
         return memory.view(dtype)
 
     def recurring_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return host memory for a while, of a size that recurs; its content is undefined.
+        """Return temporary host memory of a recurring size; its content is undefined.
 
-        It is :meth:`lasting_memory`, which whoever asks for as many bytes gets when nobody holds it
-        any more: neither a view of it, nor a copy that is under way.
+        It is :meth:`lasting_memory`, reused for requests of the same number of bytes once no view
+        of it and no copy in flight refers to it.
         """
         self._let_go()
         return self._recurring.lend(numel, dtype, self.lasting_memory)
 
     def _let_go(self) -> None:
-        """Hold no longer what has arrived."""
-        # Each is taken before it is looked at: another thread may do the same.
+        """Drop the memory of copies that have ended."""
+        # Popped before it is checked: another thread may do the same.
         with contextlib.suppress(IndexError):
             while (held := self._held.popleft())[0].query():
                 pass
             self._held.appendleft(held)
 
     def passing_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return host memory for a while, of any size; its content is undefined.
+        """Return temporary host memory of any size; its content is undefined.
 
-        Of a GPU's host torch takes :func:`pinned_bytes`, and keeps them for reuse.
+        For a GPU, torch allocates :func:`pinned_bytes` and caches them.
         """
         with lasting_tensors():
             is_pinned = self.device.type == "cuda"
             return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=is_pinned)
 
     def storage_down(self, tensor: Tensor) -> Tensor:
-        """Start to copy the storage of a tensor to host memory for a while; returns its bytes."""
+        """Start to copy a tensor's whole storage to temporary host memory; return its bytes."""
         content = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         content.set_(tensor.untyped_storage())
         memory = self.passing_memory(content.numel(), torch.uint8)
@@ -105,7 +105,7 @@ class HostCopies:
         return memory
 
     def up(self, out: Tensor, source: Tensor, then: Callable[[], Work]) -> Work:
-        """Start to copy ``source`` to the device, and what follows there; returns both as one."""
+        """Start to copy ``source`` to the device, then ``then``; return one work for both."""
         if self._stream is None:
             out.copy_(source)
             return then()
@@ -115,15 +115,15 @@ class HostCopies:
             return _Arrival(then(), self._stream.record_event(), self.device)
 
     def wait_until_read(self) -> None:
-        """Return when the device has read what was sent up, which may be written to then."""
+        """Wait until the device has read all sources sent up, which may then be overwritten."""
         if self._up is not None:
             self._up.synchronize()
 
     def up_as_they_come(self, parts: Iterable[tuple[Tensor, Tensor]]) -> Work:
-        """Return what copies each ``(out, source)`` to the device when it is waited for.
+        """Return work that copies each ``(out, source)`` to the device when it is waited for.
 
-        To iterate may wait for a source. The copies wait for what the device was given until now,
-        and for nothing that it is given in the meantime.
+        Iterating may block until a source is ready. The copies wait for the work queued on the
+        device so far, and for none that is queued later.
         """
         if self._stream is None:
             return _Ascent(parts, None, None)
@@ -133,7 +133,7 @@ class HostCopies:
     def down(
         self, out: Tensor, source: Tensor, then: Callable[[], object] | None = None
     ) -> Landing:
-        """Start to copy ``source`` to the host, where ``then`` is called when it has landed."""
+        """Start to copy ``source`` to the host; the first wait for its landing calls ``then``."""
         if self._stream is None:
             out.copy_(source)
             landing = Landing(None, then)
@@ -152,33 +152,33 @@ class HostCopies:
         return landing
 
     def abandon(self) -> None:
-        """Let nothing follow what is on its way to the host."""
+        """Drop the follow-ups of copies on their way to the host."""
         for landing in self._landings:
             landing.abandon()
         self._landings.clear()
 
     @contextlib.contextmanager
     def _beside_computation(self, stream: torch.Stream) -> Iterator[None]:
-        """Work on the stream, behind what was given to the device before."""
+        """Run the block on ``stream``, behind the work queued on the device so far."""
         stream.wait_stream(torch.accelerator.current_stream(self.device))
         with stream:
             yield
 
 
 class _Arrival:
-    """Data on their way to the device."""
+    """A copy on its way to the device."""
 
     def __init__(self, work: Work, event: torch.Event, device: torch.device) -> None:
         self._work, self._event, self._device = work, event, device
 
     def wait(self) -> None:
-        """Let what the device is given next wait for them."""
+        """Make the current stream wait for it."""
         self._work.wait()
         torch.accelerator.current_stream(self._device).wait_event(self._event)
 
 
 class _Ascent:
-    """Data that go up as they come to the host."""
+    """Copies to the device, each started when its source is ready."""
 
     def __init__(
         self,
@@ -189,18 +189,18 @@ class _Ascent:
         self._parts, self._stream, self._begin = parts, stream, begin
 
     def wait(self) -> None:
-        """Send all of them, and let what the device is given next wait for them."""
+        """Start all copies, and make the current stream wait for them."""
         if self._stream is None:
             self._send()
             return
         assert self._begin is not None
-        # Not when it was recorded: the stream may have had another unit's parts to send since.
+        # Not already when it was recorded: the stream may have sent another unit's parts since.
         self._stream.wait_event(self._begin)
         try:
             with self._stream:
                 self._send()
         finally:
-            # Also for those that were sent before one failed: their memory is given back.
+            # Also for copies started before one failed: their memory is given back.
             torch.accelerator.current_stream(self._stream.device).wait_stream(self._stream)
 
     def _send(self) -> None:
@@ -209,14 +209,14 @@ class _Ascent:
 
 
 class Landing:
-    """Data on their way to the host, for which several threads may wait."""
+    """A copy on its way to the host, for which several threads may wait."""
 
     def __init__(self, event: torch.Event | None, then: Callable[[], object] | None) -> None:
         self._event, self._then = event, then
         self._lock = threading.Lock()
 
     def wait(self) -> None:
-        """Return when they are there, and what follows is done."""
+        """Wait until it has landed and its follow-up, which runs once, is done."""
         if self._event is not None:
             self._event.synchronize()
         with self._lock:
@@ -225,6 +225,6 @@ class Landing:
                 then()
 
     def abandon(self) -> None:
-        """Let nothing follow, be they there or not."""
+        """Drop the follow-up, whether or not the copy has landed."""
         with self._lock:
             self._then = None

@@ -1,20 +1,20 @@
 """Axes of ranks, and the path of a buffer from one placement on them to another.
 
-Shards lie over one axis; along the other, each of them is replicated. Ranks that follow each other
-hold the shards of one copy: those of one host, for instance. Six ranks in two copies::
+Buffers are sharded over one axis, and each shard is replicated along the other. Consecutive ranks,
+such as those of one host, hold the shards of one copy. Six ranks in two copies::
 
     shard      0 1 2 | 3 4 5
     replicate  0 3 | 1 4 | 2 5
 
-What a backward pass gathers may be sharded once more, over ranks of one copy. Four ranks in one::
+For backward passes, weights may be sharded over fewer ranks of one copy. Four ranks in one copy::
 
     shard      0 1 2 3
     backward   0 1 | 2 3
 
-A path consists of two verbs, each along one axis: **reduce** leaves each rank the sum of its own
-part, **gather** makes parts whole. Reductions begin on the shard axis, whose parts are then reduced
-along the other one, and gathers go back the same way. What is replicated after a reduction was
-gathered again, so an all-reduce of shards is two steps of a path, and not a verb.
+A path consists of two verbs, each along one axis: **reduce** gives each rank the sum of its own
+part, **gather** makes parts whole. Reductions run along the shard axis first, then along the other
+one; gathers run the other way round. So an all-reduce of shards is two steps of a path, a reduction
+and a gather, and not a verb.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Axis:
 
     Attributes:
         groups: All ranks, in groups along the axis.
-        ranks: The group of this process, by their numbers among all ranks.
-        rank: This process's number in its group.
+        ranks: The group of this process, as global ranks.
+        rank: This process's rank in its group.
         size: Number of ranks in a group.
     """
 
@@ -45,7 +45,7 @@ class Axis:
 
     @classmethod
     def of(cls, groups: Iterable[Iterable[int]], rank: int) -> Axis:
-        """Return the axis with these groups for the process ``rank`` of all."""
+        """Return the axis with these groups for the global rank ``rank``."""
         every = tuple(tuple(group) for group in groups)
         own = next(group for group in every if rank in group)
         return cls(every, own, own.index(rank), len(own))
@@ -53,12 +53,12 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """All ranks, by two numbers each.
+    """All ranks, arranged along two axes.
 
     Attributes:
         shard: The axis over which buffers are sharded.
         replicate: The axis along which shards are replicated.
-        size: Number of all ranks, whose gradients are averaged.
+        size: Number of all ranks, over which gradients are averaged.
         backward: The axis over which weights are sharded for a backward pass, if it is another.
     """
 
@@ -75,10 +75,10 @@ class Mesh:
         num_shards: int | None = None,
         num_backward_shards: int | None = None,
     ) -> Mesh:
-        """Return the mesh of all ranks in copies of ``num_shards``; one copy by default.
+        """Return the mesh with copies of ``num_shards`` ranks; one copy of all by default.
 
         Raises:
-            ValueError: The ranks cannot be divided so.
+            ValueError: The shards do not divide the ranks, or the backward shards the shards.
         """
         num_shards = num_shards or world_size
         num_backward = num_backward_shards or num_shards
@@ -117,7 +117,7 @@ class Placements(NamedTuple):
 
     @classmethod
     def of(cls, placement: Placement | Placements) -> Placements:
-        """Return the placements of a home; all but summands is alike in all replicas."""
+        """Return both placements of a home; everything but partial sums is replicated."""
         if isinstance(placement, Placements):
             return placement
         is_partial = placement is Placement.PARTIAL
@@ -125,7 +125,7 @@ class Placements(NamedTuple):
 
 
 def path(source: Placements, target: Placements) -> list[tuple[str, Verb]]:
-    """Return the steps from ``source`` to ``target``, each along the axis of a name.
+    """Return the steps from ``source`` to ``target``: the name of an axis and a verb each.
 
     Raises:
         ValueError: There is no such path.

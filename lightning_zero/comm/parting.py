@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 TOUCH = "a touch between steps of the weights of"
 GRADIENT = "the reading of a gradient"
-"""Places of which code that only some ranks run is the usual cause."""
+"""Places at which ranks usually part because only some of them run the code."""
 
 
 def parted(places: Sequence[str]) -> str:
-    """Return the error for ranks that are in different places."""
+    """Return the error for ranks in different places."""
     where = "; ".join(f"rank {rank} {place}" for rank, place in enumerate(places))
     cure = next(cure for what, cure in _CURES.items() if what in where)
     return f"The ranks have parted: {where}. {cure}"
@@ -35,4 +35,4 @@ _CURES = {
         " the modules in `with lightning_zero.join(module):`."
     ),
 }
-"""What to do, by the first of these that a rank's place names."""
+"""What to do, by the first of these keys that a rank's place contains."""

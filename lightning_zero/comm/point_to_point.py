@@ -1,4 +1,4 @@
-"""Point-to-point messages, for gloo between hosts and for ranks that cannot read each other.
+"""Point-to-point messages, for gloo between hosts and for ranks that share no memory.
 
 Torch's gloo reduce-scatter sends the whole buffer and its all-gather copies twice, while messages
 that land in place take a third of the time (64 MiB, two ranks, torch 2.13, by `make wires`: 20
@@ -43,12 +43,12 @@ class Inboxes:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of those in use and of those kept for reuse."""
+        """Bytes of buffers in use or kept for reuse."""
         free = sum(box.nbytes for boxes in self._free.values() for box in boxes)
         return free + self._bytes_in_use
 
     def borrow(self, like: Tensor) -> Tensor:
-        """Return a buffer of that size and dtype; its content is undefined."""
+        """Return a buffer of the same size and dtype; its content is undefined."""
         self._bytes_in_use += like.nbytes
         free = self._free.get((like.numel(), like.dtype))
         return free.pop() if free else torch.empty_like(like)
@@ -65,7 +65,7 @@ class Inboxes:
 
 
 class PointToPoint(Transport):
-    """A transport of messages between every two ranks; one rank alone sends none."""
+    """A transport by messages between each pair of ranks; a single rank sends none."""
 
     def __init__(self, control: Control, axis: Axis, device: torch.device) -> None:
         super().__init__(control, axis, device)
@@ -118,7 +118,7 @@ class PointToPoint(Transport):
     def start(
         self, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor], tag: int
     ) -> list[Work]:
-        """Start to receive from and to send to peers, by their numbers on the axis."""
+        """Start to receive from and to send to peers, by their ranks on the axis."""
         # Not `irecv` and `isend`, whose checks take longer than the messages of a small unit.
         group: Any = dist.group.WORLD
         ranks = self.axis.ranks

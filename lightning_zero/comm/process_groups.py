@@ -1,7 +1,7 @@
-"""Process groups beside the default one: each is made once, and lives as long as that one.
+"""Process groups besides the default one, each made once and kept until that one ends.
 
-A group has connections, and over NCCL memory on the device. Were one made for every run of a
-Trainer, they would pile up in a process that fits, validates and tests by turns.
+A group holds connections and, with NCCL, device memory. Groups made for each run of a Trainer would
+pile up in a process that alternately fits, validates and tests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 _groups: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
-"""By default group and purpose; weak, as a group that is referred to outlives its destruction."""
+"""By default group and purpose; weak, as a group that is referenced outlives its destruction."""
 
 _SECONDS_TO_LET_GO = 0.05
 
@@ -34,11 +34,11 @@ def default_world_size() -> int:
 
 
 def group_for(purpose: str, *, of_hosts: bool = False, along: Sequence[Sequence[int]] = ()) -> Any:
-    """Return the group for a purpose; made when it is first asked for, which is a collective.
+    """Return the group for a purpose; the first call makes it, which is a collective.
 
     Args:
         purpose: Its name.
-        of_hosts: Whether messages travel between the hosts and never touch a device.
+        of_hosts: Whether messages travel between host CPUs and never touch a device.
         along: All ranks in groups, of which this rank gets its own; by default one of all ranks.
     """
     groups = _groups.setdefault(dist.group.WORLD, {})
@@ -53,14 +53,14 @@ def group_for(purpose: str, *, of_hosts: bool = False, along: Sequence[Sequence[
 
 
 def new_group_of_hosts() -> Any:
-    """Make a group of all ranks' hosts, to be ended with :func:`destroy`; a collective."""
-    # Torch's fake backend, which plays all other ranks, can do that as well.
+    """Make a group of all ranks on their CPUs, to end with :func:`destroy`; a collective."""
+    # Torch's fake backend, which stands in for all other ranks, works on CPUs too.
     return _new_group("fake" if dist.get_backend() == "fake" else "gloo")
 
 
 def time_limit() -> timedelta | None:
-    """Return the time limit of the default group's collectives, if it has one of its own."""
-    # Private, as torch tells it nowhere else.
+    """Return the timeout of the default group's collectives, if it has one."""
+    # Private, as torch exposes it nowhere else.
     world = dist.distributed_c10d._get_default_group()
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     options = getattr(world._get_backend(device), "options", None)
@@ -68,7 +68,7 @@ def time_limit() -> timedelta | None:
 
 
 def destroy(group: Any) -> None:
-    """Destroy a group whose messages have all arrived, unless the default group has ended it."""
+    """Destroy a group whose messages have all arrived, unless it ended with the default group."""
     if dist.is_initialized():
         _let_go()
         with contextlib.suppress(ValueError):
@@ -78,7 +78,7 @@ def destroy(group: Any) -> None:
 def end_at_exit() -> None:
     """Destroy all groups when the process exits.
 
-    Lightning destroys only NCCL's; gloo's threads, if alive then, now and then abort the process.
+    Lightning destroys only NCCL's; gloo threads still alive then occasionally abort the process.
     """
     atexit.unregister(_end)
     atexit.register(_end)
@@ -91,27 +91,27 @@ def _end() -> None:
 
 
 def _let_go() -> None:
-    """Give gloo's threads time to free what they have sent, for which they need the interpreter.
+    """Give gloo's threads time to free what they have sent, for which they need the GIL.
 
-    Torch (2.13) joins them without giving it up. A group that ended right behind its last message
-    hung once in fifty times.
+    Torch (2.13) joins them without releasing it. A group that was destroyed right after its last
+    message hung once in fifty times.
     """
     time.sleep(_SECONDS_TO_LET_GO)
 
 
 def is_of_connection(error: BaseException) -> bool:
-    """Return whether an error says that a connection or a time limit has ended a collective."""
-    # Gloo has no class of its own for that, but names the place in its sources, or one reason.
+    """Return whether ``error`` says that a broken connection or a timeout ended a collective."""
+    # Gloo has no class of its own for that, but names its source file, or one fixed reason.
     text = str(error) if isinstance(error, RuntimeError) else ""
     is_gloos = "/gloo/transport/" in text or text == "Application timeout caused pair closure"
     return is_gloos or isinstance(error, dist.DistError)
 
 
 def give_up() -> None:
-    """Make whatever waits in one of the groups raise; they are of no use afterwards.
+    """Make all waits in the groups raise; the groups cannot be used afterwards.
 
-    A message that nobody sends, waited for so shortly, makes gloo close all connections of its
-    group. (Its `abort` does nothing.)
+    A short wait for a message that nobody sends makes gloo close all connections of the group. (Its
+    `abort` does nothing.)
     """
     give_up_devices()
     if not dist.is_initialized():
@@ -127,7 +127,7 @@ def give_up() -> None:
 
 
 def give_up_devices() -> None:
-    """Abort what devices wait for; between the hosts everything goes on."""
+    """Abort the groups of devices; those between hosts go on."""
     groups = [group for group in _all_groups() if dist.get_backend(group) not in ("gloo", "fake")]
     with _together(groups):
         for group in groups:
@@ -137,7 +137,7 @@ def give_up_devices() -> None:
 
 @contextlib.contextmanager
 def _together(groups: list[Any]) -> Iterator[None]:
-    """Abort groups at once: one that is aborted alone may wait for another (pytorch 119797)."""
+    """Abort groups together: one aborted alone may wait for another (pytorch 119797)."""
     backends = [backend for group in groups if (backend := _nccl_of(group)) is not None][:1]
     for backend in backends:
         backend._group_start()
@@ -163,5 +163,5 @@ def _all_groups() -> list[Any]:
 
 def _new_group(backend: str | None = None, ranks: list[int] | None = None) -> Any:
     """Make a group, of all ranks by default, with the time limit of the default group."""
-    # New groups would have torch's default.
+    # A new group would otherwise get torch's default.
     return dist.new_group(ranks, backend=backend, timeout=time_limit())

@@ -1,4 +1,4 @@
-"""Buffers on their way from one placement on a mesh to another."""
+"""Movement of buffers from one placement on a mesh to another."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lightning_zero.comm.mesh import Verb
 from lightning_zero.comm.transport import Arrived, ReduceBuffer, Shared, Transport, Work
 
 Redistribute = Callable[..., Work]
-"""A verb ``(out, source, *, unit, tag)`` which starts to fill ``out``. The source is a
+"""A verb ``(out, source, *, unit, tag)`` that starts to fill ``out``. The source is a
 ``ReduceBuffer``, which is given up, if the first step is a reduction, else a ``Shared``."""
 
 
 def along(steps: Sequence[tuple[Transport | Coded, Verb]]) -> Redistribute:
-    """Return the verb that takes all steps; for a single one the transport's own."""
+    """Return the verb that takes all steps; for a single step, the transport's own."""
     if not steps:
         return _stay
     if len(steps) > 1:
@@ -27,13 +27,13 @@ def along(steps: Sequence[tuple[Transport | Coded, Verb]]) -> Redistribute:
 
 
 def _stay(out: Tensor, source: Shared, *, unit: str, tag: int) -> Work:
-    """Leave a buffer where it is."""
+    """Do nothing: the buffer is in place already."""
     assert out is source.own
     return Arrived()
 
 
 class _Walk:
-    """Steps of which each begins when the one before has arrived, the first at once."""
+    """Steps taken one after another: the first at once, the others when they are waited for."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class _Walk:
         self._first = next(self._works)
 
     def wait(self) -> None:
-        """Return when the last has arrived."""
+        """Wait until the last step has arrived."""
         self._first.wait()
         for work in self._works:
             work.wait()
@@ -61,7 +61,7 @@ def _start(
     unit: str,
     tag: int,
 ) -> Iterator[Work]:
-    """Start one step whenever the next work is asked for."""
+    """Yield the work of each step, which starts only when it is asked for."""
     value: Tensor = source[0]
     given: Shared | ReduceBuffer | None = source
     for number, (transport, verb) in enumerate(steps):

@@ -1,4 +1,4 @@
-"""Windows for reduce buffers: this rank's, reused when peers have read them, and the peers'."""
+"""Windows for reduce buffers: this rank's, reused once peers have read them, and the peers'."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightning_zero.comm.window import Address, Window
 
 
 class ReduceWindows:
-    """The windows of one axis' reductions; all have one capacity, the largest asked for so far.
+    """Windows for the reductions along one axis, all of the largest capacity requested so far.
 
     Attributes:
         free: This rank's windows whose reduction is over; a peer may still read them.
@@ -22,30 +22,30 @@ class ReduceWindows:
 
     @property
     def touched_bytes(self) -> int:
-        """Bytes that this rank has covered in the free ones."""
+        """Bytes of the free windows that this rank has used."""
         return sum(window.touched_bytes for window in self.free)
 
     def take(self, nbytes: int) -> Window:
-        """Return a window that no peer reads any more."""
-        # One size for all, the largest seen: pages that nobody touches cost nothing.
+        """Return a window that no peer still reads."""
+        # The largest size seen for all windows: untouched pages cost nothing.
         self._capacity = max(self._capacity, nbytes)
         for window in self.free:
             is_as_large = window.address.capacity == self._capacity
             if is_as_large and window.is_read_by_all(self._axis.rank):
                 self.free.remove(window)
                 return window
-        # Never wait for a reader here: it may be a rank that itself waits for us.
+        # Never wait for a reader here: it may itself be waiting for this rank.
         return Window.create(self._capacity, self._axis.size)
 
     def of_peer(self, address: Address) -> Window:
-        """Return a peer's window, which is mapped once."""
+        """Return a peer's window, mapped on first use."""
         if address not in self._peers:
             with self._log.explained():
                 self._peers[address] = Window.open(address, self._axis.size)
         return self._peers[address]
 
     def drop_outgrown(self) -> None:
-        """Free the windows, the peers' too, that a larger unit outgrew."""
+        """Drop windows, own and peers', that have become too small."""
         self.free = [w for w in self.free if w.address.capacity == self._capacity]
         self._peers = {
             address: window
@@ -54,5 +54,5 @@ class ReduceWindows:
         }
 
     def clear(self) -> None:
-        """Let go of all windows, the peers' too."""
+        """Drop all windows, own and peers'."""
         self.free, self._peers = [], {}

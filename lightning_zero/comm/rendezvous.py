@@ -1,16 +1,16 @@
 """Rendezvous of the ranks in a store that an earlier incarnation of the run has used.
 
-torchrun starts all ranks again when one has died. Its agent keeps one store for all these
+torchrun restarts all ranks when one has died. Its agent keeps one store for all these
 **incarnations** (pytorch issue 135712), so a rank may read the address that another had in an
-earlier one, and call a process that is gone: the group is never made, under any strategy. The ranks
-therefore agree on a name for their incarnation first, and use keys that begin with it. Counting
-would not do, as the agents of several nodes count each for themselves.
+earlier one, and connect to a process that is gone: the group is never made, under any strategy. So
+the ranks first agree on a name for their incarnation, and use keys that begin with it. A counter
+would not do, as each node's agent would have its own.
 
 Any key may be left over from an earlier incarnation, except those with a random name of this one:
 
-1. Every rank asks under its number, and gives a random name.
-2. Rank 0 answers under that name with the random name of the incarnation, or answers a dead rank.
-3. The rank confirms under the name of the incarnation. Rank 0 answers until all have.
+1. Every rank asks under its number, giving a random name.
+2. Rank 0 answers under that name with the random name of the incarnation; it may answer dead ranks.
+3. The rank confirms under the name of the incarnation. Rank 0 keeps answering until all have.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SECONDS_BETWEEN_LOOKS = 0.01
 
 
 def store_of_incarnation(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Return a part of ``store`` that is empty when all ``world_size`` ranks have come.
+    """Return a part of ``store`` that is still empty when all ``world_size`` ranks have come.
 
     Raises:
         RuntimeError: Ranks did not come within ``timeout``.
@@ -46,7 +46,7 @@ def join_group(
     timeout: timedelta,
     device: torch.device,
 ) -> None:
-    """Make the default group of this incarnation's ranks, by the store of torchrun's agents."""
+    """Make the default group of this incarnation's ranks through the store of torchrun's agent."""
     agents = dist.TCPStore(address, port, world_size, timeout=timeout, wait_for_workers=False)
     dist.init_process_group(
         backend,

@@ -1,4 +1,4 @@
-"""What the ranks let each other know in the process group's store, which needs no collective."""
+"""Notes between ranks in the process group's store, which needs no collective."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 ROLL_SECONDS = 1.0
-"""How long a rank has to answer that it is there: several looks of its watchdog."""
+"""How long a rank has to answer the roll: several looks of its watchdog."""
 
 _SECONDS_BETWEEN_LOOKS = 0.02
 
@@ -20,11 +20,11 @@ _stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 class Board:
-    """Notes in a store: of each rank, by name, and for all.
+    """Named notes in a store: one of each rank, or one for all.
 
     Args:
-        store: Where they are.
-        prefix: The beginning of their keys, the same on every rank.
+        store: The store.
+        prefix: The beginning of the keys, the same on every rank.
         rank: This process's number.
         world_size: Number of ranks.
     """
@@ -34,12 +34,12 @@ class Board:
         self._store, self._prefix = store, prefix
 
     def put(self, name: str, note: str = "") -> None:
-        """Leave this rank's note, in place of an earlier one."""
+        """Leave this rank's note, replacing an earlier one."""
         # Never deleted: a rank that has seen the key would wait for it.
         self._store.set(self._key(name, self.rank), note)
 
     def get(self, name: str) -> list[str] | None:
-        """Return the ranks' notes, in the order of the ranks; ``None`` until there are all."""
+        """Return the ranks' notes, in rank order; ``None`` until all are there."""
         keys = [self._key(name, rank) for rank in range(self.world_size)]
         if not self._store.check(keys):
             return None
@@ -47,13 +47,13 @@ class Board:
         return [note.decode() for note in several or map(self._store.get, keys)]
 
     def get_some(self, name: str) -> dict[int, str]:
-        """Return the notes that there are, by rank: a request for each."""
+        """Return the notes that are there, by rank, with separate requests for each."""
         keys = {rank: self._key(name, rank) for rank in range(self.world_size)}
         there = {rank: key for rank, key in keys.items() if self._store.check([key])}
         return {rank: self._store.get(key).decode() for rank, key in there.items()}
 
     def settle(self, name: str, note: str = "") -> str:
-        """Leave a note for all, unless a rank has before; return the one that is there."""
+        """Leave a note for all unless there is one already; return the one that is there."""
         return str(self._store.compare_set(self._key(name), "", note or " ").decode().strip())
 
     def is_settled(self, name: str) -> bool:
@@ -61,7 +61,7 @@ class Board:
         return bool(self._store.check([self._key(name)]))
 
     def wait(self, seconds: float, is_over: Callable[[], object]) -> bool:
-        """Look until something is so, for so long at most; return whether it is."""
+        """Poll until ``is_over`` is true, for at most ``seconds``; return whether it is."""
         deadline = monotonic() + seconds
         while not is_over():
             if monotonic() > deadline:
@@ -74,12 +74,12 @@ class Board:
 
 
 def own_store(*, alone: bool) -> Any:
-    """Return a connection of its own to the store: one that a rank waits on answers nobody else."""
+    """Return a separate connection to the store: one blocked by a wait serves no other request."""
     if alone:
         return dist.HashStore()
     world = dist.group.WORLD
     if world not in _stores:
-        # Private, but torch has no public way to the store that it was started with.
+        # Private, as torch has no public access to the store that it was started with.
         store = dist.distributed_c10d._get_default_store()
         _stores[world] = store.clone() if hasattr(store, "clone") else store
     return _stores[world]
@@ -90,16 +90,16 @@ class Whereabouts:
     """A waiting rank's report to the others.
 
     Attributes:
-        place: The collective it waits for; empty if it has left.
+        place: The collective that it waits for; empty if it has left.
         channel: As in `CollectiveId`.
         number: As in `CollectiveId`.
         step: Optimizer steps that it has ended.
-        caller: Where the user's code called what waits.
+        caller: The line of the user's code that led to the wait.
         wait: A number that changes when the rank goes on.
         look: A number that grows with every look.
         begun: How many collectives of each channel it has begun.
         seconds: For how long it had waited when it looked.
-        function: What of torch.distributed it is in, if the collective is made of several.
+        function: The function of torch.distributed it is in, if the collective calls several.
     """
 
     place: str
@@ -122,7 +122,7 @@ class Whereabouts:
 
 
 class Reports:
-    """Notes of a watchdog for the others: where its rank waits, and that a run ends.
+    """A watchdog's notes for the others: where its rank waits, and that the run ends.
 
     Args:
         board: The ranks' notes.
@@ -137,23 +137,23 @@ class Reports:
         self._has_answered = False
 
     def put(self, here: Whereabouts | None) -> None:
-        """Replace this rank's report; ``None`` takes it back."""
+        """Replace this rank's report; ``None`` withdraws it."""
         self.board.put("waits", "" if here is None else json.dumps(asdict(here)))
 
     def get(self) -> dict[int, Whereabouts]:
-        """Return every rank's report; empty if one has none."""
+        """Return every rank's report; empty unless all have one."""
         notes = self.board.get("waits") or [""]
         return {r: Whereabouts(**json.loads(n)) for r, n in enumerate(notes)} if all(notes) else {}
 
     def publish(self, verdict: str) -> str:
-        """End the run of all ranks with an error, or with an earlier one; return it."""
+        """End the run on all ranks with ``verdict``, or with an earlier one; return which."""
         self.verdict = self.board.settle("verdict", verdict)
         self.board.settle("alarm", "verdict")
         self.board.put("read")
         return self.verdict
 
     def look(self, here: Callable[[], str]) -> str:
-        """Return the verdict, if there is one, and answer the roll with ``here``: one request."""
+        """Return the verdict, if any, and answer a roll call with ``here``; usually one request."""
         if not self.verdict and self.board.is_settled("alarm"):
             if not self._has_answered:
                 self.answer(here())
@@ -162,20 +162,20 @@ class Reports:
         return self.verdict
 
     def answer(self, here: str) -> None:
-        """Answer the roll, which may be called later."""
+        """Answer the roll call, also before there is one."""
         self._has_answered = True
         self.board.put("answer", here)
 
     def call_roll(self, here: Callable[[], str]) -> dict[int, str]:
-        """Return where the ranks are that answer; there may be a verdict before all have."""
+        """Return the places of the ranks that answer; there may be a verdict before all have."""
         self.board.settle("alarm", "roll")
         self.board.wait(ROLL_SECONDS, lambda: self.look(here) or self.board.get("answer"))
         return self.board.get_some("answer")
 
     def wait_for_readers(self, seconds: float) -> None:
-        """Wait until all ranks that are left have read the verdict, for so long at most.
+        """Wait at most ``seconds`` until all remaining ranks have read the verdict.
 
-        For the rank that keeps the store.
+        For the rank that hosts the store.
         """
         if self.board.settle("alarm") == "roll":
             left = set(self.board.get_some("answer"))

@@ -1,8 +1,8 @@
-"""Files without a name, in which tensors rest that are not to fill memory.
+"""Unnamed files for tensors that should not fill memory.
 
-A file is mapped: its tensor is read and written as any other, and the system moves pages between
-memory and the disk. It vanishes with the last process that maps it, whatever that dies of. Its
-blocks are reserved when it is made, as a write to mapped memory without room on the disk would end
+A file is memory-mapped: its tensor is read and written like any other, and the system moves pages
+between memory and the disk. It vanishes with the last process that maps it, however that ends. Its
+blocks are reserved when it is made, as a write to mapped memory without room on the disk would kill
 the process.
 """
 
@@ -25,7 +25,7 @@ from lightning_zero.tensors import lasting_tensors
 
 
 class _Need(NamedTuple):
-    """The bytes that a rank needs of a disk, and how many are free there."""
+    """The bytes that a rank needs on a disk, and how many are free there."""
 
     disk: tuple[str, int]
     nbytes: int
@@ -36,7 +36,7 @@ class Scratch:
     """A folder for the files of one rank.
 
     Args:
-        folder: It is made if it is missing.
+        folder: The folder, created by :meth:`require` if it is missing.
     """
 
     def __init__(self, folder: str) -> None:
@@ -45,7 +45,7 @@ class Scratch:
 
     @property
     def is_memory(self) -> bool:
-        """Return whether the folder's files are in memory, so that nothing is gained."""
+        """Whether the folder's files are in memory, so that offload to it gains nothing."""
         device = os.stat(self.folder).st_dev
         number = f"{os.major(device)}:{os.minor(device)}"
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -55,12 +55,13 @@ class Scratch:
         return False
 
     def require(self, nbytes: int, control: Control, what: str) -> None:
-        """Raise on all ranks unless each disk has room for ``what`` its ranks need; a collective.
+        """Raise on all ranks unless each disk has room for its ranks' ``nbytes``; a collective.
 
-        Room that was found earlier, and is not taken yet, counts as taken.
+        Room found by an earlier call counts as taken, even if no file uses it yet. ``what`` names
+        the need in the error.
 
         Raises:
-            OSError: There is not enough, or a folder cannot be written to.
+            OSError: There is not enough room, or a folder cannot be written to.
         """
         outcome = Outcome()
         need = None
@@ -90,7 +91,7 @@ class Scratch:
                 )
 
     def file(self, nbytes: int) -> int:
-        """Open a new file of ``nbytes`` zero bytes, whose room is reserved; returns its number."""
+        """Open a new file of ``nbytes`` zero bytes with reserved room; return its descriptor."""
         file = _unnamed(self.folder)
         try:
             os.posix_fallocate(file, 0, nbytes)
@@ -119,7 +120,7 @@ class Scratch:
 
 
 def _unnamed(folder: str) -> int:
-    """Open a file without a name in ``folder``."""
+    """Open an unnamed file in ``folder``."""
     with contextlib.suppress(AttributeError, OSError):  # some file systems have none
         return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
     file, path = tempfile.mkstemp(prefix="lightning_zero.", dir=folder)

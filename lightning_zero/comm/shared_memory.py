@@ -1,4 +1,4 @@
-"""Memory of the peers, read where it lies: for ranks that share one host's CPUs.
+"""A transport that reads peers' memory in place, for ranks that share one host's CPUs.
 
 Masters and reduce buffers live in windows. A gather is a copy out of the peers' masters, a
 reduction a sum over the peers' buffers; only tokens of a few bytes are sent, which say where a
@@ -37,7 +37,7 @@ WINDOWS_AT_ONCE = 128
 
 
 class SharedMemory(PointToPoint):
-    """A transport that reads shared memory; what lies in none is sent as messages."""
+    """A transport that reads shared memory; data outside of it is sent as messages."""
 
     reads_peers: ClassVar[bool] = True
 
@@ -65,10 +65,10 @@ class SharedMemory(PointToPoint):
 
     @override
     def share(self, extents: Iterable[Extent]) -> Generator[Shared, None, None]:
-        """Yield memory for masters and views of every rank's; one message tells where many are.
+        """Yield memory for masters and views of every rank's; one message has many addresses.
 
-        Windows take memory when they are written to, so many are made at once. Each is an open file
-        until peers have opened it, of which a process may have a thousand.
+        Windows take memory only when they are written to, so many are made at once. Each is an open
+        file until peers have opened it, and a process may have only a thousand of those.
         """
         missing = iter(extents)
         while portion := list(itertools.islice(missing, WINDOWS_AT_ONCE)):
@@ -105,7 +105,7 @@ class SharedMemory(PointToPoint):
 
     @override
     def _reduce(self, partial: ReduceBuffer, out: Tensor, unit: str, tag: int) -> Work:
-        """Send peers the buffer's address; sum over theirs when they are full."""
+        """Send peers the buffer's address; sum over their buffers once these are full."""
         own, dtype, part = partial.window, partial.tensor.dtype, out.numel()
         assert own is not None
         own.num_published += 1
@@ -130,16 +130,16 @@ class SharedMemory(PointToPoint):
 
     @override
     def drop_outgrown(self) -> None:
-        """Free reduce buffers that a larger unit outgrew; behind a fence, when all are read.
+        """Free reduce buffers that have become too small; call after a fence, when all are read.
 
-        The others stay from step to step: to take fresh pages from the system costs ten times what
-        it costs to fill them.
+        The others stay from step to step: fresh pages from the system cost ten times what it costs
+        to fill them.
         """
         self._windows.drop_outgrown()
 
     @override
     def release(self) -> None:
-        """Let go of all reduce buffers, the peers' too; memory is freed when the last rank does."""
+        """Drop all reduce buffers, the peers' too; memory is freed once all ranks have."""
         self._windows.clear()
 
     @property

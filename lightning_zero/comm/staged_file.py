@@ -1,7 +1,8 @@
-"""A file without a name that is read and written by large requests, past the system's cache.
+"""An unnamed file that is read and written in large requests by direct I/O.
 
-It is mapped besides, for what looks at its tensors between. Where the file system refuses requests
-past its cache (``O_DIRECT``), or the mapping does not show what they write, they go through it.
+It is also memory-mapped, for code that looks at its tensors in between. Where the file system
+refuses direct I/O (``O_DIRECT``), or the mapping does not show what it writes, requests go through
+the page cache.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from lightning_zero.comm.scratch import Scratch
 from lightning_zero.tensors import lasting_tensors
 
 PAGE = 4096
-"""What offsets in such a file, addresses and sizes of memory are multiples of."""
+"""The alignment of offsets in such a file, and of addresses and sizes of memory."""
 
 
 def in_pages(nbytes: int) -> int:
@@ -28,27 +29,27 @@ def in_pages(nbytes: int) -> int:
 
 
 class StagingMemory:
-    """Memory of whole pages, which children of this process do not inherit.
+    """Memory of whole pages that child processes do not inherit.
 
     Attributes:
         tensor: Its bytes.
     """
 
     def __init__(self, nbytes: int) -> None:
-        # Not torch's: that lies 64 bytes off a page. Private, as memory is that counts for the
-        # limits of a process.
+        # Not torch's allocator, whose memory starts 64 bytes off a page. Private, so that it counts
+        # towards the process's limits.
         self._map = mmap.mmap(-1, max(nbytes, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Of what a child inherits, older kernels lose what a request writes amid the fork. Small
-        # pages cost as much time as a third of the requests.
+        # Older kernels lose what a request writes to inherited pages during a fork. Small instead
+        # of huge pages cost a third of the requests' time.
         for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
-            with contextlib.suppress(AttributeError, OSError):  # not every system knows both
+            with contextlib.suppress(AttributeError, OSError):  # not every system has both
                 self._map.madvise(getattr(mmap, advice))
         self._view = memoryview(self._map)
         with lasting_tensors():
             self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def part(self, start: int, nbytes: int) -> memoryview:
-        """Return bytes from ``start`` on, for a request."""
+        """Return ``nbytes`` bytes from ``start`` on, for a request."""
         return self._view[start : start + nbytes]
 
 
@@ -56,8 +57,8 @@ class StagedFile:
     """A file of ``nbytes`` zeros, rounded up to whole pages.
 
     Attributes:
-        mapped: Its bytes, mapped.
-        is_direct: Whether requests go past the system's cache.
+        mapped: Its bytes, memory-mapped.
+        is_direct: Whether requests are direct I/O.
     """
 
     def __init__(self, scratch: Scratch, nbytes: int) -> None:
@@ -74,7 +75,7 @@ class StagedFile:
             self.is_direct = False
 
     def __del__(self) -> None:
-        # The mapping keeps what it shows.
+        # The mapping stays valid.
         if hasattr(self, "_file"):
             os.close(self._file)
 
@@ -114,7 +115,7 @@ class StagedFile:
             ) from error
 
     def _set_direct(self, value: bool) -> bool:
-        """Let requests go past the system's cache, or not; returns whether they do as asked."""
+        """Turn direct I/O on or off; return whether that succeeded."""
         try:
             flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
             flags = flags | os.O_DIRECT if value else flags & ~os.O_DIRECT
@@ -124,7 +125,7 @@ class StagedFile:
         return True
 
     def _shows_in_mapping(self) -> bool:
-        """Return whether requests and the mapping see each other's writes, by those to a page."""
+        """Return whether requests and the mapping see each other's writes, as tried on a page."""
         memory = StagingMemory(PAGE)
         first, view = self.mapped[:PAGE], memory.part(0, PAGE)
         try:

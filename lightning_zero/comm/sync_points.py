@@ -42,17 +42,17 @@ _HEADER = 5
 
 
 def with_complements(numbers: bytes) -> bytes:
-    """Return flags of which the maxima are of this form again only if all ranks had the same."""
+    """Return flags whose maxima over the ranks have this form again only if all ranks agree."""
     return numbers + bytes([255 - number for number in numbers])
 
 
 class PendingSync:
-    """A sync point that this rank has come to, and may still wait for.
+    """A sync point that this rank has come to, and may still have to wait for.
 
     Args:
-        control: The ranks; one alone waits for nobody.
-        sync_point: Which.
-        flags: Of which :meth:`wait` returns the maxima over the ranks.
+        control: The ranks; a single one does not wait.
+        sync_point: The sync point.
+        flags: Flags whose maxima over the ranks :meth:`wait` returns.
         about: What it is about, which must be the same on all ranks.
     """
 
@@ -79,10 +79,10 @@ class PendingSync:
             self._work = windows.publish(word)
 
     def wait(self) -> bytes:
-        """Return the maximum of each flag over the ranks, when all have come.
+        """Return the maximum of each flag over the ranks, once all have come.
 
         Raises:
-            RuntimeError: They have come to different sync points.
+            RuntimeError: The ranks have come to different sync points.
         """
         work, self._work = self._work, None
         if work is not None:
@@ -94,26 +94,26 @@ class PendingSync:
         return self._maxima
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return every rank's ``value``; all have waited here, and all exchange one."""
+        """Return every rank's ``value``; a collective, after all have waited."""
         values: list[Any] = [None] * self._control.world_size
         with self._control.log.at(self._place):
             dist.all_gather_object(values, value, group=self._control.sync_group)
         return values
 
     def _refuse(self) -> NoReturn:
-        """Raise an error with every rank's place; all are here, if for different things."""
+        """Raise an error with every rank's place; all are here, though at different sync points."""
         control = self._control
         verdict = parted(self.exchange(control.watchdog.describe(self._place)))
         if control.has_notes:
-            # Collectives of which nothing but the order is known may have met the wrong ones, or
-            # wait on a device for ones that never come: no more can be built on them.
+            # Collectives that only the order tells apart may have met the wrong ones, or wait on a
+            # device for ones that never come: their groups cannot be used again.
             control.watchdog.end_here(verdict)
             give_up_devices()
         raise RuntimeError(verdict)
 
 
 class _Message:
-    """A word that is sent, with room for the longest."""
+    """A word sent as a message, padded to the longest."""
 
     def __init__(self, word: bytes, control: Control) -> None:
         padded = bytearray(word.ljust(2 * _HEADER + control.capacity, b"\0"))
@@ -136,31 +136,31 @@ class _Message:
             raise
 
     def wait(self) -> None:
-        """Return when the words of all ranks have come."""
+        """Wait until the words of all ranks have come."""
         self._work.wait()
 
     @property
     def maxima(self) -> bytes:
-        """The greatest of each byte over the ranks, when it has been waited for."""
+        """The maximum of each byte over the ranks, once it has been waited for."""
         return bytes(self._tensor[: self._size].tolist())
 
 
 class Exclusive:
-    """Access to masters that peers read, for a rank that changes its own; all ranks take it.
+    """Exclusive access to masters that peers read, for ranks to change their own; a collective.
 
     When it begins, all ranks have read the old values; when it ends, all may read the new ones.
-    Where ranks cannot read each other's memory, nobody waits::
+    Where ranks cannot read each other's memory, it does not wait::
 
         with comm.exclusive(SyncPoint.EDIT):
             master.copy_(...)
 
-    It ends after an exception too, as the others wait for it.
+    It also ends after an exception, as the other ranks wait for that.
 
     Args:
         control: The ranks; ``None`` where no rank reads another's memory.
         before: The sync point at which it begins.
         after: The sync point at which it ends.
-        note: Called whenever it begins or ends.
+        note: Called at each begin and end.
     """
 
     def __init__(

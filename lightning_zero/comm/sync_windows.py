@@ -1,16 +1,16 @@
-"""Sync points of ranks that share one host: words in memory that all of them have mapped.
+"""Sync points of ranks that share one host, by words in memory that all of them have mapped.
 
-A message through a socket wakes three threads on its way from rank to rank, which costs a small
-model's step more than its own work. Here a rank writes its word to its window, counts it, and
-looks until all the others have counted as many.
+A message through a socket wakes three threads on its way from rank to rank, which costs more than
+the work of a small model's step. Here a rank writes its word to its window, increments its count,
+and polls until all other counts have caught up.
 
-Each window has two places, for words in turn. A rank waits for one sync point before it comes to
-the next. So when it writes its word n + 2 over its word n, all ranks have counted n + 1, and each
-of them had read the words n before that: nobody reads what is written over.
+Each window has two places, used in turn. A rank waits for one sync point before it comes to the
+next. So when it writes its word n + 2 over its word n, all ranks have counted n + 1, and had read
+the words n before that: no word is overwritten before it has been read.
 
-A word is read by whoever has seen its count, so memory must be written, and read, in the order of
-the program, which x86 processors promise. What the ranks read of each other's masters and reduce
-buffers between two sync points rests on the same.
+A rank reads a word once it has seen its count, so memory must be written and read in program
+order, which x86 processors guarantee. Reading each other's masters and reduce buffers between two
+sync points relies on the same guarantee.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
     from lightning_zero.comm.control import Control
 
 MOST_FLAGS = 2**16
-"""Flags for which a word has room; pages that nobody touches cost nothing."""
+"""Flags for which a word has room; untouched pages cost nothing."""
 
 _ROOM = MOST_FLAGS + 64
 
 _COUNT_BYTES = 64  # a cache line
 _CAPACITY = _COUNT_BYTES + 2 * _ROOM
 _SPIN_SECONDS = 1e-4
-"""How long a rank looks without a pause: the others are mostly as far as it is."""
+"""How long a rank polls without a pause: the others are usually as far as it is."""
 _PAUSES = 5e-5, 1e-3
-"""The shortest and the longest pause between two looks; each takes 20 us of a processor."""
+"""The shortest and the longest pause between two polls; each costs 20 us of CPU time."""
 _PAUSE_SHARE = 0.25
-"""A pause's share of the time that was waited before it."""
+"""A pause's share of the time waited so far."""
 _SECONDS_BETWEEN_CHECKS = 0.02
 
 
 class _Desk:
-    """One rank's window, and its process as long as that lives."""
+    """One rank's window, and a handle of its process."""
 
     def __init__(self, address: Address, window: Window) -> None:
         self._window = window  # keeps the memory mapped
@@ -73,10 +73,10 @@ class _Desk:
 
 
 class Word:
-    """This rank's word at one sync point, and the others' as soon as they are there.
+    """This rank's word at one sync point, and the others' once they are there.
 
     Attributes:
-        maxima: The greatest of each byte over the ranks, when it has been waited for.
+        maxima: The maximum of each byte over the ranks, once it has been waited for.
     """
 
     def __init__(self, windows: SyncWindows, number: int, size: int) -> None:
@@ -85,10 +85,10 @@ class Word:
         self.maxima = b""
 
     def wait(self) -> None:
-        """Return when all ranks have come to as many sync points as this one.
+        """Wait until all ranks have come to as many sync points as this one.
 
         Raises:
-            RuntimeError: One of them has ended, or the run.
+            RuntimeError: A rank or the run has ended, or the time limit has passed.
         """
         if self.maxima:
             return
@@ -99,11 +99,11 @@ class Word:
 
 
 class SyncWindows:
-    """The words of all ranks at their sync points, one after the other.
+    """The words of all ranks at successive sync points.
 
     Args:
         control: All ranks, which have mapped each other's windows.
-        desks: Those, in the order of the ranks.
+        desks: The windows, in rank order.
 
     Attributes:
         last: This rank's last word; it must have been waited for before the next.
@@ -120,7 +120,7 @@ class SyncWindows:
     @classmethod
     def among(cls, control: Control) -> SyncWindows | None:
         """Map the windows of all ranks, if every rank can map every other's; a collective."""
-        # Other processors show each other's writes in another order.
+        # Other processors may see each other's writes in another order.
         can = are_supported() and hasattr(os, "pidfd_open")
         can = can and platform.machine() in ("x86_64", "AMD64")
         own = Window.create(_CAPACITY, control.world_size) if can else None
@@ -136,16 +136,16 @@ class SyncWindows:
         return cls(control, desks) if all(can_all) else None
 
     def publish(self, word: bytes) -> Word:
-        """Show ``word``, of as many bytes on all ranks, to the others."""
+        """Show the others ``word``, which has the same length on all ranks."""
         number = self._own.count.value + 1
         start = _ROOM * (number % 2)
         self._own.words[start : start + len(word)] = word
-        self._own.count.value = number  # behind the word: who sees it reads that
+        self._own.count.value = number  # after the word, which others read once they see this
         self.last = Word(self, number, len(word))
         return self.last
 
     def await_all(self, number: int) -> None:
-        """Return when all ranks have shown ``number`` words; raise if one never will."""
+        """Wait until all ranks have published ``number`` words; raise if one never will."""
         began = checked = monotonic()
         for desk in self._desks:
             while desk.count.value < number:
@@ -160,19 +160,19 @@ class SyncWindows:
                     self._check(number, now - began)
 
     def _check(self, number: int, seconds: float) -> None:
-        """Raise what a broken connection would, if a rank is not to be waited for any longer."""
+        """Raise what a broken connection would if there is no point in waiting any longer."""
         if self._log.verdict:
             raise RuntimeError(self._log.verdict)
         for rank, desk in enumerate(self._desks):
             if desk.count.value >= number:
                 continue
-            # It may have come, and gone on to its end, since it was looked at.
+            # It may have come, and gone on to its end, since its count was read.
             if desk.has_ended and desk.count.value < number:
                 raise dist.DistError(f"the process of rank {rank} has ended")
             if seconds > self._seconds:
                 raise dist.DistError(f"rank {rank} has not come within {self._seconds:.0f} s")
 
     def read(self, number: int, size: int) -> list[bytes]:
-        """Return the ranks' words of a number; all have shown it, and none the next but one."""
+        """Return the ranks' words ``number``; all have published it, and none ``number + 2``."""
         start = _ROOM * (number % 2)
         return [bytes(desk.words[start : start + size]) for desk in self._desks]

@@ -1,6 +1,6 @@
 """A ledger of what this rank has sent: elements, bytes and collectives, by unit and verb.
 
-Beside them are the seconds that an offloaded step and its files took.
+It also counts the seconds that steps with offload and their files took.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Sent(NamedTuple):
-    """A sum of collectives."""
+    """The totals of several collectives."""
 
     elements: int = 0
     bytes: int = 0
@@ -29,22 +29,22 @@ class Sent(NamedTuple):
 
 
 Traffic = Mapping[tuple[str, str], Sent]
-"""What was sent for each unit, by verb: ``"gather"`` (weights) or ``"reduce"`` (gradients) between
+"""What was sent, by unit and verb: ``"gather"`` (weights) or ``"reduce"`` (gradients) between
 ranks, ``"up"`` or ``"down"`` between a device and its host, ``"read"`` or ``"write"`` between
 memory and files."""
 
 
 class StepTimes(NamedTuple):
-    """The seconds of training steps with offload, each from the end of the optimizer step before.
+    """Times of training steps with offload, each from the end of the previous optimizer step.
 
     Attributes:
-        seconds: Of all.
-        stepping: Of the optimizer's steps, unit by unit; those on the device are not counted.
-        waiting: Of them those in which the optimizer waited for files.
-        reading: Those in which states were on their way from files, by one request or more.
-        writing: Those in which they were on their way to files.
-        bytes_read: What came from files meanwhile.
-        bytes_written: What went to files.
+        seconds: Total seconds.
+        stepping: Seconds in the optimizer's steps unit by unit; steps on the device do not count.
+        waiting: Seconds of ``stepping`` in which the optimizer waited for files.
+        reading: Seconds in which at least one request was reading states from files.
+        writing: Seconds in which at least one request was writing states to files.
+        bytes_read: Bytes read from files in these steps.
+        bytes_written: Bytes written to files.
     """
 
     seconds: float = 0.0
@@ -61,26 +61,26 @@ class StepTimes(NamedTuple):
 
     @property
     def read_speed(self) -> float:
-        """Bytes per second, while there is something to read."""
+        """Bytes read per second of reading."""
         return _ratio(self.bytes_read, self.reading)
 
     @property
     def write_speed(self) -> float:
-        """Bytes per second, while there is something to write."""
+        """Bytes written per second of writing."""
         return _ratio(self.bytes_written, self.writing)
 
     @property
     def stepping_share(self) -> float:
-        """The share of all time in the optimizer's steps."""
+        """The share of the time spent in the optimizer's steps."""
         return _ratio(self.stepping, self.seconds)
 
     @property
     def waiting_share(self) -> float:
-        """The share of all time that the optimizer waited for files."""
+        """The share of the time that the optimizer waited for files."""
         return _ratio(self.waiting, self.seconds)
 
     def describe(self) -> str:
-        """Return the shares and speeds in a line."""
+        """Return the shares and speeds in one line."""
         files = (
             f", {self.waiting_share:.0%} waiting for files, which were read at"
             f" {self.read_speed / 1e9:.2f} GB/s and written at {self.write_speed / 1e9:.2f}"
@@ -92,24 +92,23 @@ class StepTimes(NamedTuple):
 
 
 Counts = dict[tuple[str, str, int, int], int]
-"""How often each collective came: by unit, verb, elements and their size in bytes."""
+"""Number of collectives, by unit, verb, elements and the size of an element in bytes."""
 
 
 class Ledger:
-    """Counts what is sent, in all and per optimizer step, and the time of steps with offload.
+    """Counts of what is sent, in total and per optimizer step, and the time of steps with offload.
 
-    Elements are those that any algorithm must send at least: a rank's share ``(N - 1) / N`` of a
-    buffer over ``N`` ranks, padding included.
+    Elements are the least that any algorithm must send: a rank's share ``(N - 1) / N`` of a buffer
+    over ``N`` ranks, padding included.
 
     Attributes:
-        last_times: The times of the last optimizer step; zeros in the first, whose begin is no
-            step's end.
-        total_times: Those of all steps but the first.
-        most_staged: The most host memory in any step for what passes to files and back, in bytes.
+        last_times: The times of the last optimizer step; zeros for the first, of unknown start.
+        total_times: The sum over all steps but the first.
+        most_staged: The most bytes of host memory that a step took to stage data for files.
     """
 
     def __init__(self) -> None:
-        # How often each collective came; what all of them sent is added up for those who ask.
+        # Only counts of collectives: totals are computed on demand.
         self._before: Counts = {}
         self._last: Counts = {}
         self._now: Counts = {}
@@ -119,11 +118,11 @@ class Ledger:
         self.last_times = self.total_times = StepTimes()
 
     def spend(self, doing: str, seconds: float) -> None:
-        """Count seconds of this step, by their name in :class:`StepTimes`."""
+        """Count seconds of this step under a name in :class:`StepTimes`."""
         self._spent[doing] = self._spent.get(doing, 0.0) + seconds
 
     def stage(self, nbytes: int) -> None:
-        """Note the host memory that is taken in a step for what passes to files and back."""
+        """Note the host memory that a step takes to stage data from and to files."""
         self.most_staged = max(self.most_staged, nbytes)
 
     def note(self, unit: str, verb: str, elements: int, itemsize: int) -> None:
@@ -148,7 +147,7 @@ class Ledger:
 
     @property
     def total(self) -> Traffic:
-        """Everything since the start."""
+        """The traffic since the start."""
         return _sums(_joined(self._before, self._now))
 
     @property
@@ -179,7 +178,7 @@ def _sums(counts: Counts) -> Traffic:
 
 
 def sum_of(traffic: Traffic, verb: str | None = None) -> Sent:
-    """Return the sum over all units, of one verb if it is given."""
+    """Return the sum over all units, of one verb if given."""
     total = Sent()
     for (_, kind), sent in traffic.items():
         if verb in (None, kind):

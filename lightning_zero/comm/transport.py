@@ -1,4 +1,4 @@
-"""The data plane: one way to gather weights and to reduce gradients, and what travels on it."""
+"""The data plane: the interface of transports of weights and gradients, and what they carry."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from lightning_zero.tensors import LARGE_BYTES, Storages, ask_for_large_pages, l
 
 
 class Work(Protocol):
-    """A transfer that was started; ``wait`` may be called once or never."""
+    """A transfer in flight; ``wait`` may be called once or never."""
 
     def wait(self) -> Any:
         """Return when the result may be used on the current stream."""
 
 
 class Arrived:
-    """A transfer that is over."""
+    """A completed transfer."""
 
     def wait(self) -> None:
         """Return at once."""
 
 
 class Pending:
-    """The transfers of one collective, and what to do when they have arrived."""
+    """The transfers of one collective, and a function to call when they have arrived."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Pending:
         self._finish = finish
 
     def wait(self) -> None:
-        """Return when all have arrived and what follows is done."""
+        """Wait until all have arrived, then call the function."""
         self._log.wait(self._collective, self._works)
         if self._finish is not None:
             self._finish()
@@ -64,7 +64,7 @@ class Shared(NamedTuple):
     of_ranks: list[Tensor] | None = None
 
     def sharded(self, axis: Axis) -> Shared:
-        """Return the shards in what was shared whole: each rank's own part of its own."""
+        """Return each rank's shard of its own buffer, where whole buffers were shared."""
         shards = None
         if self.of_ranks is not None:
             shards = [whole.view(axis.size, -1)[r] for r, whole in enumerate(self.of_ranks)]
@@ -72,7 +72,7 @@ class Shared(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """The room of a master: elements in memory, or in a file of ``scratch``."""
+    """The size of a master, in memory or in a file of ``scratch``."""
 
     numel: int
     dtype: torch.dtype
@@ -102,13 +102,13 @@ class Transport(ABC):
     2. :meth:`gather` for a unit's weights.
     3. :meth:`reduce_buffer` to write a unit's gradients to, then :meth:`reduce`, which takes the
        buffer back.
-       What a codec makes of either travels by :meth:`gather_codes` and :meth:`trade`, in memory
+       Quantized weights and gradients travel by :meth:`gather_codes` and :meth:`trade`, in memory
        from :meth:`passing_buffer`.
-    4. :meth:`exchange` between, for whole parameters in an optimizer's step.
+    4. :meth:`exchange` in between, for whole parameters in an optimizer's step.
     5. :meth:`release_scratch` when a backward pass is over, :meth:`drop_outgrown` between steps,
        :meth:`release` at the end.
 
-    What a message needs is allocated before the log notes that it begins: a rank without
+    Memory for a message is allocated before the log notes that it begins: a rank that runs out of
     memory must fail before the others send theirs.
 
     Args:
@@ -118,13 +118,13 @@ class Transport(ABC):
 
     Attributes:
         ledger: What this rank has sent.
-        passing: What else is held now within a step, by the kind of memory that it counts as.
+        passing: Other buffers held within a step, by the kind of memory they count as.
     """
 
     reads_peers: ClassVar[bool] = False
     """Whether ranks read each other's memory, so that a gather needs no peer to take part."""
     has_tags: ClassVar[bool] = True
-    """Whether a unit's messages are known from another's by more than their order."""
+    """Whether more than the order tells one unit's messages from another's."""
 
     def __init__(self, control: Control, axis: Axis, device: torch.device) -> None:
         self.axis = axis
@@ -155,7 +155,7 @@ class Transport(ABC):
         return self._gather(out, source, unit, tag)
 
     def reduce(self, out: Tensor, source: ReduceBuffer, *, unit: str, tag: int) -> Work:
-        """Start to write the sum of all ranks' summands of this rank's shard to ``out`` (``[n]``).
+        """Start to write this rank's shard of the sum over all ranks to ``out`` (``[n]``).
 
         ``source`` (``[size * n]``) is given up; ``out`` may have another dtype.
         """
@@ -164,25 +164,25 @@ class Transport(ABC):
         return self._reduce(source, out, unit, tag)
 
     def gather_codes(self, codes: Tensor, own: Tensor, out: Tensor, *, unit: str, tag: int) -> Work:
-        """Start to fill ``codes`` from what each rank has in ``own``, to be decoded to ``out``."""
+        """Start to fill ``codes`` from every rank's ``own``, to be decoded to ``out``."""
         return self.gather(codes, Shared(own), unit=unit, tag=tag)
 
     def trade(self, received: Tensor, sent: Tensor, out: Tensor, *, unit: str, tag: int) -> Work:
-        """Start to send each rank its equal part of a unit's coded gradients, and to take theirs.
+        """Start an all-to-all of a unit's quantized gradients, in equal parts.
 
-        What is ``received``, in the order of the ranks, will be added up in ``out``.
+        The parts ``received``, in rank order, will be summed in ``out``.
         """
         nbytes = sent.numel() // self.size * (self.size - 1)
         self.ledger.note(unit, "reduce", nbytes, 1)
         return self._trade(received, sent, out, unit, tag)
 
     def exchange(self, sent: Tensor, given: Sequence[int], taken: Sequence[int]) -> Tensor:
-        """Send each rank its part of ``sent``, and return what came from each, one after the other.
+        """Send each rank its part of ``sent``, and return the parts received, in rank order.
 
         Args:
-            sent: Bytes, the parts in the order of the ranks.
-            given: The size of each rank's part.
-            taken: How many bytes come from each rank.
+            sent: Bytes, the parts in rank order.
+            given: Bytes sent to each rank.
+            taken: Bytes received from each rank.
         """
         if self.size == 1:
             return sent
@@ -197,20 +197,20 @@ class Transport(ABC):
 
     @abstractmethod
     def _gather(self, whole: Tensor, shard: Shared, unit: str, tag: int) -> Work:
-        """Do what :meth:`gather` says."""
+        """Implement :meth:`gather`."""
 
     @abstractmethod
     def _reduce(self, partial: ReduceBuffer, out: Tensor, unit: str, tag: int) -> Work:
-        """Do what :meth:`reduce` says."""
+        """Implement :meth:`reduce`."""
 
     @abstractmethod
     def _trade(self, received: Tensor, sent: Tensor, out: Tensor, unit: str, tag: int) -> Work:
-        """Do what :meth:`trade` says."""
+        """Implement :meth:`trade`."""
 
     def share(self, extents: Iterable[Extent]) -> Generator[Shared, None, None]:
-        """Yield memory for masters; where peers can be read, a view of every rank's too.
+        """Yield memory for masters, with views of every rank's where peers can be read.
 
-        Each is made when it is asked for, so that what it replaces can be freed before the next.
+        Each is allocated when it is asked for, so that what it replaces can be freed first.
         """
         for numel, dtype, scratch in extents:
             yield Shared((self._lasting if scratch is None else scratch.tensor)(numel, dtype))
@@ -220,14 +220,14 @@ class Transport(ABC):
         return ReduceBuffer(self._lasting(numel, dtype))
 
     def passing_buffer(self, numel: int, dtype: torch.dtype, kind: str) -> Tensor:
-        """Return memory that counts as of a kind until it is let go; its content is undefined."""
+        """Return memory that counts as ``kind`` until it is freed; its content is undefined."""
         buffer = self._lasting(numel, dtype)
         self.passing[kind].add(buffer)
         return buffer
 
     @property
     def scratch_bytes(self) -> int:
-        """Count the bytes of receive and reduce buffers, in use or kept for reuse."""
+        """Bytes of receive and reduce buffers, in use or kept for reuse."""
         return 0
 
     def release_scratch(self) -> None:
@@ -235,11 +235,11 @@ class Transport(ABC):
         return
 
     def drop_outgrown(self) -> None:
-        """Free reduce buffers that a larger unit outgrew; when all ranks have read them."""
+        """Free reduce buffers that have become too small; all ranks must have read them."""
         return
 
     def release(self) -> None:
-        """Let go of all reduce buffers."""
+        """Drop all reduce buffers."""
         return
 
     def _lasting(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -261,7 +261,7 @@ def gradients_of(unit: str) -> str:
 
 
 def sum_into(out: Tensor, summands: list[Tensor]) -> None:
-    """Write the sum to ``out``, added up in the order of the list; none wants a gradient."""
+    """Write the sum to ``out``, added in list order; no tensor may require a gradient."""
     first, *rest = summands
     if rest and first.dtype == out.dtype:
         torch.add(first, rest.pop(0), out=out)
@@ -272,9 +272,9 @@ def sum_into(out: Tensor, summands: list[Tensor]) -> None:
 
 
 def copy(out: Tensor, source: Tensor) -> None:
-    """Write ``source`` to ``out``, which may have another dtype, unless it lies there already.
+    """Copy ``source`` to ``out``, which may have another dtype, unless both are the same memory.
 
-    Neither wants a gradient. To turn gradients off would cost more than the copy of a small unit.
+    Neither may require a gradient: turning gradients off costs more than copying a small unit.
     """
     if out.data_ptr() != source.data_ptr():
         out.copy_(source)

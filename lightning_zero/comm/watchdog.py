@@ -1,23 +1,23 @@
-"""Ends a run on all ranks, with one error, when one of them cannot go on.
+"""A watchdog that ends a run on all ranks, with one error, when one of them cannot go on.
 
 Three things end a run; in each case every rank raises the same text, the **verdict**.
 
 1. **The ranks have parted.** If one rank runs a unit that another skips, they wait in different
-   collectives, and both would wait until the process group's time limit. So a thread on each rank
-   looks, four times a second, how long the rank has been waiting, and after :data:`PATIENCE`
-   seconds reports where to the others::
+   collectives, and both would wait until the process group's timeout. So a thread on each rank
+   checks four times a second how long the rank has been waiting, and after :data:`PATIENCE`
+   seconds reports to the others where::
 
        rank 0 is at "the gradients of blocks.3", the 12th of that kind, and has begun these: {...}
 
-   That no rank can go on is then not a guess. It is **proven** when every rank waits at the same
-   time, each for a collective that some other waiting rank has not begun. A rank that computes,
-   loads data or writes a file may take as long as it likes.
-2. **A rank has failed**, and its exception ends its run: it says so before it goes. An exception
-   that the user catches ends nothing, and a rank that waits for nobody takes no notice.
-3. **A connection has broken**, without such a word. The rank that finds it calls the roll: all
-   threads answer where their rank is, and who does not is gone.
+   A deadlock is then not guessed but **proven**: all ranks are waiting at the same time, each for
+   a collective that some other waiting rank has not begun. A rank that computes, loads data or
+   writes a file may take as long as it likes.
+2. **A rank has failed**: before an exception ends its run, it announces this to the others. An
+   exception that the user catches ends nothing, and only ranks that are waiting are interrupted.
+3. **A connection has broken** without an announcement. The rank that notices calls the roll: the
+   threads answer where their ranks are, and a rank that does not answer is gone.
 
-Ranks that wait give up their connections, so that what waits in them raises.
+Waiting ranks then give up their connections, so that the waits raise.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ PATIENCE = 2.0
 """Seconds of waiting before a rank reports where it is."""
 
 FOREIGN_PATIENCE = 5.0
-"""The same for collectives that are not ours. Who has begun them is not known; that a rank which
-has computed nothing for so long waits in vain is a guess."""
+"""The same for collectives of other code. Which ranks have begun those is unknown; that a rank
+which has computed nothing for so long waits in vain is a guess."""
 
 TICK = 0.25
-"""Seconds between two looks."""
+"""Seconds between looks."""
 
 FAREWELL_SECONDS = 1.0
-"""How long rank 0, with which the store may end, stays for others to read why a run ended."""
+"""How long rank 0, whose exit may end the store, stays so that others can read the verdict."""
 
 
 class Observer:
-    """This rank's place, as another thread sees it.
+    """This rank's place, as seen from another thread.
 
     Args:
         collectives: The log of this rank.
@@ -69,7 +69,7 @@ class Observer:
         self._foreign: tuple[tuple[int, int, int], int, float] | None = None
 
     def look(self) -> Whereabouts | None:
-        """Return where this rank waits, if it does."""
+        """Return where this rank waits, or ``None`` if it does not."""
         self._looks += 1
         frame = sys._current_frames().get(self._log.thread)
         is_foreign = frame and frame.f_code.co_filename.endswith("distributed_c10d.py")
@@ -82,7 +82,7 @@ class Observer:
             self._foreign = None
             return None
         # A thread that sends and receives in a loop is in the same place at every look, but has
-        # used the processor in between.
+        # used CPU time in between.
         where = (id(frame), frame.f_lasti, _milliseconds_used(self._log.thread))
         if self._foreign is None or self._foreign[0] != where:
             self._foreign = (where, -self._log.next_wait(), monotonic())
@@ -90,11 +90,11 @@ class Observer:
         return self._here(f"torch.distributed.{function}", wait=wait, since=since)
 
     def at(self, place: str) -> Whereabouts:
-        """Return this rank's report from ``place``; from none, the report of a rank that leaves."""
+        """Return this rank's report from ``place``, which is empty for a rank that leaves."""
         return self._here(place)
 
     def describe(self) -> str:
-        """Return where this rank is now, in words."""
+        """Return a description of where this rank is now."""
         return str(self.look() or f"is in step {self._log.step} at {self._caller}")
 
     def _here(
@@ -119,7 +119,7 @@ class Observer:
         return _caller(sys._current_frames().get(self._log.thread))
 
     def fate(self, rank: int, error: BaseException) -> str:
-        """Return the words of a rank that an exception ends."""
+        """Return the verdict for the failure of ``rank`` with ``error``."""
         lines = list(traceback.walk_tb(error.__traceback__))
         users = [(frame, line) for frame, line in lines if not _is_library(frame)] or lines[-1:]
         where = "".join(f" at {f.f_code.co_filename}:{line}" for f, line in users[-1:])
@@ -132,12 +132,12 @@ class Observer:
 
 
 class Watchdog:
-    """Watches over this rank's waits, in a thread of its own.
+    """A watch over this rank's waits, kept by a background thread.
 
     Args:
         collectives: The log of this rank.
         reports: The ranks' reports; without them nothing is watched.
-        give_up: Makes what waits in a connection raise; called from the thread.
+        give_up: Makes pending waits on connections raise; called from the thread.
     """
 
     def __init__(
@@ -161,17 +161,17 @@ class Watchdog:
 
     @property
     def has_given_up(self) -> bool:
-        """Return whether this rank's connections are of no use any more."""
+        """Whether this rank's connections can no longer be used."""
         return bool(self._log.verdict)
 
     def describe(self, place: str) -> str:
-        """Return this rank's place in words."""
+        """Return a description of this rank at ``place``."""
         return str(self._observer.at(place))
 
     # -- the end of a run ------------------------------------------------------------------------
 
     def explain(self, error: BaseException) -> None:
-        """Raise the verdict instead of a broken connection's own words, and of nothing else."""
+        """Raise the verdict if ``error`` is of a broken connection; do nothing for other errors."""
         verdict = self._verdict_on(error)
         if verdict:
             raise RuntimeError(verdict) from error
@@ -187,15 +187,15 @@ class Watchdog:
                 if not reports.verdict:
                     reports.publish(_judged(answers, error, reports.board.world_size))
         except RuntimeError:
-            # Rank 0 keeps the store, but where torchrun's agent does.
+            # The store is gone, and so is rank 0, which hosts it unless torchrun's agent does.
             reports.verdict = reports.verdict or _judged({}, error, 1)
         self._log.verdict = reports.verdict
         return reports.verdict
 
     def end(self, error: BaseException) -> None:
-        """End the run of all ranks because ``error`` ends this one's.
+        """End the run on all ranks because ``error`` ends it on this one.
 
-        A broken connection's own words become the verdict: the error is on its way to the user.
+        A broken connection's error is on its way to the user: the verdict replaces its text.
         """
         if verdict := self._verdict_on(error):
             error.__cause__, error.args = RuntimeError(*error.args), (verdict,)
@@ -204,19 +204,19 @@ class Watchdog:
                 self._reports.publish(self._observer.fate(self._reports.board.rank, error))
 
     def end_here(self, verdict: str) -> None:
-        """Note an error that every rank has found for itself, and after which nothing goes on."""
+        """Record an error that every rank has found, and that rules out further collectives."""
         self._log.verdict = verdict
 
     def pardon(self) -> None:
-        """Look no more: an error ends the run, but all ranks are there and end it together."""
+        """Stop watching: an error ends the run, but all ranks are alive and end it together."""
         self.forget()
         if self._reports is not None:
             self._reports.verdict = ""
 
     def leave(self) -> None:
-        """Report that this rank begins no more collectives, and watch it no longer.
+        """Report that this rank begins no more collectives, and stop watching it.
 
-        Collectives that it begins afterwards, with others that have left as well, are not ours.
+        Collectives that it begins afterwards, with others that have left too, are not watched.
         """
         if self._reports is None or self._has_left:
             return
@@ -230,7 +230,7 @@ class Watchdog:
                 self._reports.answer(str(self._observer.at("")))
 
     def forget(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         with _lock:
             _watchdogs.discard(self)
 
@@ -275,7 +275,7 @@ _process = 0
 
 
 def _judged(answers: Mapping[int, str], error: BaseException, world_size: int) -> str:
-    """Return the error for a broken connection, with where the ranks are that answered."""
+    """Return the verdict on a broken connection, with the places of the ranks that answered."""
     gone = [rank for rank in range(world_size) if rank not in answers]
     cause = f"A connection between ranks has failed ({str(error).splitlines()[0]})"
     if gone:
@@ -289,7 +289,7 @@ def _judged(answers: Mapping[int, str], error: BaseException, world_size: int) -
 
 
 def _start_to_look() -> None:
-    """Start the thread of all watchdogs, once in each process."""
+    """Start the thread that all watchdogs share, once per process."""
     global _process
     if _process != os.getpid():
         _process = os.getpid()
@@ -299,7 +299,7 @@ def _start_to_look() -> None:
 
 
 def _say_farewell() -> None:
-    """End the runs of all ranks if an exception ends this process."""
+    """End the run on all ranks if an exception ends this process."""
     error: BaseException | None = getattr(sys, "last_value", None)
     for watchdog in list(_watchdogs):
         if error is not None:
@@ -320,7 +320,7 @@ def _look_at_all() -> None:
         try:
             watchdog.look()
         except Exception as error:
-            # The store's host has ended, mostly, and with it the training.
+            # Usually the process that hosts the store has exited, and training with it.
             log.debug("Ranks are not watched any longer: %s", error)
             watchdog.forget()
 
@@ -333,7 +333,7 @@ def _is_proven(everyone: dict[int, Whereabouts]) -> bool:
         for here in ours
     ):
         return True
-    # All are in one collective, but in different parts of it: one came a call too late.
+    # All are in the same collective, but in different calls within it: one is a call late.
     functions = {here.function for here in everyone.values()}
     collectives = {(here.channel, here.number) for here in everyone.values()}
     waits_long = all(here.seconds > FOREIGN_PATIENCE for here in everyone.values())
@@ -341,23 +341,23 @@ def _is_proven(everyone: dict[int, Whereabouts]) -> bool:
 
 
 def _is_still(before: Whereabouts, now: Whereabouts) -> bool:
-    """Return whether a rank was in the same place all the time between two looks.
+    """Return whether a rank stayed in the same place between two reports.
 
-    The look that was reported first may be an old one; the next may have been taken before the
-    first was read; the one after it was surely not.
+    The first report may be old, and the next look may have been taken before it was read; the look
+    after that cannot have been.
     """
     return before.wait == now.wait and (not now.place or now.look >= before.look + 2)
 
 
 def _milliseconds_used(thread: int) -> int:
-    """Return the processor time of a thread of this process, where the system has it."""
+    """Return the CPU time of a thread of this process, 0 where the system does not report it."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return 0
     return int(1000 * time.clock_gettime(time.pthread_getcpuclockid(thread)))
 
 
 def _caller(frame: FrameType | None) -> str:
-    """Return the innermost line that is neither torch's, Lightning's nor ours."""
+    """Return the innermost line outside of torch, Lightning and this package."""
     while frame is not None:
         if not _is_library(frame):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,13 +1,12 @@
 """Memory that every rank on a host can read, so that data need not pass through sockets.
 
-A **window** is a tensor of this rank's that its peers have mapped too. Where all ranks share a host
-and run on CPUs, masters and reduce buffers live in windows: a gather is then one copy out of the
-peers' masters, and a reduction one sum over the peers' buffers. Nothing is sent but tokens of a few
-bytes.
+A **window** is memory of this rank that its peers have mapped too. Where all ranks share a host and
+run on CPUs, masters and reduce buffers live in windows: a gather is then one copy out of the peers'
+masters, and a reduction one sum over the peers' buffers. Only tokens of a few bytes are sent.
 
-Windows are anonymous files of the kernel (``memfd_create``) or, for what is offloaded, files
-without a name on a disk. Both vanish with the last process that maps them, whatever it dies of.
-Peers open them through the owner's entry in ``/proc``.
+Windows are anonymous kernel files (``memfd_create``) or, for offload, unnamed files on a disk. Both
+vanish with the last process that maps them, however it ends. Peers open them through the owner's
+entry in ``/proc``.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _serials = count()
 
 
 class Address(NamedTuple):
-    """A window's place on this host, and a number that no other has."""
+    """A window's place on this host, with a serial number that makes it unique."""
 
     process: int
     file: int
@@ -47,9 +46,9 @@ class Window:
     Attributes:
         address: What others need to :meth:`open` it.
         readers: How many publications each rank has read, ``[world_size]``; in the window too.
-        num_published: How often the owner asked to be read.
-        touched_bytes: Bytes that the owner's views have covered.
-        used_for: The last slots that the owner filled, and a view of each.
+        num_published: How often the owner has published its content.
+        touched_bytes: End of the range that views have covered, in bytes.
+        used_for: The slots that the owner filled last, and a view of each.
     """
 
     def __init__(self, address: Address, world_size: int, *, is_own: bool) -> None:
@@ -85,8 +84,8 @@ class Window:
         """Map another process's window.
 
         Raises:
-            DistError: The owner is on another host, has ended, or its memory may not be opened from
-                here.
+            DistError: The owner is on another host or has ended, or its memory may not be opened
+                from here.
         """
         try:
             return cls(address, world_size, is_own=False)
@@ -122,7 +121,7 @@ class Window:
 
 
 def _is_there(path: str, inode: int, size: int) -> bool:
-    """Return whether this is the file that is meant: another host's process may be any here."""
+    """Return whether this is the intended file: a process id of another host may match any here."""
     try:
         found = os.stat(path)
         return (found.st_ino, found.st_size) == (inode, size)
@@ -131,5 +130,5 @@ def _is_there(path: str, inode: int, size: int) -> bool:
 
 
 def are_supported() -> bool:
-    """Return whether this system has windows at all."""
+    """Return whether this system supports windows."""
     return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
