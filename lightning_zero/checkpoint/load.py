@@ -3,8 +3,8 @@
 A rank copies its own ranges of the whole tensors in the mapped file, so the file may have been
 written by any number of ranks, at any stage, by DDP or by a single process.
 
-Tensors of a mapped file are ordinary ones. The record behind their memory, which has their
-checksums, is kept by storage while the storage lives.
+Tensors of a mapped file are ordinary ones. The record behind a tensor's memory, and so its
+checksums, is kept in a dictionary by storage, while the storage lives.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _libc.mmap.restype = ctypes.c_void_p
 
 _BLOCK_BYTES = 4 * 2**20
 _MEMORY_BYTES = _BLOCK_BYTES + 2**21
-"""A block plus the rest of its pages, in huge pages: requests to small pages are split up."""
+"""A block plus the rest of its pages, in huge pages, as requests to small ones are split up."""
 
 _MOST_FREE = 2
 """The number of buffers for direct I/O that are kept; each thread uses one at a time."""

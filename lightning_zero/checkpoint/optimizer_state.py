@@ -273,7 +273,7 @@ def _faults(
 def _faults_in_own_form(
     optimizer: Optimizer, state: Mapping[str, Any], name_of: Callable[[Any], str], *, is_whole: bool
 ) -> Iterator[str]:
-    """Yield the faults that show from outside: in its names, and in wrapped optimizers."""
+    """Yield the faults that show from outside: in the names, and in wrapped optimizers."""
     own = own_form_of(optimizer)
     if own is not None and set(state) != own:
         there, here = (", ".join(map(repr, names)) for names in (state, sorted(own)))
@@ -295,7 +295,7 @@ def ranges_of_optimizers(
     for optimizer, state in zip(optimizers, states, strict=True):
         step = whole_step_of(optimizer)
         if own_form_of(optimizer) is not None:
-            for name, tensor in named_tensors(state):  # the optimizer reads all
+            for name, tensor in named_tensors(state):  # the optimizer reads all of it
                 yield from ranges(name, tensor, None)
             continue
         has_memory = unit_step_of(optimizer) is None  # else states may go to files later
@@ -354,7 +354,7 @@ def _load_own_form(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 
 def _own_part(entries: Any, piece: Any, optimizer: Optimizer) -> Any:
-    """Return the part of a state for one ``piece``, so that no rank holds all parts twice."""
+    """Return the part of ``entries`` for ``piece``, without holding any part twice."""
     if not isinstance(piece, Piece):
         return owned(entries)
     parts = {key: take_part(value, piece) for key, value in entries.items()}

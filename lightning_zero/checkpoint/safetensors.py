@@ -121,7 +121,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 def _place(
     name: str, entry: Mapping[str, Any], nbytes: int
 ) -> tuple[torch.dtype, Sequence[int], int, int]:
-    """Return a tensor's dtype, shape, and start and end among the file's ``nbytes`` of data."""
+    """Return a tensor's dtype and shape, and its start and end in the ``nbytes`` of data."""
     if entry["dtype"] not in _DTYPES:
         raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r}")
     dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
@@ -155,7 +155,7 @@ def write_safetensors(
 ) -> list[Path]:
     """Write tensors one by one, to one file or to a folder of files of at most ``max_bytes``.
 
-    ``read`` is called for each tensor in its turn. A larger tensor gets a file of its own.
+    ``read`` is called for each tensor in its turn. A tensor larger than that gets its own file.
     """
     for name, (dtype, _) in shapes.items():
         if dtype not in _NAMES:

@@ -97,7 +97,7 @@ class Save(ABC):
         return layout
 
     def _write_together(self, layout: Any) -> list[int]:
-        """Write from all ranks, unless some do not see the place: return those."""
+        """Write from all ranks; if some do not see the place, write nothing and return those."""
         outcome = Outcome()
         temporary: Temporary | None = None
         try:
@@ -141,7 +141,7 @@ class Save(ABC):
 
     @abstractmethod
     def _create(self, layout: Any) -> Temporary | None:
-        """Create the temporary file or folder; ``None`` if the target has none, as a URL."""
+        """Create the temporary file or folder; ``None`` if the target, such as a URL, has none."""
 
     @abstractmethod
     def _write(self, layout: Any, place: Path) -> Sequence[Any]:

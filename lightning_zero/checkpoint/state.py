@@ -178,7 +178,7 @@ class ModuleLoad(TorchFunctionMode):
         )
         control = Control(alone=True) if engine is None else engine.comm.control
         check_ranges(read, control, "Loading weights")
-        # Only after the check, which reads ahead by itself.
+        # Only after the check, which does its own reading ahead.
         values = [value if piece is None else like(value, piece) for _, piece, value in copies]
         writing = contextlib.nullcontext() if engine is None else engine.sharded.writing()
         with writing, torch.no_grad():

@@ -54,7 +54,7 @@ def unread(path: Path, archive: zipfile.ZipFile, *, weights_only: bool) -> Any:
 
 
 class _Unread(TorchFunctionMode):
-    """A mode in which tensors that are rebuilt without storages become lazy ones of the file."""
+    """A mode that turns tensors rebuilt without their storages into lazy tensors of the file."""
 
     def __init__(self, path: Path, archive: zipfile.ZipFile) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class _Unread(TorchFunctionMode):
 
 
 class _Empty(NamedTuple):
-    """An empty tensor, whose ``set_`` makes it one over a storage."""
+    """A stand-in for an empty tensor, whose ``set_`` makes a tensor over a storage."""
 
     dtype: torch.dtype
     rebuilt: Callable[..., Tensor]

@@ -7,9 +7,9 @@ their upper halves affect lower digits too, and added up with odd weights.
 Every change within one word is found. So is every other change, unless the differences cancel out
 in each column, or by a coincidence less likely than one in 2**32. To cancel out, words must be
 swapped, or changed in opposite directions (in the highest bit: in any), at a distance that is a
-multiple of 7272 bytes, which no distance between sectors or pages is. So words, sectors and pages
-that are zeroed, repeated, moved or swapped are found, as are flips of several bits and, since nine
-is odd, a bit stuck in all words. It is not a cryptographic hash: collisions can be constructed.
+multiple of 7272 bytes; no sectors or pages of a block are that far apart. So words, sectors and
+pages that are zeroed, repeated, moved or swapped are found, as are flips of several bits and, since
+nine is odd, a bit stuck in all words. It is no cryptographic hash: collisions can be constructed.
 """
 
 from __future__ import annotations

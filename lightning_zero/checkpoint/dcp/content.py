@@ -27,7 +27,7 @@ from lightning_zero.checkpoint.values.sharded_value import ShardedValue
 from lightning_zero.tensors import tensors_in
 
 WEIGHTS = ("state_dict", "model")
-"""Roots of the weights' names in ``ModelParallelStrategy`` and in ``FSDPStrategy``."""
+"""Where ``ModelParallelStrategy`` and ``FSDPStrategy`` put weights: the roots of their paths."""
 
 _OPTIMIZER = re.compile(r"optim(?:izer)?(?:_(\d+))?")
 
@@ -59,7 +59,7 @@ def entries_of(
 
 
 def _leaves(value: Any, path: Keys) -> Iterator[tuple[Keys, Any]]:
-    """Yield the leaves of nested dictionaries; those that loading cannot rebuild are leaves."""
+    """Yield the leaves of nested dictionaries; one that loading could not rebuild is a leaf."""
     if _is_table(value) and value:
         for key, item in value.items():
             yield from _leaves(item, (*path, key))

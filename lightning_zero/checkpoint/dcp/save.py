@@ -87,7 +87,7 @@ class DirectorySave(Save):
         for where, value in entries.items():
             if isinstance(value, ShardedValue):
                 self._take_value(where, value)
-            elif self.control.rank == 0:  # all that is not sharded is rank 0's
+            elif self.control.rank == 0:  # everything unsharded is taken from rank 0
                 if isinstance(value, Tensor):
                     self._take_value(where, ShardedValue.of_whole(value))
                 else:

@@ -7,9 +7,9 @@ and many processes can write one file::
     header | data.pkl | descriptor header | data/0 | descriptor header | data/1 | ... | directory
            ^ aligned                      ^ aligned
 
-The bytes between two records are a **seam**. A record's checksum follows it, in its
-descriptor, and in the directory at the end, so both are written last. The checksums are those of
-the zip format: ``unzip -t`` and :mod:`zipfile` verify them.
+The bytes between two records are a **seam**. A record's checksum is in the descriptor that follows
+it, and in the directory at the end, so both are written last. The checksums are those of the zip
+format: ``unzip -t`` and :mod:`zipfile` verify them.
 
 The alternative, ``torch.save`` within ``torch.serialization.skip_data``, leaves space in the
 same way, but loses tensors inside opaque objects, gives offsets only to readers that unpickle the
@@ -115,7 +115,7 @@ class Archive:
 
 def _header(name: str, nbytes: int, padding: int) -> bytes:
     """Return a local header; sizes and checksum are in the descriptor."""
-    # An extra field has four bytes of its own, so they are there even without padding.
+    # The extra field has a header of four bytes, which is there even without padding.
     extra = struct.pack("<HH", 0x4246, padding) + b"Z" * padding
     needed = 45 if nbytes >= _LIMIT else 20
     fields = (needed, _UTF8_WITH_DESCRIPTOR, 0, 0, _NEW_YEAR_1980, 0, 0, 0, len(name), len(extra))

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 FORMAT = 1
-"""Number of the format; it grows when older readers do not understand a new one."""
+"""Number of the format; it grows when older readers would not understand a new one."""
 
 PROVENANCE = "lightning_zero.json"
 """The record, or in a directory the file, that says who wrote a checkpoint."""
@@ -23,7 +23,7 @@ TABLE = ".metadata"
 """The file that makes a folder a directory of torch.distributed.checkpoint."""
 
 REST = "meta.pt"
-"""The file of a directory for all but tensors, under the name of Lightning's strategies."""
+"""The file of a directory with everything but tensors, named as by Lightning's strategies."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class Skeleton:
 def write_archive(
     skeleton: Skeleton, write: Callable[[int, Tensor | bytes], PartChecksums]
 ) -> tuple[int, RecordChecksums]:
-    """Write what ``torch.save`` would, by ``write(offset, content)``.
+    """Write what ``torch.save`` would, through ``write(offset, content)``.
 
     Sharded values must be complete on this rank. Returns the size of the archive, and the checksums
     of its last record: for a tensor, those of its values.

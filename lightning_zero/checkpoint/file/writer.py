@@ -21,7 +21,7 @@ from lightning_zero.checkpoint.values.chunk import BUFFER_BYTES
 from lightning_zero.comm import PAGE, StagingMemory
 
 _LARGE = 2**18
-"""Bytes of a part from which on direct I/O pays off."""
+"""Parts of at least this many bytes are written by direct I/O, which pays off for them."""
 
 
 class Writer:
@@ -92,7 +92,7 @@ class Writer:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
-            self._give_up_direct()  # its blocks are larger, or it cannot do this after all
+            self._give_up_direct()  # the disk has larger blocks, or direct I/O fails after all
         # The rest of a short write goes through the cache, which raises the reason.
         write_at(self._file, place + written, chunk[written:])
 

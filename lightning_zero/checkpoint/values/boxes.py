@@ -1,8 +1,8 @@
 """Ranges of a flat buffer as boxes of an n-d tensor, and how boxes overlap: pure arithmetic.
 
 A rank owns a range of a tensor's elements in memory order, which may begin and end anywhere. Other
-formats know only boxes: an offset and a size in each dimension. A range is few boxes; elements
-``[2, 10)`` of a 4 x 3 tensor are three::
+formats know only boxes: an offset and a size in each dimension. A range consists of a few boxes:
+elements ``[2, 10)`` of a 4 x 3 tensor are three::
 
     . . a
     b b b

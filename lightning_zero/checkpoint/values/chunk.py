@@ -1,6 +1,6 @@
-"""Where the values of a tensor that is read later lie.
+"""The places of values in files, for tensors that are read later.
 
-A ``Chunk`` is one box of it in a directory's file: one of several ``torch.save`` archives there.
+A ``Chunk`` is one box of a tensor in a directory's file, a ``torch.save`` archive among others.
 Whichever program wrote it, the archive has one dense tensor, whose bytes lie in one record, so any
 region is read by its offset. Nothing is unpickled but the tensor's own description.
 """

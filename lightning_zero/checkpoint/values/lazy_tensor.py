@@ -60,7 +60,7 @@ class LazyTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer facts without reading, read only a range for a range, and else the whole."""
+        """Answer calls for metadata without reading, read a range for a range, else the whole."""
         kwargs = kwargs or {}
         if func in properties.FACTS:
             with internals.as_plain_tensors():

@@ -75,7 +75,7 @@ class ShardedValue(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer facts; everything else needs values that are not here."""
+        """Answer calls for metadata; everything else needs values that are not here."""
         if func in _SAME:
             return args[0]
         if func in properties.FACTS:
