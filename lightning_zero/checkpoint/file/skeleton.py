@@ -69,10 +69,9 @@ class Skeleton:
 def write_archive(
     skeleton: Skeleton, write: Callable[[int, Tensor | bytes], PartChecksums]
 ) -> tuple[int, RecordChecksums]:
-    """Write what ``torch.save`` would, through ``write(offset, content)``.
+    """Write what ``torch.save`` would, with sharded values that are complete on this rank.
 
-    Sharded values must be complete on this rank. Returns the size of the archive, and the checksums
-    of its last record: for a tensor, those of its values.
+    Returns the size of the archive and the checksums of its last record: a tensor's values.
     """
     contents = [
         (name, content.part_bytes if isinstance(content, ShardedValue) else content)
