@@ -1,25 +1,25 @@
-"""Saving and loading: sharded state as the plain file that DDP would have written, or a directory.
+"""Saving and loading sharded state: the plain file that DDP would have written, or a directory.
 
-============== ====================================================================================
-state          the state dict of a sharded module, and loading it
-optimizer_state  those of optimizers
-save           one save: agree, write, seal, rename
-saver          the saves of a run, in this thread or behind the training
-load           reading a checkpoint, of which each rank reads its own ranges
-unread         archives of which nothing is mapped, and large tensors are not read
-open_file      files that are read part by part, some of them over and over
-source         where a parameter's values lie that is read whenever it is used
-checksums      checksums of records and of their blocks, and checking what is read
-read_ahead     reading a mapped file before its pages are asked for
-kept_parts     parts that are copied as soon as they are checked
-word_sums      a checksum of blocks as fast as memory
-crc            CRC-32 of byte strings in a row
-weights        ``load_weights``: pretrained weights into a module, sharded or not
-safetensors    files of that format
-``values/``    what stands for tensors in a checkpoint that is written or read
-``file/``      the plain file of ``torch.save``
-``dcp/``       directories of torch.distributed.checkpoint
-============== ====================================================================================
+=============== ===================================================================================
+state           the state dict of a sharded module, and loading it
+optimizer_state the state dicts of optimizers, and loading them
+save            one save: agree, write, seal, rename
+saver           the saves of a run, in the calling thread or in the background
+load            reading a checkpoint; each rank reads its own ranges
+unread          archives whose large tensors are neither read nor mapped
+open_file       files that are read part by part, some of them repeatedly
+source          where a parameter's values lie, for weights that are read on every use
+checksums       checksums of records and of their blocks, and checking what is read
+read_ahead      reading ahead in mapped files
+kept_parts      parts that are copied as soon as they are checked
+word_sums       a checksum of blocks that is as fast as memory
+crc             CRC-32 of concatenated byte strings
+weights         ``load_weights``: pretrained weights into a module, sharded or not
+safetensors     files of that format
+``values/``     stand-ins for tensors in a checkpoint that is written or read
+``file/``       the plain file of ``torch.save``
+``dcp/``        directories of torch.distributed.checkpoint
+=============== ===================================================================================
 """
 
 from lightning_zero.checkpoint.dcp.directory import Directory, is_directory

@@ -1,11 +1,11 @@
-"""Checksums of what a checkpoint holds: of whole records and of blocks.
+"""Checksums of a checkpoint's content: of whole records and of blocks.
 
-A zip archive has one checksum per record (CRC-32), of use only to a reader of the whole record, and
-slow to compute. Files by this package also have one per block of ``BLOCK_BYTES``, so that a rank
-that reads a range of a tensor checks the blocks that the range touches. Blocks are counted from the
-begin of each part that one rank wrote, so that no two ranks have to add up one together. Whole
-blocks have a sum of words (``word_sums.py``); the shorter ones at the ends of parts have their CRC.
-Files before had the CRCs of blocks of 128 KiB, counted from the begin of the record.
+A zip archive has one checksum per record (CRC-32), which is slow to compute and useful only to a
+reader of the whole record. Files by this package also have one per block of ``BLOCK_BYTES``, so
+that a rank that reads a range of a tensor checks only the blocks that the range touches. Blocks are
+counted from the start of each part that one rank wrote, so that no block is shared between ranks.
+Whole blocks have a sum of words (``word_sums.py``); shorter ones, at the ends of parts, have a CRC.
+Files by earlier versions have CRCs of 128 KiB blocks, counted from the start of the record.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _AHEAD_BYTES = 2**28
 
 
 class PartChecksums(NamedTuple):
-    """The checksums of bytes ``[start, start + nbytes)`` of a record: of all, and of each block."""
+    """Checksums of bytes ``[start, start + nbytes)`` of a record: of all, and of each block."""
 
     start: int
     nbytes: int
@@ -44,7 +44,7 @@ class PartChecksums(NamedTuple):
 
 
 class PartSummer:
-    """A computation of the checksums of consecutive bytes of a record."""
+    """Incremental checksums of consecutive bytes of a record."""
 
     def __init__(self, start: int = 0) -> None:
         self._start, self._nbytes, self._whole = start, 0, 0
@@ -64,7 +64,7 @@ class PartSummer:
         self._rest += view[stop:]
 
     def _fill(self, view: memoryview) -> memoryview:
-        """Complete the block that was begun, and return what does not belong to it."""
+        """Complete the block that was begun, and return the bytes after it."""
         missing = BLOCK_BYTES - len(self._rest)
         self._rest += view[:missing]
         if len(self._rest) == BLOCK_BYTES:
@@ -78,7 +78,7 @@ class PartSummer:
 
     @property
     def checksums(self) -> PartChecksums:
-        """The checksums of all that was added."""
+        """The checksums of all bytes added so far."""
         short = [zlib.crc32(self._rest)] if self._rest else []
         return PartChecksums(
             self._start, self._nbytes, self._whole, self._blocks + array("q", short)
@@ -89,10 +89,10 @@ class Blocks(NamedTuple):
     """The checksums of the blocks of a record.
 
     Attributes:
-        starts: Where its parts begin.
-        sums: Those of each part's blocks, ``[n]``.
+        starts: Where the record's parts begin.
+        sums: The checksums of each part's blocks, ``[n]``.
         block_bytes: Bytes of a block.
-        are_old: Whether all are CRCs.
+        are_old: Whether all are CRCs, as in earlier versions.
     """
 
     starts: Sequence[int]
@@ -102,12 +102,12 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, sums: Sequence[int], *, are_old: bool = False) -> Blocks:
-        """Return those of a record that has one part."""
+        """Return the checksums of a record that has one part."""
         size = _OLD_BLOCK_BYTES if are_old else BLOCK_BYTES
         return cls([0], [torch.tensor(sums, dtype=torch.int64, device="cpu")], size, are_old)
 
     def fit(self, nbytes: int) -> bool:
-        """Return whether there are as many as a record of ``nbytes`` must have."""
+        """Return whether the number of checksums is right for a record of ``nbytes``."""
         stops = [*self.starts[1:], nbytes]
         parts = zip(self.starts, stops, self.sums, strict=True)
         return all(
@@ -116,7 +116,7 @@ class Blocks(NamedTuple):
         )
 
     def touched(self, start: int, stop: int, nbytes: int) -> Iterator[Stretch]:
-        """Yield the blocks that ``[start, stop)`` touches in a record of ``nbytes``."""
+        """Yield the blocks that bytes ``[start, stop)`` of a record of ``nbytes`` touch."""
         size = self.block_bytes
         for index in range(bisect_right(self.starts, start) - 1, len(self.starts)):
             base, end = self.starts[index], [*self.starts[index + 1 : index + 2], nbytes][0]
@@ -134,9 +134,9 @@ class Blocks(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Bytes ``[start, stop)`` of a record, and what they must add up to.
+    """Bytes ``[start, stop)`` of a record, and their expected checksums.
 
-    ``block_bytes`` is 0 where that is the CRC of all, and else the size of the blocks.
+    If ``block_bytes`` is 0, ``expected`` is one CRC of all bytes, else one sum per such block.
     """
 
     start: int
@@ -145,9 +145,9 @@ class Stretch(NamedTuple):
     expected: Tensor
 
     def damage_in(self, pieces: Iterable[Tensor]) -> tuple[int, int] | None:
-        """Return the first range that is not as it was written, of content in ``pieces``.
+        """Return the first damaged range of these bytes, whose content comes in ``pieces``.
 
-        A piece has whole blocks, if there are such; the last one is shorter where the file ends.
+        If there are blocks, every piece has whole ones; the last may be shorter if the file ends.
         """
         if not self.block_bytes:
             checksum = 0
@@ -169,14 +169,14 @@ class Stretch(NamedTuple):
 
 
 class RecordChecksums(NamedTuple):
-    """The checksum of a record, and those of its parts."""
+    """The checksum of a record, and the checksums of its parts."""
 
     whole: int
     parts: Sequence[PartChecksums]
 
     @classmethod
     def of(cls, name: str, nbytes: int, parts: Iterable[PartChecksums]) -> RecordChecksums:
-        """Join the checksums of the parts that ranks wrote of a record; raise unless they fit."""
+        """Join the checksums of the parts that ranks wrote; raise unless they form the record."""
         ordered = sorted((part for part in parts if part.nbytes), key=lambda part: part.start)
         position = whole = 0
         for part in ordered:
@@ -190,7 +190,7 @@ class RecordChecksums(NamedTuple):
 
 
 def encoded_blocks(records: Iterable[RecordChecksums]) -> bytes:
-    """Return the checksums of all blocks: of each record how many parts, where, and theirs."""
+    """Encode all block checksums: per record the number of parts, their starts, their sums."""
     content = array("q")
     for record in records:
         content.append(len(record.parts))
@@ -201,7 +201,7 @@ def encoded_blocks(records: Iterable[RecordChecksums]) -> bytes:
 
 
 def decoded_blocks(content: bytes, sizes: Iterable[int]) -> list[Blocks]:
-    """Return the checksums of the blocks of records, whose ``sizes`` are given, by record."""
+    """Decode the block checksums of each record, given the ``sizes`` of the records."""
     numbers = torch.frombuffer(bytearray(content), dtype=torch.int64)
     found, position = [], 0
     for nbytes in sizes:
@@ -220,7 +220,7 @@ def decoded_blocks(content: bytes, sizes: Iterable[int]) -> list[Blocks]:
 
 
 def old_decoded_blocks(content: bytes, sizes: Iterable[int]) -> list[Blocks]:
-    """Return the same of what earlier versions wrote."""
+    """Decode the block checksums that earlier versions wrote."""
     blocks, found, position = array("I", content), [], 0
     for nbytes in sizes:
         stop = position - (-nbytes // _OLD_BLOCK_BYTES)
@@ -235,8 +235,8 @@ def old_decoded_blocks(content: bytes, sizes: Iterable[int]) -> list[Blocks]:
 class CheckedBytes:
     """Bytes of a file, and their checksums.
 
-    ``whole`` is the CRC-32 of all, if the writer did not leave it out; ``blocks`` are those of each
-    block, which other programs' files do not have. A ``kept`` file is not opened for each use.
+    ``whole`` is the CRC-32 of all bytes, ``None`` if the writer left it out. ``blocks`` are the
+    checksums of blocks, which only this package writes. Without a ``kept`` file, each use opens it.
     """
 
     file: Path
@@ -247,16 +247,16 @@ class CheckedBytes:
     kept: OpenFile | None = field(default=None, compare=False, repr=False)
 
     def can_check(self, start: int, stop: int) -> bool:
-        """Return whether there are checksums for bytes ``[start, stop)`` alone."""
+        """Return whether bytes ``[start, stop)`` can be checked without reading others."""
         is_all = (start, stop) == (0, self.nbytes)
         return self.blocks is not None or (self.whole is not None and is_all)
 
     def check(self, each: CheckedRange, passed: Callable[[int], None]) -> None:
-        """Raise a ``ValueError`` unless the bytes of a range and their blocks are right.
+        """Raise a ``ValueError`` if the blocks that a range touches are damaged.
 
-        They are read from mapped memory, if some shows them, which costs no copy, and whoever
-        copies them next finds its pages. A hook may have edited it: the file decides. ``passed`` is
-        called with the number of bytes that were read.
+        Mapped memory, if any, is checked first: that needs no copy, and a later copy finds its
+        pages resident. If it does not match, a hook may have edited it, so the file decides.
+        ``passed`` is called with the number of bytes read.
         """
         name, mapped = each.name, each.mapped
         for stretch in self._stretches(each.start, each.stop):
@@ -274,14 +274,14 @@ class CheckedBytes:
                 )
 
     def read_ahead(self, start: int, stop: int) -> None:
-        """Let the system start to read bytes ``[start, stop)``, where it can be asked to."""
+        """Ask the system to start reading bytes ``[start, stop)``, if it can be asked."""
         if hasattr(os, "posix_fadvise"):
             place, advice = self.offset + start, os.POSIX_FADV_WILLNEED
             file = self.opened()
             os.posix_fadvise(file.descriptor, place, stop - start, advice)
 
     def opened(self) -> OpenFile:
-        """Return the file that is kept open, or open it for as long as somebody has it."""
+        """Return the kept file, or open the file until the returned object is collected."""
         return self.kept or OpenFile(self.file)
 
     def _stretches(self, start: int, stop: int) -> Iterator[Stretch]:
@@ -295,8 +295,8 @@ class CheckedBytes:
 class CheckedRange(NamedTuple):
     """Bytes ``[start, stop)`` of ``content``, which are a part of the tensor ``name``.
 
-    ``mapped`` is memory that shows all of the content, if there is such; ``then`` is called when
-    they are found to be right.
+    ``mapped`` is memory that maps all of the content, if any. ``then`` is called after a successful
+    check.
     """
 
     name: str
@@ -308,16 +308,16 @@ class CheckedRange(NamedTuple):
 
     @property
     def is_checked(self) -> bool:
-        """Return whether there is something to check, and checksums to compare it with."""
+        """Return whether there are bytes to check, and checksums to check them against."""
         return self.start < self.stop and self.content.can_check(self.start, self.stop)
 
     def portions(self) -> Iterator[CheckedRange]:
-        """Yield the same bytes, some at a time."""
+        """Yield the same bytes in portions of at most ``_PORTION_BYTES``."""
         for start in range(self.start, self.stop, _PORTION_BYTES):
             yield self._replace(start=start, stop=min(self.stop, start + _PORTION_BYTES))
 
     def read_ahead(self) -> None:
-        """Let the system start to read it."""
+        """Ask the system to start reading the bytes."""
         if self.mapped is None:
             self.content.read_ahead(self.start, self.stop)
         else:
@@ -325,9 +325,9 @@ class CheckedRange(NamedTuple):
 
 
 class _Ahead:
-    """Bytes that the system is asked to read, ``_AHEAD_BYTES`` before they are checked.
+    """Read-ahead that stays ``_AHEAD_BYTES`` in front of the check.
 
-    To ask for all at once takes until most are there, and the sums would have to wait for it.
+    Asking for everything at once blocks until most of it has been read, which delays the sums.
     """
 
     def __init__(self, ranges: Sequence[CheckedRange]) -> None:
@@ -336,7 +336,7 @@ class _Ahead:
         self.passed(0)
 
     def passed(self, nbytes: int) -> None:
-        """Ask for as many bytes as were checked."""
+        """Ask for as many more bytes as were checked."""
         self._missing += nbytes
         while self._missing > 0 and (portion := next(self._portions, None)) is not None:
             portion.read_ahead()
@@ -350,10 +350,10 @@ def _counted(pieces: Iterable[Tensor], passed: Callable[[int], None]) -> Iterato
 
 
 def check(ranges: Iterable[CheckedRange]) -> None:
-    """Raise a ``ValueError`` for the first range that is damaged.
+    """Raise a ``ValueError`` for the first damaged range.
 
-    While bytes are added up, the system reads those behind them. Threads would do no better, and
-    their stacks are memory.
+    While bytes are summed, the system reads those after them. Threads would be no faster, and their
+    stacks take memory.
     """
     every = [one for one in ranges if one.is_checked]
     ahead = _Ahead(every)
@@ -364,7 +364,7 @@ def check(ranges: Iterable[CheckedRange]) -> None:
 
 
 def _read(file: OpenFile, offset: int, nbytes: int) -> Iterator[Tensor]:
-    """Yield bytes of a file in pieces; a piece is shorter where the file ends."""
+    """Yield bytes of a file in pieces, each overwritten by the next; short where the file ends."""
     buffer = torch.empty(min(nbytes, _AT_ONCE), dtype=torch.uint8, device="cpu")
     for start in range(0, nbytes, _AT_ONCE):
         content = buffer[: min(nbytes - start, _AT_ONCE)]

@@ -1,4 +1,4 @@
-"""CRC-32 of byte strings in a row, without the bytes."""
+"""CRC-32 of concatenated byte strings, computed without the bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 
 
 def joined_checksum(first: int, second: int, second_nbytes: int) -> int:
-    """Return the CRC-32 of two byte strings in a row, from their CRCs and the second one's length.
+    """Return the CRC-32 of two concatenated byte strings, given their CRCs and the second's length.
 
     Appending ``n`` zero bytes multiplies a CRC by ``x**(8 n)`` modulo the CRC polynomial (M. Adler,
     ``crc32_combine`` of zlib).

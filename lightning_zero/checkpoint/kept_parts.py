@@ -1,8 +1,8 @@
-"""Parts of mapped tensors that were copied to new memory as soon as they had been checked.
+"""Parts of mapped tensors that are copied to new memory as soon as they have been checked.
 
-Optimizer states get new memory anyhow. Copied right behind the check, they come from the cache, and
-while the disk reads what is checked next; copied later, when all is checked, the disk would wait.
-Nothing is in use before: a part is kept beside the tensor, by storage, until somebody takes it.
+Optimizer states need new memory anyway. A part that is copied right after its check is still in the
+cache, and the disk meanwhile reads what is checked next; if copying waited for the last check, the
+disk would idle. Copies are kept by the tensor's storage, and used only when they are taken.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _kept = WeakKeyDictionary()
 
 
 def can_be_kept(value: Any, piece: Any) -> bool:
-    """Return whether the elements of ``piece`` lie in a row in ``value``, both on the host."""
+    """Return whether ``piece`` is a contiguous range of ``value``, and both are on the host."""
     return (
         type(value) is Tensor
         and isinstance(piece, Piece)
@@ -39,14 +39,14 @@ def can_be_kept(value: Any, piece: Any) -> bool:
 
 
 def keep_part(value: Tensor, piece: Any) -> None:
-    """Copy the elements of ``piece`` in ``value``, which can be kept, until they are taken."""
+    """Keep a copy of the elements of ``piece`` in ``value``; :func:`can_be_kept` must hold."""
     part = piece.range.part_of(value)
     own = _kept.setdefault(value.untyped_storage(), {})
     own[_place_of(part)] = internals.version_of(value), part.clone()
 
 
 def take_part(value: Any, piece: Piece) -> Tensor | None:
-    """Return the kept elements of ``piece`` in ``value``, unless they have changed since."""
+    """Remove and return the kept elements of ``piece``; ``None`` if ``value`` has changed since."""
     if not can_be_kept(value, piece):
         return None
     own = _kept.get(value.untyped_storage(), {})

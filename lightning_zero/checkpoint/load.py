@@ -1,10 +1,10 @@
-"""Reading a checkpoint without reading it: the file is mapped, and only what is copied is read.
+"""Loading a checkpoint: the file is memory-mapped, and only what a rank copies is read.
 
-A rank copies its own ranges of the whole tensors that the mapped file shows, so the file may have
-been written by any number of ranks, at any stage, by DDP or by a single process.
+A rank copies its own ranges of the whole tensors in the mapped file, so the file may have been
+written by any number of ranks, at any stage, by DDP or by a single process.
 
-Tensors of a mapped file are ordinary ones. Which record their memory shows, and so which checksums
-they have, is kept beside them, by storage, for as long as the storage lives.
+Tensors of a mapped file are ordinary ones. The record behind a tensor's memory, and so its
+checksums, is kept in a dictionary by storage, while the storage lives.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lightning_zero.tensors import named_tensors, tensors_in
 _COPY_BYTES = 8 * 2**20
 _ARCHIVE = b"PK\3\4"
 _LEGACY = torch.serialization.MAGIC_NUMBER.to_bytes(10, "little")
-_INDEX_BYTES = 2**16  # of a file without an index, or one at its beginning
+_INDEX_BYTES = 2**16  # hashed to identify a file that is not a zip archive
 
 _records: WeakKeyDictionary[torch.UntypedStorage, CheckedBytes] = WeakKeyDictionary()
 
@@ -52,17 +52,17 @@ def load(
     verify: bool = False,
     maps: bool = True,
 ) -> Any:
-    """Return what a checkpoint holds, its tensors mapped from it; all ranks call it together.
+    """Return a checkpoint's content with mapped tensors; all ranks call it together.
 
-    Without ``maps`` tensors are read when they are used, also of a file that is larger than memory.
+    Without ``maps`` tensors are read on use, which works for files larger than memory too.
 
-    Weights and optimizer states are checked when each rank knows its parts, before it reads them;
-    everything else here, and with ``verify`` they too, each tensor on one rank.
+    Weights and optimizer states are checked later, once each rank knows its parts and before it
+    reads them. Everything else is checked here, with ``verify`` they too, each tensor on one rank.
 
     Raises:
         FileNotFoundError: On all ranks, if any rank cannot see the file.
-        ValueError: The file is damaged, of a later version, no checkpoint, holds more than tensors
-            and plain values though ``weights_only``, or is not the same on all ranks.
+        ValueError: The file is damaged, of a later version, not a checkpoint, differs between
+            ranks, or holds more than tensors and plain values though ``weights_only``.
     """
     outcome, value, identity = Outcome(), None, ""
     with outcome.attempt():
@@ -86,11 +86,11 @@ def load(
 
 
 _READ_LATER = ("state_dict", "optimizer_states")
-"""What is checked when each rank knows its parts."""
+"""Keys whose tensors are checked once each rank knows its parts."""
 
 
 def check_values(value: Any) -> None:
-    """Raise a ``ValueError`` if a tensor of a loaded checkpoint is damaged; all are read."""
+    """Read all tensors of a loaded checkpoint, and raise a ``ValueError`` if one is damaged."""
     check(one for name, tensor in named_tensors(value) for one in ranges_of(name, tensor))
 
 
@@ -114,7 +114,7 @@ def compare(path: str, mine: str, control: Control) -> None:
 
 
 def local_directory(path: str) -> Path | None:
-    """Return ``path`` if it is a directory of torch.distributed.checkpoint."""
+    """Return ``path`` if it is a local directory of torch.distributed.checkpoint."""
     file_system, local = fsspec.core.url_to_fs(path)
     if isinstance(file_system, LocalFileSystem):
         return Path(local) if is_directory(Path(local)) else None
@@ -124,7 +124,7 @@ def local_directory(path: str) -> Path | None:
 
 
 def content(directory: Directory, *, weights_only: bool = True) -> dict[str, Any]:
-    """Return a Trainer's checkpoint from a directory; tensors are read when they are asked for."""
+    """Return a Trainer's checkpoint from a directory; its tensors are read on use."""
     beside = rest_of(directory, weights_only=weights_only)
     try:
         return checkpoint_of(directory, beside, weights_only=weights_only)
@@ -133,7 +133,7 @@ def content(directory: Directory, *, weights_only: bool = True) -> dict[str, Any
 
 
 def mapped(path: str, *, weights_only: bool = True) -> Any:
-    """Return the content of a file by :func:`torch.save` or this package, for one process."""
+    """Return the content of a file by :func:`torch.save` or this package, mapped; no collective."""
     return _with_identity(path, weights_only=weights_only)[0]
 
 
@@ -146,7 +146,7 @@ def _with_identity(path: str, *, weights_only: bool, maps: bool = True) -> tuple
         return value, identity_of(Path(local))
     if not file_system.exists(local):
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
-    # A copy that has no name any more once it is mapped: memory is for what is read.
+    # A local copy, unlinked once it is mapped: only what is read takes memory.
     with tempfile.NamedTemporaryFile(prefix="checkpoint-") as copy:
         with file_system.open(local, "rb") as source:
             while chunk := source.read(_COPY_BYTES):
@@ -160,7 +160,7 @@ def _with_identity(path: str, *, weights_only: bool, maps: bool = True) -> tuple
 
 
 def identity_of(path: Path) -> str:
-    """Return the mark of a file's or folder's content: its size, the checksum of its index."""
+    """Return a fingerprint of a file or folder: its size and the checksum of its index."""
     if is_directory(path):
         return Directory.open(path).identity
     if path.is_dir():
@@ -176,7 +176,7 @@ def identity_of(path: Path) -> str:
 
 
 def rest_of(directory: Directory, *, weights_only: bool = True) -> Any:
-    """Return what a directory holds beside its tensors; an empty table if no Trainer wrote it."""
+    """Return what a directory holds besides tensors; ``{}`` if no Trainer wrote it."""
     rest = directory.path / REST
     return _mapped(rest, weights_only=weights_only) if rest.is_file() else {}
 
@@ -199,7 +199,7 @@ def _mapped(path: Path, *, weights_only: bool, maps: bool = True) -> Any:
             f"{str(path)!r} is a folder; expected a file. If DeepSpeed wrote it, convert it first:"
             " `lightning-zero convert FOLDER FILE.ckpt`"
         )
-    # Files of torch before 1.6 are no archives and cannot be mapped.
+    # Files by torch before 1.6 are not zip archives and cannot be mapped.
     is_archive = zipfile.is_zipfile(path)
     begin = b"" if is_archive else _begin_of(path, 64)
     if not is_archive and not begin.startswith(_ARCHIVE) and _LEGACY not in begin:
@@ -225,7 +225,7 @@ def _mapped(path: Path, *, weights_only: bool, maps: bool = True) -> Any:
 def _mapped_archive(path: Path, *, weights_only: bool, maps: bool) -> Any:
     check_version(provenance(path))
     with zipfile.ZipFile(path) as archive:
-        # First of all: a damaged pickle may ask for any class.
+        # Before unpickling: a damaged pickle may ask for any class.
         check_small_records(archive)
         if not maps and are_supported():
             with contextlib.suppress(NeedsMapping):
@@ -235,7 +235,7 @@ def _mapped_archive(path: Path, *, weights_only: bool, maps: bool) -> Any:
         except RuntimeError as error:
             if "unable to mmap" not in str(error) or not are_supported():
                 raise
-            # It is larger than the system's memory, or than what is left of a limit.
+            # The file is larger than memory, or than what a limit leaves of it.
             try:
                 return unread(path, archive, weights_only=weights_only)
             except NeedsMapping as what:
@@ -289,11 +289,11 @@ def _refusal(path: Path, error: Exception) -> str:
 def _note_records(
     path: Path, archive: zipfile.ZipFile, storages: Iterable[torch.UntypedStorage]
 ) -> None:
-    """Keep which record each of the ``storages`` shows that a mapped file was loaded to."""
+    """Note which record of a mapped file is behind each of its ``storages``."""
     records = stored_records(path, archive)
     by_place = {record.offset: record for record in records if record.nbytes}
     shown = {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
-    # Where the file is mapped torch does not say. All storages fit at one address only.
+    # torch does not tell where the file is mapped, but only one address fits all storages.
     for offset in sorted(by_place):
         base = min(shown, default=0) - offset
         if shown and all(place - base in by_place for place in shown):
@@ -305,7 +305,7 @@ def _note_records(
 def ranges_of(
     name: str, value: Tensor, start: int = 0, stop: int | None = None
 ) -> Iterator[CheckedRange]:
-    """Yield the bytes of files that elements ``[start, stop)`` of a tensor are read from.
+    """Yield the bytes of files from which elements ``[start, stop)`` of a tensor are read.
 
     Elements are counted in the tensor's memory order. ``name`` is for errors.
     """
@@ -323,6 +323,6 @@ def ranges_of(
 
 
 def _forget_records(value: Any) -> None:
-    """Drop what is known of the files of the tensors in ``value``."""
+    """Forget the records behind the tensors in ``value``."""
     for tensor in tensors_in(value):
         _records.pop(tensor.untyped_storage(), None)

@@ -1,11 +1,11 @@
-"""Files that are read part by part, some of them over and over.
+"""Files that are read part by part, some of them repeatedly.
 
-What is read goes through the system's cache, in which other ranks and later passes find it. But a
-file that does not fit there drives out of it what is asked for next, part by part, so that each
-pass takes all of it from the disk, and the time for the cache's own pages on top. So what the cache
-has lost since its last reading is read past it (``O_DIRECT``), and what fits stays. Such requests
-are for whole sectors of the file and of memory: they go straight to memory that lies as the file
-does, and to other memory by a copy.
+Reads go through the page cache, where other ranks and later passes find the content. But a file
+that does not fit there keeps evicting the parts that are needed next, so that each pass reads all
+of it from the disk and pays for the cache's pages on top. So parts that the cache has lost since
+they were last read are read with direct I/O (``O_DIRECT``), and what fits stays cached. Direct I/O
+takes whole sectors of the file and of memory: it goes straight to memory that is aligned as the
+file is, and to other memory through a copy.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _libc.mmap.restype = ctypes.c_void_p
 
 _BLOCK_BYTES = 4 * 2**20
 _MEMORY_BYTES = _BLOCK_BYTES + 2**21
-"""A block and the rest of its pages, in large pages: requests of small ones are cut up."""
+"""A block plus the rest of its pages, in huge pages, as requests to small ones are split up."""
 
 _MOST_FREE = 2
-"""Memory that requests past the cache are read to is kept for as many threads."""
+"""The number of buffers for direct I/O that are kept; each thread uses one at a time."""
 
 
 class OpenFile:
-    """A file that stays open for as long as somebody has this, whatever becomes of its name."""
+    """A file that stays open while this object lives, even if it is renamed or removed."""
 
     def __init__(self, path: Path) -> None:
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -46,28 +46,28 @@ class OpenFile:
             os.close(self.descriptor)
 
     def expect_passes(self) -> None:
-        """Note that this process reads the file over and over, and no other of this host does."""
+        """Note that this process, and no other on this host, reads the file repeatedly."""
         if self._again is None and hasattr(os, "O_DIRECT"):
-            with contextlib.suppress(OSError):  # a file system without such requests
+            with contextlib.suppress(OSError):  # a file system without direct I/O
                 self._again = _ReadAgain(self.descriptor)
 
     def read(self, out: Tensor, offset: int) -> None:
-        """Fill the bytes ``out`` from ``offset`` on.
+        """Fill ``out``, bytes ``[n]``, from ``offset`` of the file on.
 
         Raises:
-            OSError: The file ends before, or the disk failed.
+            OSError: The file is too short, or the disk failed.
         """
         if self._again is None or not self._again.read(out, offset):
             _fill(self.descriptor, _memory_of(out), offset)
 
 
 def _memory_of(out: Tensor) -> memoryview:
-    # Not as an array of numpy's: the memory of a storage that had one is not given back.
+    # Not through numpy: torch no longer frees a storage that was made into an array.
     return memoryview((ctypes.c_ubyte * len(out)).from_address(out.data_ptr())).cast("B")
 
 
 def _fill(descriptor: int, memory: memoryview, offset: int, least: int | None = None) -> None:
-    """Fill ``memory`` from ``offset`` of a file on, or what the file has, if that is ``least``."""
+    """Fill ``memory`` from ``offset`` of a file, which may end after ``least`` bytes."""
     done, least = 0, len(memory) if least is None else least
     while done < least:
         count = os.preadv(descriptor, [memory[done:]], offset + done)
@@ -77,10 +77,10 @@ def _fill(descriptor: int, memory: memoryview, offset: int, least: int | None = 
 
 
 class _ReadAgain:
-    """The later readings of a file.
+    """Repeated reads of a file, by direct I/O where the page cache has lost it.
 
     Raises:
-        OSError: The file cannot be read past the system's cache, or not be mapped.
+        OSError: The file does not support direct I/O, or cannot be mapped.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -88,11 +88,11 @@ class _ReadAgain:
         self._nbytes = os.fstat(descriptor).st_size
         self._were_read = bytearray(-(-self._nbytes // _BLOCK_BYTES))
         self._free: deque[StagingMemory] = deque(maxlen=_MOST_FREE)
-        # By the descriptor, as the file may have no name any more.
+        # By the descriptor, since the file may have lost its name.
         path = f"/proc/self/fd/{descriptor}"
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         self._takes_sectors = self._try_sector()
-        # Only to ask which of its pages are cached. Shared, as a private mapping counts as memory.
+        # Only to ask which pages are cached. Shared, since a private mapping counts as memory.
         self._address = _libc.mmap(
             None,
             ctypes.c_size_t(self._nbytes),
@@ -112,9 +112,9 @@ class _ReadAgain:
             os.close(self._file)
 
     def read(self, out: Tensor, offset: int) -> bool:
-        """Fill ``out`` past the cache, if it was read before and the cache has lost it.
+        """Fill ``out`` by direct I/O if these bytes were read before and the cache has lost them.
 
-        Returns whether it is filled.
+        Returns whether ``out`` was filled.
         """
         stop = offset + len(out)
         blocks = slice(offset // _BLOCK_BYTES, -(-stop // _BLOCK_BYTES))
@@ -128,12 +128,12 @@ class _ReadAgain:
                 self._read_sectors(_memory_of(out), offset)
             else:
                 self._read_and_copy(out, offset)
-        except OSError:  # what cannot be read past the cache may be through it, or raise there
+        except OSError:  # a read through the cache may succeed, or raises there
             return False
         return True
 
     def _read_sectors(self, memory: memoryview, offset: int) -> None:
-        """Fill ``memory``; parts of sectors at its ends, which others have too, by the cache."""
+        """Fill ``memory``; sectors that are only partly in it are read through the cache."""
         stop = offset + len(memory)
         first, last = -(-offset // SECTOR) * SECTOR, stop // SECTOR * SECTOR
         if first >= last:
@@ -143,11 +143,11 @@ class _ReadAgain:
         _fill(self._descriptor, memory[last - offset :], last)
 
     def _read_and_copy(self, out: Tensor, offset: int) -> None:
-        """Fill ``out`` by way of whole pages."""
+        """Fill ``out`` through a buffer of whole pages."""
         stop = offset + len(out)
         try:
             memory = self._free.pop()
-        except IndexError:  # other threads have it all
+        except IndexError:  # none yet, or other threads use them all
             memory = StagingMemory(_MEMORY_BYTES)
         for start in range(offset, stop, _BLOCK_BYTES):
             end, begin = min(stop, start + _BLOCK_BYTES), start // PAGE * PAGE
@@ -157,7 +157,7 @@ class _ReadAgain:
         self._free.append(memory)
 
     def _try_sector(self) -> bool:
-        """Return whether requests may be for sectors, where others are for pages alone."""
+        """Return whether direct I/O takes single sectors; some disks take whole pages only."""
         memory = StagingMemory(PAGE)
         try:
             _fill(self._file, memory.part(SECTOR, SECTOR), SECTOR)
@@ -166,7 +166,7 @@ class _ReadAgain:
         return True
 
     def _are_cached(self, start: int, stop: int) -> bool:
-        """Return whether the cache has all of some bytes, or does not say."""
+        """Return whether bytes ``[start, stop)`` are all cached; ``True`` if that is unknown."""
         begin = start // mmap.PAGESIZE * mmap.PAGESIZE
         pages = (ctypes.c_ubyte * (-(-(stop - begin) // mmap.PAGESIZE)))()
         place = ctypes.c_void_p(self._address + begin)

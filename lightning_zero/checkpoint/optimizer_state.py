@@ -1,13 +1,13 @@
 """State dicts of optimizers that step a sharded model, as a single process would have them.
 
-Saving: the dictionary that DDP would give, with a :class:`ShardedValue` in the place of every
-tensor of which each rank has a part. Nothing is gathered.
+Saving returns the dictionary that DDP would, with a :class:`ShardedValue` in place of every sharded
+tensor. Nothing is gathered.
 
-Loading: whole values come in, usually mapped from a file, and each rank copies its own ranges.
-What does not fit is found before anything in memory has changed.
+Loading takes whole values, usually mapped from a file, and each rank copies its own ranges.
+Whatever does not fit is found before anything in memory has changed.
 
-An optimizer around another one may have a ``state_dict`` in a **form of its own**, of which it
-alone knows what lies where. It is asked for it, and given it, while its states are whole ones.
+An optimizer that wraps another may have a ``state_dict`` in its **own form**, whose layout only it
+knows. It saves and loads that form while its states are whole.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from lightning_zero.tensors import named_tensors
 
 
 def optimizer_state(optimizer: Optimizer, engine: Engine, label: str) -> dict[str, Any]:
-    """Return ``optimizer.state_dict()`` with sharded states, by the integer ids that DDP would use.
+    """Return ``optimizer.state_dict()`` with sharded states, under the integer ids of DDP.
 
     All ranks call it together. ``label`` names the optimizer in the checkpoint.
     """
@@ -61,15 +61,15 @@ def optimizer_state(optimizer: Optimizer, engine: Engine, label: str) -> dict[st
         return _in_own_form(optimizer, engine, label)
     local = optimizer.state_dict()
     if not local:
-        return local  # Lightning's stand-in, where there is no optimizer
+        return local  # Lightning's stand-in for no optimizer
     own = [local["state"].get(index) for index in range(len(members(optimizer)))]
-    # Some keep an entry that belongs to no parameter.
+    # Some optimizers keep entries that belong to no parameter.
     others = {k: v for k, v in local["state"].items() if not isinstance(v, Mapping)}
     return {**local, "state": {**_whole_states(optimizer, own, engine, label), **others}}
 
 
 def _in_own_form(optimizer: Optimizer, engine: Engine, label: str) -> dict[str, Any]:
-    """Let an optimizer put its form around whole states, its own and those of what it wraps."""
+    """Return the state dict in the optimizer's own form, made while all its states are whole."""
     pieces, holders = members(optimizer), list(with_inner(optimizer))
     before = [dict(holder.state) for holder in holders]
     whole = [
@@ -94,7 +94,7 @@ def _put(holder: Optimizer, states: Mapping[Any, Any]) -> None:
 def _whole_states(
     optimizer: Optimizer, own: Sequence[Mapping[str, Any] | None], engine: Engine, label: str
 ) -> dict[int, dict[str, Any]]:
-    """Return the states of whole parameters, by index, of which this rank has its ``own`` parts."""
+    """Return the states of whole parameters, by index, given this rank's ``own`` parts."""
     pieces, step = members(optimizer), whole_step_of(optimizer)
     mine = {
         index: {
@@ -112,7 +112,7 @@ def _whole_states(
         _check_alike(kinds, f"the state of parameter {index} of {label}")
     whole: dict[int, dict[str, Any]] = {}
     for index, piece in enumerate(pieces):
-        # Ranks whose piece is empty, or which do not own it, have no state; any other knows it.
+        # Ranks with an empty piece, or that do not own it, have no state; any other will do.
         entries: Mapping[str, Any] = next((s[index] for s in described if index in s), {})
         if not entries:
             continue
@@ -134,7 +134,7 @@ def _check_optimizers(descriptions: Sequence[Description], label: str) -> None:
 
 
 def _check_alike(kinds: Sequence[str], what: str) -> None:
-    """Raise a ``ValueError`` unless all ``kinds``, which all ranks know, are the same."""
+    """Raise a ``ValueError`` unless all ``kinds``, which all ranks know, are equal."""
     other = next((kind for kind in kinds if kind != kinds[0]), None)
     if other is not None:
         raise ValueError(
@@ -144,16 +144,16 @@ def _check_alike(kinds: Sequence[str], what: str) -> None:
 
 
 class _StandIn:
-    """A stand-in for a tensor of which every rank holds its piece, or that has an owner.
+    """A stand-in for a tensor that is cut into pieces, or that its owner holds whole.
 
-    ``shape`` is ``None`` if it is the parameter's own, else that of what the owner has whole.
+    ``shape`` is that of the owner's tensor; ``None`` if the tensor is cut, as the parameter is.
     """
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...] | None) -> None:
         self.dtype, self.shape = dtype, shape
 
     def value(self, key: str, part: Tensor | None, piece: Any) -> ShardedValue:
-        """Return what it stands for; a rank that holds nothing of it has no ``part``."""
+        """Return the sharded value; ``part`` is ``None`` on a rank that holds nothing of it."""
         part = torch.empty(0, dtype=self.dtype) if part is None else part
         if self.shape is None:
             return sharded(key, piece, part)
@@ -162,21 +162,21 @@ class _StandIn:
 
 
 def _describe(key: str, value: Any, piece: Any, *, is_whole: bool) -> Any:
-    """Return an entry of a state with stand-ins for what is too large to be sent."""
+    """Return an entry of a state with stand-ins for the tensors that are too large to send."""
 
     def stand_in(tensor: Tensor) -> Any:
         if is_whole and tensor.dim():
             return _StandIn(tensor.dtype, tuple(tensor.shape))
         is_cut = not is_whole and isinstance(piece, Piece) and tensor.shape == piece.shape
-        # On the host: a tensor of a device is unpickled to the device of that number, so
-        # each rank would take memory on the devices of all others.
+        # On the host: a device's tensor is unpickled to the device of the same index, so each
+        # rank would take memory on the devices of all others.
         return _StandIn(tensor.dtype, None) if is_cut and key != "step" else tensor.to("cpu")
 
     return tree_map_only(Tensor, stand_in, value)
 
 
 def _entry(key: str, mine: Any, entry: Any, piece: Any) -> Any:
-    """Return an entry of a state with sharded values for the stand-ins in ``entry``."""
+    """Return ``entry`` with sharded values in place of its stand-ins; ``mine`` is this rank's."""
     leaves, tree = tree_flatten(entry)
     own = [None] * len(leaves) if mine is None else tree_leaves(mine)
     is_nested = not isinstance(entry, _StandIn)
@@ -197,7 +197,7 @@ def check_optimizer_states(
 ) -> None:
     """Raise a ``ValueError`` unless every optimizer can load its state.
 
-    ``name_of`` gives the name of a parameter or piece for the error.
+    ``name_of`` names a parameter or piece for the error.
     """
     if len(optimizers) != len(states):
         raise ValueError(
@@ -250,10 +250,10 @@ def _faults(
             yield f"the state of {name_there!r} is a {type(entries).__name__} there"
             return
         if is_whole:
-            continue  # which may keep tensors of any shape
+            continue  # steps of whole parameters may keep tensors of any shape
         shape = parameter_of(parameter).shape
         for name, value in entries.items():
-            # What is not one number per element is one number.
+            # A state has one number per element, or a single one.
             if isinstance(value, Tensor) and value.dim() and value.shape != shape:
                 yield (
                     f"{name!r} of {name_there!r} has shape {tuple(value.shape)} there,"
@@ -273,7 +273,7 @@ def _faults(
 def _faults_in_own_form(
     optimizer: Optimizer, state: Mapping[str, Any], name_of: Callable[[Any], str], *, is_whole: bool
 ) -> Iterator[str]:
-    """Yield what can be seen from outside: the names of its parts, and wrapped optimizers."""
+    """Yield the faults that show from outside: in the names, and in wrapped optimizers."""
     own = own_form_of(optimizer)
     if own is not None and set(state) != own:
         there, here = (", ".join(map(repr, names)) for names in (state, sorted(own)))
@@ -288,17 +288,17 @@ def _faults_in_own_form(
 def ranges_of_optimizers(
     optimizers: Iterable[Optimizer], states: Iterable[Mapping[str, Any]]
 ) -> Iterator[CheckedRange]:
-    """Yield what this rank reads of the states of optimizers, which fit them.
+    """Yield the bytes that this rank reads of optimizer states, which fit their optimizers.
 
-    What can be kept is copied to new memory as it is checked, for :func:`load_optimizer_state`.
+    Parts that can be kept are copied to new memory once checked, for :func:`load_optimizer_state`.
     """
     for optimizer, state in zip(optimizers, states, strict=True):
         step = whole_step_of(optimizer)
         if own_form_of(optimizer) is not None:
-            for name, tensor in named_tensors(state):  # it reads all of them
+            for name, tensor in named_tensors(state):  # the optimizer reads all of it
                 yield from ranges(name, tensor, None)
             continue
-        has_memory = unit_step_of(optimizer) is None  # and not files, to which states go later
+        has_memory = unit_step_of(optimizer) is None  # else states may go to files later
         ids = [key for group in state.get("param_groups", ()) for key in group["params"]]
         for key, piece in zip(ids, members(optimizer) if state else (), strict=True):
             if step is not None and isinstance(piece, Piece) and not step.keeps_state_of(piece):
@@ -313,7 +313,7 @@ def ranges_of_optimizers(
 
 
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a whole optimizer state, taking this rank's pieces of it."""
+    """Load a whole optimizer state; each rank takes its own pieces of it."""
     step = whole_step_of(optimizer)
     if not state or (step is not None and step.way is Way.ALL_AT_ONCE):
         with whole_members(optimizer):
@@ -339,7 +339,7 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
 
 
 def _load_own_form(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Let an optimizer load whole states for whole parameters, and keep this rank's parts."""
+    """Load whole states for whole parameters, and then keep only this rank's parts."""
     with whole_members(optimizer):
         optimizer.load_state_dict({**state})
     step = whole_step_of(optimizer)
@@ -349,12 +349,12 @@ def _load_own_form(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
             if entries is not None and (step is None or step.keeps_state_of(piece)):
                 holder.state[piece] = owned(entries) if step else _own_part(entries, piece, holder)
         if type(holder).load_state_dict is Optimizer.load_state_dict:
-            # Once more as it is, so that torch brings each value to its parameter's device.
+            # Reload the same state, so that torch moves each value to its parameter's device.
             holder.load_state_dict(holder.state_dict())
 
 
 def _own_part(entries: Any, piece: Any, optimizer: Optimizer) -> Any:
-    """Return what belongs to ``piece``; one at a time, so that no rank holds parts twice."""
+    """Return the part of ``entries`` for ``piece``, without holding any part twice."""
     if not isinstance(piece, Piece):
         return owned(entries)
     parts = {key: take_part(value, piece) for key, value in entries.items()}

@@ -27,7 +27,7 @@ from lightning_zero.checkpoint.values.chunk import InOneRow
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
 
 INDEX = "model.safetensors.index.json"
-"""The file that says which tensor lies in which file of a folder, as Hugging Face has it."""
+"""The file that says which file of a folder holds which tensor, as Hugging Face has it."""
 
 _DTYPES = {
     "F64": torch.float64,
@@ -55,9 +55,9 @@ Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def read_safetensors(path: Path, *, maps: bool = True) -> dict[str, Tensor]:
-    """Return the tensors of a file, or of a folder with an index or one file, mapped.
+    """Return the mapped tensors of a file, or of a folder with an index or one file.
 
-    Without ``maps`` they are read when they are used, also of files that are larger than memory.
+    Without ``maps`` they are read on use, which works for files larger than memory too.
     """
     if path.is_file():
         return _read_file(path, maps)
@@ -121,7 +121,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 def _place(
     name: str, entry: Mapping[str, Any], nbytes: int
 ) -> tuple[torch.dtype, Sequence[int], int, int]:
-    """Return a tensor's dtype and shape, and where its bytes begin and end among ``nbytes``."""
+    """Return a tensor's dtype and shape, and its start and end in the ``nbytes`` of data."""
     if entry["dtype"] not in _DTYPES:
         raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r}")
     dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
@@ -139,7 +139,7 @@ def _tensor(name: str, entry: Mapping[str, Any], data: Tensor) -> Tensor:
     dtype, shape, start, stop = _place(name, entry, len(data))
     part = data[start:stop]
     if part.storage_offset() % dtype.itemsize:
-        part = part.clone()  # the format does not promise aligned tensors
+        part = part.clone()  # the format does not guarantee alignment
     return part.view(dtype).view(shape)
 
 
@@ -155,7 +155,7 @@ def write_safetensors(
 ) -> list[Path]:
     """Write tensors one by one, to one file or to a folder of files of at most ``max_bytes``.
 
-    ``read`` gives a tensor when its turn has come. A tensor that is larger has its own file.
+    ``read`` is called for each tensor in its turn. A tensor larger than that gets its own file.
     """
     for name, (dtype, _) in shapes.items():
         if dtype not in _NAMES:

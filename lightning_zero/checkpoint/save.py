@@ -2,13 +2,13 @@
 
 1. **Agree**: every rank takes its checkpoint apart; rank 0 decides what is written, and every rank
    must have its parts of it.
-2. **Write**: rank 0 creates a file or folder under a temporary name; every rank that sees it writes
-   its parts to their places, and syncs them to the disk.
+2. **Write**: rank 0 creates a file or folder under a temporary name; if all ranks see it, each
+   writes its parts to their places and syncs them to the disk.
 3. **Seal**: places and checksums go to rank 0, which writes what lies around the parts.
 4. **Rename**: rank 0 gives the file or folder its final name.
 
-A process that dies in between leaves an earlier checkpoint of the name whole (``file/atomic.py``).
-Nothing is gathered, and a rank copies no more than a buffer at a time.
+If a process dies in between, an earlier checkpoint of the same name stays whole
+(``file/atomic.py``). Nothing is gathered, and a rank copies no more than a buffer at a time.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from lightning_zero.comm import Control, Outcome
 class Save(ABC):
     """One save of one checkpoint; all ranks construct and :meth:`run` it together.
 
-    A format implements, in the order of the calls: :meth:`_take`, :meth:`_layout` (on rank 0),
-    :meth:`_create` (on rank 0), :meth:`_write`, :meth:`_seal` (on rank 0); or :meth:`_stream` where
-    some rank does not see what rank 0 created.
+    A format implements, in call order, :meth:`_take`, :meth:`_layout` (on rank 0), :meth:`_create`
+    (on rank 0), and :meth:`_write` and :meth:`_seal` (on rank 0), or :meth:`_stream` if some rank
+    does not see what rank 0 created.
 
-    Sharded values count on every rank, the rest of ``checkpoint`` on rank 0. ``on_written`` is
-    called with the number of bytes that this rank has written since the last call.
+    Sharded values are taken from every rank, the rest of ``checkpoint`` from rank 0. ``on_written``
+    is called with the number of bytes that this rank has written since the last call.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Save(ABC):
         self.agree(outcome)
 
     def agree(self, outcome: Outcome) -> None:
-        """Raise on all ranks if ``outcome`` is bad on any."""
+        """Raise on all ranks if ``outcome`` is a failure on any."""
         outcome.agree(self.control, f"Saving {self.path!r}")
 
     @property
@@ -74,7 +74,7 @@ class Save(ABC):
             self._stream(layout, outside)
 
     def _agreed_layout(self) -> Any:
-        """Return rank 0's layout, of which this rank has its parts."""
+        """Return rank 0's layout; raise on all ranks unless each has its parts of it."""
         mine = {
             key: (tuple(value.shape), value.dtype)
             for key, value in self.values.items()
@@ -97,7 +97,7 @@ class Save(ABC):
         return layout
 
     def _write_together(self, layout: Any) -> list[int]:
-        """Write from all ranks, unless some, which are returned, do not see the place."""
+        """Write from all ranks; if some do not see the place, write nothing and return those."""
         outcome = Outcome()
         temporary: Temporary | None = None
         try:
@@ -133,19 +133,19 @@ class Save(ABC):
 
     @abstractmethod
     def _copy_to_host(self) -> None:
-        """Replace this rank's values by copies, which no other part of the program changes."""
+        """Replace this rank's values by host copies that nothing else changes."""
 
     @abstractmethod
     def _layout(self) -> Any:
-        """Return what every rank must know to write its parts."""
+        """Return what every rank needs to know to write its parts."""
 
     @abstractmethod
     def _create(self, layout: Any) -> Temporary | None:
-        """Create the temporary file or folder; ``None`` where there are none, as in a store."""
+        """Create the temporary file or folder; ``None`` if the target, such as a URL, has none."""
 
     @abstractmethod
     def _write(self, layout: Any, place: Path) -> Sequence[Any]:
-        """Write and sync this rank's parts; returns what rank 0 must know of each."""
+        """Write and sync this rank's parts; return what rank 0 needs to know about each."""
 
     @abstractmethod
     def _seal(self, layout: Any, temporary: Temporary, shares: Sequence[Any]) -> None:
@@ -153,4 +153,4 @@ class Save(ABC):
 
     @abstractmethod
     def _stream(self, layout: Any, outside: Sequence[int]) -> None:
-        """Write through rank 0, whose disk the ranks ``outside`` do not see; or raise."""
+        """Write through rank 0, whose disk the ranks ``outside`` do not see, or raise."""

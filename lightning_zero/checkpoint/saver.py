@@ -1,4 +1,4 @@
-"""Saves of one run, one after another, in this thread or behind the training."""
+"""The saves of a run, one after another, in the calling thread or in the background."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from lightning_zero.comm import Control, Outcome
 class Saver:
     """A writer and remover of checkpoints; all ranks call every method together.
 
-    In the background a save ends its part in training when this rank's values are copied to host
-    memory. The next save waits for it. Removals queue up behind it and are left out when it failed,
-    so that a checkpoint goes only when its successor is there.
+    A background save returns once this rank's values are copied to host memory. The next save waits
+    for it. Removals queue behind it and are skipped if it failed, so that a checkpoint is removed
+    only once its successor exists.
     """
 
     def __init__(self, control: Control) -> None:
@@ -43,9 +43,9 @@ class Saver:
         in_background: bool = False,
         kind: Callable[..., Save] = FileSave,
     ) -> None:
-        """Write ``checkpoint`` to ``path``; in the background, return when it is copied.
+        """Write ``checkpoint`` to ``path``; in the background, return once it is copied.
 
-        ``kind`` is the format: a file by default.
+        ``kind`` is the format, a file by default.
         """
         self.wait()
         path = self._agree(path)
@@ -65,11 +65,11 @@ class Saver:
         return agreed
 
     def path_of(self, path: str) -> str:
-        """Return where the file is that this rank saved as ``path``: rank 0 may have chosen."""
+        """Return the path to which this rank's ``path`` was saved, which is that of rank 0."""
         return self._agreed.get(path, path)
 
     def remove(self, path: str) -> None:
-        """Remove a checkpoint, when the saves before have ended well."""
+        """Remove a checkpoint once the running save, if any, has succeeded."""
         if self.control.rank:
             return
         if self._executor is None or self._running is None:
@@ -81,7 +81,7 @@ class Saver:
         )
 
     def wait(self) -> None:
-        """Return when everything is written; raise on all ranks if that failed."""
+        """Wait until everything is written; raise on all ranks if that failed."""
         running, self._running = self._running, None
         removals, self._removals = self._removals, []
         for removal in removals:
@@ -102,7 +102,7 @@ class Saver:
 def collected(checkpoint: Any, control: Control) -> Any:
     """Return ``checkpoint`` with whole tensors on rank 0, unchanged on the others. A collective.
 
-    For writers that know nothing of sharded values. Rank 0 needs host memory for all of them.
+    For writers that do not know sharded values. Rank 0 needs host memory for all of them.
     """
     outcome, mine = Outcome(), Skeleton(b"", ())
     with outcome.attempt():

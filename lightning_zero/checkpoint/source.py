@@ -1,4 +1,4 @@
-"""Where a parameter's values lie in a checkpoint, for weights that are read as they are needed."""
+"""Where a parameter's values lie in a checkpoint, for weights that are read on every use."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lightning_zero.tensors import lasting_tensors
 
 
 class Source:
-    """A whole parameter in a file, of which any range is read; it is checked when it first is.
+    """A whole parameter in a file, any range of which can be read; call :meth:`check` first.
 
     Args:
         name: For errors.
-        value: The stored tensor, which nobody changes.
+        value: The stored tensor, which must not change.
 
     Attributes:
-        is_checked: Whether its values are known to be right.
+        is_checked: Whether the values have been checked.
     """
 
     def __init__(self, name: str, value: Tensor) -> None:
@@ -39,7 +39,7 @@ class Source:
 
     @classmethod
     def of(cls, name: str, value: Any) -> Source | None:
-        """Return the source that a loaded value is; ``None`` if it takes memory, or was changed."""
+        """Return the source of a loaded value; ``None`` if it takes memory, or was changed."""
         if isinstance(value, LazyTensor):
             return cls(name, value) if value.value is None else None
         if type(value) is not Tensor or value.layout is not torch.strided or value.is_meta:
@@ -50,7 +50,7 @@ class Source:
             return cls(name, value.to("cpu", copy=True))
 
     def lay_out(self, stride: Sequence[int]) -> None:
-        """Count elements from now on in the memory order of a tensor of this ``stride``."""
+        """Count elements in the memory order of a tensor of this ``stride`` from now on."""
         if isinstance(self._value, LazyTensor):
             self._value = self._value.laid_out(stride)
             self._row = self._value.row if isinstance(self._value, LazyTensor) else None
@@ -62,24 +62,24 @@ class Source:
                 self._value = ordered.copy_(self._value)
 
     def expect_passes(self) -> None:
-        """Note that this process reads it over and over, and no other of this host does."""
+        """Note that this process, and no other on this host, reads the values repeatedly."""
         for chunk in self._value.chunks if isinstance(self._value, LazyTensor) else ():
             if isinstance(chunk, InOneRow) and chunk.content.kept is not None:
                 chunk.content.kept.expect_passes()
 
     def offset(self, dtype: torch.dtype) -> int | None:
-        """Return where its elements lie one behind the other in a file, if they have ``dtype``."""
+        """Return where the elements lie contiguously in a file, if they do and have ``dtype``."""
         row = self._row
         return row.offset(0) if row is not None and row.dtype is dtype else None
 
     def check(self) -> None:
-        """Raise a ``ValueError`` if the values are damaged, unless they were checked."""
+        """Raise a ``ValueError`` if the values are damaged; only the first call reads them."""
         if not self.is_checked and isinstance(self._value, LazyTensor):
             check(self._value.ranges(self._name, 0, self._value.numel()))
         self.is_checked = True
 
     def read(self, start: int, out: Tensor, dtype: torch.dtype) -> None:
-        """Read elements from ``start`` on to ``out``, ``[n]``, cast to ``dtype`` on the way."""
+        """Read elements from ``start`` on into ``out``, ``[n]``, cast to ``dtype`` on the way."""
         if self._row is not None and self._row.dtype is out.dtype:
             self._row.read_row(start, out)
             return

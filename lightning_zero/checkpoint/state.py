@@ -1,11 +1,11 @@
 """The state dict of a sharded module, as a single process would have it.
 
-Saving: the dictionary that DDP would give, with a :class:`ShardedValue` in the place of every
-tensor of which each rank has a part. Nothing is gathered.
+Saving returns the dictionary that DDP would, with a :class:`ShardedValue` in place of every sharded
+tensor. Nothing is gathered.
 
-Loading: whole values come in, usually mapped from a file, and each rank copies its own ranges.
-``load_state_dict`` is called once, as users may have their own: what it copies is noted, and copied
-when all names and shapes are known to fit.
+Loading takes whole values, usually mapped from a file, and each rank copies its own ranges.
+``load_state_dict``, which users may override, is called once: its copies are only noted, and made
+once all names and shapes are known to fit.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def module_state(module: nn.Module, engine: Engine) -> dict[str, Any]:
 
 
 def sharded(key: str, piece: Piece, part: Tensor) -> ShardedValue:
-    """Return the whole tensor, of the shape of the piece's parameter, of which ``part`` is here."""
+    """Return a value of the whole shape of the piece's parameter, with this rank's ``part``."""
     slot = piece.range.slot
     return ShardedValue.of(key, part, piece.range.start, slot.shape, slot.stride)
 
@@ -74,17 +74,17 @@ def load_module_state(
     strict: bool = True,
     before: Callable[[], None] = lambda: None,
 ) -> Any:
-    """Call ``module.load_state_dict`` once; each rank keeps its own part of what it copies.
+    """Call ``module.load_state_dict`` once; each rank copies its own part of each value.
 
-    All ranks that share the module call it together. Where names or shapes do not fit, or what a
-    rank would read is damaged, all raise, and nothing has changed.
+    All ranks that share the module call it together. If names or shapes do not fit, or a range that
+    a rank would read is damaged, all raise and nothing has changed.
 
     Args:
-        module: The module, or a part of one.
-        engine: What shards it, if anything does.
+        module: The module, or a submodule.
+        engine: The engine that shards it, if any.
         state: Whole values, by name.
         strict: As for ``load_state_dict``.
-        before: Called when names and shapes fit, before anything is copied.
+        before: Called once names and shapes fit, before anything is copied.
     """
     load = ModuleLoad(module, lambda: engine, before)
     result = load.call(state, strict=strict)
@@ -93,19 +93,19 @@ def load_module_state(
 
 
 class ModuleLoad(TorchFunctionMode):
-    """A call of ``module.load_state_dict``, whose copies are noted until :meth:`make`.
+    """A call of ``module.load_state_dict`` whose copies are only noted until :meth:`make`.
 
-    Whoever reads one of the module's tensors within the call, in a ``load_state_dict`` of the
-    user's, finds what was copied to it so far.
+    Code within the call that reads one of the module's tensors, as a user's ``load_state_dict``
+    may, sees what was copied to it so far.
 
     1. :meth:`call`.
-    2. :meth:`take_sources`, for an engine that is made only now and reads weights where they are.
+    2. :meth:`take_sources`, for an engine that is created only now and reads weights from the file.
     3. :meth:`make`.
 
     Args:
-        module: The module, or a part of one.
-        engine: Returns what shards it, if anything does; asked when something is to be copied.
-        before: Called when names and shapes fit, before anything is copied.
+        module: The module, or a submodule.
+        engine: Returns the engine that shards it, if any; called when there is something to copy.
+        before: Called once names and shapes fit, before anything is copied.
     """
 
     def __init__(
@@ -123,20 +123,20 @@ class ModuleLoad(TorchFunctionMode):
 
     @property
     def _tensors(self) -> dict[str, Tensor]:
-        """The module's own tensors now: an engine gives those on meta memory."""
+        """The module's current tensors: an engine gives memory to those on the meta device."""
         return {**dict(self._module.named_buffers()), **dict(self._module.named_parameters())}
 
     def call(self, state: Mapping[str, Any], *, strict: bool) -> Any:
         """Call ``load_state_dict`` and return what it returns."""
         with self, warnings.catch_warnings():
-            # Torch's copies to a module without memory would do nothing; ours are only noted.
+            # torch's copies to a meta module would be no-ops; ours are only noted.
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")
             return self._module.load_state_dict(state, strict=strict)
 
     def take_sources(self) -> dict[int, Source]:
-        """Return where each parameter's values lie, by its id, and copy none; ``{}`` copies all.
+        """Return the source of each parameter, by ``id``, and drop the noted copies to them.
 
-        They are read from there if all of them lie in files, or are small.
+        Unless every parameter is in a file or small, return ``{}`` and keep all copies.
         """
         found = {name: Source.of(name, value) for name, value, _ in self._noted}
         wanted = dict(self._module.named_parameters())
@@ -163,7 +163,7 @@ class ModuleLoad(TorchFunctionMode):
         return any(id(tensor) in self._names for tensor in tensors_in(values, within_objects=False))
 
     def make(self) -> None:
-        """Copy what is noted; all ranks together."""
+        """Make the noted copies; all ranks call it together."""
         noted, self._noted = self._noted, []
         before, self._before = self._before, None
         if before is not None:
@@ -178,7 +178,7 @@ class ModuleLoad(TorchFunctionMode):
         )
         control = Control(alone=True) if engine is None else engine.comm.control
         check_ranges(read, control, "Loading weights")
-        # What is checked is read ahead by the check, while it goes on.
+        # Only after the check, which does its own reading ahead.
         values = [value if piece is None else like(value, piece) for _, piece, value in copies]
         writing = contextlib.nullcontext() if engine is None else engine.sharded.writing()
         with writing, torch.no_grad():
@@ -188,7 +188,7 @@ class ModuleLoad(TorchFunctionMode):
     def _copy(
         self, engine: Engine | None, name: str, target: Tensor, value: Any, version: int
     ) -> tuple[Tensor, Piece | None, Any]:
-        """Return where and what to copy, with this rank's piece of it if it is sharded."""
+        """Return the target, this rank's piece of it if it is sharded, and the value to copy."""
         if version != _version_of(value):
             raise RuntimeError(
                 f"What load_state_dict copied to {name!r} was changed behind it. Copy a clone."
@@ -208,7 +208,7 @@ _HARMLESS = properties.METADATA | properties.FACTS
 
 
 def ranges(name: str, value: Any, piece: Any) -> Iterator[CheckedRange]:
-    """Yield what this rank reads of a stored tensor: its piece, or the whole."""
+    """Yield the bytes that this rank reads of a stored tensor: its piece, or the whole."""
     if not isinstance(value, Tensor):
         return
     if isinstance(piece, Piece) and value.shape == piece.parameter.shape:
@@ -224,7 +224,7 @@ def ranges(name: str, value: Any, piece: Any) -> Iterator[CheckedRange]:
 
 
 def check_ranges(ranges: Iterable[CheckedRange], control: Control, doing: str) -> None:
-    """Raise a ``ValueError`` on all ranks if what one of them will read is damaged."""
+    """Raise a ``ValueError`` on all ranks if a range of any of them is damaged."""
     outcome = Outcome()
     with outcome.attempt():
         check(ranges)
@@ -232,7 +232,7 @@ def check_ranges(ranges: Iterable[CheckedRange], control: Control, doing: str) -
 
 
 def like(value: Any, piece: Piece) -> Any:
-    """Return a stored tensor in the order of its parameter, and start to read a mapped one."""
+    """Return a stored tensor, a lazy one in the piece's order; start reading a mapped one."""
     if not isinstance(value, Tensor) or value.shape != torch.Size(piece.range.slot.shape):
         return value
     if isinstance(value, LazyTensor):

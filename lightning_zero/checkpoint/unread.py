@@ -1,9 +1,9 @@
-"""Archives of ``torch.save`` whose large tensors are not read, and not mapped either.
+"""Archives of ``torch.save`` whose large tensors are neither read nor mapped.
 
-A private mapping of a file counts as memory that may be needed: the system refuses one of a file
+A private mapping of a file counts as memory that may be needed, so the system refuses to map a file
 that is larger than its memory. Here ``torch.load`` rebuilds an archive without its storages, and
-what it would make of a storage is a :class:`LazyTensor` that finds its bytes in the file, which
-stays open. Small tensors are read at once.
+each tensor becomes a :class:`LazyTensor` that finds its bytes in the file, which stays open. Small
+tensors are read at once.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
 from lightning_zero.tensors import lasting_tensors
 
 SMALL_BYTES = 2**20
-"""What is no larger is read at once."""
+"""Tensors up to this size are read at once."""
 
 
 class NeedsMapping(Exception):
-    """Something in a file that cannot be left unread, but can be mapped."""
+    """Content of a file that cannot be left unread, but can be mapped."""
 
 
 def are_supported() -> bool:
-    """Return whether this torch says where a storage lies that it does not read; 2.13 does."""
+    """Return whether this torch tells where a storage that it does not read lies; 2.13 does."""
     return hasattr(torch.serialization, "_is_meta_location")
 
 
 def unread(path: Path, archive: zipfile.ZipFile, *, weights_only: bool) -> Any:
-    """Return the content of a file, large tensors unread.
+    """Return the content of a file, with its large tensors unread.
 
     Raises:
-        NeedsMapping: It holds something that has no place of its own in the file.
+        NeedsMapping: The file holds something that cannot be left unread.
     """
     order = {info.filename.partition("/")[2]: info for info in archive.infolist()}.get("byteorder")
     if order is not None and archive.read(order).decode() != sys.byteorder:
@@ -54,7 +54,7 @@ def unread(path: Path, archive: zipfile.ZipFile, *, weights_only: bool) -> Any:
 
 
 class _Unread(TorchFunctionMode):
-    """Gives tensors that are rebuilt without their storages what tells where those lie."""
+    """A mode that turns tensors rebuilt without their storages into lazy tensors of the file."""
 
     def __init__(self, path: Path, archive: zipfile.ZipFile) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class _Unread(TorchFunctionMode):
         if func is torch.empty and args == ((0,),):
             if kwargs.keys() != {"dtype", "device"}:
                 raise NeedsMapping("a tensor of a dtype that has no storages of its own")
-            # What makes a tensor of a storage is a method that no mode is asked about.
+            # ``set_``, which makes a tensor from a storage, is a method that modes do not see.
             return _Empty(kwargs["dtype"], self.rebuilt)
         if args and isinstance(args[0], LazyTensor) and func in _PASSED_OVER:
             return args[0]
@@ -87,11 +87,11 @@ class _Unread(TorchFunctionMode):
         shape: tuple[int, ...],
         stride: tuple[int, ...],
     ) -> Tensor:
-        """Return the tensor that is made of a storage which was not read."""
+        """Return the tensor over a storage that was not read."""
         place = int(getattr(storage, "_checkpoint_offset", -1))
         if place not in self._records and storage.nbytes():
             raise NeedsMapping("a storage without a place of its own in the file")
-        # Of complex ones it is said later whether they are conjugates.
+        # Whether a complex tensor is a conjugate is set later.
         is_small = storage.nbytes() <= SMALL_BYTES or dtype.is_complex
         if is_small or not is_in_one_row(shape, stride):
             with lasting_tensors():
@@ -116,13 +116,13 @@ class _Unread(TorchFunctionMode):
 
 
 class _Empty(NamedTuple):
-    """A tensor without elements, of which one of a storage is made."""
+    """A stand-in for an empty tensor, whose ``set_`` makes a tensor over a storage."""
 
     dtype: torch.dtype
     rebuilt: Callable[..., Tensor]
 
     def set_(self, *place: Any) -> Tensor:
-        """Return the tensor of a storage, from an offset on, of a shape and a stride."""
+        """Return the tensor for a storage, an offset, a shape and a stride."""
         return self.rebuilt(self.dtype, *place)
 
 
@@ -131,4 +131,4 @@ _PASSED_OVER = {
     Tensor.requires_grad_,
     vars(torch._C.TensorBase)["_backward_hooks"].__set__,
 }
-"""What is done to a tensor that was rebuilt, and would read it."""
+"""Calls on a rebuilt tensor that would read it, and are skipped."""

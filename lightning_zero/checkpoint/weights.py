@@ -1,4 +1,4 @@
-"""Pretrained weights into a module, sharded or not, without a whole copy on any rank."""
+"""Loading pretrained weights into a module, sharded or not, without a whole copy on any rank."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from lightning_zero.engine import engine_of
 def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> Any:
     """Load a module's weights from a file; all ranks that share the module call it together.
 
-    The file is mapped: of a sharded module each rank reads only its own part. Call it in
-    ``on_fit_start`` or a later hook, where the module is sharded, also when it was built on the
-    meta device; or before the Trainer runs, on an ordinary module.
+    The file is memory-mapped, and each rank reads only its own part of a sharded module. Call it in
+    ``on_fit_start`` or a later hook, when the module is sharded, even if it was built on the meta
+    device; or before the Trainer runs, on an ordinary module.
 
     Args:
-        module: The module, or a part of one, whose ``state_dict`` names the file uses.
+        module: The module, or a submodule, whose ``state_dict`` names the file uses.
         path: A ``.ckpt`` or ``.pt`` file (its ``"state_dict"``, or the file itself), a safetensors
-            file, a folder of safetensors files with an index, as Hugging Face has them, or a
+            file, a folder of safetensors files with an index, as Hugging Face writes it, or a
             directory of torch.distributed.checkpoint.
         strict: Whether missing and unexpected names are errors.
 
@@ -36,9 +36,9 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
         What ``load_state_dict`` returns: the missing and the unexpected names.
 
     Raises:
-        FileNotFoundError: There is no such file, on some rank.
-        RuntimeError: Names or shapes do not fit. All are named, and nothing was loaded.
-        ValueError: The file is damaged, is not the same on all ranks, or holds no weights.
+        FileNotFoundError: The file is missing on some rank.
+        RuntimeError: Names or shapes do not fit. All are listed, and nothing was loaded.
+        ValueError: The file is damaged, differs between ranks, or holds no weights.
     """
     engine = engine_of(module.parameters())
     is_meta = any(p.is_meta for p in [*module.parameters(), *module.buffers()])
@@ -63,7 +63,7 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
 
 
 def are_bare_weights(path: str) -> bool:
-    """Return whether ``path`` is a safetensors file, or a folder of such."""
+    """Return whether ``path`` is a safetensors file, or a folder of them."""
     place = Path(path)
     return place.suffix == ".safetensors" or (place.is_dir() and any(place.glob("*.safetensors")))
 
@@ -71,7 +71,7 @@ def are_bare_weights(path: str) -> bool:
 def load_bare_weights(path: str, control: Control, *, maps: bool) -> dict[str, Tensor]:
     """Return the tensors of safetensors files; all ranks call it together.
 
-    They are mapped, or without ``maps`` read when they are used.
+    They are mapped, or, without ``maps``, read on use.
     """
     outcome, weights, identity = Outcome(), {}, ""
     with outcome.attempt():
@@ -84,7 +84,7 @@ def load_bare_weights(path: str, control: Control, *, maps: bool) -> dict[str, T
 def read_weights(
     path: str | os.PathLike[str], *, weights_only: bool = True
 ) -> Mapping[str, Tensor]:
-    """Return the weights in a file or folder, by name, mapped; see ``mapped``."""
+    """Return the weights in a file or folder by name, mapped; see :func:`mapped`."""
     place = Path(path)
     if is_directory(place):
         return weights_of(Directory.open(place), weights_only=weights_only)
@@ -103,7 +103,7 @@ def read_weights(
 
 
 def _with_ties(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return ``weights``, and tied parameters that a file holds only once under all their names."""
+    """Return ``weights`` with tied parameters, which a file may hold once, under all names."""
     complete = dict(weights)
     known: dict[int, list[str]] = {}
     for name, value in module.state_dict(keep_vars=True).items():

@@ -1,15 +1,15 @@
-"""A checksum of blocks that is added up as fast as memory is read.
+"""A checksum of blocks that is computed as fast as memory is read.
 
-A block is 8192 words of 64 bits. It is seen as nine rows that begin 909 words apart, each 920 long,
-so that the rows overlap a little and cover all. The sums of the columns, modulo 2**64, are mixed,
-so that their upper halves count in lower digits too, and added up with odd weights.
+A block is 8192 words of 64 bits, viewed as nine rows of 920 words that start 909 words apart, so
+that the rows overlap slightly and cover the block. The column sums, modulo 2**64, are mixed so that
+their upper halves affect lower digits too, and added up with odd weights.
 
-Every change within one word is found, and so is every other but those whose differences cancel
-out in each column, or by a coincidence of less than one in 2**32. To cancel out, words must be
-swapped, or changed in opposite directions (in their highest bit: in any), at a distance that is a
-multiple of 7272 bytes, which is none of sectors or pages. So words, sectors and pages that are
-zeroed, repeated, moved or swapped are found, as are flips of several bits and, as nine is odd, a
-bit that is stuck in all words. It is no cryptographic hash: content of the same sum can be made.
+Every change within one word is found. So is every other change, unless the differences cancel out
+in each column, or by a coincidence less likely than one in 2**32. To cancel out, words must be
+swapped, or changed in opposite directions (in the highest bit: in any), at a distance that is a
+multiple of 7272 bytes; no sectors or pages of a block are that far apart. So words, sectors and
+pages that are zeroed, repeated, moved or swapped are found, as are flips of several bits and, since
+nine is odd, a bit stuck in all words. It is no cryptographic hash: collisions can be constructed.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _COLUMNS = _WORDS - (_ROWS - 1) * _STEP
 
 
 def word_sums(content: memoryview) -> Tensor:
-    """Return the sums of blocks in a row: of bytes ``[n * BLOCK_BYTES]``, writable, ``[n]``."""
+    """Return the sums ``[n]`` of consecutive blocks: writable bytes ``[n * BLOCK_BYTES]``."""
     with torch.no_grad():
         words = torch.frombuffer(content, dtype=torch.int64).view(-1, _WORDS)
-        # Memory that is new each time would cost as much as the sums.
+        # Reused, since fresh memory each time would cost as much as the sums.
         columns, upper = torch.empty(2, min(len(words), _AT_ONCE), _COLUMNS, dtype=torch.int64)
         sums = []
         for some in torch.split(words, _AT_ONCE):

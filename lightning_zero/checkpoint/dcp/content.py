@@ -1,15 +1,15 @@
 """A Trainer's checkpoint as a directory's entries and a rest, and back.
 
-The names are those of Lightning's ``ModelParallelStrategy``, so that it and programs that use FSDP2
-find what they look for::
+The names are those of Lightning's ``ModelParallelStrategy``, so that it and FSDP2 programs find
+what they look for::
 
     state_dict.<name>                          weights and buffers
     optimizer_<n>.state.<name>.<key>           states, by the names of their parameters
     optimizer_<n>.param_groups.<g>.<option>    options, each an object of its own
     meta.pt                                    the rest: loops, callbacks, schedulers, ...
 
-Weights have a second name, ``model.<name>``, under which ``FSDPStrategy`` looks for them, and
-Lightning's ``consolidate_checkpoint``. Both names are of the same bytes.
+Weights have a second name, ``model.<name>``, under which ``FSDPStrategy`` and Lightning's
+``consolidate_checkpoint`` look for them. Both names refer to the same bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_zero.checkpoint.values.sharded_value import ShardedValue
 from lightning_zero.tensors import tensors_in
 
 WEIGHTS = ("state_dict", "model")
-"""What weights are under, by ``ModelParallelStrategy`` and by ``FSDPStrategy``."""
+"""Where ``ModelParallelStrategy`` and ``FSDPStrategy`` put weights: the roots of their paths."""
 
 _OPTIMIZER = re.compile(r"optim(?:izer)?(?:_(\d+))?")
 
@@ -38,7 +38,7 @@ _OPTIMIZER = re.compile(r"optim(?:izer)?(?:_(\d+))?")
 def entries_of(
     checkpoint: Mapping[str, Any], parameters: Sequence[Sequence[str]]
 ) -> tuple[dict[Keys, Any], dict[str, Any]]:
-    """Return the entries of a directory for a Trainer's checkpoint, by path, and what goes beside.
+    """Split a Trainer's checkpoint into the entries of a directory, by path, and the rest.
 
     ``parameters`` are, for each optimizer, its parameters' names in the order of its groups.
     """
@@ -59,7 +59,7 @@ def entries_of(
 
 
 def _leaves(value: Any, path: Keys) -> Iterator[tuple[Keys, Any]]:
-    """Yield what nested dictionaries hold; only such as can be put together again the same."""
+    """Yield the leaves of nested dictionaries; one that loading could not rebuild is a leaf."""
     if _is_table(value) and value:
         for key, item in value.items():
             yield from _leaves(item, (*path, key))
@@ -95,7 +95,7 @@ def _optimizer_entries(
 
 
 def _without_sharded_values(value: Any, path: Keys, found: dict[Keys, Any]) -> Any:
-    """Copy nested dictionaries without their sharded values, which ``found`` gets."""
+    """Copy nested dictionaries without their sharded values, which go to ``found``."""
     if isinstance(value, ShardedValue):
         found[path] = value
         return None
@@ -121,7 +121,7 @@ def _without_sharded_values(value: Any, path: Keys, found: dict[Keys, Any]) -> A
 
 
 def weights_of(directory: Directory, *, weights_only: bool = True) -> dict[str, Any]:
-    """Return the weights in a directory, by name, none of them read; raise if there are none."""
+    """Return the weights in a directory by name, unread; raise if there are none."""
     roots = {path[0]: path for path in directory.entries}
     root = next((name for name in WEIGHTS if name in roots), None)
     if root is not None:
@@ -137,7 +137,7 @@ def weights_of(directory: Directory, *, weights_only: bool = True) -> dict[str, 
 
 
 def checkpoint_of(directory: Directory, rest: Any, *, weights_only: bool = True) -> dict[str, Any]:
-    """Return a Trainer's checkpoint, as a plain file would hold it; its tensors are not read."""
+    """Return a Trainer's checkpoint as a plain file would hold it, with its tensors unread."""
     checkpoint = dict(rest) if isinstance(rest, dict) else {}
     checkpoint["state_dict"] = weights_of(directory, weights_only=weights_only)
     roots = dict.fromkeys(str(path[0]) for path in directory.entries if len(path) > 1)
@@ -166,7 +166,7 @@ def _optimizer_state(directory: Directory, root: str, weights_only: bool) -> dic
             f"{str(directory.path)!r} has no param groups for {root!r}, so it is unknown which"
             " parameters its states belong to; load the weights alone"
         )
-    # A path has numbers as strings, so plain programs' integer ids come as such.
+    # Paths have numbers as strings, so plain programs' integer ids come as strings.
     ids: dict[str, int] = {}
     for group in groups:
         group["params"] = [ids.setdefault(str(name), len(ids)) for name in group["params"]]
@@ -179,7 +179,7 @@ def _optimizer_state(directory: Directory, root: str, weights_only: bool) -> dic
 
 
 def _nested(directory: Directory, root: Keys, weights_only: bool) -> dict[str, Any]:
-    """Return what is under ``root``, as dictionaries and lists."""
+    """Return what is under ``root``, as nested dictionaries and lists."""
     nested: dict[str, Any] = {}
     for path, value in directory.entries.items():
         if path[: len(root)] == root and len(path) > len(root):

@@ -1,13 +1,13 @@
-"""Reading a directory of torch.distributed.checkpoint, by whatever program it was written.
+"""Reading a directory of torch.distributed.checkpoint, whichever program wrote it.
 
     name/
-        .metadata           a table: of every tensor its shape, dtype and boxes, and where they lie
-        __0_0.distcp ...    archives of torch.save in a row, each a box of a tensor or an object
-        meta.pt             what Lightning's strategies put beside: everything that is no tensor
+        .metadata           a table: the shape, dtype and boxes of each tensor, and where they lie
+        __0_0.distcp ...    concatenated torch.save archives, each a box of a tensor or an object
+        meta.pt             everything but tensors, if a Lightning strategy wrote it
         lightning_zero.json who wrote it, if this package did
 
-The table is a pickle. It is read without making anything but the few classes that such a table
-consists of, so a directory from a stranger cannot run code.
+The table is a pickle. Reading it makes only the few classes that such a table consists of, so a
+directory from a stranger cannot run code.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightning_zero.checkpoint.values.chunk import Chunk, damage_of, opened
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
 
 Keys = tuple[str | int, ...]
-"""Where in nested dictionaries and lists something stands."""
+"""The path of an entry in nested dictionaries and lists."""
 
 
 def is_directory(path: Path) -> bool:
@@ -44,14 +44,14 @@ def is_directory(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class StoredObject:
-    """An object that is no tensor, as ``torch.save`` wrote it."""
+    """An object other than a tensor, as ``torch.save`` wrote it."""
 
     file: Path
     offset: int
     nbytes: int
 
     def read(self, *, weights_only: bool) -> Any:
-        """Make the object, of tensors and plain values only unless ``weights_only`` is off."""
+        """Unpickle the object; if ``weights_only``, it may hold tensors and plain values only."""
         damage = damage_of(self.file, self.offset, self.nbytes)
         if damage is not None:
             raise ValueError(f"{str(self.file)!r} is damaged at byte {self.offset}: {damage}")
@@ -61,9 +61,9 @@ class StoredObject:
 
 @dataclass(frozen=True)
 class Directory:
-    """The content of a directory, by the path of each thing; tied names share one tensor.
+    """The content of a directory, by path; tied names share one tensor.
 
-    Nothing of the ``entries`` is read yet. ``provenance`` is there if this package wrote it.
+    The ``entries`` are not read yet. ``provenance`` is ``None`` if another program wrote it.
     """
 
     path: Path
@@ -72,7 +72,7 @@ class Directory:
 
     @classmethod
     def open(cls, path: Path) -> Directory:
-        """Read the table, and raise unless it fits itself and the files and their sizes."""
+        """Read the table; raise unless it is consistent and fits the files and their sizes."""
         origin = _origin(path) or {}
         try:
             check_version(origin)
@@ -97,7 +97,7 @@ class Directory:
         return list(dict.fromkeys(chunk for chunk in chunks if isinstance(chunk, Chunk)))
 
     def damage(self) -> list[str]:
-        """Return what the checksums of tensors and objects say against them, a line each."""
+        """Return a line for each box and object that its checksums show to be damaged."""
         objects = (value for value in self.entries.values() if isinstance(value, StoredObject))
         places: list[Chunk | StoredObject] = [*self.chunks, *dict.fromkeys(objects)]
         return [
@@ -108,7 +108,7 @@ class Directory:
 
     @property
     def identity(self) -> str:
-        """The mark of this content: sizes, and the checksum of all tables."""
+        """A fingerprint of the content: the number of files, and a checksum of sizes and tables."""
         files = sorted(file for file in self.path.iterdir() if file.is_file())
         index = [(file.name, file.stat().st_size) for file in files]
         tables = [self.path / name for name in (TABLE, PROVENANCE, REST)]
@@ -163,7 +163,7 @@ def _tensor(
 
 
 def _origin(path: Path) -> dict[str, Any] | None:
-    """Return the record of a directory's origin, if this package wrote it, and it is whole."""
+    """Return the record of a directory's origin, if this package wrote it; raise if damaged."""
     file = path / PROVENANCE
     if not file.is_file():
         return None
@@ -181,7 +181,7 @@ def _origin(path: Path) -> dict[str, Any] | None:
 
 
 def _blocks(origin: Mapping[str, Any]) -> dict[tuple[str, int], Blocks]:
-    """Return the checksums of boxes' blocks by file and offset; earlier versions wrote CRCs."""
+    """Return the block checksums of boxes by file and offset; earlier versions wrote CRCs."""
     return {
         (file, int(offset)): Blocks.of(sums, are_old=key == "blocks")
         for key in ("sums", "blocks")
@@ -223,7 +223,7 @@ def _size(path: Path, name: str) -> int:
 
 
 class _Table(pickle.Unpickler):
-    """An unpickler that makes a table, and nothing that a table does not consist of."""
+    """An unpickler that makes only the classes that a table consists of."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
@@ -233,7 +233,7 @@ class _Table(pickle.Unpickler):
             return _OF_A_TABLE[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if module.partition(".")[0] == "pathlib":  # where it was saved, on whatever system
+        if module.partition(".")[0] == "pathlib":  # the path it was saved to, on any system
             return pathlib.PurePosixPath
         raise ValueError(f"its table holds an object of {module}.{name}")
 
@@ -242,7 +242,7 @@ _OF_A_TABLE: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    # Private, but it is what every table has: no reader can do without it.
+    # Private, but every table has it, so no reader can do without it.
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
     **{
         ("torch.distributed.checkpoint.metadata", name): getattr(metadata, name)

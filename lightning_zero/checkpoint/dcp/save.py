@@ -1,10 +1,10 @@
-"""A directory of torch.distributed.checkpoint, as the format of a save.
+"""Saving to a directory of torch.distributed.checkpoint.
 
 Each rank writes a file of its own: its range of every sharded value, cut into boxes. Rank 0 also
-writes what is not sharded, and at last the table of all boxes.
+writes everything that is not sharded, and at last the table of all boxes.
 
 The alternative, ``torch.distributed.checkpoint.save`` with a planner, copies a whole box at a time,
-cannot let two names share their bytes, and writes to the final name.
+cannot share bytes between two names, and writes to the final name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ELSEWHERE = "checkpoint='file' writes to any other place too"
 
 
 class _Share(NamedTuple):
-    """An archive that one rank wrote: a box of the tensor of a key, or the object at a path."""
+    """An archive that one rank wrote: a box of a tensor, by key, or an object, by path."""
 
     of: str | Keys
     box: Box
@@ -50,7 +50,7 @@ class _Share(NamedTuple):
 
     @property
     def place(self) -> Any:
-        """Its place, as the table says it."""
+        """The archive's place, as an entry of the table."""
         return filesystem._StorageInfo(self.file, self.offset, self.nbytes)
 
 
@@ -87,7 +87,7 @@ class DirectorySave(Save):
         for where, value in entries.items():
             if isinstance(value, ShardedValue):
                 self._take_value(where, value)
-            elif self.control.rank == 0:  # of what is not sharded only rank 0's counts
+            elif self.control.rank == 0:  # everything unsharded is taken from rank 0
                 if isinstance(value, Tensor):
                     self._take_value(where, ShardedValue.of_whole(value))
                 else:
@@ -113,7 +113,7 @@ class DirectorySave(Save):
 
     @override
     def _layout(self) -> list[str]:
-        """Return the keys of all tensors, in the order in which they are written."""
+        """Return the keys of all tensors, in the order of writing."""
         return list(self._values)
 
     @override
@@ -140,7 +140,7 @@ class DirectorySave(Save):
         return shares
 
     def _archives(self, layout: Sequence[str]) -> Iterator[tuple[str | Keys, Box, Skeleton]]:
-        """Yield what this rank writes, one after the other."""
+        """Yield the archives that this rank writes, in the order of writing."""
         for path, entry in self._entries.items():
             if isinstance(entry, Skeleton):
                 yield path, Box((), ()), entry
@@ -175,7 +175,7 @@ class DirectorySave(Save):
             for name in (".".join(map(str, each)) for each in paths):
                 if name in table.planner_data:
                     raise ValueError(f"two things in the checkpoint would have the name {name!r}")
-                # One path for programs that read everything, so that they read a weight once.
+                # One path for both names, so that programs that read everything read a weight once.
                 table.planner_data[name] = paths[-1]
                 if isinstance(entry, str):
                     _note_tensor(table, name, self._values[entry], of.get(entry, []))
@@ -194,7 +194,7 @@ class DirectorySave(Save):
 
 
 def _paths(path: Keys) -> list[Keys]:
-    """Return the paths at which programs look for what is at ``path``."""
+    """Return all paths at which programs look for the entry at ``path``."""
     return [path, (WEIGHTS[1], *path[1:])] if path[0] == WEIGHTS[0] else [path]
 
 
@@ -220,7 +220,7 @@ def _note_tensor(
 
 
 def boxes_of(value: ShardedValue) -> Iterator[tuple[Box, ShardedValue]]:
-    """Cut this rank's part of a tensor into boxes, each a tensor of its own."""
+    """Cut this rank's part of a tensor into boxes, each a value of its own."""
     if value.part.numel() == value.numel():
         yield Box.whole(value.shape), value
         return
@@ -235,7 +235,7 @@ def boxes_of(value: ShardedValue) -> Iterator[tuple[Box, ShardedValue]]:
 
 
 def _object(value: Any) -> Skeleton:
-    """Take an object apart, none of whose tensors is sharded."""
+    """Take an object apart; raise if one of its tensors is sharded."""
     skeleton = Skeleton.of(value)
     for key in skeleton.sharded_values():
         raise ValueError(

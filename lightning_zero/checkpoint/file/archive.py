@@ -7,13 +7,13 @@ and many processes can write one file::
     header | data.pkl | descriptor header | data/0 | descriptor header | data/1 | ... | directory
            ^ aligned                      ^ aligned
 
-The bytes between two records are a **seam**. A record's checksum stands behind it, in its
-descriptor, and in the directory at the end, so both are written last. The checksums are those of
-the zip format: ``unzip -t`` and :mod:`zipfile` verify them.
+The bytes between two records are a **seam**. A record's checksum is in the descriptor that follows
+it, and in the directory at the end, so both are written last. The checksums are those of the zip
+format: ``unzip -t`` and :mod:`zipfile` verify them.
 
 The alternative, ``torch.save`` within ``torch.serialization.skip_data``, leaves space in the
-same way, but it loses tensors inside of opaque objects, gives offsets only to readers that unpickle
-the file, and leaves checksums that are wrong.
+same way, but loses tensors inside opaque objects, gives offsets only to readers that unpickle the
+file, and leaves wrong checksums.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ALIGNMENT = 64
 """Bytes to which records are aligned, as in ``torch.save``."""
 
 _LARGE_BYTES = 2**20
-"""Larger ones are aligned to sectors, for requests past the system's cache."""
+"""Records from this size on are aligned to sectors, for direct I/O."""
 
 ROOT = "archive/"
 """The folder in the archive that holds every record; torch takes it from the first record."""
@@ -55,13 +55,13 @@ class Record:
 
 @dataclass(frozen=True)
 class Archive:
-    """The records of a file, in the order in which they lie in it."""
+    """The records of a file, in file order."""
 
     records: tuple[Record, ...]
 
     @classmethod
     def build(cls, sizes: Iterable[tuple[str, int]]) -> Archive:
-        """Place records of ``(name, bytes)`` one behind the other."""
+        """Lay out records of ``(name, nbytes)`` one after another."""
         records: list[Record] = []
         position = 0
         for name, nbytes in sizes:
@@ -73,12 +73,12 @@ class Archive:
         return cls(tuple(records))
 
     def with_record(self, name: str, nbytes: int) -> Archive:
-        """Return the same archive with one more record behind all others."""
+        """Return the same archive with one more record at the end."""
         sizes = [(record.name.removeprefix(ROOT), record.nbytes) for record in self.records]
         return Archive.build([*sizes, (name, nbytes)])
 
     def seam(self, index: int, checksums: Sequence[int]) -> tuple[int, bytes]:
-        """Return place and content of what lies before a record, or behind the last."""
+        """Return offset and content of the seam before a record, or after the last one."""
         start, before = 0, b""
         if index > 0:
             previous = self.records[index - 1]
@@ -114,8 +114,8 @@ class Archive:
 
 
 def _header(name: str, nbytes: int, padding: int) -> bytes:
-    """Return a local header; sizes and checksum stand in the descriptor."""
-    # An extra field is at least its own four bytes long, so these are always there.
+    """Return a local header; sizes and checksum are in the descriptor."""
+    # The extra field has a header of four bytes, which is there even without padding.
     extra = struct.pack("<HH", 0x4246, padding) + b"Z" * padding
     needed = 45 if nbytes >= _LIMIT else 20
     fields = (needed, _UTF8_WITH_DESCRIPTOR, 0, 0, _NEW_YEAR_1980, 0, 0, 0, len(name), len(extra))

@@ -1,8 +1,8 @@
-"""Where a checkpoint is written: under a temporary name, and then under its own.
+"""Atomic saves: a checkpoint is written under a temporary name, and then gets its own.
 
-A process that dies in between leaves what stood under the final name whole. A temporary file or
-folder is locked while its writer lives; one without a lock was left behind by a dead process, and
-the next save removes it.
+If a process dies in between, what had the final name stays whole. A temporary file or folder is
+locked while its writer lives; one without a lock was left behind by a dead process, and the next
+save removes it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing_extensions import override
 from lightning_zero.checkpoint.file.format import TABLE
 
 _SUFFIX = ".saving"
-"""How the names of unfinished files and folders end."""
+"""Suffix of unfinished files and folders."""
 
 _ASIDE = ".aside"
 
@@ -32,9 +32,9 @@ _TEMPORARY = re.compile(rf"\.(?P<name>.+)\.[0-9a-f]{{8}}(?P<suffix>{_SUFFIX}|{_A
 
 
 class Temporary(ABC):
-    """A file or folder that is written under a temporary name and renamed when it is whole.
+    """A file or folder that is written under a temporary name and renamed once it is complete.
 
-    While it lives it is locked; see :func:`remove_leftovers`.
+    It is locked until it is closed; see :func:`remove_leftovers`.
     """
 
     def __init__(self, target: Path) -> None:
@@ -56,10 +56,10 @@ class Temporary(ABC):
 
     @abstractmethod
     def _create(self, path: Path) -> int:
-        """Create and open what must not exist yet."""
+        """Create and open ``path``, which must not exist yet."""
 
     def keep(self) -> None:
-        """Sync it, and give it its final name; what is in a folder is synced already."""
+        """Sync it, and give it its final name; the files in a folder are synced already."""
         os.fsync(self.descriptor)
         put_in_place(self.path, self.target)
 
@@ -96,7 +96,7 @@ class TemporaryFolder(Temporary):
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove temporary files and folders whose writers are dead: their locks are free."""
+    """Remove temporary files and folders of dead writers, whose locks are free."""
     for path in folder.iterdir():
         match = _TEMPORARY.fullmatch(path.name)
         if match is None:
@@ -115,7 +115,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def remove_all(path: Path) -> None:
-    """Remove a file, a link, or a folder with what is in it."""
+    """Remove a file, a link, or a folder with its content."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -123,7 +123,7 @@ def remove_all(path: Path) -> None:
 
 
 def check_target(target: Path) -> None:
-    """Raise an ``IsADirectoryError`` if the name is that of a folder that is no checkpoint."""
+    """Raise an ``OSError`` for a device, a pipe, or a non-empty folder that is no checkpoint."""
     if target.exists() and not target.is_dir() and not target.is_file():
         raise FileExistsError(f"{str(target)!r} is a device or a pipe; save under another name")
     is_folder = target.is_dir() and not target.is_symlink()
@@ -135,7 +135,7 @@ def check_target(target: Path) -> None:
 
 
 def put_in_place(temporary: Path, target: Path) -> None:
-    """Give a file or folder its final name; what had the name before goes."""
+    """Give a file or folder its final name, and remove what had the name before."""
     check_target(target)
     is_folder = target.is_dir() and not target.is_symlink()
     if not is_folder and not temporary.is_dir():
@@ -149,7 +149,7 @@ def put_in_place(temporary: Path, target: Path) -> None:
 
 
 def _exchange(temporary: Path, target: Path) -> None:
-    """Swap two names at once; where the system cannot, one after the other."""
+    """Swap two names atomically, or, where the system cannot, by three renames."""
     swap = getattr(ctypes.CDLL(None), "renameat2", None)
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     if swap and not swap(here, os.fsencode(temporary), here, os.fsencode(target), exchange):
@@ -161,7 +161,7 @@ def _exchange(temporary: Path, target: Path) -> None:
 
 
 def _bring_back(aside: Path, target: Path) -> None:
-    """Undo half an exchange, in the middle of which a process died."""
+    """Undo an exchange that a process left half done when it died."""
     with contextlib.suppress(OSError):
         if os.path.lexists(target):
             remove_all(aside)
@@ -178,7 +178,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def target_of(path: str) -> Path | str:
-    """Return the local path where there is one, else the URL."""
+    """Return the local path if there is one, else the URL."""
     file_system, local = fsspec.core.url_to_fs(path)
     return Path(local) if isinstance(file_system, LocalFileSystem) else path
 

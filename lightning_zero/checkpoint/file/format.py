@@ -1,4 +1,4 @@
-"""Facts of the formats: the names of records and files, and the record of a checkpoint's origin."""
+"""Names of records and files in the formats, and the record of a checkpoint's origin."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 FORMAT = 1
-"""Number of the format, which grows with versions that older readers do not understand."""
+"""Number of the format; it grows when older readers would not understand a new one."""
 
 PROVENANCE = "lightning_zero.json"
 """The record, or in a directory the file, that says who wrote a checkpoint."""
@@ -17,13 +17,13 @@ CHECKSUMS = "lightning_zero.sums"
 """The last record of a file, with the checksums of all blocks of the records before it."""
 
 OLD_CHECKSUMS = "lightning_zero.crc32"
-"""The same as earlier versions wrote it, with CRCs."""
+"""The same record as earlier versions wrote it, with CRCs."""
 
 TABLE = ".metadata"
 """The file that makes a folder a directory of torch.distributed.checkpoint."""
 
 REST = "meta.pt"
-"""What a directory holds beside tensors, under the name that Lightning's strategies give it."""
+"""The file of a directory with everything but tensors, named as by Lightning's strategies."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Provenance:
 
 
 def check_version(origin: Mapping[str, Any] | None) -> None:
-    """Raise a ``ValueError`` if a later version of this package left the record ``origin``."""
+    """Raise a ``ValueError`` if the record ``origin`` is of a later format than this one."""
     if origin is not None and int(origin.get("format", 0)) > FORMAT:
         raise ValueError(
             f"it has format {origin['format']} of a later lightning-zero, this one reads up to"

@@ -1,4 +1,4 @@
-"""Records of an archive of ``torch.save``, with their checksums, as they are read."""
+"""Reading the records of a ``torch.save`` archive, with their checksums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_zero.checkpoint.file.format import CHECKSUMS, OLD_CHECKSUMS
 
 
 def has_checksums(archive: zipfile.ZipFile) -> bool:
-    """Return whether the writer left checksums; torch can do without."""
+    """Return whether the writer left checksums; torch can be told not to."""
     return any(info.CRC for info in archive.infolist())
 
 
@@ -32,14 +32,14 @@ def read_record(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
 
 
 def check_small_records(archive: zipfile.ZipFile) -> None:
-    """Raise a ``BadZipFile`` if a record that is no storage is damaged: the pickle above all."""
+    """Raise a ``BadZipFile`` if a record other than a storage is damaged, above all the pickle."""
     for info in archive.infolist():
         if not _is_storage(info):
             read_record(archive, info)
 
 
 def stored_records(path: Path, archive: zipfile.ZipFile) -> Iterator[CheckedBytes]:
-    """Yield the storages in a file, with the checksums that the file has."""
+    """Yield the storages of a file, with the checksums that it has."""
     decoders = {CHECKSUMS: decoded_blocks, OLD_CHECKSUMS: old_decoded_blocks}
     infos = [info for info in archive.infolist() if _name(info) not in decoders]
     blocks: Sequence[Blocks | None] = [None] * len(infos)
@@ -63,13 +63,13 @@ def checked_record(
     if blocks is not None and not blocks.fit(info.file_size):
         raise ValueError(f"its checksums do not fit {info.filename!r}")
     place = offset + content_offset(archive, info)
-    # A content may have the checksum 0; of a file without checksums all have.
+    # A single CRC may be 0; in a file without checksums all are.
     whole = info.CRC if info.CRC or has_checksums(archive) else None
     return CheckedBytes(path, place, info.file_size, whole, blocks)
 
 
 def content_offset(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> int:
-    """Return where in the archive the bytes of a record begin, behind its header."""
+    """Return where the bytes of a record begin in the archive, after its header."""
     assert archive.fp is not None
     archive.fp.seek(record.header_offset)
     header = archive.fp.read(30)
@@ -78,7 +78,7 @@ def content_offset(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> int:
 
 
 def _name(info: zipfile.ZipInfo) -> str:
-    """Return a record's name in the folder that holds all."""
+    """Return a record's name without the archive's root folder."""
     return info.filename.partition("/")[2]
 
 

@@ -1,11 +1,11 @@
-"""The plain file that ``torch.save`` would have written, as the format of a save.
+"""Saving to the plain file that ``torch.save`` would have written.
 
 Rank 0 works out where every record lies and creates the file at its full size. Each rank writes its
-ranges of sharded values to their places, rank 0 also the rest, and at last the checksums: in the
-seams between the records, and of all blocks in a record of its own.
+ranges of sharded values to their places. Rank 0 also writes the rest, and at last the checksums:
+those of records in the seams between them, those of blocks in a record of their own.
 
-Where the ranks share no disk, and for places that are no files (``memory://``, ``s3://``), rank 0
-writes the same bytes, record after record, and the others send it their parts.
+If the ranks share no disk, or the target is not a file (``memory://``, ``s3://``), rank 0 writes
+the same bytes, record after record, and the others send it their parts.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ log = logging.getLogger(__name__)
 
 
 class _Share(NamedTuple):
-    """One rank's contribution to a record: its number, and what was written where in it."""
+    """One rank's part of a record: the record's number, and the part's place and checksums."""
 
     number: int
     checksums: PartChecksums
 
 
 class _Layout(NamedTuple):
-    """The records of a file, and the keys of those that are sharded; rank 0 has the others.
+    """The records of a file, and the keys of the sharded ones; rank 0 has the others.
 
-    Behind them comes one with the checksums of their blocks, of a size that shows at the end.
+    A record with their block checksums follows, whose size is known only at the end.
     """
 
     archive: Archive
@@ -100,7 +100,7 @@ class FileSave(Save):
         return TemporaryFile(target, layout.archive.nbytes) if isinstance(target, Path) else None
 
     def _parts(self, layout: _Layout) -> Iterator[tuple[int, bytes | Tensor]]:
-        """Yield this rank's part of every record, and where in the record it begins."""
+        """Yield, for every record, where this rank's part begins in it, and the part."""
         values, records = self.values, self._records
         for index in range(len(layout.archive.records)):
             if index in layout.keys:
@@ -139,7 +139,7 @@ class FileSave(Save):
         for index in range(len(wholes) + 1):
             write_at(temporary.descriptor, *archive.seam(index, wholes))
 
-    # -- by way of rank 0 --------------------------------------------------------------------------
+    # -- through rank 0 ----------------------------------------------------------------------------
 
     @override
     def _stream(self, layout: _Layout, outside: Sequence[int]) -> None:
@@ -150,7 +150,7 @@ class FileSave(Save):
             with outcome.attempt(), _opened(self.path) as append:
                 for chunk in content:
                     append(chunk)
-        # After an error the rest is received all the same: the other ranks are sending.
+        # Receive the rest even after an error, since the other ranks are sending it.
         for _ in content:
             pass
         self.agree(outcome)
@@ -196,7 +196,7 @@ class FileSave(Save):
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[Callable[[bytes | memoryview], object]]:
-    """Open a place to append to, which gets its name when the context ends without an error."""
+    """Open a target to append to, which gets its name if the context ends without an error."""
     target = target_of(path)
     if isinstance(target, Path):
         temporary = TemporaryFile(target)
@@ -209,7 +209,7 @@ def _opened(path: str) -> Iterator[Callable[[bytes | memoryview], object]]:
         return
     file_system, url = fsspec.core.url_to_fs(path)
     file_system.makedirs(os.path.dirname(url), exist_ok=True)
-    # A transaction shows the file under its name only when it is complete.
+    # In a transaction the file gets its name only once it is complete.
     with file_system.transaction, file_system.open(url, "wb") as file:
         yield lambda chunk: file.write(bytes(chunk))
 

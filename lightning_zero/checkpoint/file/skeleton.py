@@ -20,12 +20,12 @@ from lightning_zero.checkpoint.values.sharded_value import ShardedValue
 
 Stored = ShardedValue | torch.UntypedStorage
 Content = bytes | Tensor | ShardedValue
-"""What a record holds: bytes, a tensor of bytes ``[n]``, or parts that all ranks have."""
+"""A record's content: bytes, a tensor of bytes ``[n]``, or a value spread over the ranks."""
 
 
 @dataclass(frozen=True)
 class Skeleton:
-    """The object that ``torch.load`` unpickles, and what the records ``data/0``, ... hold."""
+    """The pickle that ``torch.load`` reads, and the content of the records ``data/0``, ...."""
 
     pickled: bytes
     storages: tuple[Stored, ...]
@@ -43,7 +43,7 @@ class Skeleton:
         return {stored.key: stored for stored in self.storages if isinstance(stored, ShardedValue)}
 
     def records(self, *more: tuple[str, bytes]) -> list[tuple[str, Content]]:
-        """Return names and contents of all records of a file, ``more`` before those of storages."""
+        """Return names and contents of a file's records, with ``more`` before the storages."""
         records: list[tuple[str, Content]] = [
             ("data.pkl", self.pickled),
             ("byteorder", sys.byteorder.encode()),
@@ -56,7 +56,7 @@ class Skeleton:
         return records
 
     def copied_to_host(self) -> Skeleton:
-        """Return the same with copies of this rank's values, which nothing else changes."""
+        """Return the same with host copies of this rank's values, which nothing else changes."""
         copies: list[Stored] = []
         for stored in self.storages:
             if isinstance(stored, ShardedValue):
@@ -69,9 +69,9 @@ class Skeleton:
 def write_archive(
     skeleton: Skeleton, write: Callable[[int, Tensor | bytes], PartChecksums]
 ) -> tuple[int, RecordChecksums]:
-    """Write what ``torch.save`` would write, by places in it; parts of sharded values are all.
+    """Write what ``torch.save`` would, with sharded values that are complete on this rank.
 
-    Returns the bytes of the archive, and the checksums of its last record: of a tensor, its values.
+    Returns the size of the archive and the checksums of its last record: a tensor's values.
     """
     contents = [
         (name, content.part_bytes if isinstance(content, ShardedValue) else content)
@@ -88,7 +88,7 @@ def write_archive(
 
 
 def size_of(content: Content) -> int:
-    """Return the bytes of a record."""
+    """Return the size of a record in bytes."""
     return content.whole_nbytes if isinstance(content, ShardedValue) else len(content)
 
 
@@ -107,7 +107,7 @@ class _Storage:
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler like that of ``torch.save``, which notes every storage instead of writing it."""
+    """A pickler like that of ``torch.save`` that collects storages instead of writing them."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
@@ -128,7 +128,7 @@ class _Pickler(pickle.Pickler):
             number, kind, size = self._number(obj._cdata, obj), torch.UntypedStorage, obj.nbytes()
         else:
             return None
-        # A reader need not have the devices of the writers.
+        # A reader need not have the writers' devices.
         return ("storage", kind, str(number), "cpu", size)
 
     def reducer_override(self, obj: Any) -> Any:
@@ -147,6 +147,6 @@ class _Pickler(pickle.Pickler):
 
 
 def _storage_type(dtype: torch.dtype) -> Any:
-    """Return the class that files name for a dtype; ``None`` for those that torch added later."""
+    """Return the storage class that files name for a dtype; ``None`` for newer dtypes."""
     name = torch.storage._dtype_to_storage_type_map().get(dtype)
     return getattr(torch, name) if name else None

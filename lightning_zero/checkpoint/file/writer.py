@@ -1,10 +1,10 @@
-"""Writing at places of a file, large parts past the system's cache.
+"""Writing at offsets of a file, large parts by direct I/O.
 
-What costs time in writing a new file is not the disk but the system's cache in front of it: a fresh
-page and a copy for every 4 KiB, under one lock for all processes that write to the file. A
-checkpoint is rarely read again soon, and its pages push others out. So large parts go to the disk
-directly (``O_DIRECT``), from one aligned buffer; their unaligned ends, small parts and whatever is
-on a file system that cannot do this go the ordinary way.
+The time to write a new file is spent not on the disk but in the page cache in front of it: on a
+fresh page and a copy for every 4 KiB, under one lock for all processes that write to the file. A
+checkpoint is rarely read again soon, and its pages evict others. So large parts go straight to the
+disk (``O_DIRECT``), from one aligned buffer. Their unaligned ends, small parts, and everything on a
+file system without direct I/O go through the cache.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from lightning_zero.checkpoint.values.chunk import BUFFER_BYTES
 from lightning_zero.comm import PAGE, StagingMemory
 
 _LARGE = 2**18
-"""Bytes of a part from which on going past the cache pays."""
+"""Parts of at least this many bytes are written by direct I/O, which pays off for them."""
 
 
 class Writer:
-    """An existing file, of which this process writes what is its own; a context manager.
+    """A writer of this process's parts of an existing file; a context manager.
 
-    Others may write elsewhere in it at the same time.
+    Other processes may write elsewhere in the file at the same time.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class Writer:
         self._give_up_direct()
 
     def write(self, place: int, content: Tensor | bytes, start: int = 0) -> PartChecksums:
-        """Write bytes, or a tensor of bytes ``[n]`` on any device, from ``place`` on.
+        """Write bytes, or a tensor of bytes ``[n]`` on any device, at offset ``place``.
 
-        Returns their checksums; ``start`` is where in its record the content begins.
+        Returns their checksums; ``start`` is where the content begins in its record.
         """
         summer = PartSummer(start)
         if isinstance(content, bytes):
@@ -76,7 +76,7 @@ class Writer:
         return summer.checksums
 
     def sync(self) -> None:
-        """Return when all that was written is on the disk."""
+        """Wait until everything written is on the disk."""
         os.fsync(self._file)
 
     def _aligned(self, content: Tensor) -> memoryview:
@@ -92,8 +92,8 @@ class Writer:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
-            self._give_up_direct()  # opened so, but its blocks are larger or it cannot after all
-        # What does not fit any more is for the ordinary way, which says why.
+            self._give_up_direct()  # the disk has larger blocks, or direct I/O fails after all
+        # The rest of a short write goes through the cache, which raises the reason.
         write_at(self._file, place + written, chunk[written:])
 
     def _give_up_direct(self) -> None:
@@ -103,7 +103,7 @@ class Writer:
 
 
 def write_at(descriptor: int, place: int, content: bytes | memoryview) -> None:
-    """Write all of ``content`` at a place of a file."""
+    """Write all of ``content`` at offset ``place`` of a file."""
     view = memoryview(content)
     while view:
         written = os.pwrite(descriptor, view, place)
@@ -121,4 +121,4 @@ def _open_directly(path: Path | str) -> int | None:
     try:
         return os.open(path, os.O_WRONLY | os.O_CLOEXEC | direct)
     except OSError:
-        return None  # the ordinary way is open already
+        return None  # writes go through the cache

@@ -1,8 +1,8 @@
 """Ranges of a flat buffer as boxes of an n-d tensor, and how boxes overlap: pure arithmetic.
 
-A rank owns a range of a tensor's elements in memory order, and a range may begin and end anywhere.
-Other formats know boxes only: an offset and a size in each dimension. A range is few boxes; of a
-4 x 3 tensor, elements 2 to 10 are three::
+A rank owns a range of a tensor's elements in memory order, which may begin and end anywhere. Other
+formats know only boxes: an offset and a size in each dimension. A range consists of a few boxes:
+elements ``[2, 10)`` of a 4 x 3 tensor are three::
 
     . . a
     b b b
@@ -26,7 +26,7 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """Return all of a tensor."""
+        """Return the box of a whole tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -40,21 +40,21 @@ class Box:
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
 
     def is_inside(self, shape: Sequence[int]) -> bool:
-        """Return whether a tensor of ``shape`` has such a box."""
+        """Return whether the box lies inside a tensor of ``shape``."""
         return len(self.offsets) == len(self.sizes) == len(shape) and all(
             o >= 0 and n >= 0 and o + n <= size
             for o, n, size in zip(self.offsets, self.sizes, shape, strict=True)
         )
 
     def overlap(self, other: Box) -> Box | None:
-        """Return what both have, if anything."""
+        """Return the intersection; ``None`` if it is empty."""
         starts = tuple(map(max, zip(self.offsets, other.offsets, strict=True)))
         stops = map(min, zip(self._stops, other._stops, strict=True))
         sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
         return Box(starts, sizes) if all(size > 0 for size in sizes) else None
 
     def seen_from(self, other: Box) -> Box:
-        """Return the same elements, counted from the first of ``other``."""
+        """Return the same box, with offsets from the first element of ``other``."""
         offsets = zip(self.offsets, other.offsets, strict=True)
         return Box(tuple(mine - its for mine, its in offsets), self.sizes)
 
@@ -68,7 +68,7 @@ class Box:
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Return the fewest boxes that are elements ``[start, stop)`` of a tensor, in their order.
+    """Yield the fewest boxes that make up elements ``[start, stop)`` of a tensor, in order.
 
     Elements are counted with the last dimension fastest; each box is a range of them.
     """
@@ -78,7 +78,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         yield Box((), ())
         return
     row = prod(shape[1:])
-    first, last = -(-start // row), stop // row  # the rows that are whole
+    first, last = -(-start // row), stop // row  # whole rows
     if first > last:
         yield from _in_row(shape, last, start - last * row, stop - last * row)
         return
@@ -99,7 +99,7 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[B
 def boxes_in_memory(
     shape: Sequence[int], stride: Sequence[int], start: int, stop: int
 ) -> Iterator[Box]:
-    """Yield the boxes that are elements ``[start, stop)`` of a tensor in its memory order."""
+    """Yield the boxes that make up elements ``[start, stop)`` of a tensor in memory order."""
     order = memory_order(shape, stride)
     for box in boxes([shape[dimension] for dimension in order], start, stop):
         yield box.permuted(inverse(order))
@@ -107,12 +107,12 @@ def boxes_in_memory(
 
 def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     """Return the dimensions from the slowest to the fastest in memory."""
-    # The stride of a dimension of one element says nothing.
+    # The stride of a dimension of size 1 says nothing.
     return tuple(sorted(range(len(shape)), key=lambda d: -stride[d] if shape[d] > 1 else -(2**62)))
 
 
 def dense_stride(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Return the stride of a tensor without holes whose dimensions have this order in memory."""
+    """Return the stride of a dense tensor whose dimensions have this order in memory."""
     stride, step = [0] * len(shape), 1
     for dimension in reversed(order):
         stride[dimension] = step
@@ -121,5 +121,5 @@ def dense_stride(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
 
 
 def inverse(order: Sequence[int]) -> tuple[int, ...]:
-    """Return the order that undoes another."""
+    """Return the inverse of a permutation."""
     return tuple(sorted(range(len(order)), key=order.__getitem__))

@@ -1,8 +1,8 @@
-"""Where the values of a tensor lie that is read later.
+"""The places of values in files, for tensors that are read later.
 
-A ``Chunk`` is one box of it in a directory's file, an archive of ``torch.save`` between others.
-Whatever wrote it, the archive has one tensor without holes: its bytes lie in one record, and any
-region of them is read by its place. Nothing is unpickled but the tensor's own description.
+A ``Chunk`` is one box of a tensor in a directory's file, a ``torch.save`` archive among others.
+Whichever program wrote it, the archive has one dense tensor, whose bytes lie in one record, so any
+region is read by its offset. Nothing is unpickled but the tensor's own description.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from lightning_zero.checkpoint.open_file import OpenFile
 from lightning_zero.checkpoint.values.boxes import Box, dense_stride, memory_order
 
 BUFFER_BYTES = 8 * 2**20
-"""The most that a rank copies at a time on the way to a file or from a chunk."""
+"""The most bytes that a rank copies at a time, to a file or from a chunk."""
 
 
 @dataclass(frozen=True)
 class Chunk:
     """The place of a box of a tensor: ``nbytes`` of a file from ``offset`` on are its archive.
 
-    ``blocks`` are the checksums of its content's blocks, if this package wrote it.
+    ``blocks`` are the block checksums of its values, if this package wrote it.
     """
 
     box: Box
@@ -47,20 +47,20 @@ class Chunk:
     blocks: Blocks | None = field(default=None, compare=False)
 
     def ranges(self, name: str, region: Box) -> Iterator[CheckedRange]:
-        """Yield the bytes that have ``region``, counted from the first element of the box."""
+        """Yield the bytes of ``region``, counted from the box's first element."""
         return self.place.ranges(name, region)
 
     def read(self, region: Box, out: Tensor) -> None:
-        """Copy ``region``, counted from the first element of the box, to ``out`` of its shape."""
+        """Copy ``region``, counted from the box's first element, to ``out`` of its shape."""
         self.place.read(region, out)
 
     def check(self) -> None:
-        """Raise a ``ValueError`` unless there is a tensor of this box and dtype."""
+        """Raise a ``ValueError`` unless the archive has a tensor of this shape and dtype."""
         assert self.place
 
     @cached_property
     def place(self) -> InOneRow:
-        """The place of the values, by the archive's own words."""
+        """The place of the values, as the archive describes it."""
         try:
             with (
                 opened(self.file, self.offset, self.nbytes) as part,
@@ -79,17 +79,17 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Pieces:
-    """All of a tensor whose values lie one after another in several tensors ``[n]``."""
+    """A whole tensor whose values are those of several tensors ``[n]``, concatenated."""
 
     box: Box
     pieces: Callable[[], Iterable[Tensor]]
 
     def ranges(self, name: str, region: Box) -> Iterator[CheckedRange]:
-        """Yield nothing: what is in memory, or mapped, has no checksums."""
+        """Yield nothing: the pieces are in memory or mapped, without checksums."""
         yield from ()
 
     def read(self, region: Box, out: Tensor) -> None:
-        """Put the pieces together, and copy ``region`` to ``out`` of its shape."""
+        """Concatenate the pieces, and copy ``region`` to ``out`` of its shape."""
         is_all = region == self.box and out.is_contiguous()
         whole = out if is_all else torch.empty(self.box.sizes, dtype=out.dtype)
         torch.cat(list(self.pieces()), out=whole.view(-1))
@@ -99,12 +99,12 @@ class Pieces:
 
 @dataclass(frozen=True)
 class InOneRow:
-    """A box of a tensor whose values lie one after another in a file.
+    """A box of a tensor whose values lie contiguously in a file.
 
     Attributes:
         box: Which of the tensor's elements.
         dtype: Their dtype.
-        content: Their bytes, which may go on behind them.
+        content: Bytes of the file that hold them, and maybe others.
         order: The dimensions from the slowest to the fastest in the file.
         start: How many elements of ``content`` lie before them.
     """
@@ -116,7 +116,7 @@ class InOneRow:
     start: int = 0
 
     def ranges(self, name: str, region: Box) -> Iterator[CheckedRange]:
-        """Yield the bytes that have ``region``, counted from the first element of the box."""
+        """Yield the bytes of ``region``, counted from the box's first element."""
         stride = dense_stride(self.box.sizes, self.order)
         start = sum(o * step for o, step in zip(region.offsets, stride, strict=True))
         span = sum((n - 1) * step for n, step in zip(region.sizes, stride, strict=True))
@@ -124,18 +124,18 @@ class InOneRow:
         yield CheckedRange(name, self.content, first * size, (first + span + 1) * size)
 
     def read(self, region: Box, out: Tensor) -> None:
-        """Copy ``region``, counted from the first element of the box, to ``out`` of its shape."""
+        """Copy ``region``, counted from the box's first element, to ``out`` of its shape."""
         if not region.numel:
             return
         sizes, part = self.box.permuted(self.order).sizes, region.permuted(self.order)
         self._fill(self.content.opened(), self.offset(0), sizes, part, out.permute(self.order))
 
     def offset(self, index: int) -> int:
-        """Return where in its file the element lies that is at ``index`` in memory order."""
+        """Return the file offset of the element at ``index`` in memory order."""
         return self.content.offset + (self.start + index) * self.dtype.itemsize
 
     def read_row(self, start: int, out: Tensor) -> None:
-        """Read elements from ``start`` on in memory order to ``out``, ``[n]`` of their dtype."""
+        """Read elements from ``start`` on in memory order into ``out``, ``[n]`` of their dtype."""
         self.content.opened().read(out.view(torch.uint8), self.offset(start))
 
     def _fill(
@@ -166,7 +166,7 @@ class InOneRow:
 
 
 def is_in_one_row(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Return whether a tensor's elements lie one after another, in whatever order."""
+    """Return whether a tensor is dense, in any order of its dimensions."""
     dense = dense_stride(shape, memory_order(shape, stride))
     steps = zip(shape, stride, dense, strict=True)
     return all(size <= 1 or step == needed for size, step, needed in steps)
@@ -203,7 +203,7 @@ class _Described:
 
 
 class _Description(pickle.Unpickler):
-    """An unpickler that reads what a pickle says of its one tensor; it makes nothing else."""
+    """An unpickler that makes a description of a pickle's one tensor, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
@@ -220,7 +220,7 @@ class _Description(pickle.Unpickler):
 
 
 def _described(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> _Described:
-    # The dtype stands in the storage's class, or at the end for dtypes without one.
+    # The storage's class tells the dtype; dtypes without a class come at the end.
     dtype = next((value for value in rest if isinstance(value, torch.dtype)), None)
     dtype = dtype or _dtype_of_storage(storage[1])
     return _Described(str(storage[2]), dtype, offset, tuple(size), tuple(stride))
@@ -242,7 +242,7 @@ _REBUILDERS: dict[str, Callable[..., Any]] = {
 
 
 class _Slice(io.RawIOBase):
-    """A part of a file as a file."""
+    """A part of a file as a file object."""
 
     def __init__(self, descriptor: int, offset: int, nbytes: int) -> None:
         self._descriptor, self._offset, self._nbytes = descriptor, offset, nbytes
@@ -280,7 +280,7 @@ def opened(file: Path, offset: int, nbytes: int) -> io.BufferedReader:
 
 
 def damage_of(file: Path, offset: int, nbytes: int) -> str | None:
-    """Return what the checksums of an archive within a file say against it."""
+    """Return how an archive within a file is damaged, by its checksums; ``None`` if intact."""
     try:
         with opened(file, offset, nbytes) as part, zipfile.ZipFile(part) as archive:
             bad = archive.testzip()
@@ -291,7 +291,7 @@ def damage_of(file: Path, offset: int, nbytes: int) -> str | None:
 
 
 def read_bytes(content: CheckedBytes) -> Tensor:
-    """Return bytes of a file in memory, unchecked."""
+    """Read bytes of a file into memory, unchecked."""
     found = torch.empty(content.nbytes, dtype=torch.uint8)
     content.opened().read(found, content.offset)
     return found

@@ -16,18 +16,18 @@ from lightning_zero.tensors import internals, lasting_tensors, properties
 _CPU = torch.device("cpu")
 
 Part = Chunk | InOneRow | Pieces
-"""What knows where the values of a box lie, and reads them."""
+"""The place of the values of a box, which can read them."""
 
 
 class LazyTensor(Tensor):
-    """A tensor of whole shape that is read when its values are asked for, and as far as they are.
+    """A tensor of whole shape that is read on use, and only as far as it is used.
 
-    A rank that takes its own range of it reads that range only. Any other use reads the whole: a
-    hook that computes with it or edits it finds an ordinary tensor.
+    A rank that takes its own range of it reads only that range. Any other use reads the whole, so a
+    hook that computes with it or edits it sees an ordinary tensor.
 
     Attributes:
         chunks: Where the boxes that make up the tensor lie.
-        value: The whole, when it may have been changed; ``None`` before.
+        value: The whole tensor once it may have been changed, ``None`` before.
     """
 
     chunks: tuple[Part, ...]
@@ -55,12 +55,12 @@ class LazyTensor(Tensor):
     def of_pieces(
         pieces: Callable[[], Iterable[Tensor]], shape: Iterable[int], dtype: torch.dtype
     ) -> LazyTensor:
-        """Return the tensor whose values lie one after another in ``pieces``, cast to ``dtype``."""
+        """Return the tensor whose values are ``pieces``, concatenated and cast to ``dtype``."""
         return LazyTensor.of([Pieces(Box.whole(tuple(shape)), pieces)], shape, dtype)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let facts through, read a range where a range is asked for, and else the whole."""
+        """Answer calls for metadata without reading, read a range for a range, else the whole."""
         kwargs = kwargs or {}
         if func in properties.FACTS:
             with internals.as_plain_tensors():
@@ -87,16 +87,16 @@ class LazyTensor(Tensor):
         return f"LazyTensor(shape={tuple(self.shape)}, {self.dtype}, {len(self.chunks)} chunks)"
 
     def laid_out(self, stride: Sequence[int]) -> Tensor:
-        """Return the same tensor with its elements in another order, as are its ranges."""
+        """Return the same tensor with its elements, and so its ranges, in another memory order."""
         if self.value is not None or tuple(stride) == self.stride():
             return self
         return LazyTensor.of(self.chunks, self.shape, self.dtype, stride)
 
     def read(self) -> Tensor:
-        """Read the whole tensor to memory of its own."""
+        """Return the whole tensor, newly read unless it may have been changed."""
         if self.value is not None:
             return self.value
-        # Whatever intercepts the caller's functions has no business in here.
+        # Modes that intercept the caller's functions must not see these.
         with internals.without_interception(), lasting_tensors():
             whole = torch.empty_strided(
                 tuple(self.shape), self.stride(), dtype=self.dtype, device=_CPU
@@ -105,7 +105,7 @@ class LazyTensor(Tensor):
         return whole
 
     def part(self, start: int, stop: int) -> Tensor:
-        """Read elements ``[start, stop)`` in the tensor's memory order, ``[n]``, and no others."""
+        """Return elements ``[start, stop)`` in memory order, ``[n]``, reading no others."""
         if self.value is not None:
             return self._changed(start, stop)
         with internals.without_interception(), lasting_tensors():
@@ -115,7 +115,7 @@ class LazyTensor(Tensor):
 
     @property
     def row(self) -> InOneRow | None:
-        """The one place of all elements, if a file has them in the tensor's memory order."""
+        """The place of all elements, if a file has them in a row in the tensor's memory order."""
         chunk = self.chunks[0] if len(self.chunks) == 1 and self.value is None else None
         if not isinstance(chunk, InOneRow) or chunk.box.sizes != self.shape:
             return None
@@ -124,7 +124,7 @@ class LazyTensor(Tensor):
         return chunk if is_same else None
 
     def read_to(self, out: Tensor, start: int) -> None:
-        """Read elements from ``start`` on to ``out``, ``[n]``, which may have another dtype."""
+        """Read elements from ``start`` on into ``out``, ``[n]``, which may have another dtype."""
         stop, position = start + out.numel(), int(out.storage_offset())
         if self.value is not None:
             out.copy_(self._changed(start, stop))
@@ -141,7 +141,7 @@ class LazyTensor(Tensor):
         return self.value.as_strided((stop - start,), (1,), start)
 
     def ranges(self, name: str, start: int, stop: int) -> Iterator[CheckedRange]:
-        """Yield the bytes from which :meth:`part` reads."""
+        """Yield the bytes that :meth:`part` reads."""
         if self.value is None:
             for box in boxes_in_memory(self.shape, self.stride(), start, stop):
                 for chunk, shared in self._overlaps(box):
@@ -163,12 +163,12 @@ class LazyTensor(Tensor):
 
 
 def in_memory(value: Tensor) -> Tensor:
-    """Return ``value`` in memory; a lazy one is read and not kept."""
+    """Return ``value`` in memory; a lazy one is read without keeping what was read."""
     return value.read() if isinstance(value, LazyTensor) else value
 
 
 def _call(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Call with whole tensors, and keep those that the caller may change from now on."""
+    """Call ``func`` with whole tensors, and keep those that the caller may change afterwards."""
     wholes: list[tuple[LazyTensor, Tensor, int]] = []
 
     def whole(value: Any) -> Any:
@@ -189,7 +189,7 @@ def _call(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any
 def _shares(result: Any, tensor: Tensor) -> bool:
     if isinstance(result, (list, tuple)):
         return any(_shares(item, tensor) for item in result)
-    # What is no tensor may be a view all the same: an array, a storage, an address.
+    # Even a result that is not a tensor may be a view: an array, a storage, an address.
     return not isinstance(result, (bool, int, float, complex, str, torch.Size, type(None))) and (
         not isinstance(result, Tensor)
         or (

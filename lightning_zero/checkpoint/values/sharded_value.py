@@ -16,20 +16,20 @@ _CPU = torch.device("cpu")
 
 
 class ShardedValue(Tensor):
-    """A tensor of whole shape of whose values each rank has a part, for a checkpoint to hold.
+    """A tensor of whole shape in a checkpoint; each rank has a part of its values.
 
     It may be renamed, dropped, moved and detached, as hooks that edit a checkpoint do. Its values
-    are not here, so whatever reads them raises.
+    are not here, so reading them raises.
 
     Attributes:
-        key: What it is, the same on every rank; ``state_dict`` names and more.
-        part: This rank's values, ``[n]``, on whatever device they are; possibly empty. They are
-            cast to the dtype of the whole when they are written.
-        start: The first of them, counted in the memory order of the whole tensor.
+        key: Its identity, the same on every rank; often a ``state_dict`` name.
+        part: This rank's values, ``[n]``, on any device; possibly empty. They are cast to the dtype
+            of the whole when they are written.
+        start: The index of the first of them in the memory order of the whole tensor.
     """
 
     WHOLE = "whole tensor at"
-    """How the keys of tensors begin that one rank has whole; others are named after something."""
+    """Prefix of the keys of tensors that one rank has whole; other keys are names."""
 
     key: str
     part: Tensor
@@ -44,7 +44,7 @@ class ShardedValue(Tensor):
         stride: Iterable[int],
         dtype: torch.dtype | None = None,
     ) -> ShardedValue:
-        """Return a tensor of which this rank has ``part`` from element ``start`` on."""
+        """Return a tensor of which this rank has ``part``, from element ``start`` on."""
         with lasting_tensors():
             value = internals.make_wrapper(
                 ShardedValue,
@@ -59,7 +59,7 @@ class ShardedValue(Tensor):
 
     @staticmethod
     def of_whole(value: Tensor, dtype: torch.dtype | None = None) -> ShardedValue:
-        """Return a tensor that this rank has whole; ties have one key, so they stay tied."""
+        """Return a tensor that this rank has whole; tied tensors share a key and stay tied."""
         if isinstance(value, LazyTensor):
             key = f"{ShardedValue.WHOLE} {id(value)}"
             return ShardedValue.of(key, value, 0, value.shape, value.stride(), dtype)
@@ -75,7 +75,7 @@ class ShardedValue(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let facts through; everything else needs values that are not here."""
+        """Answer calls for metadata; everything else needs values that are not here."""
         if func in _SAME:
             return args[0]
         if func in properties.FACTS:
@@ -107,12 +107,12 @@ class ShardedValue(Tensor):
         return f"ShardedValue({self.key!r}, shape={tuple(self.shape)}, {self.dtype})"
 
     def with_part(self, part: Tensor) -> ShardedValue:
-        """Return the same with the values of ``part``."""
+        """Return the same with the values ``part``."""
         return ShardedValue.of(self.key, part, self.start, self.shape, self.stride(), self.dtype)
 
     @property
     def is_whole(self) -> bool:
-        """Return whether this rank made it of a tensor that it has whole, by :meth:`of_whole`."""
+        """Return whether :meth:`of_whole` made it, of a tensor that this rank has whole."""
         return self.key.startswith(self.WHOLE)
 
     @property
@@ -130,12 +130,12 @@ class ShardedValue(Tensor):
 
     @property
     def start_byte(self) -> int:
-        """The begin of this rank's part, in bytes of the whole tensor."""
+        """The byte offset of this rank's part in the whole tensor."""
         return self.start * self.dtype.itemsize
 
 
 def _is_dense(value: Tensor) -> bool:
-    """Return whether the elements fill their memory in some order of the dimensions."""
+    """Return whether a tensor is dense, in any order of its dimensions."""
     expected = torch.empty_like(value, device="meta", memory_format=torch.preserve_format)
     return expected.stride() == value.stride()
 
