@@ -27,7 +27,7 @@ class Edits:
         parameters: The parameters of one group.
         buffer: The buffer that they are views of.
         has_copies: Whether whole weights and masters lie in different storages, so that a change
-            of the weights does not change the masters.
+            to the weights does not change the masters.
 
     Attributes:
         buffer: The buffer that the parameters are views of, now or when they are next whole.
@@ -56,7 +56,7 @@ class Edits:
         self._exposed = {}
 
     def expose(self, index: int, *, is_plain: bool = False) -> None:
-        """Copy the bytes of parameter ``index`` if a later change of them must be noticed.
+        """Copy the bytes of parameter ``index`` if a later change to them must be noticed.
 
         Gathered masters are only read, or else taken over as they are, so a plain view of them
         needs no copy.

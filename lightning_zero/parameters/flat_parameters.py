@@ -191,7 +191,7 @@ class FlatParameters:
 
     @functools.cached_property
     def _opened(self) -> Buffer:
-        """The buffer of whole masters for code between steps, kept for the views that may live."""
+        """The buffer of whole masters for code between steps, kept because views of it may live."""
         if not self.plan.are_copies:
             return self.weight
         buffer = self.store.whole_masters()

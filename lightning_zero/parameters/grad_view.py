@@ -1,4 +1,4 @@
-"""What ``parameter.grad`` shows on the module, and how user changes of it are followed.
+"""What ``parameter.grad`` shows on the module, and how user changes to it are followed.
 
 ==================== ================================ ============================================
 state                ``parameter.grad``               the piece's part of the averaged gradient
@@ -63,7 +63,7 @@ def drop_gradients(pieces: Iterable[Piece]) -> None:
 
 
 def averages(pieces: Sequence[Piece]) -> list[Tensor | None]:
-    """Follow user changes of gradients, and return each piece's part of its averaged gradient."""
+    """Follow user changes to gradients, and return each piece's part of its averaged gradient."""
     with internals.as_plain_tensors():
         for piece in pieces:
             if _GRAD.__get__(piece.parameter) is not piece.gradient.shown:

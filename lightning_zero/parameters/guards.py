@@ -215,7 +215,7 @@ class View(Tensor):
     Attributes:
         parameter: The parameter that it is a view of.
         ownership: The parameter's ownership when the view was taken.
-        hides: Whether changes of it do not raise the parameter's version counter.
+        hides: Whether changes to it do not raise the parameter's version counter.
     """
 
     parameter: Parameter

@@ -204,7 +204,7 @@ class PieceAtRest(Piece):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Use the piece for this package, else the parameter; both have the master's dtype."""
+        """Act as the piece in this package, else as the parameter; both have the master's dtype."""
         if func in properties.KINDS or internals.is_called_by(_PACKAGE):
             with internals.as_plain_tensors():
                 return func(*args, **(kwargs or {}))
@@ -224,9 +224,9 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def settle(pieces: Sequence[Piece]) -> None:
-    """Make pieces act as such for their optimizer's step, in which nothing else changes gradients.
+    """Make pieces act as pieces for an optimizer's step, while nothing else changes gradients.
 
-    User changes of the gradients are followed once, not at each of the step's many reads.
+    User changes to the gradients are followed once, not at each of the step's many reads.
     """
     averages(pieces)
     for piece in pieces:

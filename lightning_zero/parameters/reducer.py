@@ -210,7 +210,7 @@ class Reducer:
         return self._reach is Reach.ALL and self.shard.is_of_copy
 
     def lend(self) -> Work:
-        """Give pieces their reduced gradients during a backward pass; see :class:`GradShard`."""
+        """Give pieces their reduced gradients in a backward pass; see :meth:`GradShard.lend`."""
         return self.shard.lend(self.used)
 
     def install(self, has_grads: Sequence[bool]) -> None:

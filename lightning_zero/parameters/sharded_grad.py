@@ -129,7 +129,7 @@ class ShardedGrad(StandIn):
         return grad if grad is not None else torch.zeros_like(self.piece.detach())
 
     def part_to_change(self) -> Tensor:
-        """Return :attr:`part`, held by the piece or the stand-in, so that changes of it persist."""
+        """Return :attr:`part`, held by the piece or the stand-in, so that changes to it persist."""
         part = self.part
         if self.original.kept is None and self.piece.numel():
             self.piece.reduced = part
@@ -148,7 +148,7 @@ internals.measure_together(ShardedGrad)
 
 
 class _ReadOnlyView(Tensor):
-    """A read-only view of a gathered gradient: a change of it would be lost."""
+    """A read-only view of a gathered gradient: a change to it would be lost."""
 
     @classmethod
     def of(cls, view: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ def _order(args: Sequence[Any], kwargs: dict[str, Any]) -> float:
 
 
 def _is_of_all(args: Sequence[Any]) -> bool:
-    """Return whether a norm is over all dimensions, and of an order that pieces can compute."""
+    """Return whether a norm is over all dimensions, and of an order that works piece by piece."""
     dims = args[2] if len(args) > 2 else None
     is_whole = dims is None or len(dims) == args[0].dim()
     return is_whole and not any(args[3:]) and (len(args) < 2 or args[1] >= 0)

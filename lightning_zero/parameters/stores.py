@@ -118,7 +118,7 @@ class Store:
         return self.shared.own
 
     def stays(self, in_shard: slice) -> bool:
-        """Return whether a piece and its states rest on the device though the plan offloads."""
+        """Return whether a piece and its states stay on the device although others do not."""
         return self.plan.states is self.plan.master.medium is Medium.DEVICE
 
     def row(self, kind: str, piece: Piece) -> str:
@@ -190,7 +190,7 @@ class Store:
         return shard
 
     def flush(self, source: Tensor, resting: Shard | None, *, unit: str) -> tuple[Shard, Work]:
-        """Start to move a unit's reduced shard to where gradients rest, added to ``resting`` ones.
+        """Start to move a unit's reduced shard to where gradients rest, added to ``resting``.
 
         Returns the resting shard, and the work to wait for before it is read.
         """

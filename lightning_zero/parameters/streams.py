@@ -63,8 +63,8 @@ class Source(Protocol):
 class LentBuffer(Buffer):
     """A buffer on the host that borrows other memory for each use.
 
-    From the first use on of which views are kept, or which autograd sees, it has memory of its own:
-    then views see the data of later uses, and hold no memory between uses.
+    From the first use whose views are kept, or that autograd sees, it has memory of its own: then
+    views see the data of later uses, and hold no memory between uses.
 
     Args:
         behind_sector: The distance in bytes from the start of a sector to the borrowed memory.
@@ -261,7 +261,7 @@ class LentStream(Stream):
         return LentBuffer(self.layout, dtype, self._reader.memory, self._behind_sector(dtype))
 
     def _behind_sector(self, dtype: torch.dtype) -> int:
-        """Return the distance from a sector at which most bytes of the file need no copy."""
+        """Return the ``behind_sector`` that matches most bytes of the file: they need no copy."""
         nbytes: Counter[int] = Counter({0: 0})
         # After `settle` there are no sources, and nothing is read any more.
         for source, slot in zip(self._sources, self.layout.slots, strict=False):

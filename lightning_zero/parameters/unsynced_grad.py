@@ -59,7 +59,7 @@ class UnsyncedGrad(StandIn):
         return target if isinstance(target, UnsyncedGrad) else result
 
     def whole(self) -> Tensor:
-        """Return the gradient as DDP shows it within ``no_sync``; changes of it persist.
+        """Return the gradient as DDP shows it within ``no_sync``; changes to it persist.
 
         Raises:
             RuntimeError: The parameter shows another gradient by now, or none.

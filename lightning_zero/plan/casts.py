@@ -2,8 +2,8 @@
 
 Autocast casts the inputs of its operations at every call. A parameter whose only use is one such
 operation may as well arrive in half precision: no number changes. All others stay in fp32, which is
-always correct and costs only bytes. There is no batch before the first forward, so a parameter is
-known to be cast from
+always correct and costs only bytes. There is no batch before the first forward, so whether a
+parameter is cast follows from
 
 1. its module, if that is one of torch's own whose operations autocast lists (:data:`_KINDS`),
 2. else a dry run of its module's forward on stand-ins without shapes or data, children not entered.

@@ -40,7 +40,7 @@ class FlatSpec(NamedTuple):
         return 1.0 if self.num_away is None else self.num_away / max(1, layout.shard_numel)
 
     def stays(self, layout: Layout, index: int, rank: int) -> bool:
-        """Return whether a piece stays on the device although the plan offloads others."""
+        """Return whether a piece stays on the device although others are offloaded."""
         return self.num_away is not None and layout.piece_in_shard(index, rank)[1] > self.num_away
 
     def bytes_in_files(self, num_shards: int, num_copies: int) -> int:

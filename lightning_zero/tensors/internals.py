@@ -88,7 +88,7 @@ def compile_lock() -> AbstractContextManager[Any]:
 
 
 def is_called_by(package: str) -> bool:
-    """Return whether the calling function was called from ``package``, not counting torch."""
+    """Return whether the calling function was called from ``package``, skipping torch's frames."""
     frame: Any = sys._getframe(2)
     while frame is not None:  # one of torch's own threads may have no other caller
         name = str(frame.f_globals.get("__name__")).partition(".")[0]
