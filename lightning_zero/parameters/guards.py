@@ -79,9 +79,8 @@ class Resting:
 class Whole:
     """Mixin of the class that a parameter has while it is a view of a flat buffer.
 
-    It has no ``__torch_function__``, so operations on whole weights cost what they cost on any
-    parameter. Only methods that return views are intercepted, not functions such as
-    ``torch.chunk(weight, 2)``.
+    It has no ``__torch_function__``: operations cost what they cost on any parameter, and only
+    methods that return views are intercepted, not functions (``torch.chunk(weight, 2)``).
     """
 
     def __iter__(self) -> Iterator[Tensor]:

@@ -1,8 +1,7 @@
 """The living views of a parameter, which move when its data is replaced.
 
-In plain torch ``p.data = x`` gives the parameter other memory, and references to the former
-``p.data`` keep the former value. A parameter on a flat buffer stays where it is, so its views have
-to move instead.
+In plain torch ``p.data = x`` gives the parameter other memory, and the former ``p.data`` keeps its
+value. A parameter on a flat buffer stays where it is, so its views must move instead.
 """
 
 from __future__ import annotations

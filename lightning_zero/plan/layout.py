@@ -68,8 +68,7 @@ class Layout:
     ) -> Layout:
         """Pack ``(name, shape, stride)`` back to back, aligned and padded to equal shards.
 
-        Shards are divisible by ``num_copies``, the number of ranks that hold each shard and share
-        its reduction.
+        Shards are divisible by ``num_copies``: that many ranks hold each, and share its reduction.
         """
         slots: list[Slot] = []
         offset = 0
