@@ -1,19 +1,19 @@
 """One group of parameters on flat memory, from the buffer to what optimizer and user see.
 
 ================ ===============================================================================
-buffer           a flat tensor with a view for each parameter, whose memory can be given back
+buffer           a flat tensor with a view for each parameter, whose memory can be released
 shards           a rank's shard, in one memory or in two
 stores           where weights, gradients and masters rest
 second_shards    a second copy of weights for the backward pass
-streams          weights that are read where a checkpoint has them
-living_views     views that somebody holds, for when other data takes their place
+streams          weights that stay in a checkpoint, and are read from there
+living_views     the living views of a parameter, which move when its data is replaced
 ownership        which engine a parameter belongs to
-guards           what uses of parameters, at rest or whole, come to
-classes          what each parameter of a group is now
-edits            changes that users make in whole weights
+guards           the classes that intercept uses of parameters, at rest or whole
+classes          the class and the data of each parameter of a group
+edits            changes that users make to whole weights
 stand_in         tensors without memory that stand for gradients
 sharded_grad     stand-ins for whole averaged gradients
-unsynced_grad    stand-ins for the gradients of a rank alone
+unsynced_grad    stand-ins for a rank's own gradients
 grad_view        what ``parameter.grad`` shows, as named states
 piece            a range of a parameter, and what the optimizer holds
 reducer          gradients on their way from autograd to the optimizer

@@ -1,4 +1,4 @@
-"""A flat tensor for all slots of a layout, which can give its memory back and take it again."""
+"""A flat tensor for all slots of a layout, whose memory can be released and taken again."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lightning_zero.tensors import LARGE_BYTES, ask_for_large_pages, lasting_ten
 class Buffer:
     """A flat 1-D tensor of a layout's ``numel`` elements, with one view per slot.
 
-    Memory is given back by resizing the storage to zero, never by replacing it: autograd saves
-    *views* of weights (``F.linear`` saves ``weight.t()``), and those must see the data when it is
-    whole again.
+    Memory is released by resizing the storage to zero, never by replacing it: autograd saves
+    *views* of weights (``F.linear`` saves ``weight.t()``), and those must see the data when the
+    buffer is filled again.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Buffer:
         return min(self.tensor.untyped_storage().nbytes(), self._nbytes)
 
     def allocate(self) -> None:
-        """Take memory; the content is undefined."""
+        """Allocate the memory; its content is undefined."""
         storage = self.tensor.untyped_storage()
         if storage.nbytes() < self._nbytes:
             storage.resize_(self._nbytes)
@@ -50,14 +50,14 @@ class Buffer:
                 ask_for_large_pages(self.tensor)
 
     def release(self) -> None:
-        """Give the memory back; views stay, unreadable until the buffer is filled again."""
+        """Release the memory; views stay, unreadable until the buffer is filled again."""
         storage = self.tensor.untyped_storage()
-        # Memory that a numpy array was made of is the array's too, and stays.
+        # Memory that is shared with a numpy array stays.
         if storage.resizable():
             storage.resize_(0)
 
     def own(self) -> bool:
-        """Have memory of its own from now on; return whether the content has moved there."""
+        """Stop borrowing memory, if the buffer does; return whether the content has moved."""
         return False
 
     def shard(self, rank: int, world_size: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The classes of one group's parameters, and the data that they show, by turns."""
+"""The switching of a group's parameters between classes, and between the data they show."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def _class(mixin: type, cls: type[Parameter]) -> type[Parameter]:
 
 
 class ParameterClasses:
-    """The classes that the parameters of one owner have by turns, made once for all steps.
+    """Switches parameters between resting and whole, with classes made once for all steps.
 
     Args:
-        named: The parameters, the owner's until :meth:`end`.
-        owner: Called at uses of the parameters. It is not kept alive.
+        named: The parameters, which belong to the owner until :meth:`end`.
+        owner: Called when the parameters are used. It is not kept alive.
         home: Where the weights rest: the dtype and device of the placeholders.
-        dtype: The masters'.
+        dtype: The dtype of the masters.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ParameterClasses:
             [_class(mixin, type(parameter)) for parameter in self._parameters]
             for mixin in (Resting, Whole)
         )
-        # One element that stands for any number: NaN where the dtype has one.
+        # One element, expanded to any shape: NaN where the dtype has it.
         has_nan = home.dtype.is_floating_point or home.dtype.is_complex
         value = float("nan") if has_nan else 0
         with lasting_tensors():
@@ -64,19 +64,19 @@ class ParameterClasses:
                 parameter.__class__ = cls
 
     def show(self, views: Sequence[Tensor]) -> None:
-        """Point the parameters at ``views``, and let the owner know what gives them away."""
+        """Point the parameters at ``views``, and tell the owner when their memory is exposed."""
         with internals.as_plain_tensors():
             for parameter, cls, data in zip(self._parameters, self._whole, views, strict=True):
                 properties.SET_DATA(parameter, data)
                 parameter.__class__ = cls
 
     def guard(self) -> None:
-        """Send every use of the parameters to the owner, their data staying what it is."""
+        """Send every use of the parameters to the owner, but leave their data in place."""
         for parameter, cls in zip(self._parameters, self._resting, strict=True):
             parameter.__class__ = cls
 
     def end(self) -> None:
-        """Let go of the parameters: readable ones are ordinary again, those at rest stay so."""
+        """Release the parameters: readable ones become ordinary again, others stay at rest."""
         for ownership in self._ownerships:
             ownership.end()
         for parameter, cls in zip(self._parameters, self._whole, strict=True):

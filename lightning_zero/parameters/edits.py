@@ -1,11 +1,11 @@
-"""Changes that users make in whole weights by themselves, and how they are noticed.
+"""The detection of changes that users make to whole weights.
 
 A change leaves one of three traces:
 
 * the parameter's version counter has gone up (``p.mul_(2)``, ``load_state_dict``);
-* the parameter lies in a storage of its own (cuDNN's RNNs put theirs there);
-* its bytes differ from a copy, which is made when its memory is handed to something that raises no
-  version (``p.data``, ``p.numpy()``), or may be by a view (``p.detach()``): it is **exposed**.
+* the parameter has moved to another storage (cuDNN's RNNs do that);
+* its bytes differ from a copy, made when its memory was **exposed** to changes that do not raise
+  the version counter: directly (``p.data``, ``p.numpy()``) or by a view (``p.detach()``).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Edits:
     """Watches the parameters that are views of a buffer.
 
     Args:
-        parameters: Those of one group.
-        buffer: Of which they are views.
-        has_copies: Whether whole weights lie in another storage than the masters, which do not
-            follow a change by themselves then.
+        parameters: The parameters of one group.
+        buffer: The buffer that they are views of.
+        has_copies: Whether whole weights and masters lie in different storages, so that a change
+            to the weights does not change the masters.
 
     Attributes:
-        buffer: Of which the parameters are views now, or will be.
-        are_gathered: Whether it holds whole masters, to be read or edited by rank 0.
+        buffer: The buffer that the parameters are views of, now or when they are next whole.
+        are_gathered: Whether it holds gathered masters, to be read, or edited by rank 0.
     """
 
     def __init__(
@@ -45,20 +45,21 @@ class Edits:
         self._exposed: dict[int, Tensor] = {}
 
     def begin(self, buffer: Buffer, *, are_gathered: bool = False) -> None:
-        """Count as changes what is done to the parameters, views of ``buffer``, from now on."""
+        """Watch the parameters, which are views of ``buffer``, for changes from now on."""
         self.buffer, self.are_gathered = buffer, are_gathered
         self._versions = list(map(internals.version_of, self._parameters))
         self._exposed = {}
 
     def end(self, buffer: Buffer) -> None:
-        """Drop the copies of what was exposed; ``buffer`` holds nothing that can be changed."""
+        """Drop the copies of exposed bytes; ``buffer`` holds nothing that can be changed."""
         self.buffer, self.are_gathered = buffer, False
         self._exposed = {}
 
     def expose(self, index: int, *, is_plain: bool = False) -> None:
-        """Keep the bytes of parameter ``index`` if a later change of them must be noticed.
+        """Copy the bytes of parameter ``index`` if a later change to them must be noticed.
 
-        What is gathered is kept as it is, or read: there a plain view alone is nothing to notice.
+        Gathered masters are only read, or else taken over as they are, so a plain view of them
+        needs no copy.
         """
         gathers = self.are_gathered and not is_plain
         may_differ = self._has_copies and not self.are_gathered
@@ -68,12 +69,12 @@ class Edits:
 
     @property
     def unsaved(self) -> list[int]:
-        """The parameters whose changes are not in the masters, by index."""
+        """The indices of parameters whose changes are not in the masters."""
         return self.changed if self._has_copies else self.moved
 
     @property
     def changed(self) -> list[int]:
-        """The parameters that are not what they were at the beginning, by index."""
+        """The indices of parameters that have changed since :meth:`begin`."""
         moved, versions = self.moved, list(map(internals.version_of, self._parameters))
         if not moved and not self._exposed and versions == self._versions:
             return []
@@ -87,7 +88,7 @@ class Edits:
 
     @property
     def moved(self) -> list[int]:
-        """The parameters that were put into storages of their own, by index."""
+        """The indices of parameters that have moved out of the buffer."""
         with internals.as_plain_tensors():
             actual = list(map(Tensor.data_ptr, self._parameters))
         expected = list(map(Tensor.data_ptr, self.buffer.views))
@@ -98,7 +99,7 @@ class Edits:
 
     @torch.no_grad()
     def bring_back(self) -> None:
-        """Copy parameters that have moved to where they belong."""
+        """Copy moved parameters back to where they belong."""
         for index in self.moved:
             view = self.buffer.views[index]
             view.copy_(self._parameters[index])

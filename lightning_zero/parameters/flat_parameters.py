@@ -1,8 +1,8 @@
-"""The parameters of a unit that share a dtype and whether they are trainable, on flat buffers.
+"""The parameters of a unit that share a dtype and trainability, on flat buffers.
 
-Such a group has one layout, one buffer of weights, one shard of the masters, one of gradients. Its
-parameters are one of three things: placeholders (at rest), views of the weights (whole), or views
-of whole masters that were gathered for reading or editing.
+Such a group has one layout, one buffer of weights, one shard of the masters and one of gradients.
+Its parameters are one of three things: placeholders (at rest), views of the weights (whole), or
+views of whole masters that were gathered for reading or editing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_zero.plan import Layout, Plan
 from lightning_zero.tensors import internals, lasting_tensors, properties
 
 HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")
-"""Whether this version of torch lets a gradient have another dtype than its parameter."""
+"""Whether this version of torch allows a gradient of another dtype than its parameter's."""
 
 
 class FlatParameters:
@@ -39,21 +39,21 @@ class FlatParameters:
         named: The parameters.
         plan: The homes of weights, gradients and masters.
         comm: The ranks.
-        owner: Called at uses of the parameters that need it.
-        scratch: For what rests in files.
-        make_store: Makes their store, of layout, plan, ranks and scratch.
+        owner: Called when a use of the parameters needs it.
+        scratch: The folder for what rests in files.
+        make_store: Makes the store from layout, plan, ranks and scratch.
 
     Attributes:
         parameters: The parameters on the module.
-        trainable: Whether they wanted gradients when they came.
+        trainable: Whether they required gradients when the group was made.
         layout: Where they lie in their buffers.
         plan: The homes of weights, gradients and masters.
         store: Where they rest.
         weight: The buffer of whole weights.
         pieces: This rank's pieces of them.
-        edits: Changes that users make in them.
+        edits: Changes that users make to them.
         reducer: Their gradients on the way to the pieces.
-        classes: What makes each use of them find memory.
+        classes: Switches their classes, so that every use finds readable memory.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class FlatParameters:
         if HAS_GRAD_DTYPE and plan.weight.dtype is not plan.master.dtype:
             self._grad_dtype = plan.master.dtype
             for parameter in self.parameters:
-                parameter.grad_dtype = None  # any, as autograd's own are the weight's
+                parameter.grad_dtype = None  # any: autograd's gradients have the weight's dtype
         if not self.store.is_stream:
             self._load()
         self.pieces = [self._cut_piece(index) for index in range(len(named))]
@@ -87,7 +87,7 @@ class FlatParameters:
         self.edits = Edits(self.parameters, self.weight, has_copies=has_copies)
         self.reducer = Reducer(self.pieces, self.store)
         self.classes = ParameterClasses(named, owner, plan.weight, plan.master.dtype)
-        # This rank's part of weights in code that were edited since they were gathered.
+        # This rank's part of coded weights, if they were edited since they were gathered.
         self._edited: Tensor | None = None
         self.show_whole()
 
@@ -99,7 +99,7 @@ class FlatParameters:
     # -- weights ---------------------------------------------------------------------------------
 
     def _load(self) -> None:
-        """Fill weights and master from rank 0's parameters; peers may read behind a fence."""
+        """Fill weights and master from rank 0's parameters; peers may read only after a fence."""
         comm, plan = self.store.comm, self.plan
         with lasting_tensors():
             source = self.weight
@@ -115,12 +115,12 @@ class FlatParameters:
                 self.weight.tensor.copy_(self.store.as_weights(source.tensor))
 
     def settle(self) -> None:
-        """Let masters rest here that were elsewhere, before they are changed; a collective."""
+        """Bring masters that rest elsewhere here, before they are changed; a collective."""
         if self.store.settle():
             self._point_pieces()
 
     def _point_pieces(self) -> None:
-        """Let the pieces be views of masters that lie elsewhere now."""
+        """Point the pieces at the masters, which have moved."""
         with lasting_tensors():
             for piece in self.pieces:
                 piece.data = self.master[piece.range.in_shard]
@@ -145,13 +145,13 @@ class FlatParameters:
         return self.store.fetch_weights(self.weight.tensor, unit=unit, tag=tag)
 
     def show_whole(self, *, is_new: bool = True) -> None:
-        """Point the parameters at the weights; with ``is_new`` nothing in them is an edit yet."""
+        """Point the parameters at the weights; with ``is_new`` they hold no edits yet."""
         self.classes.show(self.weight.views)
         if is_new:
             self.edits.begin(self.weight)
 
     def own(self) -> bool:
-        """Let the weights have memory of their own from now on; return whether they move there."""
+        """Stop borrowing memory for the weights; return whether they have moved."""
         if not self.weight.own():
             return False
         for parameter, view in zip(self.parameters, self.weight.views, strict=True):
@@ -164,20 +164,20 @@ class FlatParameters:
         self.classes.rest()
 
     def full(self) -> Buffer:
-        """Return a new buffer with the whole masters, gathered now; in the parameters' dtype."""
+        """Gather the whole masters to a new buffer, in the parameters' dtype, and return it."""
         with lasting_tensors():
             whole = self.store.whole_masters()
             self.store.fetch(whole.tensor, unit="full", tag=0).wait()
             return whole
 
     def full_of(self, index: int, part: Tensor) -> Tensor:
-        """Return the whole of parameter ``index``, of which each rank's ``part`` is its piece."""
+        """Return a whole tensor like parameter ``index``, assembled from each rank's ``part``."""
         return self.full_from({index: part}).views[index].clone()
 
     def full_from(self, parts: Mapping[int, Tensor]) -> Buffer:
-        """Return a new buffer of which each rank's ``parts``, by index, are its pieces.
+        """Return a new buffer, assembled from each rank's ``parts`` by parameter index.
 
-        It has a dtype that holds the numbers of all of them.
+        Its dtype can hold the values of all of them.
         """
         dtype = functools.reduce(torch.promote_types, [part.dtype for part in parts.values()])
         with lasting_tensors():
@@ -191,7 +191,7 @@ class FlatParameters:
 
     @functools.cached_property
     def _opened(self) -> Buffer:
-        """The buffer of whole masters for code between steps, for as long as views of it live."""
+        """The buffer of whole masters for code between steps, kept because views of it may live."""
         if not self.plan.are_copies:
             return self.weight
         buffer = self.store.whole_masters()
@@ -200,7 +200,7 @@ class FlatParameters:
 
     @property
     def _lasting(self) -> list[Buffer]:
-        """The buffers that are filled again, so that views of them show later values."""
+        """The buffers that are refilled, so that old views of them show later values."""
         opened = self.__dict__.get("_opened", self.weight)
         return [self.weight] if opened is self.weight else [self.weight, opened]
 
@@ -217,7 +217,7 @@ class FlatParameters:
         self.edits.begin(self._opened)
 
     def close(self) -> None:
-        """Point the parameters at what rests, and release the whole masters."""
+        """Point the parameters back at placeholders or weights, and release the whole masters."""
         if self.plan.gives_weights_back:
             self.show_resting()
         else:
@@ -227,7 +227,7 @@ class FlatParameters:
             self._opened.release()
 
     def begin_gathered(self, *, is_whole: bool) -> Buffer:
-        """Point the parameters at whole masters; returns what holds them."""
+        """Point the parameters at whole masters; return the buffer that holds them."""
         whole = self.weight if is_whole and not self.plan.are_copies else self.full()
         self.classes.show(whole.views)
         self.edits.begin(whole, are_gathered=True)
@@ -235,7 +235,7 @@ class FlatParameters:
 
     @torch.no_grad()
     def take_over(self, whole: Buffer) -> None:
-        """Take this rank's part of ``whole`` as the new master; within `exclusive`."""
+        """Take this rank's part of ``whole`` as the new master; call within ``exclusive``."""
         self.settle()
         axis = self.store.comm.mesh.shard
         shard = whole.shard(axis.rank, axis.size)
@@ -249,16 +249,16 @@ class FlatParameters:
 
     @property
     def gives_back(self) -> bool:
-        """Return whether the memory that parameters view is released while views may live."""
+        """Return whether the memory that the parameters show is released while views may live."""
         shown = self.edits.buffer
         return not self.edits.are_gathered and (
             shown is not self.weight or self.plan.gives_weights_back
         )
 
     def replace(self, index: int, data: Tensor) -> None:
-        """Copy the tensor that the user put in the place of parameter ``index``'s own.
+        """Copy in the tensor that the user assigned to the ``data`` of parameter ``index``.
 
-        Values in the master's dtype are cast: the user may know of no other.
+        Values in the master's dtype are cast: the user need not know of any other.
         """
         parameter, slot = self.parameters[index], self.layout.slots[index]
         dtypes = (parameter.dtype, self.plan.master.dtype)
@@ -277,17 +277,17 @@ class FlatParameters:
             value, shown = data.to(parameter.dtype), self.edits.buffer
             in_same = internals.storage_key(value) == internals.storage_key(parameter)
             if in_same and _place(value) == _place(parameter):
-                return  # its own memory, as `module.float()` puts it back
+                return  # its own memory, assigned again as `module.float()` does
             value = value.clone() if in_same else value
             places = [buffer.views[index] for buffer in self._lasting if buffer is not shown]
             ownership_of(parameter).views.part(parameter, places, slot.name)
-            # One rank alone may put back what was there.
+            # Equal values are no edit: one rank alone may restore what was there.
             if not torch.equal(parameter, value):
                 parameter.copy_(value)
 
     @torch.no_grad()
     def keep_edits(self) -> None:
-        """Take this rank's part of what was changed over to the masters."""
+        """Copy this rank's part of changed parameters to the masters."""
         edited, whole = self.edits.unsaved, self.edits.buffer
         if edited:
             self.settle()
@@ -297,7 +297,7 @@ class FlatParameters:
         self.edits.begin(whole, are_gathered=self.edits.are_gathered)
 
     def _store_edits(self, edited: Sequence[int], whole: Buffer) -> None:
-        # What the parameters showed of this rank's masters, before anybody changed them.
+        # What the parameters showed of this rank's masters before the edits.
         shown = self.master
         if whole is self.weight and self.plan.gather_bits is not None:
             assert isinstance(shown, Tensor)
@@ -305,7 +305,7 @@ class FlatParameters:
         for index in edited:
             piece = self.pieces[index]
             part = piece.range.part_of(whole.views[index]).to(piece.device)
-            # What did not change keeps the digits that only the master has.
+            # Unchanged elements keep the digits that only the master has.
             same = shown[piece.range.in_shard].to(part.dtype) == part
             piece.data.copy_(torch.where(same, piece.detach(), part.to(piece.dtype)))
         if whole is self.weight and self.plan.gather_bits is not None:
@@ -317,12 +317,12 @@ class FlatParameters:
                 view.copy_(show.as_strided(slot.shape, slot.stride, slot.offset))
 
     def let_go(self) -> None:
-        """End the parameters' time with their owner; gradients in pieces are not shown any more."""
+        """Release the parameters from their owner; they show no gradients any more."""
         self.reducer.hide()
         self.classes.end()
 
     def retire(self) -> None:
-        """Keep no more than this rank's pieces; nobody reads the weights any more."""
+        """Keep only this rank's pieces; the weights are not read any more."""
         with lasting_tensors():
             self.store.retire()
             self._point_pieces()
@@ -352,6 +352,6 @@ def _describe(tensor: Tensor) -> str:
 
 
 def _dense_stride(parameter: Tensor) -> tuple[int, ...]:
-    """Return the parameter's stride if it fills its memory densely, else a contiguous one."""
+    """Return the parameter's stride if it is dense, else a contiguous one."""
     dense = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format)
     return tuple(dense.stride())

@@ -1,4 +1,4 @@
-"""The gradient that ``parameter.grad`` shows on the module, and what users make of it.
+"""What ``parameter.grad`` shows on the module, and how user changes to it are followed.
 
 ==================== ================================ ============================================
 state                ``parameter.grad``               the piece's part of the averaged gradient
@@ -12,8 +12,8 @@ UNSYNCED_ON_SHARDED  an UnsyncedGrad                  kept, to be added at the f
 
 A backward pass begins with :meth:`GradientView.hide`, since autograd adds to what it finds, and
 ends with :meth:`~GradientView.show_sharded`, or with :meth:`~GradientView.show_unsynced` where
-nothing was sent. In between, and between steps, users may drop the parameter's gradient or put
-another in its place, which :meth:`~GradientView.follow` repeats on the piece.
+nothing was sent. In between, and between steps, users may drop or replace the parameter's gradient,
+which :meth:`~GradientView.follow` repeats on the piece.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _GRAD: Any = Tensor.grad
 
 
 class GradState(Enum):
-    """The state of a parameter's gradient, as the engine left it; the table above says more."""
+    """The state of a parameter's gradient, as the engine left it; see the table above."""
 
     NONE = "none"
     SHARDED = "sharded"
@@ -48,12 +48,12 @@ class GradState(Enum):
     UNSYNCED_ON_SHARDED = "unsynced on sharded"
 
     def __init__(self, _: str) -> None:
-        # An attribute, as optimizers ask for it through every piece.
+        # Not a property: optimizers read it through every piece.
         self.is_unsynced = self.name.startswith("UNSYNCED")
 
 
 def drop_gradients(pieces: Iterable[Piece]) -> None:
-    """Let neither the parameters of ``pieces`` nor the pieces have gradients."""
+    """Clear the gradients of ``pieces`` and of their parameters."""
     with internals.as_plain_tensors():
         for piece in pieces:
             if piece.gradient.state is not GradState.NONE:
@@ -63,7 +63,7 @@ def drop_gradients(pieces: Iterable[Piece]) -> None:
 
 
 def averages(pieces: Sequence[Piece]) -> list[Tensor | None]:
-    """Return what each piece has of its averaged gradient, and follow what users made of that."""
+    """Follow user changes to gradients, and return each piece's part of its averaged gradient."""
     with internals.as_plain_tensors():
         for piece in pieces:
             if _GRAD.__get__(piece.parameter) is not piece.gradient.shown:
@@ -78,11 +78,11 @@ class GradientView:
         piece: This rank's piece of the parameter.
         sharded: The stand-in for the averaged gradient.
         state: What the engine left as the parameter's gradient.
-        shown: The tensor for that state, to notice that the user has left another.
-        arrival: A gradient that autograd added to :attr:`shown` before it was hidden.
-        is_of_copy: Whether the average is one over the ranks of one copy of what is sharded.
-        is_settled: Whether nobody but an optimizer, which steps now, changes gradients.
-        landing: Waits until the piece's part has its numbers; ``None`` if it has.
+        shown: The tensor for that state, by which a replacement by the user is noticed.
+        arrival: A gradient that autograd added to :attr:`shown` before that was hidden.
+        is_of_copy: Whether the average is over the ranks of one copy only (hybrid sharding).
+        is_settled: Whether an optimizer is stepping, so that nothing else changes gradients.
+        landing: Waits until the piece's part has its values; ``None`` if it has them.
     """
 
     def __init__(self, piece: Piece, sharded: ShardedGrad) -> None:
@@ -95,41 +95,41 @@ class GradientView:
         self.landing: Callable[[], None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # As a pickled parameter has no gradient; to read one takes all ranks, in one order.
+        # Without gradients, like a pickled parameter; reading one would be a collective.
         none = dict.fromkeys(("sharded", "shown", "arrival", "landing"))
         flags = dict.fromkeys(("is_of_copy", "is_settled"), False)
         return {"piece": self.piece, "state": GradState.NONE, **flags, **none}
 
     def show_sharded(self, reduced: Tensor | None = None, *, is_of_copy: bool = False) -> None:
-        """Show the stand-in for what the piece holds of the averaged gradient, or ``reduced``."""
+        """Show the stand-in for the averaged gradient; the piece takes ``reduced`` if given."""
         self.is_of_copy = is_of_copy
         with internals.as_plain_tensors():
             _GRAD.__set__(self.piece.parameter, self.sharded)
-            # An optimizer that saw a gradient of no elements would make a state for it.
+            # An optimizer would make a state for a gradient without elements.
             if reduced is not None and reduced.numel():
                 _GRAD.__set__(self.piece, reduced)
         self.state, self.shown = GradState.SHARDED, self.sharded
 
     def show_unsynced(self, held: Tensor) -> None:
-        """Show the gradient ``held``, which is this rank's own."""
+        """Show ``held``, this rank's own gradient."""
         if self.state is GradState.NONE:
             self.state = GradState.UNSYNCED
         else:
             self.state = GradState.UNSYNCED_ON_SHARDED
-            # One that is kept would be the sum under DDP, of which there are no pieces.
+            # A kept reference would show the sum under DDP, of which there are no pieces.
             self.sharded = self.sharded.another()
         self.shown = UnsyncedGrad(self.piece, self.sharded, held)
         self.piece.parameter.grad = self.shown
 
     def hide(self) -> bool:
-        """Clear the parameter for autograd's own gradient; return whether an unsynced one was left.
+        """Clear the parameter's gradient for autograd; return whether it was an unsynced one.
 
-        The piece keeps what it has of the averaged gradient.
+        The piece keeps its part of the averaged gradient.
         """
         with internals.as_plain_tensors():
             if _GRAD.__get__(self.piece.parameter) is not self.shown:
                 self.follow()
-        self.is_settled = False  # also if an exception ended a step
+        self.is_settled = False  # in case an exception ended a step
         before = self.state
         has_sharded = before is GradState.SHARDED or before is GradState.UNSYNCED_ON_SHARDED
         self.state = GradState.HIDDEN if has_sharded else GradState.NONE
@@ -138,7 +138,7 @@ class GradientView:
         return before.is_unsynced
 
     def claim(self) -> Tensor | None:
-        """Take the gradient that autograd just finished off the parameter."""
+        """Remove the gradient that autograd just finished from the parameter, and return it."""
         parameter = self.piece.parameter
         grad, self.arrival = self.arrival, None
         if grad is not None:
@@ -146,17 +146,17 @@ class GradientView:
             return grad
         grad, parameter.grad = parameter.grad, None
         if self.shown is not None:
-            # Autograd did not add to what was shown, so the user had dropped it.
+            # Autograd did not add to the shown gradient, so the user had dropped it.
             self.drop()
         return grad
 
     def drop(self) -> None:
-        """Let neither the parameter nor the piece have a gradient."""
+        """Clear the gradient of the parameter and of the piece."""
         with internals.as_plain_tensors():
             if _GRAD.__get__(self.piece.parameter) is self.shown:
                 _GRAD.__set__(self.piece.parameter, None)
             self.shown = None
-            # Older versions of torch do not tell Python of what C++ holds: a graph, another's grad.
+            # In older versions of torch `getrefcount` misses references from C++: a graph, a grad.
             if self.state is not GradState.NONE and (
                 getrefcount(self.sharded) != _ALONE or internals.num_uses(self.sharded) > 1
             ):
@@ -165,9 +165,9 @@ class GradientView:
         self.state = GradState.NONE
 
     def _leave(self) -> None:
-        """Let the stand-in, which somebody keeps, have the values for itself from now on.
+        """Give the stand-in, to which there are other references, a copy of the values to keep.
 
-        Not a new one in each step, which would cost as much as all else that is done there.
+        Only then is a new stand-in made: one per step would cost as much as all the rest.
         """
         if self.landing is not None:
             self.landing()
@@ -176,7 +176,7 @@ class GradientView:
         self.sharded = self.sharded.another()
 
     def follow(self) -> None:
-        """Repeat what the user did: dropped the parameter's gradient, or put another there."""
+        """Repeat on the piece what the user did: drop or replace the parameter's gradient."""
         piece = self.piece
         with internals.as_plain_tensors():
             theirs = _GRAD.__get__(piece.parameter)
@@ -202,16 +202,16 @@ class GradientView:
             self.show_sharded(part)
 
     def add_sharded(self, held: Tensor) -> None:
-        """Add the averaged gradient of before, if there is one, to the unsynced one ``held``."""
+        """Add an earlier averaged gradient, if there is one, to the unsynced gradient ``held``."""
         if self.state is GradState.UNSYNCED_ON_SHARDED:
-            # Averaging it once more, with what every rank adds, leaves it what it is.
+            # Every rank adds the same, so the next average leaves it unchanged.
             held.add_(self.sharded.whole())
             self.piece.reduced, self.state = None, GradState.UNSYNCED
 
 
 _HOLDER = SimpleNamespace(sharded=object())
 _ALONE = getrefcount(_HOLDER.sharded)
-"""The uses of a stand-in that its view alone has: nobody keeps it."""
+"""The reference count of a stand-in that only its view refers to."""
 
 
 def _of_another(piece: Piece, other: Piece) -> RuntimeError:

@@ -1,19 +1,18 @@
-"""The classes that parameters have by turns, so that each use of one finds memory to use.
+"""The classes that parameters switch between, so that every use finds readable memory.
 
 At rest a parameter's data is a stride-0 placeholder of the full shape. Reading it would be silent
 nonsense (and reading a freed storage a segmentation fault), so while a parameter rests its class is
 a subclass whose ``__torch_function__`` lets metadata through and hands everything else to the
 parameter's owner, which makes it readable or raises.
 
-While a parameter is a view of a flat buffer, its class is a subclass that notices what gives its
-memory away: its ``data``, and the methods that return views. What is done to ``data`` is hidden
-from the version counter by which changes in place are noticed, and another tensor put in its place
-would be trained by nobody. What may outlive the memory becomes a :class:`View`.
+While a parameter is a view of a flat buffer, its class is a subclass that intercepts everything
+that exposes its memory: its ``data``, and the methods that return views. Changes made through
+``data`` bypass the version counter that detects changes in place, and a tensor assigned to it would
+not be trained. A view that may outlive the memory becomes a :class:`View`.
 
-Swapping ``__class__`` is what torch does for ``UninitializedParameter``; it stays in this module
-and in ``classes``.
-The alternative, a second ``Parameter`` object in ``module._parameters``, loses the identity that
-optimizers, tied weights, EMA dictionaries and hooks rely on.
+Torch swaps ``__class__`` in the same way for ``UninitializedParameter``. Here only this module and
+``classes`` do so. The alternative, a second ``Parameter`` object in ``module._parameters``, loses
+the identity that optimizers, tied weights, EMA dictionaries and hooks rely on.
 """
 
 from __future__ import annotations
@@ -53,15 +52,15 @@ class Resting:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Let metadata through; make every other use readable first."""
+        """Let metadata functions through; for any other make the parameters readable first."""
         if func is Tensor.copy_ and [isinstance(a, Resting) for a in args[:2]] == [True, False]:
-            # What `load_state_dict` does: a whole value needs no gather to be written.
+            # What `load_state_dict` does: writing a whole value needs no gather.
             owner_of(args[0]).write(args[0], args[1])
             return args[0]
         if func == properties.SET_DATA:
             return _replace(args[0], args[1])
         if func in properties.CREATING and isinstance(args[0], Resting):
-            # As from the masters, which are what code between steps sees.
+            # Code between steps sees the masters, so the new tensor gets their dtype.
             kwargs = {"dtype": ownership_of(cast(Parameter, args[0])).dtype, **(kwargs or {})}
         if func is Tensor.detach:
             _refuse_parameter_of(args[0], sys._getframe(1))
@@ -80,8 +79,8 @@ class Resting:
 class Whole:
     """Mixin of the class that a parameter has while it is a view of a flat buffer.
 
-    No ``__torch_function__``: operations on whole weights cost what they cost on any parameter. So
-    functions that return views (``torch.chunk(weight, 2)``) are not noticed, as methods are.
+    It has no ``__torch_function__``: operations cost what they cost on any parameter, and only
+    methods that return views are intercepted, not functions (``torch.chunk(weight, 2)``).
     """
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -104,7 +103,7 @@ class Whole:
 
 @contextlib.contextmanager
 def _ordinary(parameter: Parameter) -> Iterator[Parameter]:
-    """Give a parameter its own class within the context."""
+    """Restore a parameter's original class within the context."""
     cls = type(parameter)
     unguard(parameter)
     try:
@@ -114,7 +113,7 @@ def _ordinary(parameter: Parameter) -> Iterator[Parameter]:
 
 
 def _refuse_parameter_of(data: Any, caller: FrameType) -> None:
-    """Raise if a ``Parameter`` is made of ``data``: it would be trained by nobody."""
+    """Raise if ``caller`` makes a ``Parameter`` of a parameter's data: it would not be trained."""
     if isinstance(data, Parameter) and caller.f_globals.get("__name__") == "torch.nn.parameter":
         raise RuntimeError(
             f"Parameter {ownership_of(data).name!r} is being trained, and another Parameter over"
@@ -126,27 +125,27 @@ def _refuse_parameter_of(data: Any, caller: FrameType) -> None:
 
 _TORCH = os.path.dirname(torch.__file__)
 _HANDING_ON = {"torch.nn.modules.module", "torch.functional", "torch._tensor"}
-"""The modules of torch that return to their caller what a parameter's methods return."""
+"""The modules of torch that pass a result of a parameter's methods on to their own caller."""
 
 
 def _view(whole: Whole, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return what ``func`` makes of a readable parameter, to the caller of our caller."""
+    """Call ``func`` on a readable parameter for our caller's caller; track the views it returns."""
     if torch.compiler.is_compiling():
         return func(whole, *args, **kwargs)
     frame = sys._getframe(2)
     _refuse_parameter_of(whole, frame)
     if _is_of_torch(frame):
-        # Torch uses a view and lets go of it; its compiler, which calls this while compiled code
-        # runs, wants a plain tensor.
+        # Torch does not keep the view; and its compiler, which calls this while compiled code runs,
+        # needs a plain tensor.
         return func(whole, *args, **kwargs)
     return _use([cast(Parameter, whole)], func, (whole, *args), kwargs)
 
 
 def _is_of_torch(frame: FrameType) -> bool:
-    """Return whether code is torch's own and keeps no views."""
+    """Return whether a frame runs torch's own code, which keeps no views."""
     module = frame.f_globals.get("__name__")
     if module is None:
-        # A compiled graph, or what torch's compiler writes around it; else what a user executes.
+        # A compiled graph, or code that torch's compiler writes around it; else a user's `exec`.
         is_graph = isinstance(frame.f_locals.get("self"), torch.fx.GraphModule)
         return is_graph or frame.f_code.co_filename.startswith(_TORCH)
     return module.startswith("torch.") and module not in _HANDING_ON
@@ -163,7 +162,7 @@ def _method(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _attribute(name: str, traced: Callable[[Any], Tensor]) -> property:
-    """Return a tensor's attribute as one of :class:`Whole`."""
+    """Return an attribute of ``Tensor`` as a property of :class:`Whole`."""
     func = getattr(Tensor, name).__get__
 
     def get(self: Whole) -> Any:
@@ -179,7 +178,7 @@ _REGISTER: Any = Tensor.register_post_accumulate_grad_hook
 
 
 def _hook_gradient(self: Resting | Whole, hook: Callable[..., Any]) -> RemovableHandle:
-    """Register a hook that finds a gradient before the owner takes that."""
+    """Register a gradient hook that runs before the owner takes the gradient."""
     parameter = cast(Parameter, self)
     last = ownership_of(parameter).last_hook
     with internals.as_plain_tensors():
@@ -190,7 +189,7 @@ def _hook_gradient(self: Resting | Whole, hook: Callable[..., Any]) -> Removable
 
 
 def hook_last(parameter: Parameter, hook: Callable[..., Any]) -> RemovableHandle:
-    """Register the owner's hook for gradients, which is called behind all others'."""
+    """Register the owner's gradient hook, which runs after all others."""
     handle = _hook_gradient(cast(Whole, parameter), hook)
     ownership_of(parameter).last_hook = handle.id
     return handle
@@ -208,14 +207,14 @@ for _name, _traced in properties.VIEWING_ATTRIBUTES.items():
 
 
 class View(Tensor):
-    """A view of a parameter; a use of it when the parameter rests touches the parameter.
+    """A view of a parameter; using it while the parameter rests makes the parameter readable.
 
-    A plain view would point at memory that was given back.
+    A plain view would point at released memory.
 
     Attributes:
         parameter: The parameter that it is a view of.
-        ownership: Whose the parameter was when the view was taken.
-        hides: Whether changes of it raise no version of the parameter's.
+        ownership: The parameter's ownership when the view was taken.
+        hides: Whether changes to it do not raise the parameter's version counter.
     """
 
     parameter: Parameter
@@ -230,12 +229,12 @@ class View(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Make the parameters of all views readable first; views of views are views as well."""
+        """Make the parameters of all views readable first; views of views become views too."""
         return _touch_and_use(func, args, kwargs or {})
 
     @property
     def is_gone(self) -> bool:
-        """Return whether the memory was given back."""
+        """Return whether the memory was released."""
         with internals.as_plain_tensors():
             return self.numel() > 0 and self.untyped_storage().nbytes() == 0
 
@@ -243,7 +242,7 @@ class View(Tensor):
         return copy.deepcopy(self._ordinary(), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A copy, as storages are written last: the memory may have been given back by then.
+        # A copy: pickling writes storages last, when the memory may have been released.
         return self._ordinary().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -256,7 +255,7 @@ class View(Tensor):
 
 
 def kept_too_long(name: str) -> RuntimeError:
-    """Return the error of reading a view of a parameter that has left the memory for good."""
+    """Return the error for a use of a view whose memory the parameter has left for good."""
     return RuntimeError(
         f"A view of parameter {name!r} was kept beyond the training step in which it was"
         " taken; the memory was given back. Clone what is to last: `p.detach().clone()`"
@@ -264,7 +263,7 @@ def kept_too_long(name: str) -> RuntimeError:
 
 
 def _touch_and_use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``func`` when those of its arguments that rest were made readable."""
+    """Make the resting arguments of ``func`` readable, and call it."""
     used = [] if func in properties.METADATA else list(_used_in((args, kwargs)))
     _touch(used)
     parameters = [one.parameter if isinstance(one, View) else one for one in used]
@@ -273,17 +272,17 @@ def _touch_and_use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 def _touch(used: Sequence[Parameter | View]) -> None:
-    """Make parameters and views of them readable, all at once: one must not displace another."""
+    """Make parameters and views of them readable together, so that none displaces another."""
     by_owner: dict[int, tuple[Owner, list[Parameter]]] = {}
     needed = set()
     for one in used:
         if isinstance(one, View):
             owner, parameter = one.ownership.owner, one.parameter
             if isinstance(owner, NoOwner):
-                # Also where numpy keeps the memory, which the parameter has left; and where another
-                # owner has the parameter now, in other memory.
+                # Even if numpy keeps the memory alive, or another owner has the parameter now: the
+                # parameter has left this memory.
                 raise kept_too_long(one.ownership.name)
-            # A parameter that is gathered for reading returns to its memory later.
+            # No error for other memory yet: a gathered parameter returns to its own later.
             rests = one.is_gone or isinstance(parameter, Resting)
         else:
             owner, parameter, rests = owner_of(one), one, isinstance(one, Resting)
@@ -299,13 +298,13 @@ def _touch(used: Sequence[Parameter | View]) -> None:
 
 
 def _replace(parameter: Parameter, data: Tensor) -> None:
-    """Let the owner keep ``data`` as the parameter's value; both are readable together."""
+    """Pass ``data`` to the owner as the parameter's new value, with both readable."""
     _touch(list(_used_in((parameter, data))))
     owner_of(parameter).replace(parameter, data)
 
 
 def _used_in(value: Any) -> Iterator[Parameter | View]:
-    """Yield the parameters in ``value`` that have an owner, and views of them."""
+    """Yield the parameters in ``value`` that were taken by an owner, and views of them."""
     if isinstance(value, (Resting, Whole, View)):
         yield cast("Parameter | View", value)
     elif isinstance(value, (list, tuple)):
@@ -318,7 +317,7 @@ def _used_in(value: Any) -> Iterator[Parameter | View]:
 def _use(
     parameters: list[Parameter], func: Any, args: Any, kwargs: Any, *, hides: bool = False
 ) -> Any:
-    """Call ``func`` on readable ``parameters``, or on views of them."""
+    """Call ``func`` on readable ``parameters`` or views of them; track the views it returns."""
     hides |= func in properties.HIDING
     for parameter in parameters if hides else ():
         owner_of(parameter).expose(parameter)
@@ -331,7 +330,7 @@ def _use(
         storages = {internals.storage_key(p): p for p in parameters}
         viewed = list(_lying_in(storages, result))
         returning = {id(p) for _, p in viewed if owner_of(p).gives_back(p)}
-        # They lie elsewhere now?
+        # If the weights have moved, the result is a view of the memory that they left.
         if True in [owner_of(p).own(p) for _, p in viewed if id(p) in returning]:
             return _use(parameters, func, args, kwargs, hides=hides)
         for tensor, parameter in viewed:
@@ -348,7 +347,7 @@ def _lying_in(storages: dict[int, Parameter], value: Any) -> Iterator[tuple[Tens
     if type(value) in (list, tuple):
         for one in value:
             yield from _lying_in(storages, one)
-    # What has no storage of its own: sparse tensors, those that functorch wraps.
+    # Sparse tensors, and those that functorch wraps, have no storage.
     elif type(value) is Tensor and internals.has_storage(value):
         parameter = storages.get(internals.storage_key(value))
         if parameter is not None:
@@ -356,14 +355,14 @@ def _lying_in(storages: dict[int, Parameter], value: Any) -> Iterator[tuple[Tens
 
 
 def _become_view(tensor: Tensor, parameter: Parameter, *, hides: bool) -> None:
-    # Not `as_subclass`, which adds a node to the graph.
+    # Not by `as_subclass`, which adds a node to the graph.
     tensor.__class__ = View
     view = cast(View, tensor)
     view.parameter, view.ownership, view.hides = parameter, ownership_of(parameter), hides
 
 
 def track(tensor: Tensor, parameters: Iterable[Parameter]) -> None:
-    """Make ``tensor``, which lies in the buffer of readable ``parameters``, a view of one."""
+    """Make ``tensor`` a :class:`View` of whichever of the readable ``parameters`` it lies in."""
     if type(tensor) is Tensor:
         first = tensor.storage_offset()
         with internals.as_plain_tensors():
@@ -372,7 +371,7 @@ def track(tensor: Tensor, parameters: Iterable[Parameter]) -> None:
 
 
 def _keep_address(parameter: Parameter) -> None:
-    """Let the memory of ``parameter`` live as long as a holder of no more than its address.
+    """Keep the memory of ``parameter`` alive for code that holds only its address.
 
     Raises:
         RuntimeError: Torch has no way to do so on the parameter's device.
@@ -386,11 +385,11 @@ def _keep_address(parameter: Parameter) -> None:
             " is given back when its module is done. Give away a copy: `p.detach().clone()`"
         )
     with internals.as_plain_tensors():
-        # As for any array of numpy's, torch will no longer free the storage.
+        # Torch does not resize a storage that was exported to numpy, so it is not freed.
         torch.empty(0, dtype=torch.uint8).set_(parameter.untyped_storage()).numpy()
 
 
 def unguard(parameter: Parameter) -> None:
-    """Make ``parameter`` an object of its own class again."""
+    """Restore the original class of ``parameter``."""
     if isinstance(parameter, (Resting, Whole)):
         parameter.__class__ = type(parameter).__mro__[2]

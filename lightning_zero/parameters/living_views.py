@@ -1,7 +1,7 @@
-"""The tensors over a parameter's memory that somebody holds, for when other data takes its place.
+"""The living views of a parameter, which move when its data is replaced.
 
-``p.data = x`` gives a parameter other memory in plain torch, and who holds the former ``p.data``
-keeps the former value. A parameter on a flat buffer stays where it is, so its views have to go.
+In plain torch ``p.data = x`` gives the parameter other memory, and the former ``p.data`` keeps its
+value. A parameter on a flat buffer stays where it is, so its views must move instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning_zero.tensors import internals, lasting_tensors, properties
 
 
 class LivingViews:
-    """The views that were made of one parameter and still live."""
+    """The views of one parameter that are still alive."""
 
     __slots__ = ("_refs",)
 
@@ -24,23 +24,23 @@ class LivingViews:
         self._refs: dict[int, weakref.ref[Tensor]] = {}
 
     def add(self, view: Tensor) -> None:
-        """Know ``view`` for as long as it lives."""
+        """Track ``view`` while it lives."""
         key, refs = id(view), self._refs
         refs[key] = weakref.ref(view, lambda _: refs.pop(key, None))
 
     def part(self, parameter: Parameter, elsewhere: Sequence[Tensor], name: str) -> None:
-        """Give the views a copy of what the parameter is now; they become ordinary tensors.
+        """Move the views to a copy of the parameter's value now; they become ordinary tensors.
 
-        Those in other memory than the parameter's and ``elsewhere`` are snapshots already.
+        Views in neither the parameter's memory nor ``elsewhere`` are snapshots already.
 
         Args:
-            parameter: Readable, and dense.
+            parameter: The parameter, readable and dense.
             elsewhere: The parameter's places in other buffers.
             name: The parameter's qualified name.
 
         Raises:
-            RuntimeError: A view shows more digits than the parameter does now, or is itself viewed
-                by what nobody knows.
+            RuntimeError: A view shows more digits than the parameter has now, has views that are
+                not tracked, or is saved for a backward pass.
         """
         living = [view for ref in [*self._refs.values()] if (view := ref()) is not None]
         for view in living:
@@ -63,11 +63,11 @@ class LivingViews:
 
 
 def _move(view: Tensor, place: Tensor, copied: Tensor) -> None:
-    """Let ``view``, which lies in ``place``, lie in a copy of that."""
+    """Move ``view``, if it lies in ``place``, to the same position in ``copied``, its copy."""
     size = view.dtype.itemsize
     start = view.storage_offset() * size - place.storage_offset() * place.dtype.itemsize
     if not 0 <= start < copied.nbytes:
-        return  # of a neighbour in the buffer
+        return  # a view of a neighbour in the buffer
     before = view.untyped_storage()
     moved = copied.new_empty(0, dtype=view.dtype)
     moved.set_(copied.untyped_storage(), start // size, view.size(), view.stride())
@@ -77,7 +77,7 @@ def _move(view: Tensor, place: Tensor, copied: Tensor) -> None:
         view.__class__ = Tensor
         view.__dict__.clear()
     if not before.resizable():
-        # An array of numpy's, made of the view, holds the view and by it the memory.
+        # A numpy array made from the view holds only the view, which must hold the memory.
         view.memory_of_arrays = before  # type: ignore[attr-defined]
 
 

@@ -1,6 +1,6 @@
-"""Which engine a parameter belongs to, for as long as that engine lives and has not let go of it.
+"""Which engine owns a parameter, while that engine lives and has not released the parameter.
 
-No owner is kept alive by it: parameters outlive their training, and may go through another one.
+Owners are not kept alive: parameters outlive their training, and may be trained again.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ class Owner(Protocol):
         """Make ``parameters``, which are used together, readable."""
 
     def write(self, parameter: Parameter, value: Tensor) -> None:
-        """Keep ``value``, of the parameter's shape, as the parameter's new value."""
+        """Store ``value``, of the parameter's shape, as the parameter's new value."""
 
     def expose(self, parameter: Parameter, *, is_plain: bool = False) -> None:
-        """Notice that a readable ``parameter`` may be changed behind its version counter.
+        """Note that a readable ``parameter`` may be changed without its version counter.
 
-        Or that it has a plain view, from which an array may be made that nobody hears of.
+        With ``is_plain``, that it has a plain view, from which an array may be made unnoticed.
         """
 
     def own(self, parameter: Parameter) -> bool:
-        """Let a readable ``parameter`` have memory that views show later; return if it moves."""
+        """Put a readable ``parameter`` in memory that is refilled; return whether it has moved."""
 
     def replace(self, parameter: Parameter, data: Tensor) -> None:
-        """Keep ``data`` as the new value of a readable ``parameter``, or raise."""
+        """Store ``data`` as the new value of a readable ``parameter``, or raise."""
 
     def gives_back(self, parameter: Parameter) -> bool:
-        """Return whether the memory of a readable ``parameter`` is freed while views may live."""
+        """Return whether a readable ``parameter``'s memory is released while views may live."""
 
 
 class NoOwner:
-    """Owner of a parameter that its owner has let go of, or whose owner is gone."""
+    """The owner of a parameter that was released, or whose owner is gone."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -62,14 +62,14 @@ class NoOwner:
         self.touch([parameter])
 
     def expose(self, parameter: Parameter, *, is_plain: bool = False) -> None:
-        """Do nothing: changes of the parameter are its own now."""
+        """Do nothing: there are no masters to keep up to date."""
 
     def own(self, parameter: Parameter) -> bool:
         """Return ``False``: readable memory stays."""
         return False
 
     def replace(self, parameter: Parameter, data: Tensor) -> None:
-        """Let ``data`` be what a readable parameter is."""
+        """Assign ``data`` as in plain torch."""
         properties.set_data(parameter, data)
 
     def gives_back(self, parameter: Parameter) -> bool:
@@ -78,17 +78,17 @@ class NoOwner:
 
 
 class Ownership:
-    """The fact that a parameter is an owner's, until that one lets go of it or is gone.
+    """The tie of a parameter to its owner, until the owner releases it or is gone.
 
     Args:
-        owner: Not kept alive.
+        owner: The owner, not kept alive.
         name: The parameter's qualified name.
-        dtype: Its master's.
-        stride: Its stride when nobody owns it.
+        dtype: The dtype of the parameter's master.
+        stride: The parameter's stride before it was owned.
 
     Attributes:
-        views: The views of the parameter that live.
-        last_hook: The ``id`` of the owner's hook, which takes gradients; ``None`` without one.
+        views: The living views of the parameter.
+        last_hook: The ``id`` of the owner's hook that takes gradients; ``None`` without one.
     """
 
     __slots__ = ("_owner", "dtype", "last_hook", "name", "stride", "views")
@@ -109,30 +109,30 @@ class Ownership:
         return NoOwner(self.name) if owner is None else owner
 
     def end(self) -> None:
-        """Let go."""
+        """Release the parameter."""
         self._owner = lambda: None
 
 
 _ownerships: dict[int, Ownership] = {}
-"""The last ownership of each parameter that lives, by the parameter's ``id``."""
+"""The last ownership of each living parameter, by the parameter's ``id``."""
 
 
 def take(parameter: Parameter, owner: Owner, name: str, dtype: torch.dtype) -> Ownership:
-    """Make ``parameter``, whose master has a ``dtype``, the owner's."""
+    """Give ``parameter``, whose master has ``dtype``, to ``owner``."""
     key = id(parameter)
     if key not in _ownerships:
-        # A number means something only as long as its parameter lives. Torch's own dictionary with
-        # weak keys asks more of every reshard than all the rest of it.
+        # An id is valid only while its parameter lives. Torch's own dictionary with weak keys would
+        # cost every reshard more than all the rest of it.
         weakref.finalize(parameter, _ownerships.pop, key, None)
     _ownerships[key] = Ownership(owner, name, dtype, parameter.stride())
     return _ownerships[key]
 
 
 def ownership_of(parameter: Parameter) -> Ownership:
-    """Return the last ownership of a parameter that was taken once."""
+    """Return the last ownership of a parameter that has had one."""
     return _ownerships[id(parameter)]
 
 
 def owner_of(parameter: Parameter) -> Owner:
-    """Return the owner of a parameter that was taken once."""
+    """Return the owner of a parameter that has had one."""
     return _ownerships[id(parameter)].owner

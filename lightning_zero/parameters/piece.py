@@ -45,12 +45,12 @@ class PieceRange:
     def part_of(self, whole: Tensor) -> Tensor:
         """Return the elements ``[n]`` of ``whole``, of the parameter's shape, in this range.
 
-        They share the memory of ``whole`` where its elements lie in the parameter's order: of a
-        tensor that is mapped from a file nothing else is read.
+        They are a view if the elements of ``whole`` lie in the parameter's order: of a tensor that
+        is memory-mapped, nothing else is read.
         """
         if whole.stride() == self.slot.stride:
-            # In one call: a tensor that is not read yet reads the range that it is asked for. An
-            # empty one may begin behind the storage of a tensor without elements.
+            # In one call, so that a lazy tensor reads only this range. An empty range might start
+            # past the storage of a tensor without elements.
             start = self.start if self.stop > self.start else 0
             offset = int(whole.storage_offset()) + start
             return whole.as_strided((self.stop - self.start,), (1,), offset)
@@ -67,20 +67,20 @@ class PieceRange:
 
 
 class Piece(Parameter):
-    """The part of one parameter's master on this rank, 1-D, that optimizers hold in its place.
+    """This rank's 1-D part of a parameter's master, which the optimizer holds in its place.
 
     Every rank holds a piece of every parameter in its ``param_groups``, so group indices, learning
     rates and ``toggle_optimizer`` mean the same everywhere. ``requires_grad`` is the parameter's
     own: freezing a piece freezes the parameter, on every rank, and the other way round. ``grad`` is
-    this rank's part of the averaged gradient; what the user makes of the parameter's gradient
-    (drops it, puts another in its place) becomes the piece's.
+    this rank's part of the averaged gradient; it follows when the user drops or replaces the
+    parameter's gradient.
 
     Attributes:
         parameter: The parameter on the module that this is a piece of.
-        range: Which of its elements.
+        range: The range of the parameter's elements.
         gradient: What the parameter's ``grad`` shows.
         weight_dtype: The dtype in which the parameter computes.
-        stays: Whether it rests on the device though others are offloaded.
+        stays: Whether it rests on the device although others are offloaded.
     """
 
     parameter: Parameter
@@ -123,7 +123,7 @@ class Piece(Parameter):
     @property
     def grad(self) -> Tensor | None:
         """The gradient for an optimizer to use or drop: :attr:`reduced`, or the unsynced one."""
-        # Optimizers ask several times per step: the usual case costs no further call.
+        # Optimizers read this several times per step: the usual case makes no further call.
         view = self.gradient
         if not view.is_settled:
             with internals.as_plain_tensors():
@@ -141,12 +141,12 @@ class Piece(Parameter):
 
     @property
     def part(self) -> Tensor:
-        """This rank's part of the master, whether an optimizer steps or not."""
+        """This rank's part of the master, whether or not an optimizer is stepping."""
         return self.detach()
 
     @property
     def reduced(self) -> Tensor | None:
-        """This rank's part of the averaged gradient, when it has landed."""
+        """This rank's part of the averaged gradient; reading it waits until it has landed."""
         view = self.gradient
         if not view.is_settled:
             with internals.as_plain_tensors():
@@ -164,7 +164,7 @@ class Piece(Parameter):
 
     @property
     def kept(self) -> Tensor | None:
-        """The value of :attr:`reduced` when it was last read; its memory is there until then."""
+        """The last value of :attr:`reduced`, which holds its memory until the next read."""
         with internals.as_plain_tensors():
             return _GRAD.__get__(self)  # type: ignore[no-any-return]
 
@@ -174,18 +174,18 @@ class Piece(Parameter):
 
 
 class PieceAtRest(Piece):
-    """A piece outside of its optimizer's step, where to all code but ours it is the parameter.
+    """A piece outside its optimizer's step, which acts as the parameter to all code but ours.
 
-    What goes through ``param_groups`` there means whole parameters, and would else get another
-    norm on each rank, and change masters that whole weights do not follow.
+    Code that goes through ``param_groups`` there means whole parameters. With pieces it would get
+    a different norm on each rank, and change masters without the whole weights.
     """
 
     @property
     def grad(self) -> Tensor | None:
-        """The parameter's own: averaged, and of its shape."""
+        """The parameter's own gradient: averaged, and of the parameter's shape."""
         with internals.as_plain_tensors():
             shown = _GRAD.__get__(self.parameter)
-        # Amid a backward pass, or behind one that was interrupted, what earlier ones have left.
+        # During a backward pass, or after an interrupted one: what earlier passes have left.
         is_hidden = shown is None and self.gradient.state is GradState.HIDDEN
         return self.gradient.sharded if is_hidden else shown
 
@@ -204,7 +204,7 @@ class PieceAtRest(Piece):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Let the package see the piece, all others the parameter; both have the master's dtype."""
+        """Act as the piece in this package, else as the parameter; both have the master's dtype."""
         if func in properties.KINDS or internals.is_called_by(_PACKAGE):
             with internals.as_plain_tensors():
                 return func(*args, **(kwargs or {}))
@@ -224,9 +224,9 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def settle(pieces: Sequence[Piece]) -> None:
-    """Let an optimizer that steps find pieces, whose gradients nobody else changes meanwhile.
+    """Make pieces act as pieces for an optimizer's step, while nothing else changes gradients.
 
-    What users made of the gradients is followed once for the many times that a step reads them.
+    User changes to the gradients are followed once, not at each of the step's many reads.
     """
     averages(pieces)
     for piece in pieces:
@@ -235,7 +235,7 @@ def settle(pieces: Sequence[Piece]) -> None:
 
 
 def unsettle(pieces: Iterable[Piece]) -> None:
-    """Let pieces be the parameters to other code again: a step has ended."""
+    """Make pieces act as their parameters again, after a step."""
     for piece in pieces:
         piece.__class__ = PieceAtRest
         piece.gradient.is_settled = False

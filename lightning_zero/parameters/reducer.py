@@ -1,14 +1,14 @@
 """The gradients of one group of parameters on their way from autograd to the optimizer.
 
 A gradient that autograd has finished is moved to the **partial** buffer, this rank's summand of all
-gradients of the group. Its reduction leaves the average of all ranks in the **shard**, of which
-every piece holds its part::
+gradients of the group. Reducing it leaves the average over all ranks in the **shard**; every piece
+holds its part of that::
 
     autograd -> take -> partial -> reduce -> shard -> install -> grad of pieces and parameters
 
-With several copies of what is sharded, the gradients of all microbatches but the last do not leave
-their copy. Pieces hold its average until the last one **joins** the copies. To average once more
-what is the same in all of them leaves it what it is.
+With hybrid sharding the gradients of all microbatches but the last stay within their copy. Pieces
+hold the average of the copy until the last microbatch **joins** the copies. Values that are equal
+in all copies may be averaged again, which leaves them unchanged.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from lightning_zero.parameters.stores import Store
 from lightning_zero.tensors import internals
 
 _SMALL_BYTES = 2**14
-"""What is no larger is moved with others: a call for each would cost more than the copy."""
+"""Gradients up to this size are moved together: one call each would cost more than the copy."""
 _TOGETHER_BYTES = 2**16
-"""How much of it waits at most; it is still in a core's cache when it is copied."""
+"""The most bytes that wait to be moved together; they are still in a core's cache then."""
 
 
 class Reach(Enum):
@@ -41,22 +41,22 @@ class Reach(Enum):
     RANK = "rank"
     """None: they stay on their rank."""
     COPY = "copy"
-    """Those that share one copy of what is sharded."""
+    """The ranks of one copy (hybrid sharding)."""
     ALL = "all"
     """All ranks."""
 
 
 class Reducer:
-    """Takes in the gradients that autograd finishes, and averages them over the ranks.
+    """Takes the gradients that autograd finishes, and averages them over the ranks.
 
-    It runs for every gradient, where a call costs as much as a copy, so what it remembers are
-    attributes and lists of its own, and not objects with methods.
+    It runs for every gradient, where a call costs as much as a copy, so its state is plain
+    attributes and lists, not objects with methods.
 
     Attributes:
-        partial: Unreduced gradients and a view of each; ``None`` while there are none.
-        filled: For each parameter, whether a gradient of it is, or will be, in :attr:`partial`.
-        arrived: For each parameter, whether one came in this backward pass.
-        used: For each parameter, whether one came since gradients were installed.
+        partial: The unreduced gradients and a view of each; ``None`` while there are none.
+        filled: For each parameter, whether its gradient is, or will be, in :attr:`partial`.
+        arrived: For each parameter, whether a gradient came in this backward pass.
+        used: For each parameter, whether a gradient came since gradients were last installed.
         shard: The averaged gradients.
     """
 
@@ -74,10 +74,10 @@ class Reducer:
         self._taken_bytes = 0
         self._is_unscaled = False
         self._reach = Reach.ALL
-        # The average is taken in the pass that moves a gradient, as DDP does, when that costs
-        # nothing. A pass that casts cannot multiply as well, so then the reduced shard is scaled,
-        # which is N times smaller; as it is where a rank's own gradient is shown before that.
-        # What a code has lost is kept for passes that may not scale.
+        # Gradients are divided while they are moved, as in DDP, where that costs nothing. A move
+        # that casts cannot multiply too, so then the reduced shard is scaled, which is N times
+        # smaller. The same goes for a rank's own gradients that are shown before they are reduced,
+        # and for error feedback: errors are kept for later passes, which may not scale.
         casts = store.plan.grad.dtype != store.plan.weight.dtype
         is_late = casts or store.plan.error_feedback
         self._early_scale = 1.0 if is_late else 1 / store.comm.mesh.size
@@ -85,7 +85,7 @@ class Reducer:
     # -- from autograd to the partial buffer -----------------------------------------------------
 
     def expect(self, reach: Reach) -> None:
-        """Begin a backward pass, whose gradients go so far."""
+        """Begin a backward pass whose gradients are averaged over ``reach``."""
         self.hide()
         stays = reach is Reach.RANK or (reach is Reach.COPY and self._store.has_copies)
         self._is_unscaled |= stays or self.shard.is_of_copy
@@ -102,7 +102,7 @@ class Reducer:
     def take(self, index: int, grad: Tensor) -> None:
         """Take parameter ``index``'s new gradient, to be moved into the partial buffer."""
         if grad.requires_grad:
-            # Of a backward with create_graph. To turn gradients off costs more than all the rest.
+            # From a backward with create_graph. `no_grad` would cost more than all the rest.
             grad = grad.detach()
         if grad.is_sparse:
             grad = grad.to_dense()
@@ -131,7 +131,7 @@ class Reducer:
             torch.mul(grad, scale, out=view)
 
     def _move(self) -> None:
-        """Move small gradients that have come one after the other, while they are in the cache."""
+        """Move the small gradients that wait, while they are still in the cache."""
         if not self._taken:
             return
         buffer, views = self.partial or self._allocate_partial()
@@ -143,7 +143,7 @@ class Reducer:
         first, last = (end(index for index, _ in taken) for end in (min, max))
         slots = self._store.layout.slots
         if last - first + 1 == len(taken):
-            # Neighbours: one pass, over the zeros between them too.
+            # Neighbours: scale them in one pass, and the zeros between them too.
             targets = [buffer.tensor[slots[first].offset : slots[last].stop]]
         for target in targets:
             target.mul_(self._early_scale)
@@ -160,9 +160,9 @@ class Reducer:
     # -- from the partial buffer to the shard ----------------------------------------------------
 
     def reduce(self, unit: str, tag: int) -> Callable[..., None]:
-        """Start to average the gradients over the ranks; the returned call ends it.
+        """Start to average the gradients over the ranks; return a function that finishes it.
 
-        With ``is_wanted=False`` it leaves the average out.
+        Called with ``is_wanted=False``, that function discards the average.
         """
         self._move()
         partial, views = self.partial or self._allocate_partial()
@@ -175,7 +175,7 @@ class Reducer:
         self._in_flight = [partial.tensor, target]
         work = self._store.reduce(target, partial, unit=unit, tag=tag)
         if self._store.plan.reduce_bits is not None:
-            self._in_flight = [target]  # what was sent is the code of the other
+            self._in_flight = [target]  # the partial buffer is encoded, and only the code is sent
         mesh = self._store.comm.mesh
         num_ranks = mesh.shard.size if self._reach is Reach.COPY else mesh.size
         is_scaled = self._early_scale != 1.0 and not self._is_unscaled
@@ -188,7 +188,7 @@ class Reducer:
     def _finish(
         self, work: Work, target: Tensor, add: Callable[[Tensor], None], *, is_wanted: bool = True
     ) -> None:
-        """Wait for a reduction; what it reads and writes had to live until then."""
+        """Wait for a reduction, let go of the buffers it needed, and add its result."""
         work.wait()
         self._in_flight = []
         if is_wanted:
@@ -206,15 +206,15 @@ class Reducer:
 
     @property
     def awaits_copies(self) -> bool:
-        """Return whether this pass has to join gradients over the copies, if none comes either."""
+        """Return whether this pass has to join gradients over the copies, even if none comes."""
         return self._reach is Reach.ALL and self.shard.is_of_copy
 
     def lend(self) -> Work:
-        """Give pieces what is reduced, amid a backward pass, for a step to read behind the work."""
+        """Give pieces their reduced gradients in a backward pass; see :meth:`GradShard.lend`."""
         return self.shard.lend(self.used)
 
     def install(self, has_grads: Sequence[bool]) -> None:
-        """End a backward pass: show the gradients that any rank has to optimizer and user."""
+        """End a backward pass: show optimizer and user the gradients that any rank has."""
         self.arrived = [False] * len(self._pieces)
         if self.shard.install(has_grads):
             self.used = [False] * len(self._pieces)
@@ -230,7 +230,7 @@ class Reducer:
                 piece.gradient.show_sharded()
 
     def drop(self) -> None:
-        """Forget what arrived or was reduced and is not shown to the optimizer yet."""
+        """Discard gradients that arrived or were reduced but are not shown to the optimizer yet."""
         self.partial, self._in_flight = None, []
         self._taken, self._taken_bytes = [], 0
         self.shard.drop()
@@ -252,27 +252,27 @@ class Reducer:
 class GradShard:
     """This rank's shard of the averaged gradients.
 
-    It lives as long as a piece holds a part of it: what ``zero_grad`` drops is free at once.
+    Its memory lives while a piece holds a part of it, so that ``zero_grad`` frees it at once.
 
     Attributes:
-        is_of_copy: Whether the average may be one over this copy, and not over all.
+        is_of_copy: Whether the average may be over this copy only, not over all ranks.
     """
 
     def __init__(self, pieces: Sequence[Piece], store: Store) -> None:
         self._pieces = pieces
         self._store = store
         self.is_of_copy = False
-        # The shard while it holds gradients that are not installed yet, and their way into it.
+        # The shard while its gradients are not installed yet, and the work that fills it.
         self._fresh: tuple[Shard, Work] | None = None
         self._installed: Callable[[], Shard | None] = _nothing
 
     def add(self, reach: Reach, scale: float, reduced: Tensor, *, unit: str, tag: int) -> None:
-        """Start to let an average rest, added to what was not dropped since it was installed.
+        """Start to move an average to where gradients rest, added to earlier ones not yet dropped.
 
-        It is ``scale`` times ``reduced``, or times the sum of it over the copies.
+        The average is ``scale`` times ``reduced``, or times the sum of ``reduced`` over the copies.
         """
         if self._fresh is not None:
-            # Of this pass already: gradients that came after their unit's reduction.
+            # From this same pass: some gradients came after their unit's reduction.
             self._fresh[1].wait()
         earlier, joins = self._earlier(), reach is Reach.ALL and self._store.has_copies
         if not joins and scale != 1.0:
@@ -288,7 +288,7 @@ class GradShard:
         self._fresh = shard, flush
 
     def drop(self) -> None:
-        """Forget what is not installed yet."""
+        """Discard gradients that are not installed yet."""
         self._fresh = None
 
     def _earlier(self) -> Shard | None:
@@ -311,22 +311,22 @@ class GradShard:
 
     @property
     def _living(self) -> Shard | None:
-        """The shard of which pieces hold parts, or are about to."""
+        """The shard that pieces hold parts of, or are about to."""
         if self._fresh is not None:
             return self._fresh[0]
         return self._installed()
 
     def lend(self, are_used: Sequence[bool]) -> Work:
-        """Give pieces that have gradients their parts of what is not installed yet.
+        """Give pieces that have gradients their parts of the shard that is not installed yet.
 
         Returns:
-            What is waited for before they are read.
+            The work to wait for before the parts are read.
         """
         if self._fresh is None:
             return Arrived()
         fresh, flush = self._fresh
         for piece, is_used in zip(self._pieces, are_used, strict=True):
-            # An optimizer that saw a gradient of no elements would make a state for it.
+            # An optimizer would make a state for a gradient without elements.
             if (is_used or piece.reduced is not None) and piece.numel():
                 piece.reduced = fresh[piece.range.in_shard]
         return flush
@@ -340,7 +340,7 @@ class GradShard:
             return False
         (fresh, flush), self._fresh = self._fresh, None
         flush.wait()
-        # Not always by the function: each unit comes here in each step.
+        # Without a call where possible: each unit comes here in each step.
         self._installed = weakref.ref(fresh) if isinstance(fresh, Tensor) else while_viewed(fresh)
         for piece, has_grad in zip(self._pieces, has_grads, strict=True):
             if has_grad:
@@ -350,7 +350,7 @@ class GradShard:
         return True
 
     def memory(self) -> Counter[str]:
-        """Return the bytes of the shard, and of what the user put in the place of parts of it."""
+        """Return the bytes of the shard, and of gradients that users put in place of its parts."""
         store, shard = self._store, self._living
         rows = store.rows({"gradients": 0 if shard is None else shard.nbytes})
         for piece in self._pieces:

@@ -14,13 +14,13 @@ from lightning_zero.plan import Layout, Medium, Plan
 
 
 class SecondShards(Store):
-    """A store that keeps a part of whole weights from a forward on, for the gathers behind it.
+    """A store that keeps a part of the whole weights after a forward, for the gathers that follow.
 
-    The ranks of a group (the mesh's ``backward`` axis) keep the whole between them, in the weights'
-    own dtype, so that a gather in the group gives back every bit. What is kept is the masters' as
-    they were when the whole was gathered, and is used only while nobody can have changed them
-    since: all ranks take exclusive access for that, so all of them choose the same gather. In this
-    way edits, optimizer steps and what is loaded within a step are seen by its backward pass.
+    Together the ranks of a group (the mesh's ``backward`` axis) keep the whole, in the weights' own
+    dtype, so that a gather in the group restores every bit. The parts date from the last gather
+    from all ranks, and are used only if no rank can have changed the masters since: changes take
+    exclusive access, which all ranks take together, so all choose the same gather. A backward pass
+    thus sees edits, optimizer steps and loads that happen within its step.
     """
 
     keeps_weights: ClassVar[bool] = True
@@ -29,7 +29,7 @@ class SecondShards(Store):
     def _rest(self, shared: Shared) -> None:
         super()._rest(shared)
         self._second: Tensor | None = None
-        # The communicator's count when the weights were last gathered from all ranks.
+        # The communicator's `num_changes` when the weights were last gathered from all ranks.
         self._as_of = -1
         self._fetch_from_all: Callable[..., Work] = self.fetch_weights
         self.fetch_weights = self._fetch
@@ -68,11 +68,11 @@ def store_for(
     num_away: int | None = None,
     shared: Iterator[Shared] | None = None,
 ) -> Store:
-    """Return the store for what rests where a plan says, and is gathered as the ranks are divided.
+    """Return the store that a plan and the division of the ranks call for.
 
-    Of what is offloaded to a host ``num_away`` elements of a shard are, if that is given.
-    ``Settings`` sees to it that it has no second shards. Other masters are what ``shared`` yields
-    next, if it is given.
+    With offload to a device's host, ``num_away`` elements of the shard are offloaded, by default
+    all; ``Settings`` rules out second shards there. Without, ``shared`` yields the memory for the
+    masters next, if given.
     """
     if plan.grad.medium is Medium.HOST:
         return HostStore(layout, plan, comm, scratch, num_away)
@@ -83,7 +83,7 @@ def store_for(
 def shared_masters(
     layouts: Iterable[tuple[Layout, Plan]], comm: Communicator, scratch: Scratch | None = None
 ) -> Generator[Shared, None, None]:
-    """Yield memory for the masters of several stores, in the order in which they are made."""
+    """Yield memory for the masters of several stores, in the order in which stores are made."""
     return comm.transport.share(
         extent_of(layout, plan, scratch)
         for layout, plan in layouts

@@ -1,18 +1,18 @@
-"""Stand-ins for whole gradients: true values, though no rank holds all of them.
+"""Stand-ins for whole averaged gradients, of which every rank holds only a piece.
 
 The averaged gradient of a parameter lies in pieces over the ranks. A :class:`ShardedGrad` is a
 tensor without memory that stands for it on the module, so that code written for whole gradients
-goes on working:
+keeps working:
 
 * a norm is computed from the pieces, exactly, with one small message (one for a whole list);
 * an element-wise change in place (``mul_``, ``clamp_``, ``zero_``, ``copy_``) is made to the piece;
 * everything else gathers the whole gradient.
 
-All but the changes are collectives, so every rank must do the same. The stand-in has the value
-that the piece holds now: zeros, if somebody dropped the piece's alone. When the parameter gets
-another gradient or none, a stand-in that somebody keeps goes on having the values of its own. Under
-mixed precision it has the dtype of the piece, or where torch wants that of the parameter; what is
-computed from it has that of the piece.
+All but the changes are collectives, so every rank must do the same. The stand-in shows what the
+piece holds now, or zeros if only the piece's gradient was dropped. When the parameter gets another
+gradient or none, a stand-in that is still referenced keeps its values. In mixed precision it has
+the dtype of the piece, or of the parameter where torch requires that; results computed from it
+have the dtype of the piece.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 
 _aten = torch.ops.aten
 _WRITES = {_aten.copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default}
-"""Element-wise changes that torch does not tag as such."""
+"""Element-wise changes that torch does not tag as pointwise."""
 _UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
 _NORM = f"{SyncPoint.GRADIENT.value}: its norm"
 
 
 class ShardedGrad(StandIn):
-    """The stand-in for an averaged gradient of which every rank holds a piece.
+    """The stand-in for an averaged gradient, of which every rank holds a piece.
 
     Attributes:
         comm: The ranks.
-        assemble: Returns the whole tensor of which every rank passes its part.
+        assemble: Returns the whole tensor, assembled from the parts that all ranks pass.
     """
 
     comm: Communicator
@@ -98,13 +98,13 @@ class ShardedGrad(StandIn):
         return tree_map_only(Tensor, _ReadOnlyView.of, result) if func.is_view else result
 
     def whole(self) -> Tensor:
-        """Return the whole gradient, in the precision of the piece; every rank calls it."""
+        """Return the whole gradient, in the dtype of the piece; a collective."""
         about = f"of parameter {self.piece.range.slot.name!r}"
         self.comm.control.call(SyncPoint.GRADIENT, about=about).wait()
         return self.assemble(self.part)
 
     def another(self, viewed: StandIn | None = None) -> ShardedGrad:
-        """Return a stand-in for what the piece has, or a view of one."""
+        """Return a new stand-in for the piece's gradient, or a view of ``viewed``."""
         made = ShardedGrad(self.piece, self.dtype, self.device, self.comm, self.assemble)
         made.viewed = viewed
         return made
@@ -114,11 +114,11 @@ class ShardedGrad(StandIn):
         """This rank's part of the gradient; zeros if the optimizer dropped it.
 
         Raises:
-            RuntimeError: One that this rank has for itself was added to it.
+            RuntimeError: A gradient of this rank alone was added to it.
         """
         grad, original = None, self.original
         if original.kept is None:
-            grad = self.piece.reduced  # who has put another in its place is heard only now
+            grad = self.piece.reduced  # follows a replacement by the user, which may set `kept`
         if original.kept is not None:
             return original.kept
         if original is not self.piece.gradient.sharded:
@@ -129,7 +129,7 @@ class ShardedGrad(StandIn):
         return grad if grad is not None else torch.zeros_like(self.piece.detach())
 
     def part_to_change(self) -> Tensor:
-        """Return :attr:`part`, held by the piece or for good, so that changes last."""
+        """Return :attr:`part`, held by the piece or the stand-in, so that changes to it persist."""
         part = self.part
         if self.original.kept is None and self.piece.numel():
             self.piece.reduced = part
@@ -148,7 +148,7 @@ internals.measure_together(ShardedGrad)
 
 
 class _ReadOnlyView(Tensor):
-    """A view of a gathered gradient; it may be read only, since a change would be lost."""
+    """A read-only view of a gathered gradient: a change to it would be lost."""
 
     @classmethod
     def of(cls, view: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ class _ReadOnlyView(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Refuse changes; what is no view is an ordinary tensor."""
+        """Refuse changes; results that are not views become ordinary tensors."""
         name = func.__name__
         changes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         if changes and isinstance(args[0], cls):
@@ -209,7 +209,7 @@ def _norms(grads: Sequence[ShardedGrad], order: float) -> Tensor:
 
 
 def stack_on(device: torch.device, numbers: Sequence[Tensor]) -> Tensor:
-    """Return single numbers, of one device or several, as a vector on ``device``."""
+    """Return scalars, from one device or several, as a vector on ``device``."""
     if len({number.device for number in numbers}) > 1:
         numbers = [number.to(device) for number in numbers]
     return torch.stack([*numbers]).to(device)
@@ -218,7 +218,7 @@ def stack_on(device: torch.device, numbers: Sequence[Tensor]) -> Tensor:
 def _norm_of_each(
     tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None
 ) -> list[Tensor]:
-    """Return the norms of stand-ins, in one message, and of whole tensors, in their order."""
+    """Return the norms of stand-ins, in one message, and of whole tensors, in the given order."""
     sharded = [one for one in tensors if isinstance(one, ShardedGrad)]
     norms = iter(_norms(sharded, order).to(dtype).unbind())
     return [
@@ -234,7 +234,7 @@ def _order(args: Sequence[Any], kwargs: dict[str, Any]) -> float:
 
 
 def _is_of_all(args: Sequence[Any]) -> bool:
-    """Return whether a norm is over all dimensions, and of an order that pieces can add up."""
+    """Return whether a norm is over all dimensions, and of an order that works piece by piece."""
     dims = args[2] if len(args) > 2 else None
     is_whole = dims is None or len(dims) == args[0].dim()
     return is_whole and not any(args[3:]) and (len(args) < 2 or args[1] >= 0)
@@ -253,7 +253,7 @@ def _changes_elements(func: Any, name: str) -> bool:
 
 
 def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do to the pieces what ``func`` would do to the whole gradients."""
+    """Apply ``func`` to the pieces as if to the whole gradients."""
     targets, *others = args
     if isinstance(targets, (list, tuple)):
         parts = [one.part_to_change() if isinstance(one, ShardedGrad) else one for one in targets]
@@ -277,7 +277,7 @@ def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _unscale(grads: Sequence[Tensor], found_inf: Tensor, factor: Tensor) -> None:
-    """Do what ``torch.amp.GradScaler`` does; all ranks note what any has found."""
+    """Unscale gradients for ``torch.amp.GradScaler``; all ranks get an inf that any has found."""
     parts = [one.part_to_change() if isinstance(one, ShardedGrad) else one for one in grads]
     for numbers in _by_memory(grads):
         device = parts[numbers[0]].device
@@ -289,7 +289,7 @@ def _unscale(grads: Sequence[Tensor], found_inf: Tensor, factor: Tensor) -> None
 
 
 def _by_memory(tensors: Sequence[Any]) -> list[list[int]]:
-    """Return the numbers of tensors, those apart of which the parts may be with the host."""
+    """Return the indices of tensors, grouped by whether their parts may rest on the host."""
     found: dict[bool, list[int]] = {}
     for number, one in enumerate(tensors):
         may_be_away = isinstance(one, ShardedGrad) and not one.piece.stays
@@ -298,7 +298,7 @@ def _by_memory(tensors: Sequence[Any]) -> list[list[int]]:
 
 
 def _matching(value: Any, target: Any) -> Any:
-    """Return the part of an operand that meets this rank's part of ``target``."""
+    """Return the part of an operand that lines up with this rank's part of ``target``."""
     if not isinstance(value, Tensor) or (value.dim() == 0 and not isinstance(value, ShardedGrad)):
         return _beside(value, target.piece) if isinstance(target, ShardedGrad) else value
     if not isinstance(target, ShardedGrad):
@@ -311,7 +311,7 @@ def _matching(value: Any, target: Any) -> Any:
 
 
 def _beside(value: Any, part: Tensor) -> Any:
-    """Return an operand from a device where ``part`` rests on the host, else as it is."""
+    """Return an operand on the host if it is a tensor and ``part`` rests there, else unchanged."""
     if isinstance(value, Tensor) and part.device.type == "cpu":
         return value.to(part.device)
     return value

@@ -15,10 +15,10 @@ class Shard(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The shard's size."""
 
     def __getitem__(self, in_shard: slice, /) -> Tensor:
-        """Return the elements of a piece."""
+        """Return the elements of a piece, as a view."""
 
     def copy_(self, source: Tensor, /) -> object:
         """Take the values of ``source``."""
@@ -28,7 +28,7 @@ class Shard(Protocol):
 
 
 class SplitShard:
-    """A shard whose first elements rest with the host, and the others on the device.
+    """A shard whose first elements rest on the host, and the others on the device.
 
     No piece lies in both. Either part may be empty.
 
@@ -71,15 +71,15 @@ class SplitShard:
 
 
 def is_part(tensor: Tensor, shard: Shard) -> bool:
-    """Return whether ``tensor`` is a view of a shard."""
+    """Return whether ``tensor`` is a view of ``shard``."""
     parts = (shard.away, shard.here) if isinstance(shard, SplitShard) else (shard,)
     return any(tensor._base is part for part in parts)
 
 
 def while_viewed(shard: Shard) -> Callable[[], Shard | None]:
-    """Return what gives a shard back as long as views of it live, of each part that is not empty.
+    """Return a function that returns a shard while each part that is not empty has living views.
 
-    A view holds the tensor that it is a view of, but not a :class:`SplitShard`.
+    A view keeps its base tensor alive, but not a :class:`SplitShard`.
     """
     if isinstance(shard, Tensor):
         return weakref.ref(shard)

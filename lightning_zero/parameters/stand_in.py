@@ -20,12 +20,12 @@ ALIASES = {_aten.detach.default, _aten.alias.default, _aten.detach_.default}
 
 
 class StandIn(Tensor):
-    """A tensor without memory; what leaves torch, or this process, is the whole gradient.
+    """A tensor without memory; exporting it from torch or this process gives the whole gradient.
 
     Attributes:
         piece: This rank's piece of the parameter.
-        viewed: The stand-in of which this one is a view; ``None`` if of none.
-        kept: This rank's part, when the piece no longer has it.
+        viewed: The stand-in that this one is a view of; ``None`` if it is no view.
+        kept: This rank's part, once the piece no longer has it.
     """
 
     piece: Piece
@@ -36,7 +36,7 @@ class StandIn(Tensor):
 
     @property
     def original(self) -> StandIn:
-        """The stand-in that is no view of another, but of which this one may be a view."""
+        """The stand-in that this one is a view of, or this one if it is no view."""
         return self if self.viewed is None else self.viewed
 
     @abstractmethod
@@ -45,7 +45,7 @@ class StandIn(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The same gradient; assigned to, it has other values, and its dtype and shape."""
+        """The same gradient; assigning to it copies values, and keeps its dtype and shape."""
         return self.detach()
 
     @data.setter
@@ -76,6 +76,6 @@ class StandIn(Tensor):
 
 
 def is_autograd_adding(args: Sequence[Any]) -> bool:
-    """Return whether autograd adds what it has finished to a stand-in."""
+    """Return whether autograd is adding a gradient that it has finished to a stand-in."""
     is_ours = internals.in_backward() and isinstance(args[0], StandIn)
     return is_ours and not isinstance(args[1], StandIn)

@@ -1,9 +1,9 @@
 """Where weights and gradients rest, and how they come to the device and leave it.
 
-A store allocates all resting memory, and is asked where weights become whole and where gradients
-end. On CPUs masters in files are mapped memory, from which gathers read as from any other. A device
-reads no memory of its host's: there a :class:`HostStore` brings shards up before the ranks gather,
-and takes reduced gradients down; nothing above it changes.
+A store allocates all resting memory, makes weights whole and takes reduced gradients. On CPUs
+masters in files are memory-mapped, and gathers read them like any other memory. A device does not
+read its host's memory: there a :class:`HostStore` copies shards up before the ranks gather, and
+reduced gradients down; its callers see no difference.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lightning_zero.tensors import LARGE_BYTES, ask_for_large_pages, lasting_ten
 
 
 def extent_of(layout: Layout, plan: Plan, scratch: Scratch | None = None) -> Extent:
-    """Return what masters need, or the whole weights where those rest in the same form."""
+    """Return the memory for masters, or for whole weights if masters can be views of these."""
     if plan.gives_weights_back or plan.has_master:
         files = scratch if plan.master.medium is Medium.DISK else None
         return Extent(layout.shard_numel, plan.master.dtype, files)
@@ -49,25 +49,25 @@ class Store:
     1. :meth:`weights` and :attr:`shared` at the beginning.
     2. :attr:`fetch_weights` whenever weights become whole: ``fetch_weights(out, unit=, tag=)``
        starts to fill ``out`` (``[num_shards * n]``) from every rank's shard, in few bits if the
-       plan says so; :attr:`fetch` for whole masters, which lose nothing.
+       plan says so; :attr:`fetch` for whole masters, without loss.
     3. :meth:`reduced` for the result of a reduction, then :meth:`flush` with it, and
-       :meth:`join` with what rests, where it is not to stay the sum of one copy.
+       :meth:`join` with the resting shard, if it is to be summed over the copies.
     4. Where :attr:`keeps_weights`, :meth:`keep` when whole weights are released until a backward
        pass, :meth:`forget` when the step ends.
     5. :meth:`retire` at the end.
 
     Args:
-        scratch: For what rests in files.
-        shared: Yields memory for the masters next; some of their own if omitted.
+        scratch: The folder for what rests in files.
+        shared: Yields the memory for the masters next; allocated by this store if omitted.
 
     Attributes:
         layout: Where the parameters lie.
-        plan: Their homes.
+        plan: The homes of weights, gradients and masters.
         comm: The ranks.
         shared: The masters.
         gather: The verb that makes shards whole.
-        reduce: The verb that leaves this rank the sum of its shard, within its copy.
-        is_stream: Whether there are no masters: weights are read from elsewhere.
+        reduce: The verb that sums gradients within a copy, and leaves this rank its shard.
+        is_stream: Whether there are no masters, and weights are read from a checkpoint.
         share_away: The share of the shard that rests where the plan says, and not on the device.
     """
 
@@ -118,19 +118,19 @@ class Store:
         return self.shared.own
 
     def stays(self, in_shard: slice) -> bool:
-        """Return whether a piece and its states rest on the device though others are offloaded."""
+        """Return whether a piece and its states stay on the device although others do not."""
         return self.plan.states is self.plan.master.medium is Medium.DEVICE
 
     def row(self, kind: str, piece: Piece) -> str:
-        """Return the name by which a kind of bytes of a piece is counted."""
+        """Return the name under which a kind of bytes of a piece is counted."""
         return kind if piece.stays else self.plan.row(kind)
 
     def rows(self, kinds: Mapping[str, int]) -> Counter[str]:
-        """Return bytes of all pieces, given by kind, by the names by which they are counted."""
+        """Return bytes by name, from bytes by kind, counted over all pieces."""
         return self.plan.rows(kinds, self.share_away)
 
     def settle(self) -> bool:
-        """Let masters rest here, to be changed; whether they were elsewhere; a collective."""
+        """Bring masters here to be changed; return whether they were elsewhere; a collective."""
         return False
 
     def _masters(self, shared: Iterator[Shared]) -> Shared:
@@ -138,20 +138,20 @@ class Store:
 
     def _next(self, shared: Iterator[Shared]) -> Shared:
         found = next(shared)
-        # It is another store's, if they are made in another order than their memory.
+        # Otherwise it is another store's: stores were not made in the order of their memory.
         assert (found.own.numel(), found.own.dtype) == self._extent[:2]
         return found
 
     def _rest(self, shared: Shared) -> None:
         self.shared = shared
-        # Not methods, which would be one more call for each gather.
+        # Not methods, which would add a call to each gather.
         self.fetch: Callable[..., Work] = functools.partial(self.gather, source=shared)
         self.fetch_weights: Callable[..., Work] = functools.partial(
             self._gather_weights, source=shared
         )
 
     def as_weights(self, masters: Tensor) -> Tensor:
-        """Return what whole weights show of shards of masters, to be cast; one after the other."""
+        """Return what whole weights show, before a cast, of ``masters``: one or more shards."""
         bits = self.plan.gather_bits
         if bits is None:
             return masters
@@ -165,12 +165,12 @@ class Store:
         return shown
 
     def weights(self) -> Buffer:
-        """Return a buffer of whole weights, in the masters' storage where they may share it."""
+        """Return a buffer for whole weights, in the masters' storage where they can share it."""
         home = self.plan.weight
         return Buffer(self.layout, home.dtype, home.device, self._whole)
 
     def whole_masters(self) -> Buffer:
-        """Return a new buffer of whole masters, where weights are whole."""
+        """Return a new buffer for whole masters, on the device where weights are whole."""
         return Buffer(self.layout, self.plan.master.dtype, self.plan.weight.device)
 
     def reduced(self) -> Tensor:
@@ -190,9 +190,9 @@ class Store:
         return shard
 
     def flush(self, source: Tensor, resting: Shard | None, *, unit: str) -> tuple[Shard, Work]:
-        """Start to bring a unit's reduced shard to where gradients rest, added to those that do.
+        """Start to move a unit's reduced shard to where gradients rest, added to ``resting``.
 
-        Returns what rests, which may be read when the work has been waited for.
+        Returns the resting shard, and the work to wait for before it is read.
         """
         if resting is None:
             return source, Arrived()
@@ -200,18 +200,18 @@ class Store:
         return resting.add_(source), Arrived()
 
     def join(self, resting: Shard, *, unit: str, tag: int) -> Work:
-        """Start to sum what rests over the copies, in place."""
+        """Start to sum resting gradients over the copies, in place."""
         assert isinstance(resting, Tensor)
         return self._join(resting, Shared(resting), unit=unit, tag=tag)
 
     def keep(self, whole: Tensor) -> None:
-        """Keep a part of ``whole`` weights for the gathers of this step, if the store does that."""
+        """Keep a part of ``whole`` weights for this step's later gathers, if the store does so."""
 
     def forget(self) -> None:
-        """Keep no part of whole weights any more."""
+        """Drop the part of whole weights that was kept."""
 
     def retire(self) -> None:
-        """Let this rank's masters be all that rests, in memory of their own."""
+        """Keep nothing but this rank's masters, in memory of their own."""
         is_away = self.plan.master.medium is not Medium.DEVICE
         own = self.shared.own
         self._whole = None
@@ -219,10 +219,10 @@ class Store:
 
 
 class HostStore(Store):
-    """The store of a device for what rests in its host's memory, or in files that the host maps.
+    """A device's store for what rests in its host's memory, or in files that the host maps.
 
-    Every rank brings its own shard up, into its place in the whole, and the devices gather. Of the
-    shard the elements from ``num_away`` on stay on the device, if that is given.
+    Every rank copies its own shard up to its place in the whole, and the devices gather. If
+    ``num_away`` is given, the elements of the shard from there on stay on the device.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class HostStore(Store):
 
     @override
     def _masters(self, shared: Iterator[Shared]) -> Shared:
-        # Peers read nothing of it: they get it from this rank's device.
+        # Not shared with peers, which get it from this rank's device.
         files, copies = self._extent.scratch, self.comm.host_copies
         allocate = copies.lasting_memory if files is None else files.tensor
         return Shared(allocate(self._num_away, self.plan.master.dtype))
@@ -280,7 +280,7 @@ class HostStore(Store):
 
     @override
     def flush(self, source: Tensor, resting: Shard | None, *, unit: str) -> tuple[Shard, Work]:
-        """Start to bring a unit's reduced shard down, added to what rests, as every store does."""
+        """Start to copy a unit's reduced shard down, added to ``resting`` as in every store."""
         copies, num_away = self.comm.host_copies, self._num_away
         self.comm.transport.ledger.note(unit, "down", num_away, source.element_size())
         landing, here, leaving = self._landing(), self._here, source
@@ -293,13 +293,13 @@ class HostStore(Store):
             add = functools.partial(resting.away.add_, landing)
             return resting, copies.down(landing, leaving, add)
         if here.numel():
-            # A view would keep what has left.
+            # A view would keep the memory of the part that has left.
             here = here.clone() if num_away else source
         return SplitShard(landing, here), copies.down(landing, leaving)
 
     @override
     def join(self, resting: Shard, *, unit: str, tag: int) -> Work:
-        """Sum what rests over the copies, which only devices can, and bring it down again."""
+        """Sum resting gradients over the copies, which only devices can, and copy them back."""
         assert isinstance(resting, SplitShard)
         on_device = resting.copy_to(self.reduced())
         self._join(on_device, Shared(on_device), unit=unit, tag=tag).wait()

@@ -1,4 +1,4 @@
-"""Weights that are read where a checkpoint has them, by threads, while others are computed with."""
+"""Weights that stay in a checkpoint, and are read by threads while other units compute."""
 
 from __future__ import annotations
 
@@ -32,42 +32,42 @@ _T = TypeVar("_T")
 NUM_THREADS = 2
 _AT_ONCE_BYTES = 4 * 2**20
 _MOST_FREE = 2
-"""Units whose memory may wait for the next ones: they may be of two sizes in turns."""
+"""Free blocks kept for the next units: units of two sizes may alternate."""
 
 
 class Source(Protocol):
     """A whole parameter in a file.
 
     Attributes:
-        is_checked: Whether its values are known to be right.
+        is_checked: Whether its values are known to be intact.
     """
 
     is_checked: bool
 
     def lay_out(self, stride: Sequence[int]) -> None:
-        """Count elements from now on in the memory order of a tensor of this ``stride``."""
+        """Count elements in the memory order of a tensor of this ``stride`` from now on."""
 
     def expect_passes(self) -> None:
-        """Note that this process reads it over and over, and no other of this host does."""
+        """Expect repeated reads by this process, and none by others on this host."""
 
     def offset(self, dtype: torch.dtype) -> int | None:
-        """Return where its elements lie one behind the other in a file, if they have ``dtype``."""
+        """Return the file offset of its elements if they are contiguous and have ``dtype``."""
 
     def check(self) -> None:
-        """Raise a ``ValueError`` if the values are damaged, unless they were checked."""
+        """Raise a ``ValueError`` if the values are damaged, unless they were checked already."""
 
     def read(self, start: int, out: Tensor, dtype: torch.dtype) -> None:
-        """Read elements from ``start`` on to ``out``, ``[n]``, cast to ``dtype`` on the way."""
+        """Read elements from ``start`` on into ``out``, ``[n]``, cast to ``dtype`` on the way."""
 
 
 class LentBuffer(Buffer):
-    """A buffer on the host whose memory is lent anew for each use.
+    """A buffer on the host that borrows other memory for each use.
 
-    From a use on of which views are kept, or which autograd sees, it is the buffer's own: views see
-    the data of later uses then, and hold none between.
+    From the first use whose views are kept, or that autograd sees, it has memory of its own: then
+    views see the data of later uses, and hold no memory between uses.
 
     Args:
-        behind_sector: Bytes between the begin of a sector and that of the memory.
+        behind_sector: The distance in bytes from the start of a sector to the borrowed memory.
     """
 
     def __init__(
@@ -112,17 +112,17 @@ class LentBuffer(Buffer):
 
 
 def _staging(numel: int, dtype: torch.dtype) -> Tensor:
-    # Requests past the system's cache may write to it.
+    # Direct I/O can write to it.
     return StagingMemory(numel * dtype.itemsize).tensor[: numel * dtype.itemsize].view(dtype)
 
 
 class Reader:
-    """Threads that read, and memory to read to.
+    """Threads that read, and memory to read into.
 
     The threads are started when there is something to read.
 
     Attributes:
-        memory: That of whole weights.
+        memory: The memory of whole weights.
     """
 
     def __init__(self) -> None:
@@ -134,16 +134,16 @@ class Reader:
         return Reading(unit, [self._threads.submit(part) for part in parts])
 
     def close(self) -> None:
-        """End the threads, and keep no memory."""
+        """End the threads, and free the memory that is not in use."""
         self._threads.shutdown()
         self.memory.close()
 
 
 class Reading(Generic[_T]):
-    """Parts of a unit's weights that are being read: an iterable of what reads them returns.
+    """Parts of a unit's weights that are being read; an iterable of what the reads return.
 
-    To iterate waits for one part after the other, and raises a ``RuntimeError`` at the first that
-    could not be read or is damaged, whenever it is done.
+    Iterating waits for one part after the other, and raises a ``RuntimeError`` at the first of them
+    that could not be read or is damaged.
     """
 
     def __init__(self, unit: str, parts: Sequence[Future[_T]]) -> None:
@@ -159,8 +159,8 @@ class Reading(Generic[_T]):
             yield part.result()
 
     def wait(self) -> None:
-        """Return when all is read, or raise as iterating does."""
-        wait(self._parts)  # for each: a failed unit's memory is given back
+        """Wait for all parts, and raise as iterating does."""
+        wait(self._parts)  # all of them: if one has failed, the unit's memory is released
         for _ in self:
             pass
 
@@ -168,12 +168,12 @@ class Reading(Generic[_T]):
 class Stream(Store):
     """A store of weights that rest in a checkpoint, and have no masters, until :meth:`settle`.
 
-    Every rank reads whole units: what one has read the system has in memory for its neighbours, and
-    nothing is sent.
+    Every rank reads whole units, and nothing is sent: what one rank has read is in the page cache
+    for the others on its host.
 
     Args:
-        sources: Where the parameters lie, in the order of the layout.
-        reader: What reads them.
+        sources: The parameters in the checkpoint, in the order of the layout.
+        reader: Reads them.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Stream(Store):
 
     @override
     def _masters(self, shared: Iterator[Shared]) -> Shared:
-        """Return masters that have no memory: who reads them finds no number."""
+        """Return masters without memory, which read as NaN if the dtype has it."""
         with lasting_tensors():
             home = self.plan.master
             nothing = torch.zeros(1, dtype=home.dtype, device=home.device)
@@ -208,17 +208,17 @@ class Stream(Store):
 
     @abstractmethod
     def _read(self, out: Tensor, *, unit: str, tag: int) -> Work:
-        """Start to read whole weights to ``out``."""
+        """Start to read whole weights into ``out``."""
 
     def _parts(self, out: Tensor) -> Iterator[tuple[Source, int, Tensor]]:
-        """Yield the parts of a buffer of whole weights: where each is read from, and to.
+        """Yield the parts in which ``out`` is read: the source, the first element, and the target.
 
-        Where the file has them as they are, they end at ends of sectors.
+        Parts that are contiguous in a file in the dtype of ``out`` end at sector boundaries.
         """
         size, dtype = out.element_size(), out.dtype
         at_once = _AT_ONCE_BYTES // size
         for source, slot in zip(self._sources, self.layout.slots, strict=True):
-            ends = range(0)  # a checksum may be that of the whole
+            ends = range(0)  # unchecked ones whole: a checksum may cover all of a source
             if source.is_checked:
                 behind_sector = (source.offset(dtype) or 0) % SECTOR // size
                 ends = range(at_once - behind_sector, slot.numel, at_once)
@@ -253,7 +253,7 @@ class Stream(Store):
 
 
 class LentStream(Stream):
-    """The same where weights are whole on the host: they are read to where they are used."""
+    """A stream to weights that are whole on the host: they are read to where they are used."""
 
     @override
     def weights(self) -> Buffer:
@@ -261,9 +261,9 @@ class LentStream(Stream):
         return LentBuffer(self.layout, dtype, self._reader.memory, self._behind_sector(dtype))
 
     def _behind_sector(self, dtype: torch.dtype) -> int:
-        """Return where memory lies as most of the file's bytes do, which need no copy then."""
+        """Return the ``behind_sector`` that matches most bytes of the file: they need no copy."""
         nbytes: Counter[int] = Counter({0: 0})
-        # Nothing is read any more when it has settled, and there are no sources.
+        # After `settle` there are no sources, and nothing is read any more.
         for source, slot in zip(self._sources, self.layout.slots, strict=False):
             offset = source.offset(dtype)
             if offset is not None and offset % dtype.itemsize == 0:
@@ -272,7 +272,7 @@ class LentStream(Stream):
 
     @override
     def _read(self, out: Tensor, *, unit: str, tag: int) -> Work:
-        # Each thread takes the next one: to hand them over one by one costs 2 % of the time.
+        # Each thread takes the next part: to submit them one by one costs 2 % of the time.
         parts = iter(list(self._parts(out)))
         return self._reader.start(unit, [functools.partial(self._read_all, parts)] * NUM_THREADS)
 
@@ -282,9 +282,9 @@ class LentStream(Stream):
 
 
 class HostStream(Stream, HostStore):
-    """The same beside a device: what is read to host memory goes up to the whole weights.
+    """A stream to weights that are whole on a device: they are read to host memory and copied up.
 
-    Each part is read to memory of its own, in the dtype of the weights, and goes up as it comes.
+    Each part is read to its own memory, in the dtype of the weights, and copied when it is read.
     """
 
     @override
@@ -293,7 +293,7 @@ class HostStream(Stream, HostStore):
         self.comm.transport.ledger.note(unit, "up", numel, out.element_size())
         reads, at_once = [], _AT_ONCE_BYTES // out.element_size()
         for source, start, part in self._parts(out):
-            # Not by the threads, which are on no device; and of one size, for reuse in all passes.
+            # Not in the threads, which set no device; and in one size, for reuse in all passes.
             pairs = [
                 (one, copies.passing_memory(one.numel(), one.dtype))
                 for one in torch.split(part, at_once)
@@ -312,5 +312,5 @@ class HostStream(Stream, HostStore):
 
 
 def stream_for(plan: Plan) -> type[Stream]:
-    """Return the store of weights that rest in a checkpoint, for where a plan makes them whole."""
+    """Return the class of stream for where a plan makes weights whole."""
     return HostStream if plan.grad.medium is Medium.HOST else LentStream

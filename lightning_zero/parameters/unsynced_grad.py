@@ -1,4 +1,4 @@
-"""The gradient that a rank has for itself, between microbatches whose gradients are not sent."""
+"""Stand-ins for a rank's own gradients, between microbatches whose gradients are not sent."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class UnsyncedGrad(StandIn):
-    """The stand-in for a gradient that this rank summed up by itself since the last reduction.
+    """The stand-in for the gradient that this rank has accumulated since the last reduction.
 
-    Its uses are no collectives, unless averaged gradients of before were kept: then the first use
-    gathers them.
+    Using it is not a collective, unless an earlier averaged gradient was kept: then the first use
+    gathers that.
 
     Attributes:
         held: The whole gradient, in the buffer from which it will be reduced.
@@ -29,7 +29,7 @@ class UnsyncedGrad(StandIn):
 
     @staticmethod
     def __new__(cls, piece: Piece, like: Tensor, held: Tensor) -> UnsyncedGrad:
-        """Show ``held`` with the dtype and device of ``like``."""
+        """Make the stand-in for ``held``, with the dtype and device of ``like``."""
         made: UnsyncedGrad = internals.make_wrapper(
             cls, held.shape, strides=held.stride(), dtype=like.dtype, device=like.device
         )
@@ -44,7 +44,7 @@ class UnsyncedGrad(StandIn):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Work on the gradient that is held."""
+        """Work on the held gradient."""
         kwargs = kwargs or {}
         if func in ALIASES:
             view = UnsyncedGrad(args[0].piece, args[0], args[0].held)
@@ -59,10 +59,10 @@ class UnsyncedGrad(StandIn):
         return target if isinstance(target, UnsyncedGrad) else result
 
     def whole(self) -> Tensor:
-        """Return the gradient as DDP shows it within ``no_sync``; changes of it last.
+        """Return the gradient as DDP shows it within ``no_sync``; changes to it persist.
 
         Raises:
-            RuntimeError: The parameter shows another by now, or none.
+            RuntimeError: The parameter shows another gradient by now, or none.
         """
         if self.piece.gradient.shown is not self.original:
             raise RuntimeError(

@@ -1,12 +1,12 @@
 """Data only: stages, precisions, layouts, units and settings. No communication, no Lightning.
 
 plan         the homes of weights, gradients and masters; the table of stages; offload
-settings     the user's settings, checked
+settings     the user's settings, validated
 units        the search for a model's units
 casts        which parameters forward may read in half precision
 unit_specs   units with their parameters and plans, before they have memory
 layout       the place of every parameter in its flat buffer, and every rank's part
-cuts         the share of these parts that is offloaded
+cuts         where shards are cut if only a share of them is offloaded
 """
 
 from lightning_zero.plan.casts import CAST_WEIGHTS

@@ -1,15 +1,15 @@
-"""The parameters that forward may read in half precision, under an autocast that casts them anyway.
+"""The parameters that forward may read in half precision because autocast casts them anyway.
 
-Autocast casts what its operations take, each time they take it. A parameter that is taken once, by
-such an operation and nothing else, may as well arrive in half precision: no number changes. All
-others stay in fp32, which is right for each and costs bytes only. No batch is at hand before the
-first forward, so it is known of a parameter that it is cast from
+Autocast casts the inputs of its operations at every call. A parameter whose only use is one such
+operation may as well arrive in half precision: no number changes. All others stay in fp32, which is
+always correct and costs only bytes. There is no batch before the first forward, so whether a
+parameter is cast follows from
 
 1. its module, if that is one of torch's own whose operations autocast lists (:data:`_KINDS`),
 2. else a dry run of its module's forward on stand-ins without shapes or data, children not entered.
 
 A parameter with two names is used twice: autocast casts it twice, and adds its gradients in fp32.
-So are the weights of a recurrent layer, which takes them once for each element of a sequence.
+The same holds for the weights of a recurrent layer, which are used once per element of a sequence.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import fx, nn
 from torch.nn import Parameter
 
 CAST_WEIGHTS = ("autocast", "all", "none")
-"""The answers to the question which weights mixed precision casts."""
+"""The choices of which weights mixed precision casts."""
 
 _KINDS: dict[type[nn.Module], tuple[str, ...]] = {
     nn.Linear: ("weight", "bias"),
@@ -39,7 +39,7 @@ _KINDS: dict[type[nn.Module], tuple[str, ...]] = {
         "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias",
     ),
 }  # fmt: skip
-"""What autocast casts in torch's own modules; subclasses may do otherwise in their forward."""
+"""Parameters that autocast casts, by exact class: a subclass may have another forward."""
 
 _OPERATIONS: set[Callable[..., object] | str] = {
     operator.matmul, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.addbmm,
@@ -53,7 +53,7 @@ _VIEWS: set[Callable[..., object] | str] = {
     torch.t, torch.transpose, torch.permute, torch.reshape, torch.squeeze, torch.unsqueeze,
     "t", "transpose", "permute", "reshape", "view", "squeeze", "unsqueeze", "contiguous", "flatten",
 }  # fmt: skip
-"""Operations that only look at each element; their gradient is the element's own."""
+"""Operations that only rearrange elements, and pass on each one's gradient unchanged."""
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
@@ -63,11 +63,11 @@ def uncast_parameters(root: nn.Module, choice: str = "autocast") -> set[int]:
 
     Args:
         root: The model.
-        choice: ``"autocast"`` casts what is known to be cast by autocast, ``"all"`` whatever torch
-            takes in half precision, ``"none"`` nothing.
+        choice: ``"autocast"`` casts the parameters that autocast is known to cast, ``"all"`` those
+            that torch accepts in half precision, ``"none"`` none.
     """
     if choice == "all":
-        # Torch's normalizations refuse weights of less precision than input or statistics.
+        # Torch's normalizations reject weights of less precision than input or statistics.
         norms = (m for m in root.modules() if isinstance(m, _NORMS))
         return {id(p) for norm in norms for p in norm.parameters(recurse=False)}
     cast = set() if choice == "none" else {id(p) for p in _known_to_be_cast(root)}
@@ -75,7 +75,7 @@ def uncast_parameters(root: nn.Module, choice: str = "autocast") -> set[int]:
 
 
 def _known_to_be_cast(root: nn.Module) -> Iterator[Parameter]:
-    """Yield the parameters of which it is known that autocast casts them, once."""
+    """Yield the parameters that autocast is known to cast, exactly once."""
     names: dict[int, int] = {}
     for _, parameter in root.named_parameters(remove_duplicate=False):
         names[id(parameter)] = names.get(id(parameter), 0) + 1
@@ -88,18 +88,18 @@ def _known_to_be_cast(root: nn.Module) -> Iterator[Parameter]:
         if not named or "forward" in vars(module):
             continue
         cast = _KINDS.get(type(module), ())
-        # The model's own forward may log and count, and is not run for this.
+        # The model's own forward is not traced: it may log and count.
         if module is not root and not type(module).__module__.startswith("torch.nn."):
             cast = _cast_in_forward(module)
         yield from (named[name] for name in cast if name in named)
 
 
 def _cast_in_forward(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the module's own parameters that its forward uses once, cast."""
+    """Return the names of the module's own parameters that its forward uses once, and casts."""
     try:
         with torch.random.fork_rng(devices=[]):
             graph = _Uses(param_shapes_constant=True).trace(_copy(module))
-    except Exception:  # whatever a forward raises that is given no numbers
+    except Exception:  # forward may raise anything on stand-ins without data
         return ()
     reads: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -111,15 +111,15 @@ def _cast_in_forward(module: nn.Module) -> tuple[str, ...]:
 
 
 class _Uses(fx.Tracer):
-    """Notes what a forward does with parameters; children are called, but not entered."""
+    """Traces what a forward does with its module's parameters, without entering children."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Return that it is."""
+        """Return ``True`` for every child."""
         return True
 
 
 def _copy(module: nn.Module) -> nn.Module:
-    """Return a copy of the same parameters and children, on which forward may note things."""
+    """Return a copy that shares parameters and children, but no container forward may change."""
     one = copy.copy(module)
     for name, value in vars(module).items():
         if isinstance(value, dict | list | set):
@@ -128,7 +128,7 @@ def _copy(module: nn.Module) -> nn.Module:
 
 
 def _is_cast_once(node: fx.Node) -> bool:
-    """Return whether one operation uses a value, perhaps through a view, and autocast casts it."""
+    """Return whether one operation uses a value, perhaps through views, and autocast casts it."""
     if len(node.users) != 1:
         return False
     (user,) = node.users

@@ -1,4 +1,4 @@
-"""The share of a rank's shards that is offloaded, if it is not all of them."""
+"""Where a rank's shards are cut if only a share of them is offloaded."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from lightning_zero.plan.layout import Layout
 
 
 def cuts_of(layouts: Sequence[Layout], ratio: float, rank: int) -> list[int]:
-    """Return how many elements of each of a rank's shards go, so that in all a share does.
+    """Return how many elements of each of a rank's shards to offload, ``ratio`` of all in total.
 
-    Of a shard the first elements go and the others stay. A piece is not cut, as an optimizer has
-    one state for it, so a cut is at the nearest end of a piece. Shards of large pieces are cut
-    first, and the others make up for what is too much or too little, each for its part::
+    The first elements of a shard go, the others stay. A piece is never split, since an optimizer
+    keeps one state for it: cuts are at the nearest boundary between pieces. Shards with large
+    pieces are cut first, and the others make up for the error in proportion to their sizes::
 
         ratio 0.3   | go |  stay        | go      | stay     | stay      |
         shards      | unit 0            | unit 1             | embedding |
@@ -26,7 +26,7 @@ def cuts_of(layouts: Sequence[Layout], ratio: float, rank: int) -> list[int]:
     for number in sorted(range(len(layouts)), key=largest.__getitem__, reverse=True):
         numel = layouts[number].shard_numel
         wanted = to_go * numel / max(1, rest)
-        # Of two that are as near the later one: what is offloaded was too large for the device.
+        # Of two equally near ends the later: what is offloaded was too large for the device.
         found[number] = min(ends[number], key=lambda end: abs(end - wanted))
         to_go, rest = to_go - found[number], rest - numel
     return found

@@ -13,8 +13,8 @@ Three parameters over two ranks (``.`` is padding to the alignment or to equal s
     shards  | rank 0                 | rank 1                |
     pieces  | weight[0:n]            | weight[n:] bias scale |
 
-A shard boundary may fall anywhere, also inside a row: element-wise optimizers do not care, and
-equal shards are what makes every collective a single call without a copy.
+A shard boundary may fall anywhere, even inside a row: element-wise optimizers do not care, and
+equal shards make every collective a single call without a copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from math import lcm, prod
 
 ALIGNMENT = 64
-"""Elements to which slots and shards are aligned: 256 bytes in fp32, as for a fresh tensor."""
+"""Alignment of slots and shards in elements: 256 bytes in fp32, like a fresh tensor."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Layout:
-    """The slots of one flat buffer that is shared out over ``world_size`` ranks.
+    """The slots of one flat buffer that is sharded over ``world_size`` ranks.
 
     With hybrid sharding these are the ranks of one copy.
     """
@@ -68,7 +68,7 @@ class Layout:
     ) -> Layout:
         """Pack ``(name, shape, stride)`` back to back, aligned and padded to equal shards.
 
-        Shards can be divided by ``num_copies``: that many ranks hold each, and share its reduction.
+        Shards are divisible by ``num_copies``: that many ranks hold each, and share its reduction.
         """
         slots: list[Slot] = []
         offset = 0
@@ -91,7 +91,7 @@ class Layout:
         return tuple((start, stop) for start, stop in pairs if start < stop)
 
     def shard(self, rank: int) -> tuple[int, int]:
-        """First and one-past-last element of a rank's shard in the buffer."""
+        """Return the first and one-past-last element of a rank's shard in the buffer."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def piece(self, index: int, rank: int) -> tuple[int, int]:
@@ -112,7 +112,7 @@ class Layout:
         return start + shift, stop + shift
 
     def ends(self, rank: int) -> list[int]:
-        """Return where a rank's shard may be cut between pieces, neither part without one."""
+        """Return where a rank's shard may be cut: at either end, or between two of its pieces."""
         pieces = (self.piece_in_shard(index, rank) for index in range(len(self.slots)))
         starts = [start for start, stop in pieces if start < stop]
         return [0, *starts[1:], self.shard_numel]

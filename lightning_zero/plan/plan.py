@@ -12,12 +12,12 @@ Memory Optimizations Toward Training Trillion Parameter Models*, section 5):
     3      sharded     sharded   sharded
     =====  ==========  ========  =======
 
-Two moments follow from them, and they are all that differs between the stages: whole weights are
-released after use if the weight's home is sharded, and gradients are reduced in every microbatch if
-the grad's home is sharded (otherwise in the last one).
+All that differs between the stages follows from them: whole weights are released after use if the
+weight's home is sharded, and gradients are reduced in every microbatch if the grad's home is
+sharded (otherwise in the last one).
 
-A home's **medium** is what holds its bytes. **Offload** gives homes another one than the device:
-its host's memory, or files that the host maps.
+A home's **medium** is what holds its bytes. **Offload** moves homes from the device to another
+medium: the memory of its host, or files that the host maps.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ import torch
 
 
 class Placement(Enum):
-    """A buffer's distribution over the ranks."""
+    """How a buffer is distributed over the ranks."""
 
     REPLICATED = "replicated"
     """Every rank holds all of it."""
     PARTIAL = "partial"
-    """Every rank holds a summand of all of it."""
+    """Every rank holds a summand of the whole."""
     SHARDED = "sharded"
     """Every rank holds its own equal part."""
 
@@ -52,9 +52,9 @@ class Medium(Enum):
     """The memory that holds the bytes of a home."""
 
     DEVICE = "device"
-    """The memory of the device that computes."""
+    """Memory of the device that computes."""
     HOST = "cpu"
-    """Pinned memory of its host."""
+    """Pinned memory of the device's host."""
     DISK = "nvme"
     """Files."""
 
@@ -66,7 +66,7 @@ _PREFIXES = {Medium.DEVICE: "", Medium.HOST: "host ", Medium.DISK: "disk "}
 class Home:
     """The place where one kind of state rests between uses.
 
-    ``device`` is that of its tensors. Weights that rest elsewhere become whole there.
+    ``device`` is the device of its tensors. Weights that rest elsewhere become whole there.
     """
 
     placement: Placement
@@ -100,12 +100,12 @@ RECIPES = {
 class Plan:
     """The three homes of the parameters that share a dtype.
 
-    ``grad`` is the home of gradients between microbatches; its dtype is the one in which they are
-    reduced. A reduced gradient has the master's dtype, because the optimizer reads it. ``states``
-    is the medium of optimizer states, by default that of the masters. ``gather_bits`` and
-    ``reduce_bits`` are those of an element of weights and of gradients on their way, if they travel
-    in code, with ``error_feedback`` of what that loses of gradients. ``stochastic_rounding`` says
-    that masters and states are lent to the optimizer in fp32.
+    ``grad`` is the home of gradients between microbatches; they are reduced in its dtype. A reduced
+    gradient has the master's dtype, because the optimizer reads it. ``states`` is the medium of
+    optimizer states, by default that of the masters. ``gather_bits`` and ``reduce_bits`` are the
+    bits per element of weights and gradients that travel in code; ``error_feedback`` adds what the
+    code loses of a gradient to the next one. ``stochastic_rounding`` lends masters and states to
+    the optimizer in fp32.
     """
 
     weight: Home
@@ -129,12 +129,12 @@ class Plan:
 
     @property
     def has_master(self) -> bool:
-        """Return whether the master is a second copy beside the weight."""
+        """Return whether the master is a copy apart from the weight."""
         return (self.master.dtype, self.master.medium) != (self.weight.dtype, self.weight.medium)
 
     @property
     def can_code_weights(self) -> bool:
-        """Return whether weights are not the masters themselves, and so may be less precise."""
+        """Return whether whole weights are apart from the masters, and so may be less precise."""
         is_apart = self.has_master or self.gives_weights_back
         return is_apart and self.weight.dtype.is_floating_point
 
@@ -145,7 +145,7 @@ class Plan:
 
     @property
     def copies_weights(self) -> bool:
-        """Return whether weights rest in bytes of their own, and are not cast from the masters."""
+        """Return whether resting weights take bytes of their own, and are not cast from masters."""
         is_beside = self.master.medium is self.weight.medium
         return not (self.gives_weights_back and self.has_master and is_beside)
 
@@ -160,11 +160,11 @@ class Plan:
         }
 
     def row(self, kind: str) -> str:
-        """Return the name by which resting bytes are counted; those away have their own."""
+        """Return the name under which a kind of resting bytes is counted, with its medium."""
         return _PREFIXES[self.media.get(kind, Medium.DEVICE)] + kind
 
     def rows(self, kinds: Mapping[str, int], share_away: float = 1.0) -> Counter[str]:
-        """Return bytes, given by kind, by name, if only a share rests where the plan says."""
+        """Return bytes by name, from bytes by kind, if only a share rests where the plan says."""
         rows: Counter[str] = Counter()
         for kind, count in kinds.items():
             away = round(share_away * count)
@@ -175,10 +175,9 @@ class Plan:
     def offloaded(self, *, optimizer: Medium, weights: Medium, on_host: bool = False) -> Plan:
         """Return the same plan with other media; ``on_host`` if the device is the host itself.
 
-        States are where the masters are; but on the host itself sharded weights are gathered from
-        the masters, which are then where the weights shall be. Reduced gradients are never in
-        files: they are added to in every microbatch, so they rest where the host reads them for a
-        step.
+        States rest with the masters, except that on the host itself sharded weights are gathered
+        from the masters, which then rest on the weights' medium. Reduced gradients never rest in
+        files: every microbatch adds to them, so they rest where the host reads them for a step.
         """
         is_away = optimizer is not Medium.DEVICE
         grad = Medium.HOST if is_away and not on_host else Medium.DEVICE
@@ -212,12 +211,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Offload:
-    """The homes that rest outside the device, and how much of them.
+    """What is offloaded from the device, and how much of it.
 
     Attributes:
         optimizer: ``"cpu"`` or ``"nvme"`` for masters and optimizer states, ``None`` if they stay.
         weights: The same for sharded weights, and for the masters of frozen ones.
-        ratio: The share of that, above 0 and up to 1; the rest stays on the device.
+        ratio: The share that is offloaded, above 0 and up to 1; the rest stays on the device.
     """
 
     optimizer: str | None = None
@@ -246,24 +245,24 @@ class Offload:
 
     @classmethod
     def of_stage(cls, stage: int, medium: str, *, ratio: float = 1.0) -> Offload:
-        """Return the offload of ``zero2_offload``, ``zero3_offload`` and ``zero3_nvme``."""
+        """Return the offload for ``zero2_offload``, ``zero3_offload`` or ``zero3_nvme``."""
         return cls(medium, medium if stage == 3 else None, ratio)
 
     def runs_on(self, device: torch.device) -> bool:
-        """Return whether the engine does it on ``device``.
+        """Return whether the engine supports this offload on ``device``.
 
-        If that is the host there are only files to move to, and nothing to step in the meantime.
+        On a CPU there are only files to offload to, and no other device to step a share.
         """
         media = {self.optimizer, self.weights} - {None}
         is_for_host = media == {"nvme"} and self.ratio == 1
         return len(media) == 1 and (device.type != "cpu" or is_for_host)
 
     def stages_states(self, device: torch.device) -> bool:
-        """Return whether the engine reads states from files for a step, and writes them back."""
+        """Return whether the engine reads states from files for each step, and writes them back."""
         return self.optimizer == "nvme" and self.runs_on(device)
 
     def is_mapped(self, device: torch.device) -> bool:
-        """Return whether ``device`` is the host itself, and so maps the files as its own memory."""
+        """Return whether ``device`` is the host itself, and maps the files as its own memory."""
         return device.type == "cpu" and self.runs_on(device)
 
     def of(self, plan: Plan, *, trainable: bool, on_host: bool = False) -> Plan:
@@ -272,6 +271,6 @@ class Offload:
         optimizer = Medium(self.optimizer or "device") if trainable else weights
         away = plan.offloaded(optimizer=optimizer, weights=weights, on_host=on_host)
         if on_host:
-            # Frozen parameters have none, until they are trained.
+            # Frozen parameters have no states until they are trained.
             away = replace(away, states=Medium(self.optimizer or "device"))
         return away

@@ -1,4 +1,4 @@
-"""The user's settings of the engine, checked when they are made."""
+"""The user's settings of the engine, validated when they are made."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from lightning_zero.plan.units import MIN_NUMEL, UnitPolicy
 class Settings:
     """The user's settings of the engine; ``ZeROStrategy`` documents each of them.
 
-    Under a Trainer its steps are forwards of DDP's, and calls of the module in hooks are not: they
-    do not ``broadcast_in_calls``.
+    Under a Trainer ``broadcast_in_calls`` is off: there a step stands for DDP's forward and
+    broadcasts buffers, and a call of the module in a hook, which would bypass DDP, does not.
     """
 
     stage: int = 3
@@ -142,16 +142,16 @@ class Settings:
 
     @property
     def steps_by_unit(self) -> bool:
-        """Return whether an optimizer steps one unit after the other."""
+        """Return whether an optimizer steps unit by unit."""
         return self.offload is not None or self.stochastic_rounding
 
     def division(self, world_size: int, ranks_on_node: int | None = None) -> dict[str, Any]:
-        """Return how a communicator divides the ranks, and whether they may read their memory.
+        """Return the arguments of a ``Communicator`` that say how it divides the ranks.
 
-        Code travels in messages only.
+        Ranks do not read each other's memory if anything is coded: code travels only in messages.
 
         Raises:
-            ValueError: The ranks cannot be divided so, or it is not known which share a node.
+            ValueError: The ranks cannot be divided so, or it is not known how many share a node.
         """
         is_coded = self.gather_bits is not None or self.reduce_bits is not None
         return {
@@ -162,11 +162,11 @@ class Settings:
         }
 
     def num_shards(self, world_size: int, ranks_on_node: int | None = None) -> int:
-        """Return over how many ranks states, gradients and weights are sharded, or raise."""
+        """Return the number of ranks over which states, gradients and weights are sharded."""
         return self._group("shard", world_size, ranks_on_node)
 
     def _group(self, name: str, world_size: int, ranks_on_node: int | None) -> int:
-        """Return how many ranks the groups have for which a setting asks; by default all."""
+        """Return the number of ranks per group that a setting asks for."""
         asked = getattr(self, name)
         found = {"all": world_size, "node": ranks_on_node}.get(asked, asked)
         if found is None:
@@ -197,7 +197,7 @@ class Settings:
             self._check_both(offload)
 
     def _check_both(self, offload: Offload) -> None:
-        """Raise unless weights and states go to one place, as beside an accelerator they must."""
+        """Raise unless weights and states go to one place, as they must with an accelerator."""
         kinds = {"offload_optimizer": offload.optimizer, "offload_weights": offload.weights}
         if self.stage == 3 and len(set(kinds.values())) > 1:
             given, other = sorted(kinds, key=lambda name: kinds[name] is None)
@@ -207,9 +207,9 @@ class Settings:
             )
 
     def check_device(self) -> None:
-        """Raise a ``ValueError`` unless the device, which is known at last, has a host beside it.
+        """Raise a ``ValueError`` if the device, now that it is known, does not allow the offload.
 
-        Only offload to host memory needs one.
+        Offload to host memory, or of a share, needs a device beside the host.
         """
         if self.offload is not None and self.device.type != "cpu":
             self._check_both(self.offload)
@@ -226,7 +226,7 @@ class Settings:
             )
 
     def plan(self, dtype: torch.dtype, *, is_cast: bool = True, trainable: bool = True) -> Plan:
-        """Return the plan for parameters of ``dtype``; fp32 ones may be cast if ``is_cast``."""
+        """Return the plan for parameters of ``dtype``; ``is_cast`` lets the recipe cast fp32."""
         weight, grad, master = PLACEMENTS[self.stage]
         if self.accumulate is not None:
             grad = Placement.PARTIAL if self.accumulate == "local" else Placement.SHARDED
@@ -255,7 +255,7 @@ class Settings:
 
 
 def as_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
-    """Return a dtype, also by a name from a YAML file (``bfloat16``, ``torch.bfloat16``)."""
+    """Return a dtype, also given by name as in a YAML file (``bfloat16``, ``torch.bfloat16``)."""
     if not isinstance(value, str):
         return value
     dtype = getattr(torch, value.removeprefix("torch."), None)

@@ -1,4 +1,4 @@
-"""The units of a module under given settings, before any of them has memory."""
+"""The units of a module under given settings, before they have memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from lightning_zero.plan.units import MIN_NUMEL, assign_parameters, find_units
 class FlatSpec(NamedTuple):
     """Parameters that will share flat buffers, and their plan.
 
-    If a share of what the plan offloads stays on the device, ``num_away`` elements of the shard of
-    the rank in question do not.
+    If only a share is offloaded, ``num_away`` is the number of elements of a rank's shard that are.
     """
 
     named: list[tuple[str, Parameter]]
@@ -41,7 +40,7 @@ class FlatSpec(NamedTuple):
         return 1.0 if self.num_away is None else self.num_away / max(1, layout.shard_numel)
 
     def stays(self, layout: Layout, index: int, rank: int) -> bool:
-        """Return whether a piece stays on the device, of what the plan offloads."""
+        """Return whether a piece stays on the device although others are offloaded."""
         return self.num_away is not None and layout.piece_in_shard(index, rank)[1] > self.num_away
 
     def bytes_in_files(self, num_shards: int, num_copies: int) -> int:
@@ -53,7 +52,7 @@ class FlatSpec(NamedTuple):
 
 
 class UnitSpec(NamedTuple):
-    """A unit before it has memory; also of a module on ``meta``."""
+    """A unit before it has memory; its module may be on ``meta``."""
 
     name: str
     module: nn.Module
@@ -67,9 +66,9 @@ class UnitSpec(NamedTuple):
 def with_cuts(
     specs: list[UnitSpec], ratio: float, *, num_shards: int, num_copies: int, rank: int
 ) -> list[UnitSpec]:
-    """Return units of whose shards on a rank of a copy a share is offloaded.
+    """Return the units with a share of their shards offloaded, for one rank of a copy.
 
-    Trainable and frozen ones are counted apart.
+    The share holds for trainable and for frozen parameters separately.
     """
     if ratio == 1:
         return specs
@@ -89,7 +88,7 @@ def with_cuts(
 def shares_away(
     specs: list[UnitSpec], ratio: float, *, num_shards: int, num_copies: int
 ) -> list[float]:
-    """Return the share of trainable shards that each rank of a copy offloads."""
+    """Return, for each rank of a copy, the share of its trainable shards that it offloads."""
     flats = [flat for spec in specs for flat in spec.flat_parameters if flat.trainable]
     layouts = [flat.layout(num_shards, num_copies) for flat in flats]
     numel = sum(layout.shard_numel for layout in layouts)
@@ -100,7 +99,7 @@ def specify_units(module: nn.Module, settings: Settings) -> list[UnitSpec]:
     """Cut ``module`` into units as ``settings`` say; the root comes last."""
     modules = find_units(module, settings.units, settings.min_num_params)
     assigned = assign_parameters(module, modules)
-    # The root comes last: a tied parameter is loaded when every module that uses it has its values.
+    # Last, so that a tied parameter is loaded when every module that uses it has its values.
     root_parameters = assigned.pop("")
     uncast = uncast_parameters(module, settings.cast_weights) if settings.recipe.weight else set()
     for named in assigned.values():

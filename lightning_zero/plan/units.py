@@ -8,8 +8,8 @@
 3. any other module that itself holds a large parameter (an embedding, a head),
 4. a ``Sequential`` whose elements are too small one by one.
 
-What has fewer than ``min_num_params`` elements is not worth a collective and stays with the unit
-around it; what no unit took belongs to the root, which is whole for the entire step.
+A module with fewer than ``min_num_params`` elements is not worth a collective and stays with the
+unit around it; parameters that no unit took belong to the root, which is whole for the entire step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import UninitializedParameter
 
 MIN_NUMEL = 2**16
-"""Elements below which a module is no unit by default: a collective's latency costs more."""
+"""Default minimum of elements in a unit: below it, a collective's latency costs more."""
 
 UnitPolicy = str | Iterable[type[nn.Module]] | Callable[[nn.Module], bool]
 
@@ -38,8 +38,8 @@ def find_units(
 ) -> dict[str, nn.Module]:
     """Return the modules below ``root`` that become units, by name.
 
-    The policy is ``"auto"``, a set of module classes, or a callable that says of a module whether
-    it is a unit. Under ``"auto"`` a unit has ``min_num_params`` elements or more.
+    The policy is ``"auto"``, module classes, or a callable that returns whether a module is a unit.
+    Under ``"auto"`` a unit has at least ``min_num_params`` elements.
     """
     if policy == "auto":
         return dict(_automatic(root, min_num_params))
@@ -68,7 +68,7 @@ def unwrap_compiled(module: nn.Module) -> nn.Module:
 
 
 def _callable_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every module whose ``forward`` is called; a compiled one stands for its inner one."""
+    """Yield the called modules that have parameters, a compiled one in place of its inner one."""
     compiled = {id(m._orig_mod) for m in root.modules() if isinstance(m, OptimizedModule)}
     for name, module in root.named_modules():
         is_called = not isinstance(module, _NOT_CALLED) and id(module) not in compiled
@@ -102,7 +102,7 @@ def _search(
             continue
         own = _own_numel(inner)
         inside = list(_search(child, child_path, unsplit, least, limit))
-        # Its elements run one after the other, so small ones can share its collective.
+        # The elements of a Sequential run one after the other, so small ones share a collective.
         is_shared = isinstance(inner, nn.Sequential) and not inside and numel <= limit
         if may_be_called and (own >= max(least, 1) or is_shared):
             yield child_path, child
@@ -126,7 +126,7 @@ def _own_numel(module: nn.Module) -> int:
 def assign_parameters(
     root: nn.Module, units: dict[str, nn.Module]
 ) -> dict[str, list[tuple[str, Parameter]]]:
-    """Return every parameter, once, under the unit that takes it; ``""`` is the root.
+    """Return every parameter once, under the unit that takes it; ``""`` is the root.
 
     A parameter that several units use belongs to their lowest common ancestor.
     """

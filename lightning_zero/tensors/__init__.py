@@ -1,15 +1,15 @@
-"""Facts about torch tensors, on which everything else stands.
+"""Facts about torch tensors, on which everything else builds.
 
 =========== ====================================================================================
-lasting     ordinary tensors, also made within inference mode
+lasting     ordinary tensors, even when created in inference mode
 nested      the tensors in nested values
-properties  what can be done to a tensor, by what it needs of the tensor's memory
-chunks      parts of large tensors that are worked on one after the other
-storages    memory that is counted for as long as somebody holds it
-large_pages memory that is taken in large pages
-lent_memory memory that is lent again when nothing refers to it any more
+properties  torch's functions, grouped by what they need of a tensor's memory
+chunks      the chunk size in which large tensors are processed
+storages    storages, counted while they are alive
+large_pages host memory in huge pages
+lent_memory host memory that is reused once nothing refers to it
 profiling   the package's verbs as named ranges in a profile
-internals   every private name of torch in use, with its reason
+internals   every private name of torch in use, with the reason
 =========== ====================================================================================
 """
 

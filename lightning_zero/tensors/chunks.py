@@ -1,4 +1,4 @@
-"""Parts of large tensors that are worked on one after the other."""
+"""The chunk size in which large tensors are processed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _ON_DEVICE = 2**24
 
 
 def numel_at_a_time(device: torch.device) -> int:
-    """Return how many elements a pass of several operations takes at a time.
+    """Return how many elements of a large tensor a sequence of operations takes at a time.
 
-    On a CPU as many as stay in a core's cache; on a device enough to keep it busy.
+    On a CPU they fit in a core's cache; on a device there are enough of them to keep it busy.
     """
     return _ON_CPU if device.type == "cpu" else _ON_DEVICE

@@ -1,7 +1,7 @@
 """Every private name of torch that the package uses, and why no public one would do.
 
-Those of ``torch.distributed`` are in ``comm``, those of torch's compiler and of its file format
-where they are used. Names are bound here once: to look one up costs less than at its own place.
+Names of ``torch.distributed`` are in ``comm``; names of torch's compiler and file format are where
+they are used. Binding a name here once makes it cheaper to look up.
 """
 
 from __future__ import annotations
@@ -21,52 +21,52 @@ import torch.utils._python_dispatch as _python_dispatch
 from torch import Tensor
 
 as_plain_tensors = torch._C.DisableTorchFunctionSubclass
-"""A context in which subclasses of tensors are what they hold: torch documents no such one."""
+"""A context that disables ``__torch_function__`` of tensor subclasses; torch documents none."""
 
 without_interception = torch._C.DisableTorchFunction
-"""As :data:`as_plain_tensors`, and no mode intercepts a function either."""
+"""Like :data:`as_plain_tensors`, but also disables torch function modes."""
 
 without_modes = _python_dispatch._disable_current_modes
-"""A context in which no mode sees operations."""
+"""A context that disables all dispatch modes."""
 
 without_torch_function = torch._C._disabled_torch_function_impl
-"""The ``__torch_function__`` of a class that has none: half the cost of torch's default one."""
+"""A ``__torch_function__`` for classes that need none, at half the cost of torch's default."""
 
 hold: Callable[[Tensor], None] = Tensor._fix_weakref  # type: ignore[attr-defined]
-"""Holds a tensor that a weak reference gave, also one that only C++ held; as torch's own do."""
+"""Makes a tensor from a weak reference safe to hold if only C++ held it; torch does the same."""
 
 num_uses: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
-"""Counts who holds a tensor, all of Python as one: more are its own views, or a graph."""
+"""The reference count in C++. Python counts as one; views and autograd graphs add to it."""
 
 make_wrapper = Tensor._make_wrapper_subclass
-"""Makes a tensor without memory; the only way to one, and used by DTensor."""
+"""Makes a tensor without memory. DTensor uses it too; there is no other way."""
 
 has_storage = torch._C._has_storage
-"""Is false of sparse and functorch's tensors, whose ``untyped_storage`` raises."""
+"""False for sparse and functorch tensors, whose ``untyped_storage`` raises."""
 
 copy_each = torch._foreach_copy_
-"""Copies many tensors in one call, as torch's optimizers do: a tenth of a call for each."""
+"""Copies many tensors in one call, as torch's optimizers do, at a tenth of the cost per tensor."""
 
 version_of = Tensor._version.__get__  # type: ignore[attr-defined]
-"""Reads how often a tensor was changed in place; as a function it can be mapped over many."""
+"""Reads a tensor's version counter; a function, so that it can be mapped over many tensors."""
 
 queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-"""Calls a function when the backward pass that runs now ends.
+"""Calls a function when the current backward pass ends.
 
-As in DDP and FSDP2: there is no public event for it, and nothing else notices the end of a plain
+DDP and FSDP2 use it too: there is no public event, and nothing else notices the end of a plain
 ``loss.backward()`` in user code.
 """
 
 profiler_is_enabled = torch.autograd._profiler_enabled
-"""Costs a hundredth of a range of ``record_function`` that nobody reads."""
+"""Costs a hundredth of a ``record_function`` range that nobody reads."""
 
 enable_profiler_ranges = torch.autograd._enable_record_function
-"""Turns the ranges of torch's own works on and off, for which there is no public switch."""
+"""Turns the profiler ranges of torch's own works on and off; there is no public switch."""
 
 
 @functools.cache
 def _lock_of_compiler() -> AbstractContextManager[Any] | None:
-    # The first optimizer imports it anyway.
+    # Not an extra import: the first optimizer imports the module anyway.
     module = importlib.import_module("torch._dynamo.convert_frame")
     return getattr(module, "compile_lock", None)
 
@@ -77,10 +77,10 @@ def has_compile_lock() -> bool:
 
 
 def compile_lock() -> AbstractContextManager[Any]:
-    """Return the lock under which any thread of the process compiles; the same thread may again.
+    """Return the reentrant lock that torch holds while any thread of the process compiles.
 
-    ``torch.compiler.is_compiling()`` is true in all threads meanwhile, and torch's optimizers then
-    compute with tensors where they else take numbers. Nothing public tells or holds it off.
+    Meanwhile ``torch.compiler.is_compiling()`` is true in all threads, and torch's optimizers
+    compute with tensors instead of numbers. There is no public way to detect or prevent that.
     """
     lock = _lock_of_compiler()
     assert lock is not None, "has_compile_lock was not asked"
@@ -88,9 +88,9 @@ def compile_lock() -> AbstractContextManager[Any]:
 
 
 def is_called_by(package: str) -> bool:
-    """Return whether the next caller of a caller of this that is not torch is of ``package``."""
+    """Return whether the calling function was called from ``package``, skipping torch's frames."""
     frame: Any = sys._getframe(2)
-    while frame is not None:  # a thread of torch's own may have no other caller
+    while frame is not None:  # one of torch's own threads may have no other caller
         name = str(frame.f_globals.get("__name__")).partition(".")[0]
         if name != "torch":
             return name == package
@@ -99,25 +99,25 @@ def is_called_by(package: str) -> bool:
 
 
 def in_backward() -> bool:
-    """Return whether autograd runs a backward pass in this thread."""
+    """Return whether autograd is running a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def put_last(hook: int, tensor: Tensor) -> None:
-    """Let a post-accumulate-grad hook, by its handle's ``id``, be called behind all others."""
+    """Move a post-accumulate-grad hook, given by its handle's ``id``, behind all others."""
     hooks: Any = tensor._post_accumulate_grad_hooks
     if hook in hooks:
         hooks[hook] = hooks.pop(hook)
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return the identity of a tensor's storage, also while it has no memory and so no address."""
+    """Return a key that identifies a tensor's storage even while it has no memory or address."""
     with as_plain_tensors():
         return int(tensor.untyped_storage()._cdata)
 
 
 def step_together(cls: type[Tensor]) -> None:
-    """Let optimizers step all tensors of a class at once on a device, as they do parameters.
+    """Make optimizers use their foreach implementation for a class, as they do for parameters.
 
     Torch does the same for DTensor.
     """
@@ -125,10 +125,10 @@ def step_together(cls: type[Tensor]) -> None:
 
 
 def hook_steps(cls: type[torch.optim.Optimizer]) -> None:
-    """Let the steps of a class and of those that it inherits from call hooks, as torch does.
+    """Make ``step`` of a class and of its bases call step hooks, as torch does.
 
-    It does so when the first object of a class is made, so a class may call a step of another one
-    that calls none yet, and does tomorrow.
+    Torch does so when the first instance of a class is made, so a class may call the ``step`` of a
+    base that does not call hooks yet but will once it has an instance.
     """
     for base in reversed(cls.__mro__[: cls.__mro__.index(torch.optim.Optimizer)]):
         if issubclass(base, torch.optim.Optimizer) and not isabstract(base):
@@ -136,7 +136,7 @@ def hook_steps(cls: type[torch.optim.Optimizer]) -> None:
 
 
 def call_last(hook: Callable[..., Any], optimizer: torch.optim.Optimizer) -> None:
-    """Let a step pre-hook of an optimizer be called behind all others: torch has no such order."""
+    """Move a step pre-hook of an optimizer behind all others; torch has no public way to."""
     hooks: Any = optimizer._optimizer_step_pre_hooks
     hooks.move_to_end(next(key for key, value in hooks.items() if value == hook))
 
@@ -147,8 +147,8 @@ def is_called_last(hook: Callable[..., Any], optimizer: torch.optim.Optimizer) -
 
 
 def measure_together(cls: type[Any]) -> None:
-    """Let ``clip_grad_norm_`` ask for the norms of all tensors of a class at once on a device.
+    """Make ``clip_grad_norm_`` compute the norms of all tensors of a class in one foreach call.
 
-    One after the other, each would be a message of its own. Torch does the same for DTensor.
+    Computed one by one, each norm would be a message. Torch does the same for DTensor.
     """
     _foreach_utils._foreach_supported_types.append(cls)

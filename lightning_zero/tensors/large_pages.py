@@ -1,4 +1,4 @@
-"""Large pages of memory, which the system takes in one go instead of 4 KiB by 4 KiB."""
+"""Huge pages, which the system maps in one go instead of 4 KiB by 4 KiB."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import mmap
 from torch import Tensor
 
 LARGE_BYTES = 4 * 2**20
-"""What is smaller would have one page at most."""
+"""Size from which huge pages are asked for: smaller memory would get one at most."""
 
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)
 _libc = ctypes.CDLL(None)
 
 
 def ask_for_large_pages(tensor: Tensor) -> None:
-    """Let the system use large pages for memory of the host that is to be filled.
+    """Advise the system to use huge pages for host memory that is about to be filled.
 
-    To take it in small ones costs more processor time than to read a file to it. It is only asked:
-    one that has none goes on as before.
+    Faulting in small pages costs more CPU time than reading a file into them. A system without
+    huge pages ignores the advice.
     """
     if _ADVICE is None or tensor.device.type != "cpu":
         return

@@ -1,4 +1,4 @@
-"""Memory of the host that is lent, and lent again when nothing refers to it any more."""
+"""Host memory that is lent out, and reused once nothing refers to it any more."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor
 from lightning_zero.tensors.lasting import lasting_tensors
 
 SECTOR = 512
-"""Bytes that requests past the system's cache are multiples of, in the file and in memory."""
+"""The alignment of direct I/O in bytes, in the file and in memory."""
 
 
 class LentMemory:
-    """Memory of the host that is lent, and lent again when nothing refers to it any more.
+    """Host memory that is lent out, and reused once nothing refers to it any more.
 
-    New memory costs: the system takes more time for it than to read a file of its size, and to pin
-    it more still. Whoever keeps a view, or an array of it, keeps what it shows.
+    New memory is expensive: allocating it takes the system longer than reading a file of its size,
+    and pinning it longer still. A view or an array of lent memory keeps it from being reused.
 
     Args:
-        most: How many of what nobody has are kept, the last ones; all if omitted.
+        most: How many free blocks to keep, the most recently freed ones; all if omitted.
     """
 
     def __init__(self, *, most: int | None = None) -> None:
@@ -31,7 +31,7 @@ class LentMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that nobody has."""
+        """Bytes of the free blocks."""
         return sum(memory.nbytes for memory in self._free.copy())
 
     def lend(
@@ -42,9 +42,10 @@ class LentMemory:
         *,
         behind_sector: int | None = None,
     ) -> Tensor:
-        """Return memory of just this size, which ``make`` makes if none is free.
+        """Return memory of exactly this size, newly made by ``make`` if none is free.
 
-        Its content is undefined. It lies where ``make`` puts it, or so many bytes behind a sector.
+        Its content is undefined. With ``behind_sector`` its address is that many bytes past a
+        multiple of :data:`SECTOR`.
         """
         nbytes = numel * dtype.itemsize
         with lasting_tensors():
@@ -54,15 +55,15 @@ class LentMemory:
             memory = self._taken(nbytes)
             if memory is None:
                 memory = make(nbytes, torch.uint8)
-            # Every storage that lies there holds this, and nothing else does.
+            # Held by every storage on this memory and by nothing else, so it dies with the last.
             lent = memory.numpy().data
             weakref.finalize(lent, self._free.append, memory).atexit = False
             shift = 0 if behind_sector is None else behind_sector - memory.data_ptr()
             return torch.frombuffer(lent, dtype=dtype, count=numel, offset=shift % SECTOR)
 
     def _taken(self, nbytes: int) -> Tensor | None:
-        # No lock, which a finalizer in this thread would wait for: each call is one step, between
-        # which other threads may append, and take.
+        # No lock: a finalizer that runs in this thread would wait for it forever. Each call on the
+        # deque is atomic, and between calls other threads may append and take.
         taken = None
         with contextlib.suppress(IndexError):
             for _ in range(len(self._free)):
@@ -74,5 +75,5 @@ class LentMemory:
         return taken
 
     def close(self) -> None:
-        """Keep nothing any more."""
+        """Drop the free blocks, and keep none from now on."""
         self._free = deque(maxlen=0)

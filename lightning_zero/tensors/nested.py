@@ -14,7 +14,7 @@ _WITHOUT_TENSORS = (type(None), str, bytes, int, float, bool, type)
 def tensors_in(value: Any, *, within_objects: bool = True) -> list[Tensor]:
     """Return every tensor in nested tuples, lists, sets, mappings and dataclasses, in order.
 
-    The attributes of other objects are looked into as well if ``within_objects``.
+    With ``within_objects`` the attributes of other objects are searched too.
     """
     found: list[Tensor] = []
     seen: dict[int, Any] = {}
@@ -24,14 +24,14 @@ def tensors_in(value: Any, *, within_objects: bool = True) -> list[Tensor]:
         if isinstance(one, Tensor):
             found.append(one)
         elif not isinstance(one, _WITHOUT_TENSORS) and id(one) not in seen:
-            # Kept alive, so that no other object gets its number.
+            # Kept alive, so that no other object gets its id.
             seen[id(one)] = one
             left += reversed(_children(one, within_objects=within_objects))
     return found
 
 
 def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in nested dictionaries, lists and tuples, by their paths."""
+    """Yield the tensors in nested dictionaries, lists and tuples, each with its path."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, (dict, list, tuple)):

@@ -1,12 +1,12 @@
-"""The functions of torch by what they need of a tensor's memory.
+"""Torch's functions, grouped by what they need of a tensor's memory.
 
 ========== ====================================================================================
-KINDS      say what a tensor is made of, but not how much of it there is
-FACTS      say what a tensor is
-METADATA   all that can be done to a parameter of which there is a placeholder of another stride
-CREATING   those of them that make a tensor of the parameter's dtype, unless another is said
-HIDING     gives the memory to something whose changes raise no version
-POINTING   gives the memory's address to something that does not keep torch from freeing it
+KINDS      read what a tensor is made of (dtype, device), but nothing that depends on its size
+FACTS      read any metadata
+METADATA   work on a placeholder that has the parameter's shape but another stride
+CREATING   the METADATA functions that create a tensor, of the parameter's dtype by default
+HIDING     expose the memory to changes that do not raise the version counter
+POINTING   hand out the memory's address without keeping torch from freeing the memory
 VIEWING    methods and attributes that may return another tensor over the same memory
 ========== ====================================================================================
 """
@@ -137,7 +137,7 @@ _VIEWING_METHODS = [
 
 
 def _facts() -> frozenset[Any]:
-    """Return the functions that say what a tensor is."""
+    """Return the functions that read metadata."""
     attributes = [getattr(Tensor, name) for name in _READABLE_ATTRIBUTES if hasattr(Tensor, name)]
     return frozenset(
         [attribute.__get__ for attribute in attributes]
@@ -147,7 +147,7 @@ def _facts() -> frozenset[Any]:
 
 
 def _metadata() -> frozenset[Any]:
-    """Return all functions that need no more of a parameter than what it is."""
+    """Return the functions that need only a parameter's metadata, except its stride."""
     attributes = [getattr(Tensor, name) for name in _WRITABLE_ATTRIBUTES if hasattr(Tensor, name)]
     return (FACTS - {Tensor.stride, Tensor.storage_offset}).union(
         [attribute.__set__ for attribute in attributes],
@@ -186,10 +186,10 @@ VIEWING_ATTRIBUTES = {
     "real": torch.real,
     "imag": torch.imag,
 }
-"""Attributes that return views, each as a function that torch's compiler can trace."""
+"""Attributes that return views, each with an equivalent function that dynamo can trace."""
 
 
 def set_data(tensor: Tensor, data: Tensor) -> None:
-    """Assign ``tensor.data``, also of a subclass that intercepts the assignment."""
+    """Assign ``tensor.data``, even for a subclass that intercepts the assignment."""
     with internals.as_plain_tensors():
         SET_DATA(tensor, data)

@@ -1,4 +1,4 @@
-"""Memory that is counted for as long as somebody holds it."""
+"""Storages that are counted while they are alive."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Storages:
-    """Storages that are counted until nobody holds them."""
+    """A set of storages, each counted until it is freed or removed."""
 
     def __init__(self) -> None:
         self._held: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -19,7 +19,7 @@ class Storages:
 
     @property
     def nbytes(self) -> int:
-        """Their bytes now."""
+        """The total size of the storages now."""
         held = (ref() for ref in tuple(self._held.values()))
         return sum(storage.nbytes() for storage in held if storage is not None)
 
@@ -31,5 +31,5 @@ class Storages:
             self._held[key] = weakref.ref(storage, lambda _: self._held.pop(key, None))
 
     def remove(self, tensor: Tensor) -> None:
-        """Count the storage of a tensor no more."""
+        """Stop counting the storage of a tensor."""
         self._held.pop(tensor.untyped_storage()._cdata, None)
