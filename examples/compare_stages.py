@@ -5,10 +5,9 @@
 
 Under each strategy the ranks train a few steps and measure what they hold between steps, what they
 send and how long a step takes. The formulas give, for P parameters over N ranks without padding,
-the bytes that a rank holds and the elements that it sends in a step. DDP does not count what it
-sends. zero3 sends a little less than its formula, since the last unit of the forward and the root
-stay whole until backward. Bytes and elements are exact; times on one machine's CPUs say little
-about other machines.
+the bytes that a rank holds and the elements that it sends in a step. DDP does not count these.
+zero3 sends a little less than its formula, since the last unit of the forward and the root stay
+whole until backward. Bytes and elements are exact; times on CPUs say little about other machines.
 """
 
 from __future__ import annotations

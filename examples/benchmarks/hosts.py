@@ -8,9 +8,8 @@ process namespace, so that ranks of different hosts share no memory. That takes 
 ``ip``, ``tc`` and ``unshare``, and root.
 
 Every process trains all contenders in turn, in rounds (A B C A B C), and ratios are to DDP in the
-same round. *Through the link* are the bytes per step, headers included, that the kernel counts on
-the first host's interface; *by the ledger* those that the ranks of that host send to other hosts
-according to ZeRO.
+same round. *Through the link* are the bytes per step that the kernel counts on the first host's
+interface, headers included; *by the ledger* those that ZeRO counts from its ranks to other hosts.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _CUT_OTHERWISE = re.compile(r"(layer_\d+.*|expp_rank_.*|expert_.*)_states\.pt")
 
 
 class CannotConvert(ValueError):
-    """A DeepSpeed checkpoint, or a part of one, has no plain form; the message says what to do."""
+    """Raised for a DeepSpeed checkpoint, or a part of one, without a plain form."""
 
 
 def is_deepspeed_folder(path: Path) -> bool:

@@ -16,7 +16,7 @@ class Fate(Enum):
     ACTS = "acts"
     """Becomes an argument, a demand on the Trainer, or a number of the loss scaler."""
     ALWAYS = "always so"
-    """Holds anyway; a warning only if the value asks for something else."""
+    """Holds in any case; a warning only if the value asks for something else."""
     REPLACED = "replaced"
     """Has no effect; a warning names the replacement, unless the value turns the key off."""
     REFUSED = "refused"

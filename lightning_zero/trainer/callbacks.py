@@ -1,11 +1,10 @@
 """Lightning's callbacks that do more between steps than read and write weights.
 
-They are used unmodified: their methods are wrapped for the duration of a fit. Averaging is
-element-wise, so averaging callbacks average, swap and save this rank's pieces
-(``weight_average.py``), unless a subclass or the averaging function needs whole weights. A
-finetuning callback that looks for its parameters in an optimizer finds them in place of their
-pieces. A batch size search finds the same size on all ranks, because running out of memory on one
-rank ends the trial on all (``engine.OomTrials``).
+They are used unmodified, so their methods are wrapped during a fit. Averaging is element-wise:
+averaging callbacks average, swap and save this rank's pieces (``weight_average.py``), unless a
+subclass or the averaging function needs whole weights. A finetuning callback that looks for its
+parameters in an optimizer finds them in place of their pieces. A batch size search finds the same
+size on all ranks: one that runs out of memory ends the trial on all (``engine.OomTrials``).
 """
 
 from __future__ import annotations
@@ -211,7 +210,7 @@ def _undone(run: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) ->
 
 
 def _is_by_element(callback: Any) -> bool:
-    """Return whether each rank may average its pieces alone; warn if it needs whole weights."""
+    """Return whether each rank may average its pieces alone; warn of averages that cannot."""
     cls = next((cls for cls in _AVERAGING if isinstance(callback, cls)), None)
     if cls is None:
         return False

@@ -77,12 +77,12 @@ class MostBytes(Metric):
 class MemoryMonitor(Callback):
     """Measures memory by kind through a step, logs it, and compares it with the prediction.
 
-    The monitor measures at setup, after forward, backward and the optimizer step, and in
-    validation. It takes the bytes of each kind, which the engine counts exactly, and on CUDA the
-    allocator's allocated, reserved and peak bytes and its fragmentation (peak reserved minus peak
-    allocated, both since the previous point, as every point resets the allocator's peaks), on the
-    CPU the resident memory of the process. The maximum over all ranks is logged as
-    ``memory/<point>/<kind>`` and printed as a table when training ends.
+    At setup, after forward, backward and the optimizer step, and in validation, the monitor reads
+    the bytes of each kind, which the engine counts exactly, and the allocator's figures: on CUDA
+    allocated, reserved and peak bytes and the fragmentation (peak reserved minus peak allocated,
+    both since the previous point, as each point resets the allocator's peaks), on the CPU the
+    process's resident memory. The maximum over all ranks is logged as ``memory/<point>/<kind>`` and
+    printed as a table when training ends.
 
     Under strategies other than ``ZeROStrategy``, the kinds are weights, gradients, optimizer states
     and buffers. With offload, the speed of files and the share of time spent in optimizer steps on
@@ -90,8 +90,8 @@ class MemoryMonitor(Callback):
     for states on their way between files.
 
     Args:
-        report: Folder in which to write ``memory.json`` and ``memory.html`` when training ends; the
-            page has pictures if matplotlib is installed.
+        report: Folder for ``memory.json`` and ``memory.html``, which are written when training
+            ends; the page has pictures if matplotlib is installed.
         predict: Compare with the estimate for this model, its optimizers and its first batch.
 
     Attributes:
@@ -358,7 +358,7 @@ def allocated_on(device: torch.device) -> dict[str, int]:
 
 
 def _resident() -> int:
-    """Return this process's resident bytes, or their peak where the system tells no more."""
+    """Return this process's resident bytes, or their peak if only that is known."""
     pages = Path("/proc/self/statm")
     if pages.exists():
         return int(pages.read_text().split()[1]) * resource.getpagesize()

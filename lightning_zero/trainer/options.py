@@ -71,7 +71,7 @@ class Options:
     def offload(
         self, optimizer: str | None, weights: str | None, path: str | Path | None, ratio: float
     ) -> Offload | None:
-        """Check the four arguments of that name and return the offload, or ``None`` without."""
+        """Return the offload that the arguments ``offload_*`` ask for, or ``None``."""
         for name, medium in (("offload_optimizer", optimizer), ("offload_weights", weights)):
             if medium not in (None, "cpu", "nvme"):
                 raise ValueError(f"Expected {name}='cpu', 'nvme' or None, got {medium!r}.")

@@ -57,7 +57,7 @@ class ZeROPrecision(Precision):
         device: The device type, for code that reads it from the plugin.
 
     Raises:
-        ValueError: The precision is unknown, or does not scale the loss but a scaler is given.
+        ValueError: The precision is unknown, or a scaler is given to one that does not scale.
     """
 
     def __init__(

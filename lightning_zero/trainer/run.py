@@ -63,7 +63,7 @@ class Run:
     restores: bool = True
 
     def remove_callbacks(self) -> None:
-        """Restore the own hooks of the Trainer's callbacks."""
+        """Restore the hooks of the Trainer's callbacks."""
         if self.callbacks is not None:
             callbacks, self.callbacks = self.callbacks, None
             callbacks.remove()
@@ -71,7 +71,7 @@ class Run:
     def may_gather(self, engine: Engine) -> bool:
         """Return whether weights can be made whole, even after an exception; warn if not.
 
-        That takes all ranks, and no optimizer step that ended half-way on any of them.
+        All ranks must respond, and no optimizer step may have ended half-way on any of them.
         """
         if not self.has_failed:
             return True

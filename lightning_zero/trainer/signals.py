@@ -7,7 +7,7 @@ start of a batch:
 
 1. At its next batch, a rank publishes how many optimizer steps it has taken, in the store, which
    needs no other rank to take part.
-2. When all have published, they answer at the first batch behind more steps than any published.
+2. When all have published, they answer at the first batch after more steps than any published.
 
 In the step before that batch, each rank receives data that every other sent after publishing. So
 all ranks know all numbers by then, and no rank has passed the batch.

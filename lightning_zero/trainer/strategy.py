@@ -60,8 +60,8 @@ class ZeROStrategy(SavingStrategy):
         reduce_dtype: Dtype in which gradients are summed over the ranks: by default fp32 under
             mixed precision, else the parameter's own. Does not apply to complex parameters.
         cast_weights: Weights to gather in half precision under mixed precision: ``"autocast"``,
-            those that autocast casts anyway, for DDP's numbers (embeddings, norms and unknown uses
-            stay in fp32); ``"all"`` except norms, for less traffic and memory; or ``"none"``.
+            those known to be cast by autocast, for DDP's numbers (not embeddings or norms);
+            ``"all"`` except norms, for less traffic and memory; or ``"none"``.
         accumulate: With ``accumulate_grad_batches``, ``"reduce"`` reduces every microbatch and
             keeps only gradient shards in between; ``"local"`` keeps whole gradients and reduces in
             the last microbatch. Default: ``"local"`` at stage 1, ``"reduce"`` at stages 2 and 3.
@@ -95,10 +95,10 @@ class ZeROStrategy(SavingStrategy):
             while others run backward. An exception there leaves a state that cannot be saved.
         restore_weights: Make the module whole again after a run, in host memory on every rank.
         checkpoint: Format to save: ``"file"``, one plain ``.ckpt``, or ``"dcp"``, a directory of
-            torch.distributed.checkpoint. Either is loaded regardless.
+            torch.distributed.checkpoint. Both can be loaded either way.
         async_checkpoint: Write checkpoints in the background, from a copy in host memory.
         verify_checkpoint: Read every loaded checkpoint in full and compare its checksums, each
-            tensor on one rank. Otherwise a rank checks what it reads, as far as it can.
+            tensor on one rank. Otherwise a rank checks what it reads, as far as checksums allow.
         launcher: ``"subprocess"``, ``"spawn"``, ``"fork"`` or ``"notebook"``, as in ``ddp``,
             ``ddp_spawn``, ``ddp_fork`` and ``ddp_notebook``.
         config: A DeepSpeed configuration to take arguments from: a dictionary or a JSON file.

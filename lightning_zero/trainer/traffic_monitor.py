@@ -31,7 +31,7 @@ class TrafficMonitor(Callback):
     ``trainer.strategy.traffic`` and ``trainer.strategy.step_times``.
 
     Args:
-        every_n_steps: Log every so many optimizer steps.
+        every_n_steps: Interval between logged steps, in optimizer steps.
 
     Raises:
         TypeError: The trainer's strategy is not ``ZeROStrategy``.
