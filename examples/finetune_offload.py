@@ -4,7 +4,7 @@ python examples/finetune_offload.py                 # trains from files
 python examples/finetune_offload.py --in-memory     # runs out of memory
 
 The limit leaves no room for the optimizer states. It applies to the process's private memory, not
-to memory-mapped files, of which the system keeps in its page cache what fits.
+to memory-mapped files, which the system keeps in its page cache as far as they fit.
 """
 
 import argparse

@@ -24,7 +24,7 @@ _CUT_OTHERWISE = re.compile(r"(layer_\d+.*|expp_rank_.*|expert_.*)_states\.pt")
 
 
 class CannotConvert(ValueError):
-    """Raised for a DeepSpeed checkpoint, or a part of one, without a plain form."""
+    """Raised for a DeepSpeed checkpoint, or part of one, without a plain form; says what to do."""
 
 
 def is_deepspeed_folder(path: Path) -> bool:

@@ -31,7 +31,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Flat(ABC):
-    """Parameters of one param group as a flat vector, a part of which is on each rank.
+    """Parameters of one param group as a flat vector, divided over the ranks.
 
     Parameters are in the order of ``shapes``, each followed by ``paddings`` elements. ``masters``
     are the ranks' parts, ``[n]``. ``label`` names the vector in errors.

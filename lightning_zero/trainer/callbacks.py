@@ -39,8 +39,8 @@ _READ, _WRITE = False, True
 _AVERAGING: dict[type[Callback], dict[str, bool]] = {
     StochasticWeightAveraging: {"update_parameters": _READ, "transfer_weights": _WRITE},
 }
-"""Averaging callbacks, and their methods whose second argument is a module of which they use only
-parameters and buffers."""
+"""Averaging callbacks, and their methods that use only the parameters and buffers of their second
+argument, a module."""
 _LOADING: dict[type[Callback], str] = {StochasticWeightAveraging: internals.LOADS_AVERAGE}
 if WeightAveraging is not None:
     _AVERAGING[WeightAveraging] = {

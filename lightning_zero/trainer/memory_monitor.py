@@ -98,8 +98,8 @@ class MemoryMonitor(Callback):
         measured: Bytes by kind at each point, the maximum over all steps and ranks.
         predicted: The estimate for this rank.
         times: Times of this rank's steps with offload, without the first step.
-        differences: One sentence for each kind of which this rank held more or fewer bytes between
-            steps than predicted, naming what holds the difference.
+        differences: One sentence for each kind whose bytes on this rank between steps differ from
+            the prediction, naming what holds the difference.
     """
 
     def __init__(self, *, report: str | Path | None = None, predict: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""The user's options of a run beside the engine's settings, checked when they are made."""
+"""The user's options of a run besides the engine's settings, checked when they are made."""
 
 from __future__ import annotations
 
