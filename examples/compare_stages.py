@@ -1,13 +1,13 @@
-"""The same Transformer under DDP and the stages of ZeRO, on real processes, beside the formulas.
+"""The same Transformer under DDP and each stage of ZeRO, in real processes, beside the formulas.
 
     python examples/compare_stages.py
     python examples/compare_stages.py --ranks 4 --width 512 --depth 12 --precision bf16-mixed
 
-For each strategy the ranks train a few steps and count what they hold between steps, what they send
-and how long a step takes. The formulas count P parameters over N ranks, without padding: the bytes
-that a rank holds, and the elements that it sends in a step. DDP counts none itself. zero3 sends a
-little less than its formula, for the last unit of the forward and the root stay whole until the
-backward. Bytes and elements are exact; times on one machine's CPUs say little about other machines.
+Under each strategy the ranks train a few steps and measure what they hold between steps, what they
+send and how long a step takes. The formulas give, for P parameters over N ranks without padding,
+the bytes that a rank holds and the elements that it sends in a step. DDP does not count these.
+zero3 sends a little less than its formula, since the last unit of the forward and the root stay
+whole until backward. Bytes and elements are exact; times on CPUs say little about other machines.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Transformer(LightningModule):
 
 
 class Watchdog(Callback):
-    """Times the steps and counts what is sent in the last one."""
+    """Times the steps and counts the elements sent in the last one."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -80,7 +80,7 @@ class Watchdog(Callback):
 
 
 def train(strategy: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Return what one rank holds, sends and takes under `strategy`."""
+    """Return what one rank holds and sends, and its time per step, under `strategy`."""
     torch.manual_seed(0)
     monitor, watch = lightning_zero.MemoryMonitor(predict=False), Watchdog()
     trainer = Trainer(
@@ -101,7 +101,7 @@ def train(strategy: str, options: argparse.Namespace) -> dict[str, Any]:
     trainer.fit(model, DataLoader(data, batch_size=None))
     held = dict(monitor.measured["step"])
     if strategy == "ddp":
-        # DDP's gradients are dropped before the next step: count them where they are whole.
+        # DDP drops gradients before the next step: count them after backward.
         held["gradients"] = monitor.measured["backward"]["gradients"]
     return {
         "numel": numel,
@@ -112,7 +112,7 @@ def train(strategy: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def formulas(strategy: str, numel: int, options: argparse.Namespace) -> tuple[float, float]:
-    """Bytes held between steps, and elements sent in a step, by one rank."""
+    """Return the bytes that a rank holds between steps and the elements that it sends in one."""
     n, mixed = options.ranks, options.precision == "bf16-mixed"
     weight, shared = (2, 16) if mixed else (4, 12)
     held = {"ddp": 16, "zero1": weight + shared / n, "zero2": weight + shared / n, "zero3": 16 / n}
@@ -135,7 +135,7 @@ def rank_main(rank: int, folder: str, options: argparse.Namespace) -> None:
     if rank == 0:
         show(results, options)
     dist.barrier()
-    # Gloo's threads free their last message, for which they need the interpreter.
+    # Give gloo's threads time to free their last message, for which they need the interpreter.
     time.sleep(0.1)
     dist.destroy_process_group()
 
@@ -163,7 +163,7 @@ def show(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> Non
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options of a command line, by default this program's."""
+    """Parse a command line, by default this program's."""
     parser = argparse.ArgumentParser(description="DDP and the stages of ZeRO side by side.")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--width", type=int, default=256)

@@ -3,9 +3,9 @@
     python examples/finetune_lora.py
     python examples/finetune_lora.py --strategy ddp
 
-The base first learns sequences that count up (all weights are trained), then adapters of PEFT teach
-it to count down. After each part the bytes that rank 0 held are printed by kind: gradients and the
-optimizer's states are those of the adapters alone.
+The base model first learns sequences that count up, with all weights trained; then PEFT's adapters
+teach it to count down. After each part, the bytes that rank 0 held are printed by kind: in the
+second, gradients and optimizer states are those of the adapters alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VOCABULARY, LENGTH = 64, 24
 
 
 class LanguageModel(LightningModule):
-    """A causal language model of Transformers, whole or with adapters."""
+    """A causal language model from Transformers, with or without adapters."""
 
     def __init__(self, model: nn.Module, lr: float) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class LanguageModel(LightningModule):
         return loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.global_step:  # the first step makes the optimizer's states
+        if self.global_step:  # the first step creates the optimizer states
             self.held = getattr(self.trainer.strategy, "memory", dict)()
 
     def on_train_epoch_end(self) -> None:

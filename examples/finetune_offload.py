@@ -1,10 +1,10 @@
-"""Training with weights and optimizer states in files, within a limit of memory that it sets.
+"""Train with weights and optimizer states in files, within a memory limit that the script sets.
 
 python examples/finetune_offload.py                 # trains from files
 python examples/finetune_offload.py --in-memory     # runs out of memory
 
-The limit has no room for the optimizer's states. It holds for memory of the process's own, and not
-for files that it maps; of those the system keeps in memory what it has room for.
+The limit leaves no room for the optimizer states. It applies to the process's private memory, not
+to memory-mapped files, which the system keeps in its page cache as far as they fit.
 """
 
 import argparse
@@ -38,7 +38,7 @@ class Denoiser(LightningModule):
         self.width, self.depth = width, depth
 
     def configure_model(self) -> None:
-        # On `meta`: each unit gets its values by itself, and the model is never whole.
+        # On `meta`: units get their values one by one, so the model is never whole in memory.
         with torch.device("meta"):
             self.blocks = nn.Sequential(*[Block(self.width) for _ in range(self.depth)])
 
@@ -53,7 +53,7 @@ class Denoiser(LightningModule):
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Let this process take so many bytes more than it has."""
+    """Limit this process to `num_bytes` more memory than it has now."""
     status = Path("/proc/self/status").read_text()
     found = re.search(r"VmData:\s+(\d+) kB", status)
     assert found is not None
@@ -80,7 +80,7 @@ if __name__ == "__main__":
     files = {} if arguments.in_memory else {"offload_optimizer": "nvme", "offload_weights": "nvme"}
     data = DataLoader(TensorDataset(torch.randn(256, arguments.width)), 16)
     trainer = Trainer(
-        # Whole weights after `fit` would be in memory.
+        # Whole weights after `fit` would exceed the limit.
         strategy=ZeROStrategy(stage=3, restore_weights=False, **files),
         accelerator="cpu",
         devices=1,

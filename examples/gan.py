@@ -3,8 +3,8 @@
     python examples/gan.py
     python examples/gan.py --strategy ddp
 
-Generator and discriminator are sharded alike; each has its own optimizer, and `toggle_optimizer`
-keeps the other's gradients away, as under DDP.
+Generator and discriminator are both sharded. Each has its own optimizer, and `toggle_optimizer`
+keeps the other's parameters from getting gradients, as under DDP.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class GAN(LightningModule):
 
     Args:
         width: the size of the hidden layers.
-        noise: the number of random numbers that a point is made of.
+        noise: the number of random inputs to the generator.
         lr: the learning rate of both optimizers.
     """
 

@@ -1,4 +1,4 @@
-"""The least that trains under ZeRO: a module, a data loader, and one word to the Trainer.
+"""The shortest training under ZeRO: a module, a data loader, and one argument of the Trainer.
 
 python examples/minimal.py
 """

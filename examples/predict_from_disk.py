@@ -1,10 +1,10 @@
-"""Predicting with weights that stay in their checkpoint, within a limit of memory that it sets.
+"""Predict with weights that stay in their checkpoint, within a memory limit that the script sets.
 
 python examples/predict_from_disk.py                # predicts from the file
 python examples/predict_from_disk.py --in-memory    # runs out of memory
 
-It first makes a checkpoint of 1.2 GB, also from files. The limit has no room for the weights: they
-are read from the checkpoint layer by layer, the next one while one is computed with.
+It first writes a checkpoint of 1.2 GB, also from files. The limit leaves no room for the weights:
+they are read from the checkpoint layer by layer, each while the previous one computes.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Predictor(LightningModule):
 
     def configure_model(self) -> None:
         if self.blocks is None:
-            # On `meta`: nothing is made that would be overwritten.
+            # On `meta`: no values are made only to be overwritten.
             with torch.device("meta"):
                 self.blocks = nn.Sequential(*[Block(self.width) for _ in range(self.depth)])
 
@@ -51,14 +51,14 @@ class Predictor(LightningModule):
 
 
 class Writer(Predictor):
-    """The same with random weights, which it writes to a checkpoint."""
+    """A predictor with random weights that saves them to a checkpoint."""
 
     def on_predict_start(self) -> None:
         self.trainer.save_checkpoint(self.path)
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Let this process take so many bytes more than it has."""
+    """Limit this process to `num_bytes` more memory than it has now."""
     status = Path("/proc/self/status").read_text()
     found = re.search(r"VmData:\s+(\d+) kB", status)
     assert found is not None
@@ -82,7 +82,7 @@ if __name__ == "__main__":
     data = DataLoader(TensorDataset(torch.randn(8 * arguments.batches, arguments.width)), 8)
 
     def trainer(**files: str) -> Trainer:
-        # Whole weights after a run would be in memory.
+        # Whole weights after a run would exceed the limit.
         strategy = ZeROStrategy(stage=3, restore_weights=False, **files)
         return Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False)
 

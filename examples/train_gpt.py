@@ -1,11 +1,11 @@
-"""Train a small GPT on the bytes of a text, under whatever strategy the configuration names.
+"""Train a small GPT on the bytes of a text, under the strategy that the configuration names.
 
     python examples/train_gpt.py fit --config examples/zero3.yaml
     python examples/train_gpt.py fit --config examples/zero3.yaml --trainer.strategy ddp
     python examples/train_gpt.py fit --config examples/zero3.yaml --data.path some.txt
 
-The model and the data are ordinary Lightning: nothing in them knows how they are trained.
-Without `--data.path` the text is the Python documentation that ships inside the interpreter.
+The model and the data are ordinary Lightning and do not depend on the strategy. Without
+`--data.path` the text is the Python documentation that ships with the interpreter.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class GPT(LightningModule):
         depth: the number of blocks.
         heads: the number of attention heads.
         tie_head: whether the output layer shares the weight of the byte embedding.
-        lr: the learning rate at its highest, after the warmup.
+        lr: the peak learning rate, after the warmup.
         weight_decay: the decay of matrices; vectors (biases, norms) are not decayed.
-        warmup: the part of all steps in which the learning rate rises.
+        warmup: the fraction of all steps in which the learning rate rises.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class GPT(LightningModule):
         self.log("val_loss", self.val_loss, prog_bar=True)
 
     def _loss(self, batch: Tensor) -> Tensor:
-        """The mean nats per byte: each byte is predicted from those before it."""
+        """Return the mean nats per byte, each predicted from the bytes before it."""
         logits = self(batch[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
@@ -143,7 +143,7 @@ class GPT(LightningModule):
         }
 
     def _lr_factor(self, step: int) -> float:
-        """A linear warmup, then half a cosine down to a tenth."""
+        """Return the factor of a linear warmup, then half a cosine down to a tenth."""
         num_steps = int(self.trainer.estimated_stepping_batches)
         num_warmup = max(1, int(self.warmup * num_steps))
         if step < num_warmup:
@@ -179,13 +179,13 @@ class TextWindows(Dataset[Tensor]):
 
 
 class Text(LightningDataModule):
-    """The bytes of a text: its beginning to train on, its end to validate on.
+    """The bytes of a text: training on its beginning, validation on its end.
 
     Args:
-        path: a text file; the documentation inside the Python interpreter if not given.
+        path: a text file; the interpreter's own documentation if not given.
         context: the length of a window in bytes.
         batch_size: the number of windows in a batch of one rank.
-        val_fraction: the part of the text, at its end, that is kept for validation.
+        val_fraction: the fraction of the text, at its end, that is kept for validation.
     """
 
     def __init__(
@@ -241,13 +241,13 @@ class LossTable(Callback):
 
 
 class Sample(Callback):
-    """Prints a text of the trained model.
+    """Prints a text that the trained model generates.
 
     Args:
         prompt: the beginning of the text.
         num_bytes: how many bytes follow it.
-        temperature: how daring the choice of a byte is.
-        seed: the seed of the choices.
+        temperature: the sampling temperature.
+        seed: the sampling seed.
     """
 
     def __init__(
@@ -269,10 +269,10 @@ class Sample(Callback):
 
 
 class MemoryTable(Callback):
-    """Prints the most bytes of each kind that rank 0 held, beside those that DDP would hold.
+    """Prints rank 0's peak bytes of each kind, beside those that DDP would hold.
 
     The first column is empty under a strategy that does not count its bytes. Neither column counts
-    activations, nor the second one the buckets in which DDP sends gradients.
+    activations, and the second leaves out DDP's gradient buckets.
     """
 
     KINDS = ("weights", "gathered", "gradients", "unreduced", "master", "states", "buffers")
@@ -304,7 +304,7 @@ class MemoryTable(Callback):
             self.total = max(self.total, sum(now.values()))
 
     def _under_ddp(self, module: GPT) -> dict[str, int]:
-        """Whole weights, whole gradients, and Adam's two averages and step counts, all in fp32."""
+        """Return whole weights, whole gradients, Adam's averages and step counts, all in fp32."""
         sizes = [p.numel() for p in module.parameters()]
         states = sum(8 * size + 4 for size in sizes)
         buffers = sum(buffer.nbytes for buffer in module.buffers())

@@ -1,4 +1,4 @@
-"""Saving and loading a checkpoint: one plain file by all ranks, against the other ways.
+"""Saving and loading a checkpoint: one plain file by all ranks, against the alternatives.
 
     python examples/benchmarks/checkpoint.py                   # 1 GB over 2 ranks
     python examples/benchmarks/checkpoint.py --megabytes 100 --world 4 --rounds 5
@@ -8,15 +8,15 @@ The contenders, each for the same state (fp32 weights and two Adam averages, sha
 * ``file``: ours; every rank writes its parts of one file that ``torch.load`` reads.
 * ``directory``: ours with ``checkpoint="dcp"``; a directory that ``dcp`` below can read.
 * ``file unchecked`` and ``directory unchecked``: the same without comparing checksums when loading,
-  for what that costs: at most a tenth.
+  to show what they cost: at most a tenth.
 * ``gather``: every tensor is gathered on rank 0, which calls ``torch.save``; every rank loads all.
-* ``dcp``: a torch.distributed.checkpoint directory, each rank its own shards.
+* ``dcp``: a torch.distributed.checkpoint directory to which each rank writes its own shards.
 * ``torch.save``: one process that holds everything.
 
-Rounds are interleaved, the median counts, and every save is synced to the disk. Memory is the most
-private memory that any rank had beyond what it held before; pages of a mapped file are not private.
-The files are put out of the system's cache before the first load (``load``), as when another
-run resumes; the second (``again``) finds them there.
+Rounds are interleaved, figures are medians, and every save is synced to disk. Memory is the peak
+private memory of any rank beyond what it held before; pages of memory-mapped files are not private.
+The files are dropped from the page cache before the first load (``load``), as when another run
+resumes; the second (``again``) finds them there.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Shards:
         self.parts = [torch.randn(stop - self.start) for _ in range(NUM_TENSORS)]
 
     def spread(self) -> dict[str, Any]:
-        """A state dict with spread tensors."""
+        """Return a state dict of tensors that are sharded over the ranks."""
         return {
             str(n): ShardedValue.of(str(n), part, self.start, (self.numel,), (1,))
             for n, part in enumerate(self.parts)
@@ -91,7 +91,7 @@ def load_unchecked(shards: Shards, path: str) -> None:
 
 
 def load_own(shards: Shards, path: str, *, is_checked: bool) -> None:
-    """Load as the strategy does it: ask for all parts, check them, and copy them."""
+    """Load as the strategy does: request all parts, check them, and copy them."""
     whole = load(path, shards.control)["state_dict"]
     parts = [(whole[str(n)], part) for n, part in enumerate(shards.parts)]
     start, stop = shards.start, shards.start + len(shards.parts[0])
@@ -152,7 +152,7 @@ CONTENDERS: dict[str, tuple[Callable[..., None], Callable[..., None], bool]] = {
 
 
 class Peak:
-    """The most private memory of this process while the context lasts, beyond that before."""
+    """The peak private memory of this process within the context, beyond that before."""
 
     def __enter__(self) -> Peak:
         self.before = self.most = self._now()
@@ -180,7 +180,7 @@ class Peak:
 
 
 def put_out_of_cache(path: str) -> None:
-    """Let the system forget what it keeps in memory of a file, or of a folder's files."""
+    """Drop a file, or the files of a folder, from the page cache."""
     for file in Path(path).iterdir() if os.path.isdir(path) else [Path(path)]:
         descriptor = os.open(file, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -188,7 +188,7 @@ def put_out_of_cache(path: str) -> None:
 
 
 def work(rank: int, world: int, name: str, folder: str, megabytes: int, results: Any) -> None:
-    """One rank of one contender in one round."""
+    """Run one rank of one contender in one round."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
@@ -210,14 +210,14 @@ def work(rank: int, world: int, name: str, folder: str, megabytes: int, results:
         for part in shards.parts:
             part.zero_()
     results.put(numbers)
-    # The group ends with its process: to destroy it may wait for ever, as in `compare.py`.
+    # The group ends with its process: destroying it may hang, as `measure.py` explains.
     dist.barrier()
 
 
 def measure(name: str, world: int, megabytes: int, folder: str | None) -> list[float]:
-    """Seconds and megabytes of a save and of two loads, the worst over the ranks."""
+    """Return seconds and megabytes of a save and of two loads, the worst over the ranks."""
     world = world if CONTENDERS[name][2] else 1
-    # A server that has imported everything, and done nothing, is forked for each process.
+    # Each process is forked from a server that has imported everything and done nothing.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed.checkpoint", "lightning_zero"])
     with tempfile.TemporaryDirectory(dir=folder) as room:

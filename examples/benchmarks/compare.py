@@ -4,20 +4,20 @@
     python examples/benchmarks/compare.py --precision bf16-mixed --only ddp zero3 fsdp2
     python examples/benchmarks/compare.py --device cuda --fake-world 64 --only zero3 fsdp2
 
-Every contender runs in fresh processes. Rounds are interleaved (A B C A B C), and each round's step
-times are divided by the first contender's, DDP's, of the same round, so a machine that drifts
-cancels out. On CUDA the host runs ahead of the device, as in training, and a step is timed on the
-device. Memory and traffic come from separate runs that are not timed. A contender that ends a round
-at another loss than DDP is not compared.
+Every contender runs in fresh processes. Rounds are interleaved (A B C A B C), and the step times of
+each round are divided by those of the first contender, DDP, in the same round, which cancels drift
+of the machine. On CUDA the host runs ahead of the device, as in training, and steps are timed on
+the device. Memory and traffic come from separate, untimed runs. If a contender ends a round at
+another loss than DDP, that is an error.
 
-*Sent* are the elements of our ledger, *through sockets* what the kernel has counted for everyone, a
-step's, where ranks talk through gloo. Both are without windows, which send nothing. *Page faults*
-are a step's too, of those that follow the timed ones.
+*Sent* are the elements per step in our ledger, *through sockets* the bytes per step that the kernel
+counts for any contender, where ranks talk through gloo. Both are without windows, which send
+nothing. *Page faults* are per step too, in steps that follow the timed ones.
 
-``--fake-world N`` runs rank 0 of N alone, with torch's fake collectives: memory and the overhead of
-host and device without the wire. They send nothing, but copy this rank's own part to where those of
-others belong, N small copies for each gather; losses mean nothing and are not checked. There the
-first contender is a step without traffic, as DDP cannot run.
+``--fake-world N`` runs rank 0 of N alone, with torch's fake collectives, to show memory and the
+overhead of host and device without a network. They send nothing, but copy this rank's own part to
+the places of the others', N small copies per gather; losses mean nothing and are not checked. As
+DDP cannot run there, the first contender is a step without traffic.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from measure import in_fresh_processes, timed, weighed
 
 
 def compare(names: list[str], job: Job, rounds: int) -> dict[str, dict[str, Any]]:
-    """Ratios to the first of ``names``, memory and traffic of each."""
+    """Return the times, their ratio to the first of ``names``, memory and traffic of each."""
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     right = next((name for name in names if name != "no traffic"), names[0])
     for number in range(rounds):
@@ -64,10 +64,10 @@ def compare(names: list[str], job: Job, rounds: int) -> dict[str, dict[str, Any]
 
 
 def _least_peaks(weighed: list[dict[str, Any]]) -> dict[str, Any]:
-    """The last answer, with the least peak of all.
+    """Return the last answer, with the least peaks of all.
 
-    The allocator's events are those of the threads that run Python: what a thread of the backend
-    frees, now and then, counts as alive for ever.
+    The allocator's events are only those of threads that run Python, so what a thread of the
+    backend frees now and then counts as alive forever.
     """
     peaks = ("peak_mib", "trainer_peak_mib")
     return {**weighed[-1], **{key: min(answer[key] for answer in weighed) for key in peaks}}
@@ -76,13 +76,13 @@ def _least_peaks(weighed: list[dict[str, Any]]) -> dict[str, Any]:
 def _check_loss(found: tuple[str, float], expected: tuple[str, float], job: Job) -> None:
     (name, loss), (right, right_loss) = found, expected
     tolerance = 1e-4 if job.precision == "32-true" else 2e-2
-    # A NaN is never near.
+    # Written so that NaN fails.
     if not abs(loss - right_loss) <= tolerance * abs(right_loss):
         raise RuntimeError(f"{name} ends at loss {loss}, {right} at {right_loss}.")
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    """A Markdown table of the results."""
+    """Return a Markdown table of the results."""
     base = next(iter(rows))
     lines = [
         f"| | s/step | ratio to {base} | range | peak MiB | under the Trainer"
@@ -103,7 +103,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def plot(rows: dict[str, dict[str, Any]], path: Path) -> None:
-    """Step-time ratio and peak memory of each contender, as one picture."""
+    """Plot the step-time ratio and peak memory of each contender."""
     import matplotlib
 
     matplotlib.use("Agg")

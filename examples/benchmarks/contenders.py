@@ -20,7 +20,7 @@ from lightning_zero.plan.settings import Settings
 
 @dataclass(frozen=True)
 class Job:
-    """A run to be measured; the defaults are the figures' 34 M parameters."""
+    """A run to measure; the defaults give the 34 M parameters of the published figures."""
 
     dim: int = 512
     layers: int = 8
@@ -78,7 +78,7 @@ class GPT(nn.Module):
 
 @dataclass
 class Contender:
-    """A model that is ready to train, its optimizer, and our engine if it is ours."""
+    """A model that is ready to train, its optimizer, and the engine if it is ours."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -171,7 +171,7 @@ def _deepspeed(stage: int) -> Callable[[nn.Module, Job], Contender]:
     def build(model: nn.Module, job: Job) -> Contender:
         import deepspeed
 
-        # Its buckets hold 500 M elements if not told: here the largest unit's, as ours do.
+        # Its buckets hold 500 M elements by default. Here they hold the largest unit, as ours do.
         bucket = max(12 * job.dim, job.vocabulary) * job.dim
         sizes = {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
         config = {
@@ -205,11 +205,11 @@ if importlib.util.find_spec("deepspeed"):
     CONTENDERS.update({f"deepspeed {stage}": _deepspeed(stage) for stage in (1, 2, 3)})
 
 NEED_OTHERS = ("ddp", "zero redundancy")
-"""Not to be had on torch's fake backend: DDP waits for a sum that does not come from there."""
+"""Contenders that cannot run on torch's fake backend: DDP waits for a sum that never comes."""
 
 
 def default_names(job: Job) -> list[str]:
-    """All that can be had; on the fake backend ratios are to a step without any traffic."""
+    """Return all contenders that can run; fake collectives are compared with "no traffic"."""
     if not job.fake_world:
         return list(CONTENDERS)
     able = [name for name in CONTENDERS if name not in (*NEED_OTHERS, "no traffic")]

@@ -1,7 +1,7 @@
 """DeepSpeed's NVMe offload and accelerate's ``disk_offload``, in an interpreter that has them.
 
-``offload.py`` starts this script by :class:`Contender`, once for each, and asks for one measurement
-after the other: a line in, the seconds in a line out.
+``offload.py`` starts this script through :class:`Contender`, once per package, and requests one
+measurement after the other: a line in, a line with the seconds out.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Contender:
     """A process that measures another package.
 
     Args:
-        python: The interpreter of an environment that has it.
+        python: The interpreter of an environment that has the package.
         name: The package.
-        folder: A folder on the disk that is measured.
+        folder: A folder on the disk to measure.
     """
 
     def __init__(self, python: str, name: str, folder: str, width: int, depth: int) -> None:
@@ -151,7 +151,7 @@ _MEASUREMENTS = {"deepspeed": _deepspeed, "accelerate": _accelerate}
 
 def main() -> None:
     name, folder, width, depth = sys.argv[1:]
-    # What the packages print is no answer.
+    # Keep what the packages print out of the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:

@@ -2,13 +2,12 @@
 
     python examples/benchmarks/gpu.py --output gpu
 
-First the tests that need a device; then the comparison in fp32 and bf16-mixed: the Trainer alone
-and with ``zero3``, plain loops under DDP, FSDP2 and every stage at world 1, and rank 0 of 8 and of
-64 on torch's fake collectives (``compare.py`` says what those do). It needs no network, and torch
-2.11 or newer, Lightning and pytest. When time runs short, rounds and steps are dropped, never a
-contender.
+It first runs the tests that need a device, then the comparison in fp32 and bf16-mixed: the Trainer
+alone and with ``zero3``, plain loops under DDP, FSDP2 and every stage at world 1, and rank 0 of 8
+and of 64 on torch's fake collectives (see ``compare.py``). It needs torch 2.11 or newer, Lightning
+and pytest, but no network. When time runs short, it drops rounds and steps, never a contender.
 
-The folder then holds ``gpu.json``, ``gpu.md`` and ``tests.log``.
+The results are ``gpu.json``, ``gpu.md`` and ``tests.log`` in the output folder.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ from trained import STRATEGIES, trained
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = "tests/engine/test_cuda.py"
 TESTS_SHARE = 0.4
-"""The most of the time that tests may take."""
+"""The largest share of the time that tests may take."""
 GPT_1B = Job(
     dim=2048, layers=18, heads=16, vocabulary=32768, length=1024, steps=6, device="cuda", world=1
 )
 PRECISIONS = ("32-true", "bf16-mixed")
 STAGES = ("zero1", "zero2", "zero3", "zero3 keep", "fsdp2")
 WORLDS = {1: (*STRATEGIES, "no traffic", "ddp", *STAGES), 8: STAGES, 64: STAGES}
-"""The contenders at each number of ranks; only the first is not played."""
+"""The contenders at each number of ranks, of which only the first is real."""
 
 
 class Case(NamedTuple):
@@ -54,7 +53,7 @@ class Case(NamedTuple):
 
 @dataclass
 class Clock:
-    """The time that is left, and what one run of a contender took so far."""
+    """The deadline, and the seconds that each run of a contender took so far."""
 
     deadline: float
     runs: list[float] = field(default_factory=list)
@@ -64,7 +63,7 @@ class Clock:
         return self.deadline - time.monotonic()
 
     def has_time_for(self, num_runs: int) -> bool:
-        """Return whether as many runs as that are likely to end in time."""
+        """Return whether ``num_runs`` more runs are likely to end in time."""
         return not self.runs or statistics.mean(self.runs) * num_runs < self.left()
 
 
@@ -80,7 +79,7 @@ def cases() -> list[Case]:
 
 def run_tests(output: Path, seconds: float) -> dict[str, Any]:
     """Run the tests that need a device; return how they ended and how long they took."""
-    # Not every machine has the plugins that the project's own options ask for.
+    # Not every machine has the plugins that the project's pytest options need.
     options = ["-o", "addopts=", "-o", "timeout=0", "-W", "ignore", "-ra", "-q"]
     command = [sys.executable, "-m", "pytest", *options, "-p", "no:cacheprovider", TESTS]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -102,7 +101,7 @@ def run_tests(output: Path, seconds: float) -> dict[str, Any]:
 
 
 def run_case(case: Case, job: Job) -> dict[str, Any]:
-    """Run one contender in a process of its own; an error becomes its answer."""
+    """Run one contender in a fresh process; an error becomes its answer."""
     fake_world = 0 if case.world == 1 else case.world
     job = replace(job, precision=case.precision, fake_world=fake_world)
     worker = trained if case.name in STRATEGIES else measured
@@ -113,7 +112,7 @@ def run_case(case: Case, job: Job) -> dict[str, Any]:
 
 
 def rounds(job: Job, clock: Clock, most: int) -> Iterator[list[tuple[Case, dict[str, Any]]]]:
-    """Run all contenders once and again, as long as the time allows."""
+    """Run all contenders in rounds while time allows, and yield the answers of each round."""
     for number in range(most):
         if number and not clock.has_time_for(len(cases())):
             return
@@ -134,7 +133,7 @@ def _shown(answer: dict[str, Any]) -> str:
 
 
 def rows_of(answers: list[list[tuple[Case, dict[str, Any]]]]) -> list[dict[str, Any]]:
-    """Return one row for each case: medians of time, its ratio to the setting's base, memory."""
+    """Return one row per case: median time, its ratio to DDP's at world 1, and memory."""
     by_case: dict[Case, list[dict[str, Any]]] = {}
     for one in answers:
         for case, answer in one:
@@ -204,7 +203,7 @@ def main() -> int:
     answers = []
     for one in rounds(job, clock, most):
         answers.append(one)
-        # Whatever happens later, the rounds so far are there.
+        # Written after each round, in case a later one fails.
         report.update(rounds=len(answers), rows=rows_of(answers))
         (output / "gpu.json").write_text(json.dumps(report, indent=2))
     head = f"{report['date']}, {report['machine']}, {len(answers)} rounds"

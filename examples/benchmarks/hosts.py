@@ -1,15 +1,15 @@
-"""Step times of DDP, FSDP2 and ZeRO over hosts that share a slow link, and what passes through it.
+"""Step times of DDP, FSDP2 and ZeRO on hosts joined by a slow link, and the traffic through it.
 
     sudo make bench-hosts                         # two hosts of two ranks, 1 Gb/s between them
     sudo make bench-hosts ARGS="--gbit 10 --hosts 3"
 
-The hosts are played by this machine: each is a network of its own, with one interface whose rate is
-limited, and sees no processes but its own, so that ranks of two hosts share no memory. That takes
-Linux, its commands ``ip``, ``tc`` and ``unshare``, and the rights of root.
+This machine simulates the hosts: each is a network namespace with one rate-limited interface, and a
+process namespace, so that ranks of different hosts share no memory. That takes Linux, its commands
+``ip``, ``tc`` and ``unshare``, and root.
 
-Every process trains all contenders by turns, in rounds (A B C A B C), and ratios are to DDP of the
-same round. *Through the link* is what the kernel has counted on the first host's interface in a
-step, headers and all; *by the ledger* what ZeRO says that the ranks of that host send to others.
+Every process trains all contenders in turn, in rounds (A B C A B C), and ratios are to DDP in the
+same round. *Through the link* are the bytes per step that the kernel counts on the first host's
+interface, headers included; *by the ledger* those that ZeRO counts from its ranks to other hosts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ JOB = Job(dim=256, layers=4, heads=4, vocabulary=2048, length=64, batch=2, steps
 
 
 def contenders(ranks_on_host: int) -> dict[str, Callable[[nn.Module, Job], Contender]]:
-    """The ways to train, by their names."""
+    """Return the ways to train, by name."""
     return {
         "ddp": CONTENDERS["ddp"],
         "fsdp2": CONTENDERS["fsdp2"],
@@ -63,10 +63,10 @@ def _call(*words: object) -> None:
 
 @contextlib.contextmanager
 def hosts(number: int, gbit: float) -> Iterator[list[str]]:
-    """Make networks that one bridge joins; yields their names.
+    """Create network namespaces joined by a bridge, and yield their names.
 
     Raises:
-        RuntimeError: This system, or this user, cannot make them.
+        RuntimeError: This system, or this user, cannot create them.
     """
     names = [f"host{index}-{os.getpid()}" for index in range(number)]
     bridge = f"b{os.getpid()}"
@@ -128,19 +128,19 @@ def _through_the_link() -> int:
 
 
 def _sent_to_others(engine: Engine, ranks_on_host: int) -> float:
-    """Bytes that this rank has sent to other hosts, by the ledger."""
+    """Return the bytes that this rank has sent to other hosts, by the ledger."""
     total = 0.0
     for axis, transport in engine.comm.transports.items():
         sent = sum_of(transport.ledger.total).bytes
         peers = transport.size - 1
-        # Ranks of a copy that is on one host send nothing to others; else all peers get as much.
+        # A copy on one host sends nothing to others; otherwise all peers get equally much.
         near = min(transport.size, ranks_on_host) - 1 if axis == "shard" else 0
         total += sent * (peers - near) / peers if peers else 0
     return total
 
 
 def train(name: str, job: Job, ranks_on_host: int) -> dict[str, float]:
-    """Train one contender for some steps; returns medians of a step."""
+    """Train one contender for some steps, and return its figures per step."""
     CONTENDERS[name] = contenders(ranks_on_host)[name]
     run = Run(dist.get_rank(), name, job)
     for _ in range(job.warmup):
@@ -165,7 +165,7 @@ def train(name: str, job: Job, ranks_on_host: int) -> dict[str, float]:
 
 
 def work(names: list[str], job: Job, rounds: int, answer: Path) -> None:
-    """Be a rank."""
+    """Run one rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     ranks_on_host = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -185,7 +185,7 @@ def work(names: list[str], job: Job, rounds: int, answer: Path) -> None:
 def compare(
     names: list[str], *, num_hosts: int, ranks: int, gbit: float, rounds: int, job: Job
 ) -> dict[str, list[dict[str, float]]]:
-    """Return what each contender took, by rounds."""
+    """Return each contender's figures per step, by round."""
     with tempfile.TemporaryDirectory() as folder, hosts(num_hosts, gbit) as places:
         answer = Path(folder) / "answer.json"
         told = json.dumps([names, dataclasses.asdict(job), rounds, str(answer)])

@@ -1,4 +1,4 @@
-"""What the benchmarks ask of the machine: what it is, and what its kernel has counted so far."""
+"""Facts about the machine for the benchmarks: a description, and counters of its kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 
 def description() -> str:
-    """Torch's version, the chips, and the number of cores."""
+    """Return torch's version, the processor, the number of cores, and the GPUs."""
     chip = platform.processor() or platform.machine()
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -24,12 +24,12 @@ def description() -> str:
 
 
 def page_faults() -> int:
-    """Pages that this process touched for the first time."""
+    """Return the minor page faults of this process: pages touched for the first time."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def socket_bytes() -> int | None:
-    """Bytes that this process's TCP connections have sent; ``None`` if the system does not tell."""
+    """Return the bytes sent by this process's TCP connections, or ``None`` if not available."""
     total = 0
     try:
         for name in os.listdir("/proc/self/fd"):
@@ -47,6 +47,6 @@ def _sent_on(descriptor: int) -> int:
         if not is_internet or connection.type != socket.SOCK_STREAM:
             return 0
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-    # tcpi_bytes_sent and tcpi_bytes_retrans of Linux' struct tcp_info.
+    # tcpi_bytes_sent and tcpi_bytes_retrans of Linux's struct tcp_info.
     sent, again = struct.unpack_from("=QQ", info, 200)
     return int(sent - again)

@@ -1,7 +1,7 @@
-"""Times, peaks, bytes and traffic of one contender, in processes of its own.
+"""Times, peaks, bytes and traffic of one contender, in fresh processes.
 
-On CUDA the host runs ahead of the device, as in training, and a step is timed on the device. Memory
-and traffic come from runs that are not timed.
+On CUDA the host runs ahead of the device, as in training, and steps are timed on the device. Memory
+and traffic come from untimed runs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Run:
         with self.device:
             model = GPT(job)
         self.contender = CONTENDERS[name](model, job)
-        # Made where it is used: a copy from the host would wait for all that was started before.
+        # On the device: a copy from the host would wait for everything launched before.
         self.data = torch.Generator(self.device).manual_seed(rank)
 
     def __call__(self) -> Tensor:
@@ -51,7 +51,7 @@ class Run:
         return loss
 
     def pass_through(self) -> Tensor:
-        """Forward and backward, in the Trainer's order: old gradients live until the backward."""
+        """Run forward and backward in the Trainer's order: old gradients live until backward."""
         job, contender = self.job, self.contender
         shape = (job.batch, job.length + 1)
         tokens = torch.randint(job.vocabulary, shape, generator=self.data, device=self.device)
@@ -69,17 +69,17 @@ class Run:
         return loss.detach()
 
     def step(self) -> None:
-        """The optimizer's step."""
+        """Step the optimizer."""
         (self.contender.step or self.contender.optimizer.step)()
 
     def rest(self) -> None:
-        """Come to where a step ends: also the gathers that the next one would wait for."""
+        """Wait for the end of a step, including gathers that the next one would wait for."""
         for unit in self.contender.engine.sharded.units if self.contender.engine else ():
             unit.weights.wait_if_in_flight()
         self.settle()
 
     def settle(self) -> None:
-        """Let everything that was started end."""
+        """Wait for all pending work, on all ranks."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         if not self.job.fake_world:
@@ -89,7 +89,7 @@ class Run:
 @contextlib.contextmanager
 def _ranks(rank: int, job: Job, port: int) -> Iterator[None]:
     torch.set_num_threads(job.threads)
-    os.environ["LOCAL_RANK"] = str(rank)  # DeepSpeed asks for it.
+    os.environ["LOCAL_RANK"] = str(rank)  # DeepSpeed needs it.
     if job.device == "cuda":
         torch.cuda.set_device(rank)
     if job.fake_world:
@@ -104,14 +104,14 @@ def _ranks(rank: int, job: Job, port: int) -> Iterator[None]:
     try:
         yield
     finally:
-        # Other groups end with their processes. To destroy one waits, with Python's lock, for
-        # gloo's threads, which now and then wait for that lock to free what a collective held.
+        # Other groups end with their processes. Destroying one waits, holding the GIL, for gloo's
+        # threads, which now and then wait for the GIL to free what a collective held.
         if job.fake_world:
             dist.destroy_process_group()
 
 
 NUM_FAULTY = 2
-"""Steps whose page faults are counted."""
+"""Number of steps over which page faults are counted."""
 
 
 def timed(rank: int, name: str, job: Job, port: int, answer: Path) -> None:
@@ -124,16 +124,16 @@ def timed(rank: int, name: str, job: Job, port: int, answer: Path) -> None:
         for _ in range(NUM_FAULTY):
             run()
         found["page_faults"] = (machine.page_faults() - before) // NUM_FAULTY
-        # Nobody leaves while another still waits for what was sent.
+        # No rank leaves while another still waits for its data.
         run.rest()
         if rank == 0:
             answer.write_text(json.dumps(found))
 
 
 def _times_on_cpu(run: Run) -> tuple[list[float], Tensor]:
-    """Seconds of each step, which all ranks begin together, and the last loss.
+    """Return the seconds of each step, which all ranks begin together, and the last loss.
 
-    Weights of stages 1 and 2 are still on their way then: the next step's start waits for them.
+    At stages 1 and 2, weights are still in flight when a step ends: the next step waits for them.
     """
     times = []
     for _ in range(run.job.warmup + run.job.steps):
@@ -145,10 +145,10 @@ def _times_on_cpu(run: Run) -> tuple[list[float], Tensor]:
 
 
 def _times_on_cuda(run: Run) -> tuple[list[float], Tensor]:
-    """The same, from the end of one step on the device to that of the next.
+    """Return the same, timed from the end of one step on the device to the end of the next.
 
-    Nothing waits in between, as in training: the host is ahead of the device, and weights of stages
-    1 and 2 travel behind the next step.
+    Nothing waits in between, as in training: the host runs ahead of the device, and at stages 1 and
+    2 weights travel during the next step.
     """
     for _ in range(run.job.warmup):
         run()
@@ -164,10 +164,10 @@ def _times_on_cuda(run: Run) -> tuple[list[float], Tensor]:
 
 
 def weighed(rank: int, name: str, job: Job, port: int, answer: Path) -> None:
-    """Memory and traffic after a few steps, never timed.
+    """Write memory and traffic after a few untimed steps to ``answer``.
 
-    Shared memory is not the allocator's, so ours runs without it here: the same steps, with its
-    reduce buffers and those it receives in where they are counted.
+    Shared memory does not come from the allocator, so ours runs without it here: the same steps,
+    with the reduce and receive buffers where they are counted.
     """
     job = replace(job, windows=False)
     with _ranks(rank, job, port):
@@ -179,13 +179,13 @@ def weighed(rank: int, name: str, job: Job, port: int, answer: Path) -> None:
 def measured(rank: int, name: str, job: Job, port: int, answer: Path) -> None:
     """Write time, memory and traffic of one process to ``answer``, for devices.
 
-    There memory is the allocator's own figure, which costs the timed steps nothing.
+    On a device, memory is the allocator's own figure, which costs the timed steps nothing.
     """
     with _ranks(rank, job, port):
         run = Run(rank, name, job)
         times, loss = (_times_on_cuda if job.device == "cuda" else _times_on_cpu)(run)
         found = {"seconds": statistics.median(times), "loss": float(loss)}
-        # The allocator's events of a CPU are known only from a profile's begin on.
+        # On a CPU the allocator's events are known only from the start of a profile.
         make = (lambda: run) if job.device == "cuda" else (lambda: Run(rank, name, job))
         found.update(_weigh(make, job))
         if rank == 0:
@@ -193,7 +193,7 @@ def measured(rank: int, name: str, job: Job, port: int, answer: Path) -> None:
 
 
 def _weigh(make: Callable[[], Run], job: Job) -> dict[str, Any]:
-    """Return peaks, bytes between steps and what a step sends."""
+    """Return peaks, bytes between steps, and what a step sends."""
     run, found = _peaks(make, job)
     run.step()
     run.rest()
@@ -209,11 +209,11 @@ def _weigh(make: Callable[[], Run], job: Job) -> dict[str, Any]:
 
 
 def _peaks(make: Callable[[], Run], job: Job) -> tuple[Run, dict[str, Any]]:
-    """The most memory in forward and backward beyond the idle model, in two orders of a step.
+    """Return a run, and its peaks in forward and backward beyond the idle model.
 
-    The idle model is weights, masters and optimizer states; what else stays between steps, as
-    DDP's buckets and our shards of gradients do, is counted. In a plain loop the gradients of the
-    step before are dropped when the forward begins; under the Trainer they live until its end.
+    The idle model is weights, masters and optimizer states; all else that stays between steps, such
+    as DDP's buckets and our gradient shards, is counted. There are two peaks: in a plain loop the
+    previous step's gradients are freed before the forward; under the Trainer, after it.
     """
     runs: list[Run] = []
 
@@ -242,9 +242,9 @@ def _peaks(make: Callable[[], Run], job: Job) -> tuple[Run, dict[str, Any]]:
 
 
 def _bytes_by_kind(contender: Contender) -> dict[str, int]:
-    """Return what this rank holds between steps, in the engine's words, and nothing of messages.
+    """Return this rank's bytes between steps, by the engine's kinds, without message buffers.
 
-    A master is what the optimizer steps and the model does not have.
+    A master is a tensor that the optimizer steps and the model does not hold.
     """
     if contender.engine is not None:
         return contender.engine.sharded.memory()
@@ -252,9 +252,9 @@ def _bytes_by_kind(contender: Contender) -> dict[str, int]:
     for inner in ("optim", "optimizer"):  # ZeroRedundancyOptimizer's and DeepSpeed's
         optimizer = getattr(optimizer, inner, optimizer)
     weights = list(contender.model.parameters())
-    # Its groups may be empty between steps; it has states of all that it steps.
+    # Its groups may be empty between steps, but it has a state for everything that it steps.
     stepped = list(optimizer.state)
-    # DeepSpeed's stage 3 leaves an empty parameter behind, and hangs the shard on it.
+    # DeepSpeed's stage 3 leaves an empty parameter and attaches the shard to it.
     resting = _storages([getattr(weight, "ds_tensor", weight) for weight in weights])
     masters = _storages(stepped)
     return {
@@ -268,13 +268,13 @@ def _bytes_by_kind(contender: Contender) -> dict[str, int]:
 
 
 def _model_bytes(contender: Contender) -> int:
-    """Bytes of weights, masters and optimizer states of this rank."""
+    """Return the bytes of this rank's weights, masters and optimizer states."""
     held = _bytes_by_kind(contender)
     return held["weights"] + held["master"] + held["states"]
 
 
 def _storages(values: list[Any]) -> dict[int, int]:
-    """Bytes of the tensors among some values by where they are, this rank's part of each."""
+    """Return the bytes of this rank's part of each tensor among ``values``, by address."""
     parts = [_own_part(value) for value in values if isinstance(value, Tensor)]
     return {part.data_ptr(): part.nbytes for part in parts if part.numel()}
 
@@ -285,7 +285,7 @@ def _own_part(tensor: Any) -> Tensor:
 
 
 def _peaks_on_cuda(parts: list[Callable[[], Any]]) -> list[int]:
-    """The most live bytes in each part."""
+    """Return the most live bytes in each part."""
     peaks = []
     for part in parts:
         torch.cuda.reset_peak_memory_stats()
@@ -296,9 +296,9 @@ def _peaks_on_cuda(parts: list[Callable[[], Any]]) -> list[int]:
 
 
 def _peaks_on_cpu(parts: list[Callable[[], Any]]) -> list[int]:
-    """The same, counted from the allocator's own events, which know nothing of any engine.
+    """Return the same, counted from the allocator's events, independently of any engine.
 
-    One profile holds all parts: it knows the sizes only of what was allocated within it.
+    One profile spans all parts, because it knows only the sizes of what was allocated within it.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
@@ -326,7 +326,7 @@ def in_fresh_processes(worker: Callable[..., None], name: str, job: Job) -> dict
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         processes = 1 if job.fake_world else job.world
-        # A server that has imported everything, and done nothing, is forked for each process.
+        # Each process is forked from a server that has imported everything and done nothing.
         mp.set_forkserver_preload(["torch.distributed.fsdp", "torch.profiler", "lightning_zero"])
         mp.start_processes(worker, (name, job, port, answer), processes, start_method="forkserver")
         found: dict[str, Any] = json.loads(answer.read_text())

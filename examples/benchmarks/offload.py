@@ -5,30 +5,30 @@
     python examples/benchmarks/offload.py --predictions --megabytes 2000 --tokens 1 512 2048
     python examples/benchmarks/offload.py --deepspeed PYTHON --accelerate PYTHON
 
-In each round, one after the other:
+Each round measures, one after the other:
 
-* ``disk reads``: the model's bytes by large unbuffered requests of two threads, to memory of the
-  size of two units, as weights that are streamed need it.
-* ``disk reads and writes``: twice the model's bytes, as AdamW's states are, read and written at
-  once, by two threads each.
-* ``compute``: a forward with weights in memory, of 1 and of 512 tokens, or of others.
-* ``stream``: the same with weights that are read from their checkpoint, which the system has
-  forgotten before. The limit is the larger of the disk's time and of the computation's.
+* ``disk reads``: the model's bytes by large requests of direct I/O, from two threads, to memory of
+  the size of two units, as for streamed weights.
+* ``disk reads and writes``: twice the model's bytes, as for AdamW's states, read and written at the
+  same time, by two threads each.
+* ``compute``: a forward with weights in memory, by default of 1 and of 512 tokens.
+* ``stream``: the same with weights read from their checkpoint, which was dropped from the page
+  cache. The limit is the larger of the disk's time and the computation's.
 * ``step in memory``, ``step with states in files``, ``step in files``: an AdamW step over all
-  elements. The limit is the larger of the disk's time, for what the step's ledger says that it read
-  and wrote at once, and of a step in memory. Where masters are in files too they are mapped, and
-  the system writes them when it likes: they are not in the limit, and before each measurement it
-  writes what others have left.
+  elements. The limit is the larger of the time of a step in memory and the disk's time to read and
+  write the bytes that the step's ledger counts. Masters in files are memory-mapped, and the system
+  writes them back at any time: they are not in the limit, and pending writes are flushed before
+  each measurement.
 * ``training in memory``, ``training in files``: forward and backward of one token, and the step.
 * ``fused step``, ``step by unit``: the same step of torch's own optimizer over the same pieces in
-  memory, at once and as it is stepped on an accelerator's host.
+  memory, all at once and as it is done on an accelerator's host.
 
-With the interpreter of an environment that has DeepSpeed or accelerate, also, in the same rounds:
+Given the interpreter of an environment that has DeepSpeed or accelerate, the same rounds measure:
 
 * ``DeepSpeed step``, ``DeepSpeed training``: of its stage 3, with optimizer states on NVMe.
 * ``accelerate, 1 token`` and ``512``: the forward of its ``disk_offload``.
 
-Medians count; ranges are of all rounds.
+Figures are medians; ranges are over all rounds.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _REQUEST = 4 * 2**20
 
 
 def model(width: int, depth: int) -> nn.Sequential:
-    """Layers on ``meta``, each a unit."""
+    """Return layers on ``meta``, each a unit."""
     with torch.device("meta"):
         return nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(depth)])
 
@@ -77,11 +77,11 @@ def timed(function: Callable[[], object]) -> float:
 
 
 class Disk:
-    """Unbuffered requests on a file of its own, by two threads each way.
+    """Direct I/O on a scratch file, by two threads each way.
 
     Args:
-        memory_bytes: The memory that they go to, by turns: in a processor's cache requests are
-            faster.
+        memory_bytes: Size of the memory that requests cycle through. They are faster where it fits
+            into the processor's cache.
     """
 
     def __init__(self, folder: str, nbytes: int, memory_bytes: int = 4 * _REQUEST) -> None:
@@ -89,14 +89,14 @@ class Disk:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
         os.posix_fallocate(self._file, 0, nbytes)
         self._places = range(0, nbytes - _REQUEST + 1, _REQUEST)
-        # Memory as steps have it, in large pages where there are some.
+        # The memory that steps use, with huge pages where available.
         self._memory = StagingMemory(memory_bytes)
         self._num_buffers = memory_bytes // (4 * _REQUEST)
         self.write()
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are moved each way."""
+        """Bytes moved each way."""
         return len(self._places) * _REQUEST
 
     def read(self) -> None:
@@ -123,7 +123,7 @@ class Disk:
 
 
 def forget(path: Path) -> None:
-    """Let the system drop what it keeps of a file in memory."""
+    """Drop a file from the page cache."""
     file = os.open(path, os.O_RDONLY)
     os.fsync(file)
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -131,7 +131,7 @@ def forget(path: Path) -> None:
 
 
 def streaming(path: Path, settings: Settings, width: int, depth: int) -> Engine:
-    """An engine whose weights stay in the file."""
+    """Return an engine whose weights stay in the file."""
     module = model(width, depth)
     load = ModuleLoad(module, lambda: None)
     load.call(read_safetensors(path, maps=False), strict=True)
@@ -157,7 +157,7 @@ class Stepping:
         self.optimizer.step()
 
     def on_pieces(self) -> tuple[Callable[[], object], Callable[[], object]]:
-        """The step of another optimizer over the pieces: at once, and unit by unit."""
+        """Return steps of another optimizer over the pieces: all at once, and unit by unit."""
         pieces = self.engine.sharded.pieces
         optimizer = torch.optim.AdamW(pieces, 1e-4, fused=True)
         unit_step = UnitStep([unit.pieces for unit in self.engine.sharded.units], States(optimizer))
@@ -181,10 +181,10 @@ def forward(module: nn.Module, tokens: Tensor) -> None:
 
 
 class Rounds:
-    """Seconds of what is measured, by name, one of each round.
+    """Measured seconds by name, one entry per round.
 
     Args:
-        others: Processes of other packages, by package.
+        others: Processes that measure other packages, by package.
     """
 
     def __init__(self, others: dict[str, Contender]) -> None:
@@ -192,7 +192,7 @@ class Rounds:
         self._others = others
 
     def note(self, name: str, function: Callable[[], object]) -> None:
-        os.sync()  # what others have left to be written is not to be in the way
+        os.sync()  # pending writes of others would be in the way
         self.found.setdefault(name, []).append(timed(function))
 
     def note_other(self, package: str, name: str, what: str) -> None:
@@ -201,19 +201,19 @@ class Rounds:
             self.found.setdefault(name, []).append(self._others[package].measure(what))
 
     def end_warm_up(self) -> None:
-        """Forget the first round: checksums are compared in it, and the order of units learned."""
+        """Forget the first round, which compares checksums and learns the order of units."""
         for seconds in self.found.values():
             seconds.clear()
 
 
 class Predictions:
-    """Forwards with weights in memory, and with weights that are read from their file."""
+    """Forwards with weights in memory, and with weights read from their file."""
 
     def __init__(self, folder: str, width: int, depth: int, tokens: Sequence[int]) -> None:
         self._path = Path(folder) / "weights.safetensors"
         shapes = {f"{n}.weight": (torch.float32, (width, width)) for n in range(depth)}
         write_safetensors(self._path, shapes, lambda _: torch.randn(width, width) / width**0.5)
-        # Each of the two ways has a half, which is the memory of two units.
+        # Reads and writes have half of the memory each; a half is the size of two units.
         units_bytes = 2 * 4 * width**2
         self._disk = Disk(folder, self._path.stat().st_size, max(2 * units_bytes, 4 * _REQUEST))
         self._whole = model(width, depth)
@@ -298,7 +298,7 @@ def _in_files(folder: str) -> Settings:
 
 
 def compare(name: str, seconds: Iterable[float], others: Iterable[float]) -> None:
-    """Print the ratios of rounds."""
+    """Print the median and range of the ratios of rounds."""
     ratios = [one / other for one, other in zip(seconds, others, strict=True)]
     print(f"{name}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
 
@@ -310,7 +310,7 @@ def compare_other(theirs: str, ours: str, found: dict[str, list[float]]) -> None
 
 
 def run(parts: Sequence[Predictions | Steps], number: int, others: dict[str, Contender]) -> None:
-    """Measure ``parts`` in ``number`` rounds, and print what was found."""
+    """Measure ``parts`` in ``number`` rounds, and print the results."""
     rounds = Rounds(others)
     for index in range(number + 1):
         for part in parts:

@@ -1,9 +1,9 @@
-"""Optimizers under ZeRO beside DDP: the way of stepping, bytes of state, differences.
+"""Optimizers under ZeRO beside DDP: how they are stepped, bytes of state, differences.
 
     python examples/benchmarks/optimizers.py [name ...]
 
-Two processes train a small model 40 steps, first under DDP, then at stage 3. Prints the table of
-docs/optimizers.md; optimizers whose package is not installed are left out.
+Two processes train a small model for 40 steps, first under DDP, then at stage 3. The script prints
+the table of docs/optimizers.md, without optimizers whose package is not installed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STEPS, WORLD = 40, 2
 
 
 class Entry(NamedTuple):
-    """An optimizer of the table: its package, its name there, and its arguments."""
+    """An optimizer of the table: its package, its name in it, and its arguments."""
 
     package: str
     name: str
@@ -46,7 +46,7 @@ class Entry(NamedTuple):
         return f"`{self.package}.{self.name}`"
 
     def build(self, model: nn.Module) -> Optimizer:
-        """Make it over a model's parameters."""
+        """Return the optimizer over the parameters of ``model``."""
         cls = getattr(importlib.import_module(self.package), self.name)
         if self.name == "Lookahead":
             return cls(torch.optim.AdamW(model.parameters(), lr=0.01))  # type: ignore[no-any-return]
@@ -69,7 +69,7 @@ ENTRIES = [
 
 
 class Model(nn.Module):
-    """Matrices of several shapes, vectors, and a scale of no dimension."""
+    """A model with matrices of several shapes, vectors, and a 0-dimensional scale."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Model(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs of rows."""
+        """Return ``[n, 20]`` outputs of ``[n, 48]`` rows."""
         for block in self.blocks:
             x = torch.tanh(block(x))
         return self.head(x) * self.scale
@@ -96,7 +96,7 @@ def train(model: nn.Module, optimizer: Optimizer, rank: int, steps: int) -> None
 
         def closure(x: Tensor = x) -> Tensor:
             optimizer.zero_grad()
-            with torch.enable_grad():  # which some forget
+            with torch.enable_grad():  # which some optimizers forget
                 loss = (model(x) - x @ teacher).square().mean()
                 loss.backward()
             total = loss.detach().clone()
@@ -108,7 +108,7 @@ def train(model: nn.Module, optimizer: Optimizer, rank: int, steps: int) -> None
 
 
 def measure(entry: Entry, rank: int, steps: int) -> dict[str, Any]:
-    """Train with an optimizer under both; returns its row of the table."""
+    """Train with an optimizer under DDP and ZeRO, and return its row of the table."""
     plain = Model()
     under_ddp = entry.build(plain)
     train(DistributedDataParallel(plain), under_ddp, rank, steps)
@@ -138,7 +138,7 @@ def measure(entry: Entry, rank: int, steps: int) -> dict[str, Any]:
 
 
 def _state_bytes(optimizer: Optimizer) -> int:
-    """Count the states of an optimizer and of one that it wraps."""
+    """Return the bytes of states of an optimizer and of any that it wraps."""
     inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
     states = [list(each.state.values()) for each in (optimizer, *inner)]
     return sum(leaf.nbytes for leaf in tree_leaves(states) if isinstance(leaf, Tensor))
@@ -158,14 +158,14 @@ def _worker(rank: int, folder: str, entries: Sequence[Entry], steps: int) -> Non
 
 
 def measured(entries: Sequence[Entry], steps: int = STEPS) -> list[dict[str, Any]]:
-    """Measure optimizers on two processes of their own."""
+    """Measure optimizers in two fresh processes, and return the rows of the table."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_worker, (folder, entries, steps), nprocs=WORLD, start_method="fork")
         return json.loads(Path(folder, "rows.json").read_text())  # type: ignore[no-any-return]
 
 
 def installed() -> list[Entry]:
-    """The optimizers that are there."""
+    """Return the entries whose package is installed."""
 
     def has(package: str) -> bool:
         return importlib.util.find_spec(package.split(".")[0]) is not None
@@ -174,7 +174,7 @@ def installed() -> list[Entry]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The lines of the table."""
+    """Return the lines of the table."""
     lines = [
         "| optimizer | stepped | state per element, DDP | each of two ranks | difference |",
         "|---|---|---|---|---|",

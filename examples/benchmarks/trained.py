@@ -48,7 +48,7 @@ class LitGPT(LightningModule):
 
 
 class Clock(Callback):
-    """Times from the end of one step to that of the next, and the most memory in between."""
+    """Times steps from the end of one to the end of the next, and starts memory peaks with them."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -73,7 +73,7 @@ class Clock(Callback):
         self.loss = outputs["loss"].detach()
 
     def seconds(self) -> float:
-        """Return the median of a step."""
+        """Return the median time of a step."""
         if self._on_cuda:
             torch.cuda.synchronize()
             times = [a.elapsed_time(b) / 1000 for a, b in itertools.pairwise(self._ends)]
@@ -83,7 +83,7 @@ class Clock(Callback):
 
 
 def trained(rank: int, name: str, job: Job, port: int, answer: Path) -> None:
-    """Write a step's time, the last loss and the most memory under a Trainer to ``answer``."""
+    """Write a step's time, the last loss and the peak memory under a Trainer to ``answer``."""
     torch.set_num_threads(job.threads)
     torch.manual_seed(0)
     warnings.simplefilter("ignore")

@@ -3,8 +3,8 @@
     python examples/benchmarks/wires.py                       # gloo, and NCCL where there are GPUs
     python examples/benchmarks/wires.py --mib 64 --rounds 50 --devices cpu --world 4
 
-``Communicator`` takes one of three transports; here is what it chooses by. A size is that of the
-whole tensor, of which each of N ranks has, or wants, a shard of 1/N. Ours, the chosen one marked:
+``Communicator`` chooses one of three transports, and this shows why. A size is that of the whole
+tensor, of which each of N ranks has, or wants, a shard of 1/N. Ours, the chosen one marked:
 
 * ``shared memory``, ``point to point``, ``collectives``: the package's transports.
   ``gather`` fills the whole tensor from all shards, ``reduce`` writes the sum of this rank's shard.
@@ -12,14 +12,14 @@ whole tensor, of which each of N ranks has, or wants, a shard of 1/N. Ours, the 
 Torch's, on the default group:
 
 * ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` do the same.
-* ``all_to_all_single + sum`` sends every rank its part, and adds up what has come.
-* ``all_reduce`` and ``broadcast`` leave whole tensors everywhere, as DDP's gradients and buffers.
+* ``all_to_all_single + sum`` sends every rank its part and adds up the parts received.
+* ``all_reduce`` and ``broadcast`` leave whole tensors everywhere, like DDP's gradients and buffers.
 
-All processes live through all rounds, rounds are interleaved (A B C A B C), and a round's time is
-the slowest rank's, from a barrier to the use of the result; inputs are written before. Every result
-of every round is compared with what each rank can work out alone: bit for bit, or to rounding where
-a backend adds three summands and more in an order of its own. *Sent* are rank 0's elements as our
-ledger counts them, *through sockets* as the kernel does for all connections of the process.
+The same processes run all rounds, rounds are interleaved (A B C A B C), and a round's time is the
+slowest rank's, from a barrier to the use of the result; inputs are written before. Every result of
+every round is compared with what each rank can compute alone: bit for bit, or up to rounding where
+a backend adds three or more summands in its own order. *Sent* are rank 0's elements as our ledger
+counts them, *through sockets* as the kernel counts them for all connections of the process.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class Job:
 
 
 class Values:
-    """One tensor for each rank, which all ranks know, and what becomes of them.
+    """One tensor for each rank, known to all ranks, and the expected results.
 
     Attributes:
-        everybodys: The tensors, whole.
-        own: This rank's.
+        everybodys: The tensors of all ranks.
+        own: This rank's tensor.
         gathered: Every rank's shard of its own tensor.
-        total: The sum of all, added up in the order of the ranks.
+        total: The sum of all tensors, added up in the order of the ranks.
     """
 
     def __init__(self, numel: int, device: torch.device) -> None:
@@ -89,19 +89,19 @@ class Values:
         sum_into(self.total, self.everybodys)
 
     def shard(self, whole: Tensor) -> Tensor:
-        """This rank's."""
+        """Return this rank's shard of ``whole``."""
         return whole.view(self.world, -1)[self.rank]
 
     @property
     def has_one_order(self) -> bool:
-        """Return whether a sum has the same bits, whoever adds up."""
+        """Return whether a sum has the same bits in any order."""
         return self.world <= 2
 
 
 class Way(NamedTuple):
-    """One way from what the ranks have to what they want.
+    """One way to gather or to reduce.
 
-    ``given`` writes its input and is not timed; ``run`` is, and leaves ``expected`` in ``out``.
+    ``given`` writes the input, untimed; ``run`` is timed and must leave ``expected`` in ``out``.
     """
 
     out: Tensor
@@ -112,7 +112,7 @@ class Way(NamedTuple):
     is_exact: bool = True
 
     def __call__(self) -> float:
-        """Seconds of this rank from a barrier to the use of the result."""
+        """Return this rank's seconds from a barrier to the use of the result."""
         self.out.fill_(nan)
         given = self.given()
         settle(self.out.device)
@@ -123,7 +123,7 @@ class Way(NamedTuple):
         return time.perf_counter() - start
 
     def check(self, name: str) -> None:
-        """Compare the result with what it must be."""
+        """Raise unless the result is right."""
         tolerance = {"rtol": 0, "atol": 0} if self.is_exact else {"rtol": 1e-5, "atol": 1e-5}
         if not torch.allclose(self.out, self.expected, **tolerance):
             worst = float((self.out - self.expected).abs().max())
@@ -131,7 +131,7 @@ class Way(NamedTuple):
 
 
 def settle(device: torch.device) -> None:
-    """Let everything that was started end, on all ranks."""
+    """Wait for all pending work, on all ranks."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     dist.barrier()
@@ -228,7 +228,7 @@ def name_of(comm: Communicator) -> str:
 
 
 def transports(device: torch.device) -> dict[str, Communicator]:
-    """A ``Communicator`` on each transport there is here; the first on the one it chooses."""
+    """Return a ``Communicator`` for each transport available here, the default one first."""
     found = [Communicator(device)]
     if found[0].transport.reads_peers:
         found.append(Communicator(device, windows=False))
@@ -238,7 +238,7 @@ def transports(device: torch.device) -> dict[str, Communicator]:
 
 
 def ways(comms: dict[str, Communicator], values: Values) -> dict[str, Way]:
-    """Every way of this backend by its name: first those that gather, then those that add up."""
+    """Return every way of this backend by name: first those that gather, then those that add."""
     return {
         **{f"{name} gather": our_gather(comm, values) for name, comm in comms.items()},
         **{name: build(values) for name, build in GATHERS.items()},
@@ -248,11 +248,11 @@ def ways(comms: dict[str, Communicator], values: Values) -> dict[str, Way]:
 
 
 def traffic(name: str, way: Way) -> dict[str, int | None]:
-    """Return what one run sends, which is not timed: our ledger's elements, and the sockets'."""
+    """Return the elements that one untimed run sends, by our ledger and through sockets."""
     noted = way.comm and sum_of(way.comm.transport.ledger.total).elements
     bytes_before = machine.socket_bytes()
     way()
-    # Beyond the barrier all has been read, and so has been sent.
+    # After the barrier everything has been received, and hence sent.
     settle(way.out.device)
     way.check(name)
     sent = None if way.comm is None else sum_of(way.comm.transport.ledger.total).elements - noted
@@ -264,7 +264,7 @@ def traffic(name: str, way: Way) -> dict[str, int | None]:
 
 
 def measure(candidates: dict[str, Way], job: Job) -> dict[str, dict[str, Any]]:
-    """Each way's median and range in milliseconds, and its traffic."""
+    """Return each way's median and range in milliseconds, and its traffic."""
     rows: dict[str, dict[str, Any]] = {name: traffic(name, way) for name, way in candidates.items()}
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(job.warmup + job.rounds):
@@ -281,7 +281,7 @@ def measure(candidates: dict[str, Way], job: Job) -> dict[str, dict[str, Any]]:
 
 
 def compare(job: Job) -> list[dict[str, Any]]:
-    """The rows of all sizes, on this rank of a process group."""
+    """Return the rows of all sizes, on this rank of a process group."""
     device = torch.device(job.device)
     comms = transports(device)
     chosen = next(iter(comms))
@@ -300,7 +300,7 @@ def compare(job: Job) -> list[dict[str, Any]]:
 
 
 def work(rank: int, job: Job, folder: str) -> None:
-    """One rank from its start to its end."""
+    """Run one rank from start to end."""
     torch.set_num_threads(1)
     if job.device == "cuda":
         torch.cuda.set_device(rank)
@@ -315,15 +315,15 @@ def work(rank: int, job: Job, folder: str) -> None:
     rows = compare(job)
     if rank == 0:
         Path(folder, "rows.json").write_text(json.dumps(rows))
-    # The group ends with its process. To destroy it waits, with Python's lock, for gloo's threads,
-    # which now and then wait for that lock to free what a collective held.
+    # The group ends with its process. Destroying it waits, holding the GIL, for gloo's threads,
+    # which now and then wait for the GIL to free what a collective held.
     settle(torch.device(job.device))
 
 
 def in_fresh_processes(job: Job) -> list[dict[str, Any]]:
-    """The rows of all sizes."""
+    """Return the rows of all sizes, measured in fresh processes."""
     with tempfile.TemporaryDirectory() as folder:
-        # A server that has imported everything, and done nothing, is forked for each process.
+        # Each process is forked from a server that has imported everything and done nothing.
         mp.set_forkserver_preload(["torch.distributed", "lightning_zero"])
         mp.start_processes(work, (job, folder), job.world, start_method="forkserver")
         rows: list[dict[str, Any]] = json.loads(Path(folder, "rows.json").read_text())
@@ -331,7 +331,7 @@ def in_fresh_processes(job: Job) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A Markdown table for each backend and size."""
+    """Return a Markdown table for each backend and size."""
     lines: list[str] = []
     headings = [f"{row['backend']}, {row['world']} ranks, {row['mib']:g} MiB" for row in rows]
     for number, (row, heading) in enumerate(zip(rows, headings, strict=True)):

@@ -4,10 +4,10 @@
 config          a configuration, as arguments of the strategy and demands on the Trainer
 keys            the keys of a configuration, and what becomes of each
 optimizer_block the blocks ``optimizer`` and ``scheduler``, as torch's classes
-checkpoint      a checkpoint by ZeRO, as the one that DDP would have written
-files           which files a checkpoint has, if there is one of each rank, and what they hold
-flat_vectors    masters and states on flat vectors, cut as stages 1, 2 or 3 cut them
-placeholder     reading a pickle whose classes are replaced by inert objects
+checkpoint      a ZeRO checkpoint, as the one that DDP would have written
+files           the files of a checkpoint, by rank, and what they hold
+flat_vectors    masters and states on flat vectors, cut as stages 1, 2 and 3 cut them
+placeholder     unpickling with inert objects in place of unknown classes
 =============== ===================================================================================
 """
 

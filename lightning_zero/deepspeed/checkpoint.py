@@ -1,14 +1,14 @@
 """DeepSpeed's ZeRO checkpoints, read as the checkpoint that DDP would have written.
 
-Such a checkpoint is a folder, and in it a folder of files, the **tag**, which each rank wrote::
+Such a checkpoint is a folder that contains another, the **tag**, with the files of all ranks::
 
     x.ckpt/latest                                               the tag's name
     x.ckpt/checkpoint/mp_rank_00_model_states.pt                stages 1 and 2: the *model file*
     x.ckpt/checkpoint/zero_pp_rank_R_mp_rank_00_model_states.pt stage 3: the same, by rank
     x.ckpt/checkpoint/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt        the *optimizer files*
 
-The model file has names and shapes, and holds buffers and whatever the program stored, a Trainer
-its loops. The optimizer files hold the masters and the optimizer's states as flat vectors
+The model file has names and shapes, buffers, and what the program stored beside them, such as a
+Trainer's loops. The optimizer files hold the masters and the optimizer's states as flat vectors
 (:mod:`~lightning_zero.deepspeed.flat_vectors`).
 
 (Format facts: DeepSpeed 0.19, ``runtime/engine.py``, ``runtime/zero``, ``utils/zero_to_fp32.py``.)
@@ -52,17 +52,17 @@ _OF_DEEPSPEED = {
     *("global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version"),
     *("checkpoint_parallel_dimensions", "universal_checkpoint_info", "num_experts"),
 }
-"""What DeepSpeed puts into a model file; everything else is the program's own."""
+"""DeepSpeed's own keys in a model file; all others are the program's."""
 
 _OLD_PREFIX = "_forward_module."
-"""What Lightning before 2.1 put before every name."""
+"""The prefix of every name in files by Lightning before 2.1."""
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _understanding(method: _Method) -> _Method:
-    """Let a method name the folder in a ``ValueError`` when files hold what they should not."""
+    """Wrap a method to raise a ``ValueError`` that names the folder when its content is wrong."""
 
     @functools.wraps(method)
     def understanding(self: DeepSpeedFolder, *args: Any, **kwargs: Any) -> Any:
@@ -78,16 +78,16 @@ def _understanding(method: _Method) -> _Method:
 
 
 class DeepSpeedFolder:
-    """A checkpoint by DeepSpeed's ZeRO, stages 1 to 3; its tensors stay in the mapped files.
+    """A checkpoint by DeepSpeed's ZeRO, stages 1 to 3, whose tensors stay in memory-mapped files.
 
     Args:
         path: The folder with the file ``latest``, or the tag's folder in it.
-        trust: Whether to make objects of any class that the files name. Without it there are
-            placeholders in their stead, and :meth:`checkpoint` refuses to pass them on.
+        trust: Whether to make objects of any class that the files name. Otherwise placeholders
+            stand in for them, and :meth:`checkpoint` refuses to return any.
 
     Raises:
         FileNotFoundError: A rank's file is missing.
-        CannotConvert: It belongs to a model that is cut in other ways, too.
+        CannotConvert: The model is also parallelized in other ways.
         ValueError: A file is damaged, or the files do not belong together.
     """
 
@@ -120,9 +120,9 @@ class DeepSpeedFolder:
     def checkpoint(
         self, *, weights_only: bool = False, frozen_in_optimizer: bool = False
     ) -> dict[str, Any]:
-        """Return the checkpoint that DDP would have written, with tensors that are not read.
+        """Return the checkpoint that DDP would have written, without reading its tensors.
 
-        ``frozen_in_optimizer`` if the optimizer was given the frozen parameters, too.
+        Set ``frozen_in_optimizer`` if the optimizer was given the frozen parameters too.
         """
         found: dict[str, Any] = {"state_dict": self.weights()}
         if not weights_only:
@@ -138,7 +138,7 @@ class DeepSpeedFolder:
 
     @_understanding
     def own_state(self) -> dict[str, Any]:
-        """Return what the program stored besides, a Trainer its loops and callbacks."""
+        """Return what else the program stored, such as a Trainer's loops and callbacks."""
         own = {key: value for key, value in self._model.items() if key not in _OF_DEEPSPEED}
         scheduler = self._model.get("lr_scheduler")
         own.setdefault("lr_schedulers", [] if scheduler is None else [scheduler])
@@ -146,7 +146,7 @@ class DeepSpeedFolder:
         return own if scaler is None else {**own, "MixedPrecision": scaler}
 
     def _build_flats(self) -> list[Flat]:
-        """Return the flat vectors; sizes are checked."""
+        """Return the flat vectors, with their sizes checked."""
         of_ranks = [optimizer.masters for optimizer in self._optimizers]
         if len({len(masters) for masters in of_ranks}) != 1:
             raise ValueError(
@@ -166,12 +166,12 @@ class DeepSpeedFolder:
         return flats
 
     def _shapes(self, sizes: Sequence[int]) -> list[Shapes]:
-        """Return the parameters of each flat vector, whose sizes on rank 0 are given."""
+        """Return the parameters of each flat vector, given the vectors' ``sizes`` on rank 0."""
         found = self._model["param_shapes"]
         tables = [found] if isinstance(found, dict) else list(found)
         shapes = [{name: tuple(shape) for name, shape in table.items()} for table in tables]
         if len(shapes) != len(sizes) and self.stage == 3:
-            # Older versions have one table for all; a flat vector holds whole parameters.
+            # Older versions have one table for all vectors; no parameter spans two of them.
             shapes = self._dealt({n: s for table in shapes for n, s in table.items()}, sizes)
         if len(shapes) != len(sizes):
             raise ValueError(
@@ -181,7 +181,7 @@ class DeepSpeedFolder:
         return shapes
 
     def _dealt(self, shapes: Shapes, sizes: Sequence[int]) -> list[Shapes]:
-        """Deal parameters to flat vectors of stage 3 in order, until each is full."""
+        """Assign parameters to flat vectors of stage 3 in order, until each is full."""
         rest = list(shapes.items())
         tables = []
         for size in sizes:
@@ -196,7 +196,7 @@ class DeepSpeedFolder:
 
     @_understanding
     def weights(self) -> dict[str, Any]:
-        """Return the masters, frozen parameters and buffers by name; 16-bit ones in fp32."""
+        """Return masters, frozen parameters and buffers by name, 16-bit ones in fp32."""
         known = {name: flat.master(name) for flat in self._flats for name in flat.shapes}
         known |= self._frozen()
         shared = self._model.get("shared_params") or {}
@@ -211,7 +211,7 @@ class DeepSpeedFolder:
         return {name.removeprefix(_OLD_PREFIX): value for name, value in found.items()}
 
     def _frozen(self) -> dict[str, LazyTensor]:
-        """Return the frozen parameters that are stored apart, as stages 2 and 3 do."""
+        """Return the frozen parameters that are stored apart, as at stages 2 and 3."""
         fragments = [model.get("frozen_param_fragments") or {} for model in self._models]
         frozen = {}
         for name, shape in (self._model.get("frozen_param_shapes") or {}).items():
@@ -224,7 +224,7 @@ class DeepSpeedFolder:
         return frozen
 
     def _other(self, name: str, value: Any) -> Any:
-        """Return what the model file holds as it was in the module."""
+        """Return a value of the model file as it was in the module."""
         if not isinstance(value, Tensor):
             return value
         if self.stage == 3 and name not in self._model["buffer_names"]:
@@ -240,7 +240,7 @@ class DeepSpeedFolder:
 
     @_understanding
     def optimizer_state(self, *, frozen_in_optimizer: bool = False) -> dict[str, Any]:
-        """Return ``state_dict()`` of the same optimizer over whole parameters."""
+        """Return the ``state_dict()`` of the same optimizer over whole parameters."""
         groups = self._optimizers[0].base["param_groups"]
         owners = [index for index, group in enumerate(groups) for _ in group["params"]]
         if len(owners) != len(self._flats):
@@ -274,7 +274,7 @@ class DeepSpeedFolder:
         return {"state": found, "param_groups": written}
 
     def _user_order(self, index: int, names: list[str], group: Mapping[str, Any]) -> list[str]:
-        """Return the parameters of a group in the order in which the optimizer was given them."""
+        """Return the parameters of a group in the order in which the user passed them."""
         named = group.get("param_names")
         if isinstance(named, list) and set(names) <= set(named):
             return named
@@ -287,7 +287,7 @@ class DeepSpeedFolder:
         if isinstance(config, dict):
             zero = config.get("zero_optimization")
             return dealt if isinstance(zero, dict) and zero.get("round_robin_gradients") else names
-        # The configuration was a file then: only the module knows.
+        # The configuration was a file, so only the module's order can tell.
         for order in (names, dealt):
             if order == self._in_module_order(order):
                 return order
@@ -318,21 +318,21 @@ class DeepSpeedFolder:
 
 
 def _with_step(entries: dict[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state; fused optimizers count steps by group, torch's by parameter."""
+    """Return a parameter's state with its ``step``, which fused optimizers count by group."""
     if "step" in entries or group.get("step") is None:
         return entries
     return {"step": counter(group["step"]), **entries}
 
 
 def _undealt(names: list[str], world_size: int) -> list[str]:
-    """Return the order from which dealing ``names`` to the ranks in turn made the given one."""
+    """Return ``names`` in the order that they had before they were dealt to the ranks in turn."""
     places = [place for rank in range(world_size) for place in range(rank, len(names), world_size)]
     original = dict(zip(places, names, strict=True))
     return [original[place] for place in range(len(names))]
 
 
 def _loss_scaler(scaler: Any) -> dict[str, Any] | None:
-    """Return the state of a dynamic loss scale under the names of ``torch.amp.GradScaler``."""
+    """Return the state of a dynamic loss scaler, named as ``torch.amp.GradScaler`` names it."""
     held = scaler.state if isinstance(scaler, Placeholder) else None
     if not isinstance(held, dict) or not held.get("dynamic"):
         return None

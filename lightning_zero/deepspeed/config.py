@@ -1,7 +1,7 @@
 """A DeepSpeed configuration, read as arguments of the strategy and demands on the Trainer.
 
-No key is skipped without a word: ``deepspeed.KEYS`` says of each what becomes of it. ``"auto"`` and
-``null`` mean what leaving the key out means.
+No key is ignored silently: ``keys.KEYS`` holds the fate of each. ``"auto"`` and ``null`` mean the
+same as leaving the key out.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Config:
 
     Attributes:
         arguments: Arguments of the strategy.
-        trainer: ``gradient_clip_val``, ``accumulate_grad_batches``, as the Trainer calls them.
+        trainer: The Trainer's arguments ``gradient_clip_val`` and ``accumulate_grad_batches``.
         scaler: Attributes of the loss scaler.
-        optimizer: The optimizer to build, if it is not the module's.
-        scheduler: The scheduler to build, if it is not the module's.
-        enabled: Whether ``bf16`` and ``fp16`` are asked for; absent if nothing is said.
-        warnings: One sentence for each key that is replaced or that contradicts what is always so.
+        optimizer: The optimizer to build, unless it is the module's.
+        scheduler: The scheduler to build, unless it is the module's.
+        enabled: Whether ``bf16`` and ``fp16`` are on; without entries for those not mentioned.
+        warnings: Sentences about keys without effect and about a missing stage.
         is_given: Whether there is a configuration at all.
     """
 
@@ -64,7 +64,7 @@ class Config:
         """Read a JSON file or a dictionary; ``None`` asks for nothing.
 
         Raises:
-            ValueError: A key is unknown, has a wrong value, or asks for what does not exist here.
+            ValueError: A key is unknown, has a wrong value, or asks for what is not supported.
         """
         config = cls()
         if source is None:
@@ -123,7 +123,7 @@ class Config:
             self.arguments["shard"] = int(value)
 
     def _take_backward_shard(self, value: Any) -> None:
-        # To DeepSpeed a group of one rank is none.
+        # DeepSpeed takes a group of one rank to be none.
         if value > 1:
             self.arguments["backward_shard"] = int(value)
 
@@ -179,14 +179,14 @@ class Config:
     # -- the strategy and the Trainer ------------------------------------------------------------
 
     def argument(self, name: str, given: Any) -> Any:
-        """Return the strategy's argument ``name``, which was ``given`` or is the default."""
+        """Return the strategy's argument ``name``; ``given`` is the user's value or the default."""
         wanted = self.arguments.get(name, given)
         return _agreed(f"{name}={given!r}", given, wanted, _DEFAULTS[name])
 
     def stage(self, given: int) -> int:
         """Return the strategy's stage, which was ``given``.
 
-        DeepSpeed reads a configuration without a stage as stage 0, which is not what happens here.
+        Warns of a configuration without a stage, which DeepSpeed reads as stage 0.
         """
         stage: int = self.argument("stage", given)
         if self.is_given and "stage" not in self.arguments and stage == _DEFAULTS["stage"]:
@@ -200,7 +200,7 @@ class Config:
     def ratio(self, given: float, optimizer: str | None) -> float:
         """Return the strategy's ``offload_ratio``, which was ``given``.
 
-        DeepSpeed's key acts on nothing where ``optimizer``, its medium, is ``None``.
+        Warns of a ratio in the configuration where ``optimizer``, the medium, is ``None``.
         """
         if optimizer is None and (value := self.arguments.pop("offload_ratio", None)) is not None:
             self.warnings.append(
@@ -212,7 +212,7 @@ class Config:
         return ratio
 
     def check_precision(self, precision: str) -> None:
-        """Raise a ``ValueError`` unless the Trainer's ``precision`` is what is asked for."""
+        """Raise a ``ValueError`` if the Trainer's ``precision`` contradicts the configuration."""
         for name, is_enabled in self.enabled.items():
             names = _PRECISIONS[name]
             if (precision in names) != is_enabled:
@@ -223,7 +223,7 @@ class Config:
                 )
 
     def trainer_value(self, name: str, given: Any, default: Any) -> Any:
-        """Return what the Trainer's argument ``name`` must be, which is ``given``."""
+        """Return the required value of the Trainer's argument ``name``, which was ``given``."""
         wanted = self.trainer.get(name, given)
         return _agreed(f"Trainer({name}={given!r})", given, wanted, default)
 
@@ -268,7 +268,7 @@ _ACTIONS: dict[str, Callable[[Config, Any], Any]] = {
 
 
 def _agreed(said: str, given: Any, wanted: Any, default: Any) -> Any:
-    """Return ``wanted``; raise a ``ValueError`` if neither it nor the default was given."""
+    """Return ``wanted``; raise a ``ValueError`` if ``given`` is neither that nor the default."""
     if given not in (wanted, default):
         raise ValueError(
             f"{said} contradicts the DeepSpeed configuration, which says {wanted!r}. Leave one of"
@@ -293,7 +293,7 @@ def _load(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _leaves(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every key of the table with its value, blocks entered."""
+    """Yield every known key with its value, entering blocks that have no key of their own."""
     for name, value in block.items():
         full_name = path + _ALIASES.get(name, name)
         if full_name in KEYS:
@@ -311,7 +311,7 @@ def _leaves(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any
 
 
 def _near(name: str) -> str:
-    """Return the known key that was most likely meant: by its whole name, else by its last part."""
+    """Suggest the known key nearest to ``name``, or else to its last part."""
     last = name.rpartition(".")[2]
     tails = {key.rpartition(".")[2]: key for key in KEYS}
     blocks = {key.partition(".")[0]: key.partition(".")[0] for key in KEYS}

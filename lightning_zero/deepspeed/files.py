@@ -1,6 +1,6 @@
-"""The files of a DeepSpeed checkpoint: whether there is one of each rank, and what they hold.
+"""The files of a DeepSpeed checkpoint: finding one of each rank, and reading them.
 
-Their names are drawn in :mod:`~lightning_zero.deepspeed.checkpoint`.
+:mod:`~lightning_zero.deepspeed.checkpoint` shows their names.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _CUT_OTHERWISE = re.compile(r"(layer_\d+.*|expp_rank_.*|expert_.*)_states\.pt")
 
 
 class CannotConvert(ValueError):
-    """A checkpoint by DeepSpeed, or a part of one, that has no plain form; says what to do."""
+    """Raised for a DeepSpeed checkpoint, or part of one, without a plain form; says what to do."""
 
 
 def is_deepspeed_folder(path: Path) -> bool:
-    """Return whether ``path`` is a folder that DeepSpeed wrote, or the tag's folder in it."""
+    """Return whether ``path`` is a folder that DeepSpeed wrote, or the tag's folder in one."""
     return path.is_dir() and (_is_tag(path) or _tag_inside(path) is not None)
 
 
@@ -37,7 +37,7 @@ def _is_tag(folder: Path) -> bool:
 
 
 def _tag_inside(folder: Path) -> Path | None:
-    """Return the tag that ``latest`` names, or the only one there is."""
+    """Return the tag that the file ``latest`` names, else the only one, if any."""
     latest = folder / "latest"
     if latest.is_file() and latest.stat().st_size < 1000:
         return folder / latest.read_text(errors="replace").strip()
@@ -46,7 +46,7 @@ def _tag_inside(folder: Path) -> Path | None:
 
 
 def tag_of(path: Path) -> Path:
-    """Return the folder with the files, which is ``path`` or in it."""
+    """Return the folder with the files: ``path`` or a folder in it."""
     tag = path if _is_tag(path) else _tag_inside(path)
     if tag is None or not tag.is_dir() or (tag != path and tag.parent != path):
         named = f"; its file 'latest' names {str(tag)!r}" if tag is not None else ""
@@ -58,7 +58,7 @@ def tag_of(path: Path) -> Path:
 
 
 def files_by_rank(tag: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
-    """Return the files of a kind, ``MODEL`` or ``OPTIMIZER``, by rank."""
+    """Return the files that match ``pattern``, ``MODEL`` or ``OPTIMIZER``, by rank."""
     found: dict[int, Path] = {}
     for file in sorted(tag.iterdir()):
         if _CUT_OTHERWISE.fullmatch(file.name):
@@ -85,9 +85,9 @@ def files_by_rank(tag: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
 
 
 def check_ranks(files: Mapping[int, Path], world_size: int) -> None:
-    """Raise unless there is one file of every rank, and no other."""
+    """Raise unless there is exactly one file of every rank."""
     example = next(iter(files.values()))
-    # A damaged file may have any number.
+    # A damaged file may claim any world size, so list only the first missing ranks.
     missing = list(itertools.islice((n for n in range(world_size) if n not in files), 9))
     if missing:
         names = [
@@ -118,14 +118,14 @@ def read_model(path: Path, *, trust: bool) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class OptimizerFile:
-    """An optimizer file, and all that it holds."""
+    """An optimizer file and its content."""
 
     path: Path
     content: Mapping[str, Any]
 
     @classmethod
     def read(cls, path: Path, *, trust: bool) -> OptimizerFile:
-        """Read a file."""
+        """Read an optimizer file."""
         found = read_with_placeholders(path, trust=trust)
         content = found.get("optimizer_state_dict") if isinstance(found, dict) else None
         if not isinstance(content, dict):
@@ -133,7 +133,7 @@ class OptimizerFile:
         return cls(path, content)
 
     def entry(self, key: str) -> Any:
-        """Return one of the things it holds."""
+        """Return an entry of the content, or raise a ``ValueError``."""
         if key not in self.content:
             raise ValueError(
                 f"{str(self.path)!r} has no {key!r}: it is damaged, or of a version of DeepSpeed"
@@ -145,7 +145,7 @@ class OptimizerFile:
     def stage(self) -> int:
         """DeepSpeed's stage."""
         if "zero_stage" not in self.content and "single_partition_of_fp32_groups" in self.content:
-            return 1  # its BF16OptimizerFile, which does not say
+            return 1  # by DeepSpeed's BF16_Optimizer, which does not store the stage
         stage = self.entry("zero_stage")
         return int(stage.arguments[0]) if isinstance(stage, Placeholder) else int(stage)
 
@@ -176,6 +176,6 @@ class OptimizerFile:
         return found
 
     def states(self) -> list[Mapping[str, Any]]:
-        """Return the optimizer's states of each flat vector."""
+        """Return the optimizer's state of each flat vector."""
         ids = [number for group in self.base["param_groups"] for number in group["params"]]
         return [self.base["state"].get(number, {}) for number in ids]

@@ -1,12 +1,12 @@
 """The flat vectors in which DeepSpeed's ZeRO keeps masters and optimizer states.
 
-At stages 1 and 2 the parameters of a param group lie end to end, and the ranks have equal parts of
-the whole. At stage 3 every rank has an equal part of every parameter, and these lie end to end::
+At stages 1 and 2 the parameters of a param group lie end to end, and each rank has an equal part of
+the whole. At stage 3 each rank has an equal part of every parameter, and its parts lie end to end::
 
     stage 1, 2   aaaaaaaabbbb|bbbccccc----        stage 3   aaaabbbbccc|aaaabbb-cc-
                     rank 0      rank 1                        rank 0      rank 1
 
-Nothing is put together until it is written, and then one tensor at a time.
+Tensors are assembled only when they are written, one at a time.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Flat(ABC):
-    """Parameters of one param group as a flat vector, of which each rank has a part.
+    """Parameters of one param group as a flat vector, divided over the ranks.
 
-    They lie in the order of ``shapes``, each followed by some elements of padding. ``masters`` are
-    the ranks' parts, ``[n]``. ``label`` says in errors what it is.
+    Parameters are in the order of ``shapes``, each followed by ``paddings`` elements. ``masters``
+    are the ranks' parts, ``[n]``. ``label`` names the vector in errors.
     """
 
     label: str
@@ -48,14 +48,14 @@ class Flat(ABC):
 
     @abstractmethod
     def pieces(self, parts: Sequence[Tensor], name: str) -> Iterator[Tensor]:
-        """Return what the ranks' parts hold of a parameter, in order and without padding."""
+        """Yield the pieces of a parameter in the ranks' parts, in order and without padding."""
 
     def master(self, name: str) -> LazyTensor:
-        """Return the whole parameter in fp32."""
+        """Return a whole parameter in fp32."""
         return self._whole(self.masters, name, torch.float32)
 
     def states(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Return, by parameter, what the ranks' flat states are for whole parameters."""
+        """Return the states of whole parameters, by name, from the flat states of the ranks."""
         found: dict[str, dict[str, Any]] = {name: {} for name in self.shapes}
         for rank, state in enumerate(ranks):
             if set(state) != set(ranks[0]):
@@ -97,17 +97,17 @@ class Flat(ABC):
 
 
 def counter(step: Any) -> Tensor:
-    """Return a count of steps as torch's optimizers have it."""
+    """Return a number of steps as torch's optimizers store it."""
     return torch.tensor(float(step))
 
 
 def _own(value: Any) -> Any:
-    """Return a tensor of its own: optimizers change such numbers in place."""
+    """Return a separate tensor for each parameter, since optimizers change these in place."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
 class EndToEnd(Flat):
-    """Stages 1 and 2: the parameters end to end, the ranks' parts of the whole equal."""
+    """Stages 1 and 2: parameters lie end to end, and the whole is cut into equal parts."""
 
     @functools.cached_property
     def starts(self) -> dict[str, int]:
@@ -122,13 +122,13 @@ class EndToEnd(Flat):
 
     @functools.cached_property
     def part_numel(self) -> int:
-        """Return the size of a rank's part. Masters are stored without the padding at the end."""
+        """Return the size of a rank's part; stored masters lack the padding at the end."""
         first, *others = self.masters
         return first.numel() if any(part.numel() for part in others) else self.most
 
     @property
     def most(self) -> int:
-        """The largest part that the parameters can need, padding included."""
+        """The largest part that the parameters can need, including padding."""
         alignment = 2 * len(self.masters)
         return -(-self.numel // alignment) * 2
 
@@ -153,11 +153,11 @@ class EndToEnd(Flat):
 
 
 class EachCut(Flat):
-    """Stage 3: every parameter cut into equal parts, those of a rank end to end."""
+    """Stage 3: every parameter is cut into equal parts, and a rank's parts lie end to end."""
 
     @functools.cached_property
     def starts(self) -> dict[str, int]:
-        """Return where each parameter's part begins in that of a rank."""
+        """Return where each parameter's part begins within a rank's vector."""
         world = len(self.masters)
         sizes = (part_numel(shape, world) for shape in self.shapes.values())
         return dict(zip(self.shapes, accumulate(sizes, initial=0), strict=False))
@@ -181,5 +181,5 @@ class EachCut(Flat):
 
 
 def part_numel(shape: Sequence[int], world_size: int) -> int:
-    """Return how many elements each rank has of a parameter at stage 3, padding included."""
+    """Return how many elements of a parameter each rank has at stage 3, including padding."""
     return -(-prod(shape) // world_size)

@@ -1,4 +1,4 @@
-"""The keys of a DeepSpeed configuration, and what becomes of each: data for reader and docs."""
+"""The keys of a DeepSpeed configuration and their fates: data for the reader and the docs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Fate(Enum):
     """The fate of a key."""
 
     ACTS = "acts"
-    """It becomes an argument, a demand on the Trainer, or a number of the loss scaler."""
+    """Becomes an argument, a demand on the Trainer, or a number of the loss scaler."""
     ALWAYS = "always so"
-    """Only a value that asks for something else is worth a warning."""
+    """Holds in any case; a warning only if the value asks for something else."""
     REPLACED = "replaced"
-    """A warning names what replaces it, unless the value turns the key off."""
+    """Has no effect; a warning names the replacement, unless the value turns the key off."""
     REFUSED = "refused"
-    """An error names the cure, unless the value turns the key off."""
+    """Raises an error that names the cure, unless the value turns the key off."""
 
 
 class Kind(Enum):
@@ -34,9 +34,9 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Key:
-    """A key's fate, the kind of its value, and a sentence on what it becomes or what replaces it.
+    """A key's fate, the kind of its value, and what it becomes or what replaces it.
 
-    ``fitting`` is the value of an ``ALWAYS`` key that asks for what is so anyway.
+    ``fitting`` is the value of an ``ALWAYS`` key that asks for what holds anyway.
     """
 
     fate: Fate
@@ -261,7 +261,7 @@ def table() -> str:
 
 
 def suggestion(given: Iterable[str], names: Mapping[str, str]) -> str:
-    """Return a question for what was most likely meant: the value of a key that is close."""
+    """Return a question that suggests the value of the first key close to one of ``given``."""
     for name in given:
         for close in difflib.get_close_matches(name, list(names), 1):
             return f" Did you mean {names[close]!r}?"

@@ -1,9 +1,9 @@
-"""The `optimizer` and `scheduler` blocks of a DeepSpeed configuration, as what torch has for them.
+"""The `optimizer` and `scheduler` blocks of a DeepSpeed configuration, as torch's classes.
 
-A block is read and checked when the strategy is made, and built when the parameters are there.
-Defaults are DeepSpeed's, which differ from torch's: "Adam" means AdamW unless ``adam_w_mode`` is
-false, and both have no weight decay. Learning rates are pure functions of the number of optimizer
-steps done, so a scheduler is a ``LambdaLR``.
+A block is read and checked when the strategy is made, and built when the parameters exist. Defaults
+are DeepSpeed's, which differ from torch's: "Adam" means AdamW unless ``adam_w_mode`` is false, and
+neither has weight decay. Learning rates are pure functions of the number of optimizer steps taken,
+so a scheduler is a ``LambdaLR``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Rate = Callable[[int], float]
 
 @dataclass(frozen=True)
 class OptimizerBlock:
-    """An optimizer of torch and its options."""
+    """An optimizer class of torch and its options."""
 
     kind: type[Optimizer]
     options: dict[str, Any] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class OptimizerBlock:
         return cls(kind, options)
 
     def build(self, parameters: Iterable[Parameter]) -> Optimizer:
-        """Return the optimizer of the ``parameters`` that are trainable."""
+        """Return the optimizer of the trainable ``parameters``."""
         return self.kind([p for p in parameters if p.requires_grad], **self.options)
 
 
@@ -61,7 +61,7 @@ class SchedulerBlock:
 
     @classmethod
     def read(cls, block: Mapping[str, Any]) -> SchedulerBlock:
-        """Read ``{"type": ..., "params": {...}}``, if there are such a scheduler and options."""
+        """Read ``{"type": ..., "params": {...}}``, if such a scheduler and options exist."""
         name, options = _read("scheduler", block)
         make: Any = _RATES.get(name) or getattr(lr_scheduler, name, None)
         is_torchs = inspect.isclass(make) and issubclass(make, LRScheduler)
@@ -83,7 +83,7 @@ class SchedulerBlock:
     def build(self, optimizer: Optimizer, num_steps: Callable[[], float]) -> LRScheduler:
         """Return the scheduler of ``optimizer``.
 
-        ``num_steps`` gives the run's optimizer steps, for a ``total_num_steps`` that was left out.
+        ``num_steps`` returns the run's optimizer steps, in case ``total_num_steps`` was left out.
         """
         if self.name not in _RATES:
             scheduler: LRScheduler = getattr(lr_scheduler, self.name)(optimizer, **self.options)
@@ -105,7 +105,7 @@ class SchedulerBlock:
             for index, group in enumerate(groups)
         ]
         for group in groups:
-            # These rates are absolute, and LambdaLR multiplies what it finds.
+            # These rates are absolute, but LambdaLR multiplies the group's.
             group["lr"] = 1.0
         return LambdaLR(optimizer, rates)
 
@@ -114,7 +114,7 @@ class SchedulerBlock:
 
 
 def _read(block_name: str, block: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the type and the options of a block; ``"auto"`` and ``null`` leave an option out."""
+    """Return the type and the options of a block, without options that are ``"auto"`` or null."""
     for key in block:
         if key not in ("type", "params"):
             raise ValueError(
@@ -131,7 +131,7 @@ def _read(block_name: str, block: Mapping[str, Any]) -> tuple[str, dict[str, Any
 
 
 def _kind(name: str, options: dict[str, Any]) -> type[Optimizer]:
-    """Return the class for a type of DeepSpeed, with DeepSpeed's defaults put into ``options``."""
+    """Return the class for a type of DeepSpeed, and put DeepSpeed's defaults into ``options``."""
     known = name.lower()
     if known in ("adam", "adamw"):
         is_decoupled = options.pop("adam_w_mode", True) or known == "adamw"
@@ -189,7 +189,7 @@ def _near(name: str, names: Iterable[str]) -> str:
 
 
 def _of_group(options: Mapping[str, Any], index: int, count: int) -> dict[str, Any]:
-    """Return the options of one param group; a list has one value for each."""
+    """Return the options of one param group; lists have one value per group."""
     chosen = {}
     for key, value in options.items():
         if isinstance(value, (list, tuple)) and len(value) != count:
@@ -202,7 +202,7 @@ def _of_group(options: Mapping[str, Any], index: int, count: int) -> dict[str, A
 
 
 def _refuse_momentum(optimizer: Optimizer) -> None:
-    """Raise for an optimizer whose first beta DeepSpeed would cycle too."""
+    """Raise for an optimizer with betas, the first of which DeepSpeed would cycle too."""
     if "betas" in optimizer.defaults:
         raise ValueError(
             "scheduler.params.cycle_momentum of OneCycle in the DeepSpeed configuration is true, as"
@@ -215,7 +215,7 @@ def _refuse_momentum(optimizer: Optimizer) -> None:
 
 
 def _warm_up(steps: int, num_steps: int, kind: str) -> float:
-    """Return how far a warm-up has come, from 0 to 1, when DeepSpeed counts ``steps``."""
+    """Return the progress of a warm-up, from 0 to 1, at DeepSpeed's step count ``steps``."""
     if kind == "linear":
         return steps / num_steps
     return math.log(steps + 1) / math.log(num_steps)
@@ -241,7 +241,7 @@ def _warmup(
     warm = _checked(warmup_num_steps, warmup_type)
 
     def rate(step: int) -> float:
-        # DeepSpeed counts from -1, and at -1 and 0 the rate is the lowest.
+        # DeepSpeed counts from -1, and the rate is lowest at -1 and 0.
         count = max(step - 1, 0)
         share = _warm_up(count, warm, warmup_type) if count < warm else 1.0
         return warmup_min_lr + (top - warmup_min_lr) * share

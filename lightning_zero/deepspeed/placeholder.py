@@ -1,7 +1,7 @@
-"""Reading a pickle whose classes are not looked up: inert objects stand in their place.
+"""Unpickling with inert objects in place of unknown classes, which are never imported.
 
 DeepSpeed's files hold a few objects of its own classes among tensors and plain values. Every global
-that torch does not allow is given a class that remembers what it was called with and does nothing.
+that torch does not allow is replaced by a class that records its arguments and does nothing.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Placeholder:
 
     Attributes:
         origin: The full name of that class.
-        arguments: What it was made with.
-        state: What it held, a dictionary for ordinary objects.
+        arguments: The positional arguments that it was made with.
+        state: Its pickled state, a dictionary for ordinary objects.
     """
 
     origin = ""
@@ -41,9 +41,9 @@ class Placeholder:
 
 
 def read_with_placeholders(path: Path, *, trust: bool = False) -> Any:
-    """Return what a file by :func:`torch.save` holds, its tensors mapped from the file.
+    """Return the content of a file by :func:`torch.save`, with memory-mapped tensors.
 
-    With ``trust``, objects are made of the classes that the file names, except DeepSpeed's.
+    With ``trust``, objects of all classes that the file names are made, except DeepSpeed's.
     """
     if trust:
         return _read_trusting(path)
@@ -52,7 +52,7 @@ def read_with_placeholders(path: Path, *, trust: bool = False) -> Any:
 
 
 def placeholders(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield where in nested containers placeholders stand, and for which classes."""
+    """Yield the path and the origin of each placeholder in nested containers."""
     if isinstance(value, Placeholder) or (
         isinstance(value, type) and issubclass(value, Placeholder)
     ):
@@ -71,7 +71,7 @@ def _class(name: str) -> type[Placeholder]:
 
 
 def _unknown(path: Path) -> list[str]:
-    """Return the globals in a file that torch does not allow; the file is only looked through."""
+    """Return the globals in a file that torch does not allow, without unpickling it."""
     try:
         return torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
     except (FileNotFoundError, PermissionError, MemoryError):
@@ -82,7 +82,7 @@ def _unknown(path: Path) -> list[str]:
 
 
 class _TrustingUnpickler(pickle.Unpickler):
-    """An unpickler that makes what a pickle asks for; DeepSpeed need not be installed."""
+    """An unpickler of all classes but DeepSpeed's, which need not be installed."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] == "deepspeed":

@@ -1,10 +1,10 @@
-"""Lightning's callbacks that do more between steps than to read and write weights.
+"""Lightning's callbacks that do more between steps than read and write weights.
 
-They come unmodified, so for the time of a fit their methods are wrapped. Averaging is element-wise:
-its callbacks average, swap and save this rank's pieces (``weight_average.py``), unless a subclass
-or its function asks for whole weights. A finetuning callback that looks for its parameters in an
-optimizer finds them instead of their pieces. A search for the largest batch comes to one size on
-all ranks, because memory that is exhausted on one is exhausted on all (``engine.OomTrials``).
+They are used unmodified, so their methods are wrapped during a fit. Averaging is element-wise:
+averaging callbacks average, swap and save this rank's pieces (``weight_average.py``), unless a
+subclass or the averaging function needs whole weights. A finetuning callback that looks for its
+parameters in an optimizer finds them in place of their pieces. A batch size search finds the same
+size on all ranks: one that runs out of memory ends the trial on all (``engine.OomTrials``).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _READ, _WRITE = False, True
 _AVERAGING: dict[type[Callback], dict[str, bool]] = {
     StochasticWeightAveraging: {"update_parameters": _READ, "transfer_weights": _WRITE},
 }
-"""Callbacks that average, and their methods that take a module second and use nothing but its
-parameters and buffers."""
+"""Averaging callbacks, and their methods that use only the parameters and buffers of their second
+argument, a module."""
 _LOADING: dict[type[Callback], str] = {StochasticWeightAveraging: internals.LOADS_AVERAGE}
 if WeightAveraging is not None:
     _AVERAGING[WeightAveraging] = {
@@ -62,16 +62,16 @@ _OTHER_WORK = (
 
 
 class AdaptedCallbacks:
-    """Callbacks whose hooks see weights, until :meth:`remove`.
+    """The Trainer's callbacks, adapted to a sharded module until :meth:`remove`.
 
-    1. Construct it before ``Callback.setup``: copies of the whole module are not made then.
-    2. :meth:`prepare` before the module is sharded, :meth:`attach` after.
-    3. :meth:`load` when the weights of a checkpoint are in place.
-    4. :meth:`gather`, while all ranks are there, if callbacks shall be ordinary again afterwards.
+    1. Construct it before ``Callback.setup``, which would copy the whole module.
+    2. Call :meth:`prepare` before the module is sharded, :meth:`attach` after.
+    3. Call :meth:`load` when the weights of a checkpoint are loaded.
+    4. Call :meth:`gather`, while all ranks are alive, to make the callbacks ordinary again.
 
     Args:
-        callbacks: The Trainer's.
-        is_fitting: Whether they will train. Otherwise averages are whole, from a fit before.
+        callbacks: The Trainer's callbacks.
+        is_fitting: Whether they will train. If not, averages are whole, from an earlier fit.
     """
 
     def __init__(self, callbacks: Iterable[Callback], *, is_fitting: bool) -> None:
@@ -94,12 +94,12 @@ class AdaptedCallbacks:
             self._replaced.put(callback, "setup", lambda *args, **kwargs: None)
 
     def prepare(self, module: nn.Module) -> None:
-        """Copy what averages need of ``module``, which is not sharded yet."""
+        """Copy what averages need from ``module``, before it is sharded."""
         for number, callback in enumerate(self._in_pieces):
             self._averages[id(callback)] = Average(module, f"average {number}")
 
     def attach(self, engine: Engine) -> None:
-        """Let hooks find what they need on the module that ``engine`` shards."""
+        """Adapt the hooks to the module, now that ``engine`` shards it."""
         self._engine = engine
         for callback in self._callbacks:
             if id(callback) in self._averages:
@@ -117,7 +117,7 @@ class AdaptedCallbacks:
         if isinstance(callback, StochasticWeightAveraging):
             average = averaged.copy
         else:
-            # The average is there already: torch would make a copy of the whole module.
+            # The average exists already; `AveragedModel(module)` would copy the whole module.
             average = AveragedModel(nn.Module(), **_options(callback))
             average.module = averaged.copy
         internals.set_average(callback, average)
@@ -126,7 +126,7 @@ class AdaptedCallbacks:
                 self._replaced.wrap(callback, name, _on_pieces, averaged, modify)
 
     def load(self) -> None:
-        """Let averages load what a checkpoint has for them; the module's weights are in place."""
+        """Load the averages of a checkpoint, after the module's weights."""
         assert self._engine is not None
         awaiting, self._awaiting = self._awaiting, []
         if awaiting:
@@ -135,19 +135,19 @@ class AdaptedCallbacks:
                     function()
 
     def _load_later(self, inner: Callable[..., Any], *args: Any) -> None:
-        """Load when each rank knows its pieces, and the module's weights have been loaded."""
+        """Load averages now if the module is sharded, else when :meth:`load` is called."""
         self._awaiting.append(functools.partial(inner, *map(_without_copies, args)))
         if self._engine is not None:
             self.load()
 
     def gather(self) -> None:
-        """Make averages whole in host memory; all ranks call it together."""
+        """Gather the averages into host memory; all ranks call it together."""
         self._wholes = {
             key: averaged.whole() for key, averaged in self._averages.items() if averaged.is_filled
         }
 
     def remove(self) -> None:
-        """Give the callbacks their own hooks back, and their averages if they were gathered."""
+        """Restore the callbacks' own hooks, and their averages if they were gathered."""
         self._replaced.remove()
         for callback in self._in_pieces:
             whole = self._wholes.get(id(callback))
@@ -194,7 +194,7 @@ def _in_trials(search: Callable[..., Any], engine: Engine, trainer: Any, module:
 
 
 def _undone(run: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run, and do not leave the Trainer validating if that fails in its validation."""
+    """Call ``run``; if it fails, restore the Trainer's stage and the modules' modes."""
     stage = trainer.state.stage
     modes = [(module, module.training) for module in trainer.lightning_module.modules()]
     try:
@@ -210,7 +210,7 @@ def _undone(run: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) ->
 
 
 def _is_by_element(callback: Any) -> bool:
-    """Return whether each rank may average its pieces; warn if a callback needs more."""
+    """Return whether each rank may average its pieces alone; warn of averages that cannot."""
     cls = next((cls for cls in _AVERAGING if isinstance(callback, cls)), None)
     if cls is None:
         return False
@@ -235,21 +235,21 @@ def _overridden(callback: Any, cls: type[Callback]) -> Iterator[str]:
 
 
 def _options(callback: Any) -> dict[str, Any]:
-    """Return the arguments of an ``AveragedModel`` that averages as a callback does."""
+    """Return arguments for an ``AveragedModel`` that averages as ``callback`` does."""
     if isinstance(callback, StochasticWeightAveraging):
         return {"avg_fn": internals.average_function(callback)}
     return internals.average_options(callback)
 
 
 class _Uncopied(dict[str, Any]):
-    """The values of a file, which are copied where they go and need no copy before."""
+    """A loaded state dict that ``deepcopy`` leaves alone: its values are copied when used."""
 
     def __deepcopy__(self, memo: Any) -> _Uncopied:
         return self
 
 
 def _without_copies(argument: Any) -> Any:
-    """Return a checkpoint whose weights are not read if a callback uses ``deepcopy`` on it."""
+    """Return ``argument``; if it is a checkpoint, ``deepcopy`` of it does not read its weights."""
     if isinstance(argument, dict) and "state_dict" in argument:
         return {**argument, "state_dict": _Uncopied(argument["state_dict"])}
     return argument

@@ -1,4 +1,4 @@
-"""The base class of the strategy, which writes and reads checkpoints."""
+"""The base class of the strategy that saves and loads checkpoints."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ from lightning_zero.trainer.steps import SteppingStrategy
 
 
 class SavingStrategy(SteppingStrategy):
-    """Checkpoints of a sharded module: saved without gathering, loaded when it has been sharded.
+    """Checkpoints of a sharded module, saved without gathering and loaded once it is sharded.
 
-    1. ``_run`` begins when the ranks are connected.
-    2. The Trainer asks for states, saves and loads; what it loads before setup waits.
-    3. :meth:`_load_pending` at the end of setup.
+    1. ``_run`` is set when the ranks are connected.
+    2. The Trainer asks for states, saves and loads. Loads before setup are postponed.
+    3. Setup ends with :meth:`_load_pending`, which runs them.
 
     Attributes:
-        options: What the user chose about the run.
-        settings: What the user chose about the engine.
+        options: The user's options of the run.
+        settings: The user's settings of the engine.
     """
 
     options: Options
@@ -74,7 +74,7 @@ class SavingStrategy(SteppingStrategy):
         return optimizer_state(inner, self.engine, f"optimizer {number}")
 
     def _require_savable(self, optimizer: Optimizer) -> None:
-        """Raise for a state without a place, before there is an hour of training to be saved."""
+        """Raise at setup, not at the first save, if a directory has no place for the state."""
         if self.options.checkpoint == "dcp" and own_form_of(optimizer) is not None:
             raise ValueError(
                 f"{type(optimizer).__name__}.state_dict() has a form of its own, for which"
@@ -85,7 +85,7 @@ class SavingStrategy(SteppingStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: StoredPath, storage_options: Any | None = None
     ) -> None:
-        if self._run is None:  # of an ordinary module, before the ranks are connected
+        if self._run is None:  # an ordinary module, before the ranks are connected
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         is_ours = storage_options is None and self._writes_files
@@ -96,14 +96,14 @@ class SavingStrategy(SteppingStrategy):
                 " contradicts. Take one of them out."
             )
         if not is_ours:
-            # A writer of the user's own takes whole tensors.
+            # The user's own writer takes whole tensors.
             whole = collected(checkpoint, self._saver.control)
             super().save_checkpoint(whole, filepath, storage_options)
             return
         is_async = self.options.async_checkpoint or isinstance(
             self.checkpoint_io, AsyncCheckpointIO
         )
-        # After fit there is nothing to go on with, and nobody who would wait for the thread.
+        # After fit there is no training to overlap with, and nothing waits for the thread.
         is_running = self._open_engine is not None
         self._saver.save(
             checkpoint,
@@ -115,7 +115,7 @@ class SavingStrategy(SteppingStrategy):
 
     @property
     def _checkpoint_kind(self) -> Callable[..., Any]:
-        """Return the function that makes the job of a save."""
+        """Return the constructor of save jobs in the chosen format."""
         if self.options.checkpoint == "file":
             return FileSave
         names = self._parameter_names
@@ -141,7 +141,7 @@ class SavingStrategy(SteppingStrategy):
 
     @property
     def _writes_files(self) -> bool:
-        """Return whether checkpoints are our files, and no plugin of the user writes them."""
+        """Return whether we write checkpoints, not a ``CheckpointIO`` of the user."""
         plugin: CheckpointIO | None = self.checkpoint_io
         if type(plugin) is AsyncCheckpointIO:
             plugin = plugin.checkpoint_io
@@ -163,7 +163,7 @@ class SavingStrategy(SteppingStrategy):
             self._saver.wait()
             self._agree_to_load(str(checkpoint_path))
         if self._run is None or not self._writes_files:
-            # Lightning 2.5 has no such argument, and never gives one.
+            # Lightning 2.5 neither has nor passes this argument.
             given = {} if weights_only is None else {"weights_only": weights_only}
             return super().load_checkpoint(checkpoint_path, **given)
         path = self._current.path = self._saver.path_of(str(checkpoint_path))
@@ -192,14 +192,14 @@ class SavingStrategy(SteppingStrategy):
         if self._run is None:
             super().load_model_state_dict(checkpoint, strict)
         elif not self._run.is_set_up:
-            # As under DDP the checkpoint is read and its hooks run before setup; the values are
-            # copied when each rank knows its part, and the optimizers are there to be checked.
+            # As under DDP, the checkpoint is read and its hooks run before setup. Values are copied
+            # once each rank knows its part and the optimizers exist and can be checked.
             self._run.pending = (checkpoint, strict)
         else:
             self._load_weights(checkpoint, strict)
 
     def _agree_to_load(self, path: str | None) -> None:
-        """Raise on all ranks unless all load a checkpoint in this setup, or none does."""
+        """Raise on all ranks unless all of them load a checkpoint in this setup, or none does."""
         if self._current.has_agreed_to_load:
             return
         self._current.has_agreed_to_load = True
@@ -219,15 +219,15 @@ class SavingStrategy(SteppingStrategy):
 
     @property
     def _may_stream(self) -> bool:
-        """Return whether all weights rest in files, and are only read."""
+        """Return whether weights may stay in the checkpoint: all in files, and only read."""
         offload = self.settings.offload
         has_files = offload is not None and offload.weights == "nvme" and offload.ratio == 1
         return has_files and not self._is_fitting and self._current.pending is not None
 
     def _note_load(self, engine: Callable[[], Engine]) -> Mapping[int, Source]:
-        """Return where weights lie that are read from the checkpoint whenever they are needed.
+        """Start a load of weights that may stay in the checkpoint; return their sources, if any.
 
-        ``engine`` returns what shards the module, and makes it if it must.
+        ``engine`` returns the engine that shards the module, and makes it if there is none yet.
         """
         run = self._current
         if not self._may_stream or run.pending is None:
@@ -239,7 +239,7 @@ class SavingStrategy(SteppingStrategy):
         return {} if self._open_engine is not None else run.load.take_sources()
 
     def _load_pending(self, trainer: pl.Trainer) -> None:
-        """Load what was read before setup, unless the Trainer will refuse it in a moment."""
+        """Finish the loads that setup postponed, unless the Trainer is about to refuse them."""
         run = self._current
         (pending, run.pending), (load, run.load) = (run.pending, None), (run.load, None)
         run.is_set_up = True
@@ -254,7 +254,7 @@ class SavingStrategy(SteppingStrategy):
             return
 
         def check() -> None:
-            # Finetuning callbacks bring the param groups of the checkpoint later, in on_fit_start.
+            # Finetuning callbacks restore the checkpoint's param groups later, in on_fit_start.
             finetunes = any(isinstance(each, BaseFinetuning) for each in callbacks_of(trainer))
             if self._is_fitting and not finetunes:
                 self._check_optimizers(checkpoint)
@@ -284,7 +284,7 @@ class SavingStrategy(SteppingStrategy):
             yield
         except RuntimeError as error:
             if self._current.comm.control.watchdog.has_given_up:
-                raise  # of other ranks
+                raise  # an error of other ranks
             raise RuntimeError(
                 f"The checkpoint {self._current.path!r} does not fit the module. {error}"
             ) from error
@@ -302,7 +302,7 @@ class SavingStrategy(SteppingStrategy):
             raise ValueError(f"{self._current.path!r} cannot be resumed from. {error}") from error
 
     def _check_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        """Raise on all ranks if a state does not fit, or if what is read of it is damaged."""
+        """Raise on all ranks if a state does not fit or the parts to be read are damaged."""
         self._check_optimizer_states(checkpoint)
         optimizers = map(unwrapped, self.optimizers)
         ranges = ranges_of_optimizers(optimizers, checkpoint["optimizer_states"])

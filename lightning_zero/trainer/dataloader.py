@@ -1,9 +1,9 @@
-"""Training data that ends on all ranks together.
+"""Training data that ends at the same batch on all ranks.
 
-How many batches an iterable dataset has is known when it ends, and that may be at a different batch
-on each rank. A rank without a batch cannot take part in a training step, so the epoch ends for all
-ranks when it ends for one. DDP waits for ever here. Before each batch the ranks ask each other for
-it: one small message, and only where the length is unknown.
+The length of an iterable dataset is unknown until it ends, which may be at a different batch on
+each rank. A rank without a batch cannot take part in a training step, so the epoch ends for all
+ranks when it ends for one; DDP would hang. Where the length is unknown, the ranks therefore
+exchange one small message before each batch.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _END = object()
 
 
 class SameLength:
-    """A data loader of unknown length that, in training, ends on all ranks at the same batch.
+    """A wrapper of a data loader that, in training, ends at the same batch on all ranks.
 
-    Everything else it does as the loader that it stands for.
+    In everything else it behaves as the loader does.
 
     Args:
-        loader: Any iterable of batches.
-        control: The ranks.
-        is_training: Whether what iterates now is the training loop.
+        loader: Any iterable of batches, of unknown length.
+        control: Exchanges decisions between the ranks.
+        is_training: Returns whether the training loop is the one that iterates.
     """
 
     def __init__(self, loader: Any, control: Control, is_training: Callable[[], bool]) -> None:
@@ -38,7 +38,7 @@ class SameLength:
 
     @classmethod
     def of(cls, loader: Any, control: Control | None, is_training: Callable[[], bool]) -> Any:
-        """``loader`` itself where no rank can have more batches than another."""
+        """Wrap ``loader``, or return it unchanged if it has a length or there is one rank."""
         if control is None or control.world_size == 1 or sized_len(loader) is not None:
             return loader
         return cls(loader, control, is_training)

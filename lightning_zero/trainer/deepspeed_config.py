@@ -29,7 +29,7 @@ class Demands:
     module: pl.LightningModule
 
     def act(self, scaler: LossScaler | None) -> None:
-        """Set the Trainer's arguments and the scaler's, and warn once of what has no effect."""
+        """Set the Trainer's and the scaler's values, and warn once about keys without effect."""
         config = self.config
         for name, default in (("gradient_clip_val", None), ("accumulate_grad_batches", 1)):
             given = getattr(self.trainer, name)
@@ -49,7 +49,7 @@ class Demands:
             config.warnings.clear()
 
     def optimizers(self) -> list[Optimizer]:
-        """Build the optimizer; none if the configuration leaves that to the module."""
+        """Build the configured optimizer; none if that is left to the module."""
         if self.config.optimizer is None:
             return []
         if self.module.configure_optimizers() is not None:
@@ -62,7 +62,7 @@ class Demands:
     def schedulers(
         self, optimizers: list[Optimizer], given: list[LRSchedulerConfig]
     ) -> list[LRSchedulerConfig]:
-        """Build the scheduler; those ``given`` if the configuration leaves that to the module."""
+        """Build the configured scheduler; return those ``given`` if that is left to the module."""
         if self.config.scheduler is None:
             return given
         if len(optimizers) != 1 or given:

@@ -1,8 +1,8 @@
-"""The conditions under which nothing comes between a backward pass and the optimizer's step.
+"""The conditions under which units may be stepped during a backward pass.
 
-Between the two Lightning calls hooks, and clips. A unit that is stepped within the pass has its new
-masters by then, so none of these may look at weights or change gradients; a unit that is stepped
-early is stepped once, by what the optimizer's step would have found.
+Between the pass and the optimizer's step, Lightning calls hooks and clips gradients. A unit stepped
+within the pass has its new masters by then, so none of these may look at weights or change
+gradients: a unit is stepped once, with exactly what the optimizer's step would have seen.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OF_PRECISION = ("backward", "post_backward", "optimizer_step", "clip_gradients"
 
 
 def obstacle_to_early_steps(trainer: pl.Trainer) -> str | None:
-    """Return what keeps units from being stepped amid a backward pass; ``None`` if nothing does."""
+    """Return why units cannot be stepped during a backward pass, ``None`` if they can."""
     return next(_obstacles(trainer), None)
 
 
@@ -67,7 +67,7 @@ def _obstacles(trainer: pl.Trainer) -> Iterator[str]:
 
 
 def _is_replaced(thing: Any, base: type, name: str) -> bool:
-    """Return whether a method is not its base's, by a class in between or by assignment."""
+    """Return whether a method was overridden by a subclass or assigned to the object."""
     function = getattr(getattr(thing, name), "__func__", None)
-    # What this package's own monitors do there is to count.
+    # This package's own monitors only count there.
     return function is not getattr(base, name) and getattr(function, "__module__", "") not in _OWN

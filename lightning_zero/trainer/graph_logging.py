@@ -1,7 +1,7 @@
 """Loggers that run the model on one rank to draw its graph, as TensorBoard's ``log_graph`` does.
 
-A sharded module cannot be run by one rank alone, and its hooks cannot be traced. So for the time of
-a run the loggers are given an ordinary copy of it, made from weights that all ranks gather.
+One rank alone cannot run a sharded module, and its hooks cannot be traced. So during a run the
+loggers get an ordinary copy of it, made from weights that all ranks gather.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from lightning_zero.trainer import internals
 
 
 def log_whole_graphs(loggers: Iterable[Any], engine: Engine) -> Replacements:
-    """Let the ``log_graph`` of the Trainer's ``loggers`` get a whole module on rank 0.
+    """Make ``log_graph`` of the Trainer's ``loggers`` receive a whole module on rank 0.
 
-    It holds two whole models there, and one on the other ranks, as long as it takes.
+    Meanwhile rank 0 holds two whole models, and every other rank one.
     """
     drawing = [logger for logger in loggers if _draws(logger)]
-    # To gather takes all ranks: of loggers that only some have, no rank draws a whole module.
+    # Gathering takes all ranks, so loggers that only some ranks have never get a whole module.
     is_everywhere = len(set(engine.comm.control.gather_objects(len(drawing)))) == 1
     replaced = Replacements()
     for logger in drawing if is_everywhere else ():
@@ -34,7 +34,7 @@ def _draws(logger: Any) -> bool:
     if type(logger).__name__ == "LitLogger":
         return False  # its log_graph warns that it draws nothing
     overrides = getattr(type(logger), "log_graph", Logger.log_graph) is not Logger.log_graph
-    # A model should not be gathered for nothing.
+    # Do not gather a model that is not drawn.
     return overrides and internals.draws_graphs(logger)
 
 

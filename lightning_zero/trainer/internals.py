@@ -1,11 +1,11 @@
-"""Every private name of Lightning that is in use, each with its reason.
+"""Every private name of Lightning in use, each with its reason.
 
-Lightning may change them in any release, so nothing else in the package touches one, and a test
-looks for each where Lightning has it. ``ZeROStrategy`` moreover inherits from ``DDPStrategy``:
+Lightning may change them in any release, so nothing else in the package uses one, and a test checks
+that Lightning still has them. ``ZeROStrategy`` also inherits some from ``DDPStrategy``:
 
-- ``_precision_plugin``: read by the connector to learn whether the user chose a precision here
-- ``_layer_sync``: converts batch norms as ``DDPStrategy.setup`` does, which is replaced
-- ``_timeout``, ``_get_process_group_backend``: for a group that is made before Lightning makes it
+- ``_precision_plugin``: read by the connector to see whether the user passed a precision plugin
+- ``_layer_sync``: converts batch norms, as in ``DDPStrategy.setup``, which is overridden
+- ``_timeout``, ``_get_process_group_backend``: for a process group made before Lightning makes it
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ StrategyRegistry = _StrategyRegistry
 StoredPath = _PATH
 """The type in the signatures of ``Strategy.save_checkpoint`` and others."""
 optimizers_to_device = _optimizers_to_device
-"""Moves optimizer states as ``Strategy.teardown`` does, whose other half is replaced."""
+"""Moves optimizer states as ``Strategy.teardown`` does, which is overridden."""
 
 LOADS_AVERAGE = "_load_average_model_state"
-"""Loads the average of ``StochasticWeightAveraging``, which has no public hook for it."""
+"""Loads the average of ``StochasticWeightAveraging``, for which there is no public hook."""
 OVERRIDABLE = ("_swap_models", "_copy_average_to_current")
-"""Methods of ``WeightAveraging`` that touch the average, and that a subclass may override."""
+"""Methods of ``WeightAveraging`` that touch the average and that a subclass may override."""
 MAPS_GROUPS = "_apply_mapping_to_param_groups"
-"""Looks for parameters in param groups, for ``BaseFinetuning``; there are pieces in them."""
+"""Looks up parameters in param groups, which hold pieces, for ``BaseFinetuning``."""
 ANSWERS_REQUEUE = "_slurm_sigusr_handler_fn"
 ANSWERS_END = "_sigterm_notifier_fn"
-"""Answer a signal at once, on one rank; there is no public way to answer later."""
+"""Handlers that answer a signal at once, on one rank; there is no public way to answer later."""
 ASKS_FOR_END = "_broadcast_sigterm_tensor"
-"""Asks rank 0 at each batch whether it was told to end, by a collective that nobody else names."""
+"""Asks rank 0 at each batch whether it was told to end, by a collective without a name."""
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
-    """Return the user's optimizer, which ``LightningOptimizer`` has no public name for."""
+    """Return the user's optimizer, for which ``LightningOptimizer`` has no public name."""
     inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
     assert isinstance(inner, Optimizer)
     return inner
 
 
 def to_device_but_parameters(module: pl.LightningModule, device: torch.device) -> None:
-    """Move buffers and metrics as ``module.to`` does, which would move the parameters too."""
+    """Move buffers and metrics as ``module.to`` does, but not the parameters."""
     for child in module.modules():
         if isinstance(child, Metric):
             child.to(device)
         for name, buffer in child._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 child._buffers[name] = buffer.to(device)
-    _update_properties(module, device=device)  # what `module.device` says
+    _update_properties(module, device=device)  # sets `module.device`
 
 
 def trainer_of(module: pl.LightningModule) -> Any:
@@ -75,17 +75,17 @@ def signal_connector(trainer: Any) -> Any:
 
 
 def active_loop(trainer: Any) -> Any:
-    """Return the loop that ``BatchSizeFinder`` runs again and again."""
+    """Return the loop that ``BatchSizeFinder`` reruns."""
     return trainer._active_loop
 
 
 def draws_graphs(logger: Any) -> bool:
-    """Return whether a logger's ``log_graph`` is on; TensorBoard's is off by default."""
+    """Return whether a logger's ``log_graph`` is enabled; TensorBoard's is off by default."""
     return bool(getattr(logger, "_log_graph", True))
 
 
 def forget_result(metric: Any) -> None:
-    """Let a metric compute anew, of torchmetrics, which caches without a way to clear."""
+    """Clear the cached result of a torchmetrics metric, for which there is no public way."""
     metric._computed = None
 
 
@@ -113,9 +113,9 @@ def average_function(callback: Any) -> Callable[..., Any]:
 
 
 class OneRankTrainer:
-    """A Trainer that says it has one rank, for ``BatchSizeFinder``, which refuses several.
+    """A proxy of a Trainer that claims one rank, since ``BatchSizeFinder`` refuses several.
 
-    It asks the private connector.
+    ``BatchSizeFinder`` reads the private connector.
     """
 
     _accelerator_connector = SimpleNamespace(is_distributed=False)

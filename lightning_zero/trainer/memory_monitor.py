@@ -1,4 +1,4 @@
-"""A callback that measures the memory of each rank in training, beside its prediction."""
+"""A callback that measures each rank's memory in training, beside its prediction."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 POINTS = ("setup", "forward", "backward", "step", "validation")
-"""When the monitor looks: before the first step, and after each of the others."""
+"""When the monitor measures: at setup, and after each of the other parts."""
 
 ALLOCATOR = ("allocated", "reserved", "peak", "fragmentation", "resident")
-"""What the allocator and the operating system say, beside the kinds that the engine counts."""
+"""Figures of the allocator and the operating system, beside the kinds that the engine counts."""
 
 _COUNTED = tuple(kind for kind in KINDS if kind != "activations")
 _STAGING = "host staging"
@@ -49,7 +49,7 @@ _ROWS = (*_COUNTED, *AWAY_ROWS, _STAGING, *ALLOCATOR)
 
 
 class MostBytes(Metric):
-    """The most bytes of each kind at each point, over all steps and all ranks; exact integers."""
+    """Most bytes of each kind at each point, over all steps and ranks, as exact integers."""
 
     full_state_update = False
     bytes: Tensor
@@ -75,29 +75,31 @@ class MostBytes(Metric):
 
 
 class MemoryMonitor(Callback):
-    """Measures bytes by kind through a step, logs them, and compares them with the prediction.
+    """Measures memory by kind through a step, logs it, and compares it with the prediction.
 
-    At setup, after forward, backward and the optimizer step, and in validation, the monitor takes
-    what the engine counts to the byte, and what the allocator says: on CUDA allocated, reserved and
-    peak bytes and the fragmentation (reserved minus allocated, each at most since the point before;
-    the monitor resets the allocator's peaks at every point), on the CPU the resident memory of the
-    process. The most over all ranks is logged as ``memory/<point>/<kind>`` and shown
-    as a table when training ends. Under other strategies than ``ZeROStrategy`` weights, gradients,
-    optimizer states and buffers are counted. With offload the table is followed by the speed of
-    files and the share of the time that optimizer steps on the host took; ``host staging`` is what
-    the optimizer's step had there of states on their way between files.
+    At setup, after forward, backward and the optimizer step, and in validation, the monitor reads
+    the bytes of each kind, which the engine counts exactly, and the allocator's figures: on CUDA
+    allocated, reserved and peak bytes and the fragmentation (peak reserved minus peak allocated,
+    both since the previous point, as each point resets the allocator's peaks), on the CPU the
+    process's resident memory. The maximum over all ranks is logged as ``memory/<point>/<kind>`` and
+    printed as a table when training ends.
+
+    Under strategies other than ``ZeROStrategy``, the kinds are weights, gradients, optimizer states
+    and buffers. With offload, the speed of files and the share of time spent in optimizer steps on
+    the host follow the table; ``host staging`` is the memory that the optimizer's step took there
+    for states on their way between files.
 
     Args:
-        report: A folder that gets ``memory.json`` and ``memory.html`` at the end; the page has
-            pictures if matplotlib is installed.
+        report: Folder for ``memory.json`` and ``memory.html``, which are written when training
+            ends; the page has pictures if matplotlib is installed.
         predict: Compare with the estimate for this model, its optimizers and its first batch.
 
     Attributes:
-        measured: Bytes by kind at each point, the most over all steps and ranks.
+        measured: Bytes by kind at each point, the maximum over all steps and ranks.
         predicted: The estimate for this rank.
-        times: The times of this rank's steps with offload, the first left out.
-        differences: A sentence for each kind of which this rank held another number of bytes
-            between steps than predicted, with the names of what holds more or less.
+        times: Times of this rank's steps with offload, without the first step.
+        differences: One sentence for each kind whose bytes on this rank between steps differ from
+            the prediction, naming what holds the difference.
     """
 
     def __init__(self, *, report: str | Path | None = None, predict: bool = True) -> None:
@@ -165,7 +167,7 @@ class MemoryMonitor(Callback):
     def _look(self, point: str, trainer: pl.Trainer) -> None:
         held = {**held_by(trainer), **allocated_on(trainer.strategy.root_device)}
         if point == "step" and (engine := _engine_of(trainer)) is not None:
-            # It is given back by now.
+            # Freed by now: take the maximum.
             held[_STAGING] = engine.comm.transport.ledger.most_staged
         self._most.update(point, held)
         self._is_logged = False
@@ -219,11 +221,11 @@ class MemoryMonitor(Callback):
         self._subject, self.predict = None, False
 
     def _explain(self, trainer: pl.Trainer) -> None:
-        """Say of every kind that differs from its prediction what holds it."""
+        """Explain every kind that differs from its prediction by what holds it."""
         engine = _engine_of(trainer)
         if engine is None or self._subject is None or self.predicted is None or not self._own:
             return
-        # After the last look hooks of the module may have changed what is held.
+        # Since the last measurement, hooks of the module may have changed what is held.
         self._own = {**held_by(trainer), _STAGING: self._own[_STAGING]}
         self.differences = explain(self._subject, engine, self.predicted.rests, self._own)
 
@@ -231,7 +233,7 @@ class MemoryMonitor(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Among the ranks on their devices; until then here, as copies to a device wait for it.
+        # On the device only while ranks reduce it: each copy there would wait for the device.
         self.measured = self._most.to(trainer.strategy.root_device).compute()
         internals.forget_result(self._most)
         self._most.cpu()
@@ -270,7 +272,7 @@ class MemoryMonitor(Callback):
             )
 
     def text(self, world_size: int) -> str:
-        """Return the tables of what was measured, and of what was predicted."""
+        """Return the tables of measured and predicted bytes."""
         totals: dict[str, dict[str, int | None]] = {}
         before = 0
         for point, kinds in self.measured.items():
@@ -337,10 +339,10 @@ def held_by(trainer: pl.Trainer) -> dict[str, int]:
 
 
 def allocated_on(device: torch.device) -> dict[str, int]:
-    """Return the figures of an accelerator's allocator, or of the system for this process.
+    """Return the figures of a CUDA device's allocator, or else this process's resident memory.
 
-    Peaks are those since the last call: they begin anew here, or one bad moment long ago would be
-    shown at every later point.
+    Peaks are those since the last call and are reset here, so that an old spike does not show at
+    every later point.
     """
     if device.type != "cuda":
         return {"resident": _resident()}
@@ -356,7 +358,7 @@ def allocated_on(device: torch.device) -> dict[str, int]:
 
 
 def _resident() -> int:
-    """Return this process's bytes in memory: now where the system has them, else the most."""
+    """Return this process's resident bytes, or their peak if only that is known."""
     pages = Path("/proc/self/statm")
     if pages.exists():
         return int(pages.read_text().split()[1]) * resource.getpagesize()

@@ -1,4 +1,4 @@
-"""The user's options of a run beside the engine's settings, checked at the door."""
+"""The user's options of a run besides the engine's settings, checked when they are made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_zero.engine import ActivationCheckpointing, ActivationOffload, En
 from lightning_zero.plan import Offload
 
 START_METHODS = {"subprocess": "popen", "spawn": "spawn", "fork": "fork", "notebook": "fork"}
-"""Lightning's names of the ways to start the ranks, by launcher."""
+"""Lightning's start method of each launcher."""
 
 
 def _to(medium: str) -> dict[str, str]:
@@ -32,12 +32,12 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "zero3_offload": ("ZeRO stage 3 on the host", {"stage": 3, **_to("cpu")}),
     "zero3_nvme": ("ZeRO stage 3 in files", {"stage": 3, **_to("nvme")}),
 }
-"""The strategies that have names: what each is, and its arguments."""
+"""The registered strategies, by name: description and arguments."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """The user's options of a run; ``ZeROStrategy`` says what each means."""
+    """The user's options of a run, as documented by ``ZeROStrategy``."""
 
     activation_checkpointing: bool | Iterable[type[nn.Module]] = False
     activation_offload: bool = False
@@ -61,7 +61,7 @@ class Options:
             )
 
     def wrap_units(self, engine: Engine, until: ExitStack) -> None:
-        """Let units checkpoint and offload activations ``until`` that ends."""
+        """Checkpoint and offload the units' activations until ``until`` is closed."""
         units = engine.sharded.units
         choice, modules = self.activation_checkpointing, [unit.module for unit in units[:-1]]
         until.callback(ActivationCheckpointing.chosen(choice, engine.module, modules).remove)
@@ -71,7 +71,7 @@ class Options:
     def offload(
         self, optimizer: str | None, weights: str | None, path: str | Path | None, ratio: float
     ) -> Offload | None:
-        """Return what ``offload_optimizer``, ``_weights``, ``_path`` and ``_ratio`` ask for."""
+        """Return the offload that the arguments ``offload_*`` ask for, or ``None``."""
         for name, medium in (("offload_optimizer", optimizer), ("offload_weights", weights)):
             if medium not in (None, "cpu", "nvme"):
                 raise ValueError(f"Expected {name}='cpu', 'nvme' or None, got {medium!r}.")

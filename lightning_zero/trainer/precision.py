@@ -1,4 +1,4 @@
-"""Lightning's precisions on pieces: casting, loss scale and clipping over the shards."""
+"""Lightning's precisions on pieces: casting, loss scaling and clipping over the shards."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class ZeROPrecision(Precision):
     ``bf16-true``, ``16-true``    half     itself  default dtype
     ============================  =======  ======  ==================================
 
-    In the mixed ones that is the weight of what autocast would cast; others stay fp32.
+    In mixed precision, weights that autocast would not cast stay in fp32.
 
     Args:
-        precision: A name of the first column.
+        precision: A name from the first column.
         scaler: The loss scaler of ``16-mixed``; by default one with the settings of
             ``torch.amp.GradScaler``.
-        device: The kind of device, for those who ask the plugin.
+        device: The device type, for code that reads it from the plugin.
 
     Raises:
         ValueError: The precision is unknown, or a scaler is given to one that does not scale.
@@ -75,13 +75,13 @@ class ZeROPrecision(Precision):
         self.scaler = (scaler or LossScaler()) if RECIPES[precision].loss_scaled else None
         self.device = device
         self.comm: Communicator | None = None
-        # The engine ends before the plugin.
+        # A weak reference: the plugin outlives the engine.
         self._find_piece: Callable[[], FindPiece | None] = _nothing
         self._caster = _CASTERS.get(precision, Precision)()
 
     @classmethod
     def of(cls, plugin: Precision) -> ZeROPrecision:
-        """Return the plugin that does what Lightning's ``plugin`` would do under DDP.
+        """Return a plugin that does what Lightning's ``plugin`` does under DDP.
 
         Raises:
             TypeError: There is none.
@@ -101,13 +101,13 @@ class ZeROPrecision(Precision):
         return {**self.__dict__, "comm": None, "_find_piece": _nothing}
 
     def attach(self, engine: Engine) -> None:
-        """Act on the gradients of an engine, which is not kept alive."""
+        """Act on the gradients of ``engine``, without keeping it alive."""
         self.comm = engine.comm
         self._find_piece = weakref.WeakMethod(engine.sharded.piece)
 
     @property
     def recipe(self) -> Recipe:
-        """The homes of weights, gradients and masters under this precision."""
+        """The dtypes of weights, reductions and autocast under this precision."""
         return RECIPES[str(self.precision)]
 
     @override
@@ -158,7 +158,7 @@ class ZeROPrecision(Precision):
     ) -> Any:
         if self.scaler is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-        # The decision to skip stands before the step, so the closure runs outside of it.
+        # Whether to skip is decided before the step, so the closure runs outside it.
         closure_result = closure()
         skipped_backward = closure_result is None and model.automatic_optimization
         found_inf = False
@@ -173,13 +173,13 @@ class ZeROPrecision(Precision):
     @classmethod
     @override
     def main_params(cls, optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
-        # The parameters, not the pieces: the norm of a parameter's gradient is that of all ranks.
+        # Parameters, not pieces: a parameter's gradient has the norm over all ranks.
         yield from map(parameter_of, members(optimizer))
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         if nn.utils.clip_grad_norm_ is not nn.utils.clip_grad.clip_grad_norm_:
-            super().clip_grad_by_norm(optimizer, clip_val)  # the user's own, of whole gradients
+            super().clip_grad_by_norm(optimizer, clip_val)  # patched by the user: whole gradients
         else:
             clip.clip_by_norm(self._pieces_of(optimizer), self._ranks, clip_val)
 
@@ -204,7 +204,7 @@ class ZeROPrecision(Precision):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # Under the name that it has under DDP, so that either resumes from the other's file.
+        # Saved under its name in DDP, so that either strategy resumes from the other's file.
         if (state := checkpoint.pop(type(self).__qualname__, None)) is not None:
             checkpoint[MixedPrecision.__qualname__] = state
 

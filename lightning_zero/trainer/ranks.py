@@ -1,4 +1,4 @@
-"""The base class of the strategy that joins the ranks, names what they wait in, and leaves them."""
+"""The base class of the strategy that joins and leaves the ranks and names their collectives."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _T = TypeVar("_T")
 
 
 class RankStrategy(DDPStrategy):
-    """The ranks of a run: how they find each other, and collective calls that say where they are.
+    """The ranks of a run: their rendezvous, and Lightning's collectives with names.
 
-    A rank that waits for others is told by the watchdog which calls those are in, so each of
-    Lightning's collective calls has a name in the log.
+    The watchdog tells a rank that waits which collectives the others are in, so each of Lightning's
+    has a name in the log.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -42,7 +42,7 @@ class RankStrategy(DDPStrategy):
         process_groups.end_at_exit()
 
     def _join_group(self) -> None:
-        """Make the group before Lightning does, in a store without keys of restarted ranks."""
+        """Make the group before Lightning does, in a store without keys from before a restart."""
         if process_groups.is_initialized() or not isinstance(
             self.cluster_environment, TorchElasticEnvironment
         ):

@@ -1,4 +1,4 @@
-"""The state of a strategy that begins anew with each call of the Trainer."""
+"""The state that a strategy keeps for one call of the Trainer."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ _PEERS_TIMEOUT = timedelta(seconds=5)
 class Run:
     """The state of a strategy for one call of ``fit``, ``validate``, ``test`` or ``predict``.
 
-    It outlives the teardown, after which checkpoints can still be saved, until the next call.
+    Kept beyond teardown until the next call, because checkpoints can still be saved in between.
 
     Attributes:
-        comm: The ranks.
+        comm: Connects the ranks.
         saver: Writes checkpoints.
-        callbacks: The Trainer's callbacks, as long as they are adapted.
+        callbacks: The Trainer's callbacks while they are adapted.
         signals: Answers signals on all ranks together, in ``fit``.
-        stand_ins: At teardown gives back what was there before, the last one first.
+        stand_ins: Undoes replacements at teardown, last one first.
         is_set_up: Whether weights can be loaded at once.
-        pending: A checkpoint that was read before, and whether its names must be exact.
-        load: A load of it whose values are not copied yet.
-        path: The checkpoint that was read last.
-        has_agreed_to_load: Whether the ranks know that all load a checkpoint, or none does.
+        pending: A checkpoint read before setup, and whether its names must match exactly.
+        load: A load of ``pending`` whose values are not copied yet.
+        path: The checkpoint read last.
+        has_agreed_to_load: Whether the ranks agreed that all load a checkpoint, or none does.
         has_failed: Whether an exception ends the run.
-        restores: Whether the module is made whole at the end.
+        restores: Whether to make the module whole at the end.
     """
 
     comm: Communicator
@@ -63,15 +63,15 @@ class Run:
     restores: bool = True
 
     def remove_callbacks(self) -> None:
-        """Give the Trainer's callbacks their own hooks back."""
+        """Restore the hooks of the Trainer's callbacks."""
         if self.callbacks is not None:
             callbacks, self.callbacks = self.callbacks, None
             callbacks.remove()
 
     def may_gather(self, engine: Engine) -> bool:
-        """Return whether weights can be made whole, after an exception too; warn if not.
+        """Return whether weights can be made whole, even after an exception; warn if not.
 
-        All ranks must be there, and no optimizer's step may have ended half-way on any.
+        All ranks must respond, and no optimizer step may have ended half-way on any of them.
         """
         if not self.has_failed:
             return True
@@ -85,7 +85,7 @@ class Run:
                 " old in others. The parameters stay at rest. Continue from a checkpoint."
             )
             return False
-        # Any rank may be the one that survived, so each says it.
+        # Any rank may be the only survivor, so each of them logs it.
         log.warning(
             "Other ranks did not survive the exception, so the weights they held are lost and"
             " the parameters stay at rest. Continue from a checkpoint."
@@ -96,7 +96,7 @@ class Run:
 def facts_of(
     trainer: pl.Trainer, precision: ZeROPrecision, options: Options
 ) -> dict[str, dict[str, Any]]:
-    """Return what must be equal on all ranks beside the model and the engine's settings."""
+    """Return what must be equal on all ranks besides the model and the engine's settings."""
     names = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches")
     facts = {
         "The Trainer": {
@@ -117,5 +117,5 @@ def facts_of(
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[Any]:
-    """Return the Trainer's callbacks, which are missing from its type."""
+    """Return the Trainer's callbacks, an attribute that its type lacks."""
     return trainer.callbacks  # type: ignore[attr-defined, no-any-return]

@@ -1,16 +1,16 @@
-"""Signals to requeue the job (SLURM's) and to end, answered by all ranks at one place.
+"""Signals to requeue the job (SLURM) and to end it, answered by all ranks at the same batch.
 
-A signal comes in the middle of a step, and on each rank in the middle of something else. Lightning
-answers it there and then: it saves a checkpoint and queues the job again, or informs the other
-ranks that the training ends. Both need all ranks, so here each only notes the signal, and they
-answer it at the begin of a batch:
+A signal arrives in the middle of a step, and at a different place on each rank. Lightning answers
+it right there: it saves a checkpoint and requeues the job, or tells the other ranks that training
+ends. Both need all ranks, so here a rank only notes the signal, and all answer it together at the
+start of a batch:
 
-1. At its next batch a rank publishes in the store, which needs nobody to take part, how many
-   optimizer steps it has made.
-2. When all have, they answer at the first batch after one more step than the latest had made.
+1. At its next batch, a rank publishes how many optimizer steps it has taken, in the store, which
+   needs no other rank to take part.
+2. When all have published, they answer at the first batch after more steps than any published.
 
-In that step each rank has received something of every other that was sent after the other had
-published. So at that batch all ranks know all numbers, and no rank has passed it.
+In the step before that batch, each rank receives data that every other sent after publishing. So
+all ranks know all numbers by then, and no rank has passed the batch.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ log = logging.getLogger(__name__)
 
 
 class Signals:
-    """Stands in for the Trainer's own answers to signals, from now until :meth:`remove`.
+    """Answers to signals that replace the Trainer's own until :meth:`remove`.
 
     Args:
-        trainer: Whose signal handlers are registered later.
-        control: The ranks.
+        trainer: A Trainer that has not registered its signal handlers yet.
+        control: Exchanges decisions between the ranks.
     """
 
     def __init__(self, trainer: Any, control: Control) -> None:
@@ -48,13 +48,13 @@ class Signals:
             inner()
 
     def answer(self) -> None:
-        """At the begin of a batch: answer what has come to all ranks in time."""
+        """Answer, at the start of a batch, the signals that are due."""
         for noted in self._noted:
             if noted.number is not None:
                 noted.answer_if_due()
 
     def remove(self) -> None:
-        """Let the Trainer answer by itself again."""
+        """Give the Trainer its own handlers back."""
         self._replaced.remove()
         for noted in self._noted:
             noted.remove()
@@ -64,11 +64,11 @@ class _Noted:
     """One kind of signal, noted until all ranks can answer it.
 
     Attributes:
-        number: The signal that has come; ``None`` before.
+        number: The signal that was noted, or ``None``.
     """
 
     handler: str
-    """Lightning's method that answers it."""
+    """The name of Lightning's method that answers it."""
 
     def __init__(self, trainer: Any, control: Control) -> None:
         self.number: int | None = None
@@ -81,7 +81,7 @@ class _Noted:
         self._answer = self._replaced.put(connector, self.handler, self.note)
 
     def note(self, number: int, frame: Any) -> None:
-        """Called wherever the signal finds this rank."""
+        """Note the signal, wherever it interrupts this rank."""
         self.number = number
 
     def answer_if_due(self) -> None:
@@ -113,7 +113,7 @@ class _Noted:
 
 
 class _Requeue(_Noted):
-    """SLURM's signal that the job will be requeued."""
+    """SLURM's signal to requeue the job."""
 
     handler = internals.ANSWERS_REQUEUE
 
@@ -124,7 +124,7 @@ class _End(_Noted):
     handler = internals.ANSWERS_END
 
     def note(self, number: int, frame: Any) -> None:
-        """Pass it on to the ranks that this process started, which nobody else may know of."""
+        """Note the signal, and pass it on to ranks that only this process may know of."""
         if self.number is not None or self.num_answers:
             return
         self.number = number

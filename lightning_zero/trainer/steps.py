@@ -1,4 +1,4 @@
-"""The base class of the strategy that runs the Trainer's steps in the engine's."""
+"""The base class of the strategy that runs the Trainer's steps within steps of the engine."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class SteppingStrategy(RankStrategy):
-    """Batches that all ranks take together, each in a step of the engine.
+    """Steps over batches that all ranks take together, each within a step of the engine.
 
     Attributes:
-        engine: What shards the module, while there is one.
+        engine: The engine that shards the module, kept after it is closed; ``None`` before setup.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -34,12 +34,12 @@ class SteppingStrategy(RankStrategy):
         self._obstacles: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A module that holds its Trainer can be copied: the copy belongs to no run.
+        # For copies of a module that holds its Trainer: the copy belongs to no run.
         return {**super().__getstate__(), "engine": None, "_run": None}
 
     @property
     def _open_engine(self) -> Engine | None:
-        """The engine while it shards the module."""
+        """The engine, unless it is closed."""
         return None if self.engine is None or self.engine.is_closed else self.engine
 
     @property

@@ -42,66 +42,66 @@ if TYPE_CHECKING:
 
 
 class ZeROStrategy(SavingStrategy):
-    """Trains with optimizer states, gradients and weights partitioned over the ranks.
+    """Strategy that shards optimizer states, gradients and weights over the ranks (ZeRO).
 
-    Everything else is as under ``strategy="ddp"``: the same numbers, hooks, callbacks and launchers
-    (Rajbhandari et al., *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*,
-    2020).
+    Everything else works as under ``strategy="ddp"``, with the same numbers, hooks, callbacks and
+    launchers (Rajbhandari et al., *ZeRO: Memory Optimizations Toward Training Trillion Parameter
+    Models*, 2020).
 
     Args:
-        stage: 1, 2 or 3.
-        units: What is gathered and released together: ``"auto"``, a set of module classes, or a
-            callable that says of a module whether it is a unit.
-        min_num_params: The least parameters of an automatic unit; smaller modules share the unit
-            around them, or the root. Units chosen otherwise are as they are said.
-        prefetch: How many units ahead weights are gathered; 0 gathers each when it is needed.
-        reshard_after_forward: Give weights back after a unit's forward and gather them again for
-            its backward. ``False`` keeps them in between: less traffic, more memory. Stage 3 only.
-        reduce_dtype: The dtype in which gradients are summed over the ranks; by default fp32 under
-            mixed precision, else the parameters' own, in which those of complex ones always are.
-        cast_weights: The weights that arrive in half precision under mixed precision: by default
-            those that ``"autocast"`` would cast, and no others (embeddings, norms, what is not
-            known), for DDP's numbers; ``"all"`` but norms, for less traffic and memory; ``"none"``.
-        accumulate: With ``accumulate_grad_batches``: ``"reduce"`` keeps only gradient shards
-            between microbatches, ``"local"`` sends nothing until the last one and holds whole
-            gradients. By default ``"local"`` at stage 1 and ``"reduce"`` at stages 2 and 3.
-        activation_checkpointing: ``True`` to recompute every unit's activations in backward, or the
-            module classes to do so for.
-        activation_offload: Keep what backward needs of every unit's forward in the memory of an
-            accelerator's host until then; with checkpointing, its inputs.
+        stage: ``1`` shards optimizer states, ``2`` gradients as well, ``3`` weights as well.
+        units: Modules whose weights are gathered and released together: ``"auto"``, a set of module
+            classes, or a callable that takes a module and returns whether it is a unit.
+        min_num_params: Fewest parameters of an automatic unit. Smaller modules belong to the unit
+            that encloses them, or to the root. Does not apply to units chosen explicitly.
+        prefetch: Number of units to gather ahead of use; 0 gathers each when it is needed.
+        reshard_after_forward: Reshard each unit after its forward and gather it again for its
+            backward. ``False`` keeps it whole: less traffic, more memory. Stage 3 only.
+        reduce_dtype: Dtype in which gradients are summed over the ranks: by default fp32 under
+            mixed precision, else the parameter's own. Does not apply to complex parameters.
+        cast_weights: Weights to gather in half precision under mixed precision: ``"autocast"``,
+            those known to be cast by autocast, for DDP's numbers (not embeddings or norms);
+            ``"all"`` except norms, for less traffic and memory; or ``"none"``.
+        accumulate: With ``accumulate_grad_batches``, ``"reduce"`` reduces every microbatch and
+            keeps only gradient shards in between; ``"local"`` keeps whole gradients and reduces in
+            the last microbatch. Default: ``"local"`` at stage 1, ``"reduce"`` at stages 2 and 3.
+        activation_checkpointing: ``True`` to recompute the activations of every unit in backward,
+            or the module classes to do so for.
+        activation_offload: Keep what each unit's forward saves for backward in the memory of the
+            accelerator's host; with activation checkpointing, the unit's inputs.
         broadcast_buffers: Overwrite buffers with rank 0's before each forward, as DDP does.
-        shard: The ranks that share one copy of states, gradients and weights: ``"all"``,
-            ``"node"`` for those of each node, or a number, each so many that follow each other
-            (Zhang et al., *MiCS*, 2022). What is reduced in a copy is then reduced between them.
-        backward_shard: Keep a second copy of weights from forward to backward, sharded over the
-            ranks of each ``"node"`` or so many that follow each other, from which the backward pass
-            gathers (hpZ of *ZeRO++*, 2023). Stage 3 only.
-        gather_bits: ``8`` sends weights in 8 bits (qwZ of *ZeRO++*); masters keep all theirs.
-        reduce_bits: ``8`` or ``4`` sends gradients so, rounded by chance, and sums in fp32 (qgZ).
-        error_feedback: Round to the nearest with ``reduce_bits``, and add what gradients have lost
-            to those of the next step; takes as much memory as whole gradients.
-        stochastic_rounding: Step in fp32, one unit at a time, the weights and states that rest in
-            bf16 under ``bf16-true``, and round them by chance: small changes are not lost.
-        offload_optimizer: ``"cpu"`` keeps masters and optimizer states in the memory of an
-            accelerator's host and steps there, ``"nvme"`` in files, also where there is none;
-            ``None`` on the device. At stage 3 beside an accelerator together with
-            ``offload_weights``; on CPUs each may be alone, and masters are with the weights.
+        shard: Ranks that share one copy of states, gradients and weights: ``"all"``, ``"node"`` for
+            the ranks of each node, or a number of consecutive ranks. Gradients are reduced within
+            each copy, then between the copies (Zhang et al., *MiCS*, 2022).
+        backward_shard: Keep a second copy of the weights from forward to backward, sharded over the
+            ranks of each ``"node"`` or over a number of consecutive ranks, and gather from it in
+            backward (hpZ of *ZeRO++*, 2023). Stage 3 only.
+        gather_bits: Send weights in ``8`` bits (qwZ of *ZeRO++*); masters keep full precision.
+        reduce_bits: Send gradients in ``8`` or ``4`` bits (qgZ): stochastic rounding, fp32 sums.
+        error_feedback: With ``reduce_bits``, round to nearest and add the rounding error to the
+            next gradients. Takes as much memory as whole gradients.
+        stochastic_rounding: Under ``bf16-true``, step bf16 weights and states in fp32, one unit at
+            a time, and round the results stochastically, so that small updates are not lost.
+        offload_optimizer: Keep masters and optimizer states in the memory of the accelerator's host
+            (``"cpu"``) or in files (``"nvme"``, also without an accelerator), and step them on the
+            host. With an accelerator, stage 3 needs the same ``offload_weights``; on CPUs either
+            may be given alone, and masters rest with the weights.
         offload_weights: The same for sharded weights. Stage 3 only.
-        offload_ratio: The share that is offloaded, above 0; an accelerator keeps the others of a
-            unit's parameters and steps them while its host steps these.
-        offload_path: The folder of those files, which have no names and vanish with the process; by
+        offload_ratio: Share of each unit to offload, above 0. The accelerator keeps the rest of the
+            unit's parameters and steps them while its host steps the offloaded ones.
+        offload_path: Folder for the files, which have no names and vanish with the process; by
             default the Trainer's ``default_root_dir``.
-        step_in_backward: Step an offloaded unit once its gradients are reduced, by a thread, while
-            others go backward. An exception there then leaves what cannot be saved.
-        restore_weights: Make the module whole again after ``fit``, if one host can hold it.
-        checkpoint: What checkpoints are: ``"file"``, one plain ``.ckpt``, or ``"dcp"``, a directory
-            of torch.distributed.checkpoint. Both are read whatever is said here.
-        verify_checkpoint: Read all of a checkpoint that is loaded and compare its checksums, each
-            tensor on one rank. Without it a rank checks what it reads, as far as it can.
-        async_checkpoint: Write checkpoints behind the training, from a copy in host memory.
-        launcher: ``"subprocess"``, ``"spawn"``, ``"fork"`` or ``"notebook"``, as ``ddp``,
-            ``ddp_spawn``, ``ddp_fork`` and ``ddp_notebook`` are launched.
-        config: A DeepSpeed configuration, a dictionary or a JSON file, to take arguments from.
+        step_in_backward: Step each offloaded unit in a thread as soon as its gradients are reduced,
+            while others run backward. An exception there leaves a state that cannot be saved.
+        restore_weights: Make the module whole again after a run, in host memory on every rank.
+        checkpoint: Format to save: ``"file"``, one plain ``.ckpt``, or ``"dcp"``, a directory of
+            torch.distributed.checkpoint. Both can be loaded either way.
+        async_checkpoint: Write checkpoints in the background, from a copy in host memory.
+        verify_checkpoint: Read every loaded checkpoint in full and compare its checksums, each
+            tensor on one rank. Otherwise a rank checks what it reads, as far as checksums allow.
+        launcher: ``"subprocess"``, ``"spawn"``, ``"fork"`` or ``"notebook"``, as in ``ddp``,
+            ``ddp_spawn``, ``ddp_fork`` and ``ddp_notebook``.
+        config: A DeepSpeed configuration to take arguments from: a dictionary or a JSON file.
         accelerator: As in ``ParallelStrategy``.
         parallel_devices: As in ``ParallelStrategy``.
         cluster_environment: As in ``ParallelStrategy``.
@@ -212,8 +212,8 @@ class ZeROStrategy(SavingStrategy):
     @precision_plugin.setter
     @override
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        # Lightning's connector knows nothing of us: it reads `_precision_plugin` to learn whether
-        # the user chose one here, and otherwise assigns one of its own.
+        # Lightning's connector reads `_precision_plugin` to see whether the user passed one, and
+        # otherwise assigns its own.
         self._zero_precision = ZeROPrecision.of(precision_plugin or Precision())
         self._precision_plugin = None if precision_plugin is None else self._zero_precision
 
@@ -222,7 +222,7 @@ class ZeROStrategy(SavingStrategy):
     @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        # Never on the accelerator: a whole model need not fit there.
+        # Never on the accelerator: the whole model may not fit there.
         device: AbstractContextManager[Any] = torch.device("meta") if empty_init else nullcontext()
         with device, self.precision_plugin.tensor_init_context():
             yield
@@ -257,7 +257,7 @@ class ZeROStrategy(SavingStrategy):
                 f"{type(module).__name__} has no parameters, so there is nothing to shard."
                 " Build its layers in `__init__` or `configure_model`, or use another strategy."
             )
-        # Another run may have left it at rest, and its values come again.
+        # An earlier run may have left the module at rest; its values are loaded again.
         is_blank = self._may_stream and forget_values(module)
         self.precision_plugin.convert_module(module)
         self.model_to_device()
@@ -265,7 +265,7 @@ class ZeROStrategy(SavingStrategy):
         sources = self._note_load(shard)
         shard(sources=sources)
         assert self.engine is not None
-        # What never was in memory need not fit there.
+        # A model that was never in memory may not fit there.
         run.restores = self.options.restore_weights and not (is_blank and sources)
         if run.callbacks is not None:
             run.callbacks.attach(self.engine)
@@ -284,7 +284,7 @@ class ZeROStrategy(SavingStrategy):
         is_fitting: bool,
         sources: Mapping[int, Source] = MappingProxyType({}),
     ) -> Engine:
-        """Return the run's engine, which is made when it is first asked for."""
+        """Return the run's engine, made on the first call."""
         if self._open_engine is not None:
             return self._open_engine
         settings = dataclasses.replace(
@@ -312,7 +312,7 @@ class ZeROStrategy(SavingStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """Move everything but the parameters, which the engine moves unit by unit."""
+        """Move all but the parameters, which the engine moves unit by unit."""
         internals.to_device_but_parameters(self._module, self.root_device)
 
     @override
@@ -344,7 +344,7 @@ class ZeROStrategy(SavingStrategy):
         assert self.accelerator is not None
         assert self.cluster_environment is not None
         run = self._run
-        # One may raise, of a full disk or of ranks that have died: all others are ended still.
+        # One may raise, for a full disk or dead ranks; the others must still run.
         with ExitStack() as endings:
             for end in reversed(
                 [
@@ -373,10 +373,10 @@ class ZeROStrategy(SavingStrategy):
             engine.close(restore=restores)
 
     def _move_to_host(self) -> None:
-        """Leave the optimizers, and the module if it is whole, as DDP leaves them."""
+        """Move the optimizers, and the module if it is whole, to the CPU, as DDP does."""
         internals.optimizers_to_device(self.optimizers, torch.device("cpu"))
         module = self.lightning_module
-        # Without an engine a failed run may have ended amid the sharding.
+        # Without an engine, a run may have failed in the middle of sharding.
         has_failed = self._run is not None and self._run.has_failed
         is_whole = self.engine.is_restored if self.engine is not None else not has_failed
         if module is None or not is_whole:

@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
 
 class TrafficMonitor(Callback):
-    """Logs elements, bytes and collectives that each rank sends per optimizer step.
+    """Logs the elements, bytes and collectives that a rank sends per optimizer step.
 
-    The values appear in the user's logger as ``traffic/gather_bytes`` (weights),
-    ``traffic/reduce_bytes`` (gradients) and likewise for elements and collectives; those of every
-    rank, but for times, which are rank 0's. With hybrid sharding these are within a copy, and the
-    traffic between the copies is ``traffic/replicate_gather_bytes`` and so on. What a backward pass
-    gathers from a second copy is ``traffic/backward_gather_bytes``.
+    The logged values are ``traffic/gather_bytes`` (weights), ``traffic/reduce_bytes`` (gradients)
+    and the same for elements and collectives. They hold for every rank, except for times, which are
+    rank 0's. With hybrid sharding they count traffic within a copy, and
+    ``traffic/replicate_gather_bytes`` and so on count traffic between copies. With
+    ``backward_shard``, ``traffic/backward_gather_bytes`` counts gathers from the second copy.
 
-    With offload ``traffic/up_bytes`` (weights) and ``traffic/down_bytes`` (gradients) pass between
+    With offload, ``traffic/up_bytes`` (weights) and ``traffic/down_bytes`` (gradients) pass between
     a device and its host, and ``traffic/read_bytes`` and ``traffic/write_bytes`` (states) between
-    memory and files, with the bytes per second ``traffic/read_speed`` and ``traffic/write_speed``;
-    ``traffic/stepping_share`` of the time since the step before was in the optimizer's, and
-    ``traffic/waiting_share`` waited for files in it. ``trainer.strategy.traffic`` and
-    ``step_times`` have all.
+    memory and files, at ``traffic/read_speed`` and ``traffic/write_speed`` bytes per second.
+    ``traffic/stepping_share`` is the share of the time since the previous step that the optimizer's
+    step took, ``traffic/waiting_share`` the share that it waited for files. Details are in
+    ``trainer.strategy.traffic`` and ``trainer.strategy.step_times``.
 
     Args:
-        every_n_steps: How many optimizer steps lie between two logged ones.
+        every_n_steps: Interval between logged steps, in optimizer steps.
 
     Raises:
         TypeError: The trainer's strategy is not ``ZeROStrategy``.
@@ -57,7 +57,7 @@ class TrafficMonitor(Callback):
                 f"TrafficMonitor counts what ZeROStrategy sends, got {type(strategy).__name__}."
             )
         step = trainer.global_step
-        # Between two steps there may be several batches.
+        # There may be several batches per step.
         if step % self.every_n_steps or step == self._last_logged or not strategy.traffic:
             return
         self._last_logged = step

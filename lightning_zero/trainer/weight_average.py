@@ -1,14 +1,14 @@
-"""An average of a module's weights, of which each rank keeps the part that it owns.
+"""A sharded average of a module's weights: each rank keeps the part that it owns.
 
-Averaging is element-wise, so a rank can average its pieces of the masters by itself. The average
-stays what Lightning's callbacks know it as, a copy of the module with its structure, its buffers
-and its hooks; only each parameter of the copy is 1-D, as long as this rank's piece::
+Averaging is element-wise, so a rank can average its pieces of the masters alone. The average stays
+what Lightning's callbacks expect, a copy of the module with its structure, buffers and hooks, but
+each parameter of the copy is 1-D, as long as this rank's piece::
 
     module.weight     [6, 4]   piece on rank 1  [12]   in the engine's master
-    copy.weight                piece on rank 1  [12]   the average, memory of its own
+    copy.weight                piece on rank 1  [12]   the average, in separate memory
 
-``copy.state_dict()`` shows tensors of whole shape that are sharded over the ranks, and
-``copy.load_state_dict()`` takes whole tensors, so a checkpoint is the one of a run under DDP.
+``copy.state_dict()`` returns tensors of whole shape that are sharded over the ranks, and
+``copy.load_state_dict()`` takes whole tensors, so checkpoints are the same as under DDP.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from lightning_zero.parameters import Piece
 
 
 class Average:
-    """A copy of ``module``, made before it is sharded, for the average of its weights.
+    """A copy of ``module``, made before it is sharded, that holds an average of its weights.
 
-    Its life: construct, :meth:`fill`, then any number of updates and checkpoints, :meth:`restore`.
+    Life cycle: construct, :meth:`fill`, any number of updates and checkpoints, :meth:`restore`.
 
     Args:
         module: The module, not sharded yet.
-        key: What the average's tensors are called in a checkpoint, to tell them from others.
+        key: Prefix that tells the average's tensors from others in a checkpoint.
 
     Attributes:
         copy: The copy. Its parameters are empty until :meth:`fill`, then pieces.
-        source: What stands for the module in an update: its ``parameters()`` are the pieces.
+        source: Stands in for the module in updates: its ``parameters()`` are the pieces.
     """
 
     source: Pieces
@@ -58,11 +58,11 @@ class Average:
         self._handles: list[RemovableHandle] = []
 
     def fill(self, engine: Engine, device: torch.device | None) -> None:
-        """Begin with the module's weights, now that ``engine`` shards it.
+        """Start from the module's weights, now that ``engine`` shards it.
 
         Args:
-            engine: Whose pieces are averaged.
-            device: Where the average is kept; by default where the pieces are.
+            engine: The engine whose pieces are averaged.
+            device: Where to keep the average; by default where the pieces are.
         """
         engine.sharded.settle()
         self._engine = engine
@@ -76,7 +76,7 @@ class Average:
             self._fill_buffers(child, twin, device or engine.sharded.settings.device)
             handle = child.register_load_state_dict_pre_hook(self._cut)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
-        # Torch marks the function, which it could not do with a method.
+        # torch sets an attribute on the hook, which fails for a bound method.
         show = functools.partial(self._show_sharded)
         handle = self.copy.register_state_dict_post_hook(show)  # type: ignore[no-untyped-call]
         self._handles.append(handle)
@@ -91,13 +91,13 @@ class Average:
 
     @property
     def is_filled(self) -> bool:
-        """True once there is an average."""
+        """Whether there is an average yet."""
         return bool(self._handles)
 
     # -- in a checkpoint -------------------------------------------------------------------------
 
     def _show_sharded(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """Show whole tensors that are sharded over the ranks in place of the parts."""
+        """Replace the parts in ``state`` by sharded tensors of whole shape."""
         own = {p.untyped_storage()._cdata: (n, p) for n, p in self.copy.named_parameters()}
         values: dict[str, ShardedValue] = {}
         for key, value in state.items():
@@ -125,7 +125,7 @@ class Average:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """Leave of whole tensors this rank's part."""
+        """Replace whole tensors in ``state`` by this rank's part."""
         for name, own in module._parameters.items():
             value = state.get(prefix + name)
             if own is None or value is None:
@@ -143,7 +143,7 @@ class Average:
     # -- the end ---------------------------------------------------------------------------------
 
     def whole(self) -> list[Tensor]:
-        """Return all whole averages in host memory; all ranks call it together."""
+        """Return the whole averages, in host memory; all ranks call it together."""
         parts = {id(self._pieces[id(own)]): own.data for own in self.copy.parameters()}
         wholes = {
             id(parameter): value.to("cpu", copy=True)
@@ -157,7 +157,7 @@ class Average:
         ]
 
     def restore(self, whole: Sequence[Tensor]) -> None:
-        """Make the copy an ordinary module on the host that holds ``whole``."""
+        """Make the copy an ordinary module on the CPU, with ``whole`` as its parameters."""
         for handle in self._handles:
             handle.remove()
         for own, value in zip(self.copy.parameters(), whole, strict=True):
@@ -166,7 +166,7 @@ class Average:
 
 
 class Pieces:
-    """A sharded module as a callback that averages or swaps weights looks at it."""
+    """A sharded module as seen by a callback that averages or swaps weights."""
 
     def __init__(self, module: nn.Module, engine: Engine) -> None:
         self._module = module
@@ -181,12 +181,12 @@ class Pieces:
             yield piece.data
 
     def buffers(self) -> Iterator[Tensor]:
-        """Return the module's own buffers."""
+        """Return the module's buffers."""
         return self._module.buffers()
 
     @contextmanager
     def shown(self, *, modify: bool) -> Iterator[Pieces]:
-        """Bring the parts up to date for a while; ``modify`` keeps what becomes of them."""
+        """Enter a context in which the parts are up to date; ``modify`` keeps changes to them."""
         if modify:
             with self._engine.sharded.writing():
                 yield self
@@ -196,9 +196,9 @@ class Pieces:
 
 
 def is_by_element(options: Mapping[str, Any]) -> bool:
-    """Return whether ``AveragedModel(**options)`` averages halves of a tensor as it does a whole.
+    """Return whether ``AveragedModel(**options)`` averages parts of a tensor as it does the whole.
 
-    Then each rank may average its pieces by itself.
+    If so, each rank may average its pieces alone.
     """
     values = [torch.linspace(-1, 1, 24).mul(step + 1).cos().view(6, 4) for step in range(3)]
     try:
@@ -213,7 +213,7 @@ def is_by_element(options: Mapping[str, Any]) -> bool:
 
 
 def _average(options: Mapping[str, Any], values: Sequence[Tensor]) -> Tensor:
-    # A function of the user's may count its calls.
+    # A copy, because a user's function may count its calls.
     average = AveragedModel(_module_of(values[0]), **copy.deepcopy(dict(options)))
     for value in values:
         average.update_parameters(_module_of(value))

@@ -1,4 +1,4 @@
-"""A progress bar for the weights of a large model on their way to files, at setup."""
+"""A progress bar for writing a large model's weights to files at setup."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 LEAST_BYTES = 10**9
-"""Fewer bytes of a rank are written before anybody looks."""
+"""Bytes per rank below which writing is too fast for a bar."""
 
 
 class WritingBar:
-    """A bar of rank 0 with the share that is written, and bytes per second, where bars are shown.
+    """A bar on rank 0 with the written share and the bytes per second, if progress bars are shown.
 
     Args:
-        trainer: It says by ``enable_progress_bar`` whether they are.
+        trainer: Its ``enable_progress_bar`` decides whether they are.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -28,7 +28,7 @@ class WritingBar:
         self._bar: Tqdm | None = None
 
     def __call__(self, written: int, nbytes: int) -> None:
-        """Show that so many of all bytes are written."""
+        """Show that ``written`` of ``nbytes`` bytes are written."""
         if not self._is_shown or nbytes < LEAST_BYTES:
             return
         if self._bar is None:
