@@ -1,45 +1,11 @@
-"""Checks that all ranks run the same units, in the same order."""
+"""A warning where ranks run different units."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
 
-from lightning_zero.comm import PendingSync, SyncPoint
 from lightning_zero.engine.sharded_model import ShardedModel
-
-
-class OrderCheck:
-    """Compares what the ranks gathered in a forward without gradients, before the next step.
-
-    It is needed where only the order of gathers tells one unit's weights from another's. A backward
-    pass has sync points of its own, which find the same differences.
-    """
-
-    def __init__(self, sharded: ShardedModel) -> None:
-        self._control = sharded.comm.control
-        self._is_due = sharded.gives_weights_back and sharded.comm.transport.gathers_in_order
-        self._called: PendingSync | None = None
-
-    def start(self) -> None:
-        """Start to compare what the ranks gathered since the last sync point."""
-        if self._is_due:
-            self.wait()
-            self._called = self._control.call(SyncPoint.FORWARD)
-
-    def wait(self) -> None:
-        """Wait for the comparison under way, if there is one.
-
-        Raises:
-            RuntimeError: The ranks gathered different weights.
-        """
-        called, self._called = self._called, None
-        if called is not None:
-            called.wait()
-
-    def abandon(self) -> None:
-        """Drop the comparison under way, as an exception has ended the step."""
-        self._called = None
 
 
 class UnitCheck:
