@@ -70,8 +70,8 @@ class ActivationOffload(Replacements):
         """
         if comm.device.type == "cpu":
             raise ValueError(
-                "activation_offload=True needs a device beside the host, but accelerator='cpu' has"
-                " none. Leave it out; activation_checkpointing=True saves memory there."
+                "activation_offload=True needs a device other than the host, but accelerator='cpu'"
+                " has none. Remove it; activation_checkpointing=True saves memory on the CPU too."
             )
         return cls.of(units, comm.host_copies)
 

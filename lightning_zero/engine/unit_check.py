@@ -40,11 +40,11 @@ class UnitCheck:
         self._is_due = False
         if self._rank == 0:
             warnings.warn(
-                f"Rank {runner} ran the unit {name!r} in this step and rank {other} did not. That"
-                " works only where ranks read each other's memory, as they do here: on GPUs and"
-                " between hosts a unit's weights are gathered by all ranks together at stage 3, and"
-                " such a step is refused. Run the same modules on every rank, for instance with a"
-                " loss that is multiplied by 0; gather weights beforehand (`with"
-                " lightning_zero.gathered(module):`); or take stage 1 or 2.",
+                f"Rank {runner} ran the unit {name!r} in this step and rank {other} did not. This"
+                " works only because the ranks read each other's memory here: on GPUs and between"
+                " hosts, stage 3 needs all ranks to gather a unit's weights together, and such a"
+                " step raises an error. Run the same modules on every rank, for instance with a"
+                " loss multiplied by 0; gather the weights beforehand (`with"
+                " lightning_zero.gathered(module):`); or use stage 1 or 2.",
                 stacklevel=2,
             )
