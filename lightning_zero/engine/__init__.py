@@ -14,7 +14,7 @@ reduction_order           one order of reductions on all ranks
 early_step                optimizer steps of reduced units during the backward pass
 rank_check                models, settings and optimizers that must be equal on all ranks
 change_check              what a single rank may change later: trainability, hyperparameters
-order_check, join         ranks that gather different weights: detected, or allowed
+unit_check, join          ranks that run different units: detected, or allowed
 oom_trials                trial steps that fail on all ranks if they fail on any
 buffers                   broadcasts of the module's buffers from rank 0
 materialize               models built on the meta device

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.comm import Arrived, Communicator, HostCopies, Work
+from lightning_zero.engine.replacements import Replacements
 from lightning_zero.engine.unit import Unit
 from lightning_zero.tensors import internals
 
@@ -26,7 +27,7 @@ LEAST_BYTES = 2**16
 """Smaller storages stay on the device: a copy would cost more than the memory is worth."""
 
 
-class ActivationOffload:
+class ActivationOffload(Replacements):
     """Units whose activations wait in host memory for their backward.
 
     Args:
@@ -43,15 +44,14 @@ class ActivationOffload:
         copies: HostCopies,
         least_bytes: int = LEAST_BYTES,
     ) -> None:
+        super().__init__()
         self._copies, self._least_bytes = copies, least_bytes
         self._weights = {weight.untyped_storage()._cdata for weight in weights}
         # A storage is copied once, however many views of it autograd saves.
         self._by_storage: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
         self._last_call: weakref.ref[_Call] | None = None
-        self._replaced: list[tuple[nn.Module, Any]] = []
         for module in modules:
-            self._replaced.append((module, vars(module).get("forward")))
-            module.forward = _Forward(self._run, module.forward)
+            self.put(module, "forward", _Forward(self._run, module.forward))
 
     @classmethod
     def of(
@@ -70,19 +70,10 @@ class ActivationOffload:
         """
         if comm.device.type == "cpu":
             raise ValueError(
-                "activation_offload=True needs a device beside the host, but accelerator='cpu' has"
-                " none. Leave it out; activation_checkpointing=True saves memory there."
+                "activation_offload=True needs a device other than the host, but accelerator='cpu'"
+                " has none. Remove it; activation_checkpointing=True saves memory on the CPU too."
             )
         return cls.of(units, comm.host_copies)
-
-    def remove(self) -> None:
-        """Restore the modules' own ``forward``."""
-        for module, own in reversed(self._replaced):
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own
-        self._replaced = []
 
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = _Call(self._last_call)

@@ -108,7 +108,8 @@ class Backward:
         if self._join.is_open:
             raise RuntimeError(
                 "A backward pass began within `lightning_zero.join`, where ranks may run different"
-                " units; the gradients of all ranks need the same ones. Go backward outside of it."
+                " units. Gradients can be averaged only if all ranks run the same units. Call"
+                " `backward()` outside of the context."
             )
         if self._sharded.opened:
             self._sharded.keep_edits()
@@ -179,9 +180,9 @@ class Backward:
         """Raise if a graph built outside of a step may need weights that are gone."""
         if unit.weights.must_open:
             raise RuntimeError(
-                f"A backward pass goes through the weights of {unit.label!r} as code between steps"
-                " used them, and they are not in memory for it. Compute what is differentiated in"
-                " `training_step`; or compute it and go backward within one"
+                "A backward pass goes through values that code between steps computed from the"
+                f" weights of {unit.label!r}, which are no longer in memory. Compute the values in"
+                " `training_step`, or compute them and call `backward()` within one"
                 " `with lightning_zero.gathered(module):` on all ranks."
             )
 

@@ -163,9 +163,9 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
 def too_late() -> RuntimeError:
     """Return the error for a backward pass whose weights are gone for good."""
     return RuntimeError(
-        "A backward pass began from a forward that ran before the module's training ended. The"
-        " weights that it saved were given back, and the ranks average no more gradients. Run the"
-        " forward again."
+        "A backward pass goes through a forward that ran before the module's training ended. The"
+        " weights that it saved have been released, and gradients are no longer averaged over the"
+        " ranks. Run the forward again."
     )
 
 

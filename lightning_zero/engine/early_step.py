@@ -152,8 +152,9 @@ class EarlyStep:
         for unit in late:
             if stepped and stepped[unit.index]:
                 raise RuntimeError(
-                    f"A gradient of {unit.label!r} came when, by step_in_backward=True, the unit"
-                    " was stepped already, as all of its gradients had come once. Leave it out."
+                    f"A gradient of {unit.label!r} arrived after step_in_backward=True had stepped"
+                    " the unit, because each of its parameters already had a gradient. Remove"
+                    " step_in_backward."
                 )
 
     def check(self) -> None:
@@ -162,14 +163,14 @@ class EarlyStep:
             return
         if self._lent and not self._has_ended:  # gradients may never land
             raise RuntimeError(
-                "A backward pass has raised an error when, by step_in_backward=True, units may have"
-                " been stepped already, and the closure of the optimizer's step went on without"
-                " it. Let the closure raise the error, or leave the setting out."
+                "A backward pass raised an error after step_in_backward=True may have stepped some"
+                " units, and the closure of the optimizer's step caught the error. Let the closure"
+                " raise it, or remove step_in_backward."
             )
         self.wait()
         unsettle(lent.piece for lent in self._lent)
         if self._groups != self._hyperparameters():
-            raise _differs("hyperparameters of the optimizer")
+            raise _differs("the hyperparameters of the optimizer")
         if self._step is not None and (what := self._step.changed_meanwhile()):
             raise _differs(f"{what} of the optimizer")
         for lent in self._lent:
@@ -177,7 +178,7 @@ class EarlyStep:
                 raise _differs(f"the gradient of {lent.piece.range.slot.name!r}")
         for unit in self._sharded.units:
             if unit.weights.masters is Masters.STEPPED and unit.weights.is_edited:
-                raise _differs(f"weights of {unit.label!r}")
+                raise _differs(f"the weights of {unit.label!r}")
 
     def abandon(self) -> None:
         """Drop a pass that an exception ended, with its gradients."""
@@ -246,6 +247,7 @@ def _land(works: Iterable[Work], all_lent: Iterable[Lent]) -> None:
 
 def _differs(what: str) -> RuntimeError:
     return RuntimeError(
-        f"Between the backward pass and the optimizer's step something has changed {what}, by which"
-        " units may have been stepped in the pass already (step_in_backward=True). Leave it out."
+        f"Something changed {what} between the backward pass and the optimizer's step, but"
+        " step_in_backward=True may already have stepped units with the old values. Remove"
+        " step_in_backward."
     )

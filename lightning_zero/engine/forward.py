@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_zero.comm import Arrived, PendingSync, SyncPoint
 from lightning_zero.engine.backward import Backward
 from lightning_zero.engine.backward_events import with_grad
 from lightning_zero.engine.buffers import BufferSync
 from lightning_zero.engine.join import Join
 from lightning_zero.engine.module_hook import Hook, Hooks
-from lightning_zero.engine.order_check import OrderCheck
 from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.step import Phase, Step
@@ -27,7 +27,8 @@ class Forward:
     """Handles the events of forwards: unshards what they need, and reshards it afterwards.
 
     Attributes:
-        order_check: The comparison with other ranks that the last forward has started.
+        order_check: The comparison of what the ranks gathered in the last forward without
+            gradients. Waiting for it raises a ``RuntimeError`` if they gathered different weights.
         buffers: The broadcasts of buffers.
     """
 
@@ -46,7 +47,11 @@ class Forward:
         self._join = join
         self._backward = backward
         self._hooks = hooks
-        self.order_check = OrderCheck(sharded)
+        # Only the order of gathers may tell one unit's weights from another's. A backward pass has
+        # sync points of its own, which find the same differences.
+        in_order = sharded.comm.transport.gathers_in_order
+        self._checks_order = sharded.gives_weights_back and in_order
+        self.order_check: PendingSync | Arrived = Arrived()
         # Whether a call of the module itself has entered the step and must leave it.
         self._is_called = False
         self.buffers = BufferSync(
@@ -124,8 +129,9 @@ class Forward:
         tracked = with_grad(outputs) if torch.is_grad_enabled() else []
         if not tracked:
             self._step.close()
-            if not self._join.asks:
-                self.order_check.start()
+            if self._checks_order and not self._join.asks:
+                self.order_check.wait()
+                self.order_check = self._sharded.comm.control.call(SyncPoint.FORWARD)
             return
         self._backward.unshard_before(tracked)
         self._step.phase = Phase.AWAITS_BACKWARD
@@ -145,7 +151,7 @@ class Forward:
     def abandon(self) -> None:
         """Drop a forward that an exception ended."""
         self._is_called = False
-        self.order_check.abandon()
+        self.order_check = Arrived()
 
     # -- calls of modules ------------------------------------------------------------------------
 

@@ -84,8 +84,8 @@ class MetaInitializer:
         if _reset_of(module) is None and id(module) not in self._initializers:
             raise ValueError(
                 f"A module of class {type(module).__name__} was built on the meta device, but has"
-                " no `reset_parameters()` that would give its tensors values. Add one, or build the"
-                " model on the CPU."
+                " no `reset_parameters()` to initialize its tensors. Add one, or build the model on"
+                " the CPU."
             )
         for parameter in module._parameters.values():
             if parameter is not None and parameter.is_meta:

@@ -81,7 +81,7 @@ class OomTrials:
         if self._verdict == _OUT_OF_MEMORY:
             # Lightning's tuner recognizes memory errors by these words.
             return RuntimeError("Another rank ran out of memory: CUDA out of memory.")
-        return RuntimeError("Another rank failed in this trial; its own error says why.")
+        return RuntimeError("Another rank failed in this trial; see its error for the reason.")
 
     def _agree(self, mine: int, failing: int = _GOES_ON, place: str = "") -> None:
         """Agree on the worst outcome of all ranks; this one's is ``mine``.
@@ -89,7 +89,7 @@ class OomTrials:
         If not all ranks are at the same ``place``, where a message is due, it is ``failing``.
         """
         log = self._engine.comm.control.log
-        with log.wait_for(log.note("an agreement on whether all ranks go on with a trial")):
+        with log.wait_for(log.note("an agreement on whether to continue a trial")):
             outcomes = self._channel.gather_objects((mine, failing, place))
         self._verdict = max(outcome for outcome, _, _ in outcomes)
         if len({place for _, _, place in outcomes}) > 1:

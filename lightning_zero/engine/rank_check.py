@@ -61,9 +61,9 @@ def refuse(descriptions: Sequence[Description]) -> None:
     raise RuntimeError(
         "The ranks differ, so they cannot train one model together:"
         + "".join(shown)
-        + "\nBuild the same model, with the same settings and optimizers, on every rank. What"
-        " depends on the rank, on random numbers without a seed, or on files and variables of one"
-        " host may belong only to data."
+        + "\nBuild the same model with the same settings and optimizers on every rank. Only the"
+        " data may depend on the rank, on unseeded random numbers, or on one host's files and"
+        " environment variables."
     )
 
 
@@ -199,7 +199,7 @@ def _facts_of(tensor: Tensor) -> dict[str, Any]:
     return {
         "shape": "unknown" if is_lazy(tensor) else tuple(tensor.shape),
         "dtype": tensor.dtype,
-        "values": "none, as it is on meta" if tensor.is_meta else "memory",
+        "values": "none (meta device)" if tensor.is_meta else "in memory",
     }
 
 
@@ -257,4 +257,4 @@ def _member_name(parameter: Parameter, names: Mapping[int, str], place: str) -> 
     name = names.get(id(parameter))
     if name is not None:
         return f"Parameter {name!r}"
-    return f"Parameter {place}, which is not the model's and has shape {tuple(parameter.shape)},"
+    return f"Parameter {place} (shape {tuple(parameter.shape)}, not in the model)"

@@ -21,9 +21,9 @@ from collections.abc import Iterable
 from lightning_zero.comm import PendingSync, SyncPoint
 from lightning_zero.engine.change_check import ChangeCheck
 from lightning_zero.engine.early_step import EarlyStep
-from lightning_zero.engine.order_check import UnitCheck
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.unit import Unit
+from lightning_zero.engine.unit_check import UnitCheck
 
 
 class ReductionOrder:

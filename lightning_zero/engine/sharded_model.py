@@ -279,7 +279,7 @@ class ShardedModel:
         if modify and len(gathered) < len(wanted):
             raise RuntimeError(
                 "gathered(modify=True) was entered within another `gathered` of the same weights."
-                " Give `modify=True` to the outer one."
+                " Pass `modify=True` to the outer one."
             )
         for weights in gathered:
             weights.begin_gathered()
@@ -304,10 +304,10 @@ class ShardedModel:
         """Raise on all ranks if any rank changed weights that were gathered for reading."""
         (any_changed,) = self.comm.control.call(SyncPoint.EDIT, bytes([bool(changed)])).wait()
         if any_changed:
-            what = f"Parameter {changed[0]!r}" if changed else "On another rank a parameter"
+            what = f"Parameter {changed[0]!r}" if changed else "A parameter on another rank"
             raise RuntimeError(
-                f"{what} was changed within `gathered(...)`, which was entered for reading. Enter"
-                " `gathered(..., modify=True)`: it keeps what rank 0 does, on all ranks."
+                f"{what} was changed within `gathered(...)`, which is for reading only. Use"
+                " `gathered(..., modify=True)`, which keeps rank 0's changes on all ranks."
             )
 
     def full_parameters(

@@ -132,8 +132,8 @@ class Weights:
 
     def _refuse_new(self) -> NoReturn:
         raise RuntimeError(
-            f"The weights of {self.label!r} are needed once more in a step in which, by"
-            " step_in_backward=True, they may be new already. Leave it out."
+            f"The weights of {self.label!r} are needed again in a step in which"
+            " step_in_backward=True may already have updated them. Remove step_in_backward."
         )
 
     def wait(self) -> None:

@@ -235,7 +235,7 @@ def _graph_between_steps(way: str) -> None:
     for parameter in engine.module.parameters():
         torch.testing.assert_close(full_grad(parameter), 2 * parameter.detach())
     loss = _penalty(engine.module)
-    with pytest.raises(RuntimeError, match=r"not in memory for it[.] .* `training_step`"):
+    with pytest.raises(RuntimeError, match=r"no longer in memory[.] .* `training_step`"):
         loss.backward()
     engine.reset()
     engine.close()

@@ -119,7 +119,7 @@ def read_weights(run: Run) -> None:
         (3, drop_gradient, "the gradient of"),
         (3, change_rate, "hyperparameters"),
         (2, change_weights, "weights of"),
-        (3, read_weights, "are needed once more"),
+        (3, read_weights, "are needed again"),
     ],
 )
 def test_what_comes_in_between_is_found_and_the_step_is_torn(
@@ -136,7 +136,7 @@ def test_what_comes_in_between_is_found_and_the_step_is_torn(
     run.engine.close(restore=False)
 
 
-@pytest.mark.parametrize(("stage", "what"), [(2, "came when"), (3, "are needed once more")])
+@pytest.mark.parametrize(("stage", "what"), [(2, "arrived after"), (3, "are needed again")])
 def test_a_unit_that_comes_again_in_the_pass_is_found(
     tmp_path: Path, stage: int, what: str
 ) -> None:
@@ -165,7 +165,7 @@ def borrowed_by_one(folder: str) -> str:
 
 def test_a_gradient_that_is_late_on_one_rank_is_told_on_all(ranks: Pools, tmp_path: Path) -> None:
     texts = ranks(2).run(borrowed_by_one, str(tmp_path))
-    assert ["came when, by step_in_backward=True" in text for text in texts] == [True, True]
+    assert ["arrived after step_in_backward=True" in text for text in texts] == [True, True]
 
 
 def test_who_lacks_the_memory_may_try_again(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_an_error_of_the_pass_that_the_closure_keeps_tears_the_step(tmp_path: Pa
 
     run.backward = go_on  # type: ignore[method-assign]
     run.model.blocks[0][0].weight.register_hook(lambda _: 1 / 0)  # type: ignore[index, union-attr]
-    with pytest.raises(RuntimeError, match="has raised an error when"):
+    with pytest.raises(RuntimeError, match="raised an error after"):
         run.step(1)
     with pytest.raises(RuntimeError, match="ended half-way"):
         require_whole_steps([run.optimizer])

@@ -403,7 +403,7 @@ def test_edits_of_what_is_gathered_for_reading_are_refused(ranks: Pools) -> None
     for stage in STAGES:
         first, second = ranks(2).run(_edit_what_was_gathered_for_reading, stage)
         assert len(first) == len(second) == 3
-        assert all("On another rank a parameter was changed" in words for words in first)
+        assert all("A parameter on another rank was changed" in words for words in first)
         assert all("'blocks.1.linear.weight' was changed" in words for words in second)
         assert all("modify=True" in words for words in [*first, *second])
 

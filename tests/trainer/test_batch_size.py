@@ -193,7 +193,7 @@ def test_tests_validations_and_other_errors(ranks: Pools, tmp_path: Path) -> Non
     for rank in (one, two):
         assert rank["found"] == dict.fromkeys(("validate", "test", "predict"), FOUND)
         assert rank["late"] == (16, True)
-    elsewhere = "Another rank failed in this trial; its own error says why."
+    elsewhere = "Another rank failed in this trial; see its error for the reason."
     assert (one["slipped"], two["slipped"]) == (elsewhere, "a slip")
     # Memory that ends on the second while the first slips is no reason to go on searching.
     assert (one["slipped too"], two["slipped too"]) == ("a slip", elsewhere)
