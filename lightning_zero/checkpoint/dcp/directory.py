@@ -169,9 +169,7 @@ def _origin(path: Path) -> dict[str, Any] | None:
         return None
     try:
         record = json.loads(file.read_bytes())
-        if not isinstance(record, dict) or not all(
-            isinstance(record.get(key, {}), dict) for key in ("sums", "blocks")
-        ):
+        if not isinstance(record, dict) or not isinstance(record.get("sums", {}), dict):
             raise ValueError("it is no table")
     except ValueError as error:
         raise ValueError(f"{str(file)!r} is damaged: {error}") from error
@@ -181,11 +179,10 @@ def _origin(path: Path) -> dict[str, Any] | None:
 
 
 def _blocks(origin: Mapping[str, Any]) -> dict[tuple[str, int], Blocks]:
-    """Return the block checksums of boxes by file and offset; earlier versions wrote CRCs."""
+    """Return the block checksums of boxes by file and offset."""
     return {
-        (file, int(offset)): Blocks.of(sums, are_old=key == "blocks")
-        for key in ("sums", "blocks")
-        for file, of_file in origin.get(key, {}).items()
+        (file, int(offset)): Blocks.of(sums)
+        for file, of_file in origin.get("sums", {}).items()
         for offset, sums in of_file.items()
     }
 

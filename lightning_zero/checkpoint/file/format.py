@@ -16,9 +16,6 @@ PROVENANCE = "lightning_zero.json"
 CHECKSUMS = "lightning_zero.sums"
 """The last record of a file, with the checksums of all blocks of the records before it."""
 
-OLD_CHECKSUMS = "lightning_zero.crc32"
-"""The same record as earlier versions wrote it, with CRCs."""
-
 TABLE = ".metadata"
 """The file that makes a folder a directory of torch.distributed.checkpoint."""
 
