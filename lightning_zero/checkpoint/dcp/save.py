@@ -26,7 +26,7 @@ from typing_extensions import override
 from lightning_zero.checkpoint.checksums import PartChecksums
 from lightning_zero.checkpoint.dcp.content import WEIGHTS, entries_of
 from lightning_zero.checkpoint.dcp.directory import Keys
-from lightning_zero.checkpoint.file.atomic import Temporary, TemporaryFolder, target_of
+from lightning_zero.checkpoint.file.atomic import Temporary, target_of
 from lightning_zero.checkpoint.file.format import PROVENANCE, REST, TABLE, Provenance
 from lightning_zero.checkpoint.file.skeleton import Skeleton, write_archive
 from lightning_zero.checkpoint.file.writer import Writer
@@ -117,13 +117,13 @@ class DirectorySave(Save):
         return list(self._values)
 
     @override
-    def _create(self, layout: Sequence[str]) -> TemporaryFolder:
+    def _create(self, layout: Sequence[str]) -> Temporary:
         target = target_of(self.path)
         if not isinstance(target, Path):
             raise ValueError(
                 f"checkpoint='dcp' needs a disk that all ranks share, not a URL; {_ELSEWHERE}"
             )
-        return TemporaryFolder(target)
+        return Temporary(target, None)
 
     @override
     def _write(self, layout: Sequence[str], place: Path) -> list[_Share]:

@@ -32,7 +32,7 @@ from lightning_zero.checkpoint.checksums import (
     encoded_blocks,
 )
 from lightning_zero.checkpoint.file.archive import Archive
-from lightning_zero.checkpoint.file.atomic import Temporary, TemporaryFile, target_of
+from lightning_zero.checkpoint.file.atomic import Temporary, target_of
 from lightning_zero.checkpoint.file.format import CHECKSUMS, PROVENANCE
 from lightning_zero.checkpoint.file.skeleton import Content, Skeleton, size_of
 from lightning_zero.checkpoint.file.writer import Writer, write_at
@@ -95,9 +95,9 @@ class FileSave(Save):
         return _Layout(archive, keys)
 
     @override
-    def _create(self, layout: _Layout) -> TemporaryFile | None:
+    def _create(self, layout: _Layout) -> Temporary | None:
         target = target_of(self.path)
-        return TemporaryFile(target, layout.archive.nbytes) if isinstance(target, Path) else None
+        return Temporary(target, layout.archive.nbytes) if isinstance(target, Path) else None
 
     def _parts(self, layout: _Layout) -> Iterator[tuple[int, bytes | Tensor]]:
         """Yield, for every record, where this rank's part begins in it, and the part."""
@@ -199,7 +199,7 @@ def _opened(path: str) -> Iterator[Callable[[bytes | memoryview], object]]:
     """Open a target to append to, which gets its name if the context ends without an error."""
     target = target_of(path)
     if isinstance(target, Path):
-        temporary = TemporaryFile(target)
+        temporary = Temporary(target, 0)
         try:
             with os.fdopen(os.dup(temporary.descriptor), "wb") as file:
                 yield file.write
