@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 from lightning_zero.checkpoint.checksums import CheckedRange, check
 from lightning_zero.checkpoint.file.records import stored_records
 from lightning_zero.checkpoint.open_file import OpenFile
-from lightning_zero.checkpoint.values.boxes import Box, memory_order
-from lightning_zero.checkpoint.values.chunk import InOneRow, is_in_one_row, read_bytes
+from lightning_zero.checkpoint.values.boxes import Box, is_dense, memory_order
+from lightning_zero.checkpoint.values.chunk import InOneRow, read_bytes
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
 from lightning_zero.tensors import lasting_tensors
 
@@ -93,7 +93,7 @@ class _Unread(TorchFunctionMode):
             raise NeedsMapping("a storage without a place of its own in the file")
         # Whether a complex tensor is a conjugate is set later.
         is_small = storage.nbytes() <= SMALL_BYTES or dtype.is_complex
-        if is_small or not is_in_one_row(shape, stride):
+        if is_small or not is_dense(shape, stride):
             with lasting_tensors():
                 tensor = torch.empty(0, dtype=dtype)
                 return tensor.set_(self._in_memory(place), offset, shape, stride)

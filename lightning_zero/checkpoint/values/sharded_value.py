@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from lightning_zero.checkpoint.values.boxes import is_dense
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
 from lightning_zero.tensors import internals, lasting_tensors, properties
 
@@ -64,7 +65,7 @@ class ShardedValue(Tensor):
             key = f"{ShardedValue.WHOLE} {id(value)}"
             return ShardedValue.of(key, value, 0, value.shape, value.stride(), dtype)
         dense = value.detach()
-        dense = dense if _is_dense(dense) else dense.contiguous()
+        dense = dense if is_dense(dense.shape, dense.stride()) else dense.contiguous()
         place = f"{dense.data_ptr()} {tuple(dense.shape)} {dense.stride()} {dense.dtype}"
         key = f"{ShardedValue.WHOLE} {place}"
         if not dense.numel():
@@ -132,12 +133,6 @@ class ShardedValue(Tensor):
     def start_byte(self) -> int:
         """The byte offset of this rank's part in the whole tensor."""
         return self.start * self.dtype.itemsize
-
-
-def _is_dense(value: Tensor) -> bool:
-    """Return whether a tensor is dense, in any order of its dimensions."""
-    expected = torch.empty_like(value, device="meta", memory_format=torch.preserve_format)
-    return expected.stride() == value.stride()
 
 
 _SAME = {Tensor.detach, Tensor.cpu, Tensor.contiguous}
