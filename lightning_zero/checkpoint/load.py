@@ -29,7 +29,13 @@ from torch import Tensor
 from lightning_zero.checkpoint.checksums import CheckedBytes, CheckedRange, check
 from lightning_zero.checkpoint.dcp.content import checkpoint_of
 from lightning_zero.checkpoint.dcp.directory import Directory, is_directory
-from lightning_zero.checkpoint.file.format import PROVENANCE, REST, TABLE, check_version
+from lightning_zero.checkpoint.file.format import (
+    PROVENANCE,
+    REST,
+    TABLE,
+    LaterFormat,
+    check_version,
+)
 from lightning_zero.checkpoint.file.records import check_small_records, stored_records
 from lightning_zero.checkpoint.unread import NeedsMapping, are_supported, unread
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
@@ -215,7 +221,7 @@ def _mapped(path: Path, *, weights_only: bool, maps: bool = True) -> Any:
         return torch.load(path, map_location="cpu", weights_only=weights_only)
     except pickle.UnpicklingError as error:
         raise ValueError(_refusal(path, error)) from error
-    except (FileNotFoundError, PermissionError, MemoryError):
+    except (FileNotFoundError, PermissionError, MemoryError, LaterFormat):
         raise
     except Exception as error:
         # A damaged pickle can fail in any way.
@@ -223,7 +229,7 @@ def _mapped(path: Path, *, weights_only: bool, maps: bool = True) -> Any:
 
 
 def _mapped_archive(path: Path, *, weights_only: bool, maps: bool) -> Any:
-    check_version(provenance(path))
+    check_version(path, provenance(path))
     with zipfile.ZipFile(path) as archive:
         # Before unpickling: a damaged pickle may ask for any class.
         check_small_records(archive)

@@ -634,7 +634,7 @@ def test_nothing_is_run(tmp_path: Path) -> None:
 def test_later_directories_are_refused(tmp_path: Path) -> None:
     later = Provenance(stage=3, world_size=1, precision="", format=99)
     save_here(tmp_path / "later", some(Control(), 1.0), later)
-    with pytest.raises(ValueError, match="of a later lightning-zero"):
+    with pytest.raises(ValueError, match="later' has format 99 of a later lightning-zero"):
         load(str(tmp_path / "later"), Control())
 
 

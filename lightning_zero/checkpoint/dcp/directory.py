@@ -28,7 +28,13 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 from lightning_zero.checkpoint.checksums import Blocks
-from lightning_zero.checkpoint.file.format import PROVENANCE, REST, TABLE, check_version
+from lightning_zero.checkpoint.file.format import (
+    PROVENANCE,
+    REST,
+    TABLE,
+    LaterFormat,
+    check_version,
+)
 from lightning_zero.checkpoint.values.boxes import Box
 from lightning_zero.checkpoint.values.chunk import Chunk, damage_of, opened
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
@@ -75,14 +81,14 @@ class Directory:
         """Read the table; raise unless it is consistent and fits the files and their sizes."""
         origin = _origin(path) or {}
         try:
-            check_version(origin)
+            check_version(path, origin)
             content = (path / TABLE).read_bytes()
             table, checksum = _Table(content).load(), zlib.crc32(content)
             if origin.get("table", checksum) != checksum:
                 raise ValueError(f"its table {TABLE!r} is not the one that was written")
             entries = dict(_entries(path, table, _blocks(origin)))
             return cls(path, entries, origin or None)
-        except (FileNotFoundError, PermissionError, MemoryError):
+        except (FileNotFoundError, PermissionError, MemoryError, LaterFormat):
             raise
         except Exception as error:
             # A damaged pickle can fail in any way.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 FORMAT = 1
@@ -37,10 +38,14 @@ class Provenance:
         return json.dumps({**asdict(self), **more}).encode()
 
 
-def check_version(origin: Mapping[str, Any] | None) -> None:
-    """Raise a ``ValueError`` if the record ``origin`` is of a later format than this one."""
+class LaterFormat(ValueError):
+    """A checkpoint has a format that only later versions of this package can read."""
+
+
+def check_version(path: Path, origin: Mapping[str, Any] | None) -> None:
+    """Raise if the record ``origin`` of the checkpoint at ``path`` is of a later format."""
     if origin is not None and int(origin.get("format", 0)) > FORMAT:
-        raise ValueError(
-            f"it has format {origin['format']} of a later lightning-zero, this one reads up to"
-            f" {FORMAT}; update the package"
+        raise LaterFormat(
+            f"{str(path)!r} has format {origin['format']} of a later lightning-zero, but this"
+            f" version reads only formats up to {FORMAT}. Update the package"
         )
