@@ -177,7 +177,7 @@ class RecordChecksums(NamedTuple):
             whole = joined_checksum(whole, part.whole, part.nbytes)
             position += part.nbytes
         if position != nbytes or any(part.start >= position for part in ordered):
-            raise ValueError(f"the ranks' parts of {name!r} do not fit together at byte {position}")
+            raise ValueError(f"the ranks' parts of {name!r} do not join at byte {position}")
         return cls(whole, ordered)
 
 
@@ -202,12 +202,12 @@ def decoded_blocks(content: bytes, sizes: Iterable[int]) -> list[Blocks]:
         position += 1 + num_parts
         counts = [-(-(b - a) // BLOCK_BYTES) for a, b in itertools.pairwise([*starts, nbytes])]
         if num_parts < 0 or len(starts) != num_parts or min(counts, default=0) < 0:
-            raise ValueError("its checksums do not fit its records")
+            raise ValueError("its block checksums do not match its records")
         sums = torch.split(numbers[position : position + sum(counts)], counts)
         position += sum(counts)
         found.append(Blocks(starts or [0], sums if starts else [numbers[:0]]))
     if position != len(numbers):
-        raise ValueError(f"it has {len(numbers)} numbers of checksums, not {position}")
+        raise ValueError(f"its block checksums have {len(numbers)} numbers; expected {position}")
     return found
 
 
@@ -249,8 +249,8 @@ class CheckedBytes:
             if damage is not None:
                 raise ValueError(
                     f"{str(self.file)!r} is damaged: bytes [{damage[0]}, {damage[1]}) of {name!r},"
-                    f" which begin at byte {self.offset + damage[0]} of the file, are not those"
-                    " that were written. Load another checkpoint, or another copy of this one"
+                    f" which start at byte {self.offset + damage[0]} of the file, do not match"
+                    " their checksum. Load another checkpoint or another copy of this one"
                 )
 
     def read_ahead(self, start: int, stop: int) -> None:

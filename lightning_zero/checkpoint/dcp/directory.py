@@ -85,7 +85,7 @@ class Directory:
             content = (path / TABLE).read_bytes()
             table, checksum = _Table(content).load(), zlib.crc32(content)
             if origin.get("table", checksum) != checksum:
-                raise ValueError(f"its table {TABLE!r} is not the one that was written")
+                raise ValueError(f"its table {TABLE!r} does not match its checksum")
             entries = dict(_entries(path, table, _blocks(origin)))
             return cls(path, entries, origin or None)
         except (FileNotFoundError, PermissionError, MemoryError, LaterFormat):
@@ -126,7 +126,7 @@ def _entries(
     path: Path, table: Any, blocks: Mapping[tuple[str, int], Blocks]
 ) -> Iterator[tuple[Keys, LazyTensor | StoredObject]]:
     if not isinstance(table, metadata.Metadata) or not isinstance(table.storage_data, Mapping):
-        raise ValueError("its table is of another kind, as some writers of other storages have it")
+        raise ValueError("its table has an unknown form, perhaps of another kind of storage")
     sizes = {
         name: _size(path, name) for name in {i.relative_path for i in table.storage_data.values()}
     }
@@ -157,14 +157,16 @@ def _tensor(
     for part in entry.chunks:
         box = Box(tuple(part.offsets), tuple(part.sizes))
         if not box.is_inside(shape):
-            raise ValueError(f"{name!r} of shape {shape} has no box {box.sizes} at {box.offsets}")
+            raise ValueError(
+                f"{name!r} of shape {shape} has no box of shape {box.sizes} at {box.offsets}"
+            )
         place = _place(table, sizes, name, torch.Size(part.offsets))
         file = path / place.relative_path
         of_box = blocks.get((place.relative_path, place.offset))
         chunks.append(Chunk(box, file, place.offset, place.length, dtype, of_box))
     held, needed = sum(chunk.box.numel for chunk in chunks), Box.whole(shape).numel
     if held != needed:
-        raise ValueError(f"{name!r} of shape {shape} has {held} elements there, not {needed}")
+        raise ValueError(f"{name!r} of shape {shape} has {held} stored elements; expected {needed}")
     return LazyTensor.of(chunks, shape, dtype)
 
 
@@ -176,7 +178,7 @@ def _origin(path: Path) -> dict[str, Any] | None:
     try:
         record = json.loads(file.read_bytes())
         if not isinstance(record, dict) or not isinstance(record.get("sums", {}), dict):
-            raise ValueError("it is no table")
+            raise ValueError("it is not a JSON object of the expected form")
     except ValueError as error:
         raise ValueError(f"{str(file)!r} is damaged: {error}") from error
     if not (path / REST).is_file():
@@ -199,11 +201,11 @@ def _place(
     place = table.storage_data.get(metadata.MetadataIndex(name, offsets))
     if place is None:
         at = "" if offsets is None else f" at {tuple(offsets)}"
-        raise ValueError(f"its table does not say where {name!r}{at} lies")
+        raise ValueError(f"its table does not say where {name!r}{at} is stored")
     if getattr(place, "transform_descriptors", None):
         raise ValueError(
             f"{name!r} was transformed by {', '.join(place.transform_descriptors)} when it was"
-            " written; read it with torch.distributed.checkpoint"
+            " written. Read it with torch.distributed.checkpoint"
         )
     start, stop, size = place.offset, place.offset + place.length, sizes[place.relative_path]
     if not 0 <= start <= stop <= size:
@@ -216,7 +218,7 @@ def _place(
 
 def _size(path: Path, name: str) -> int:
     if Path(name).name != name:
-        raise ValueError(f"its table names {name!r}, which is outside of it")
+        raise ValueError(f"its table names {name!r}, which is outside the folder")
     try:
         return os.stat(path / name).st_size
     except FileNotFoundError:

@@ -111,8 +111,8 @@ def check_target(target: Path) -> None:
     is_folder = target.is_dir() and not target.is_symlink()
     if is_folder and any(target.iterdir()) and not (target / TABLE).is_file():
         raise IsADirectoryError(
-            f"{str(target)!r} is a folder with other things than a checkpoint; save under another"
-            " name"
+            f"{str(target)!r} is a folder that holds something other than a checkpoint; save under"
+            " another name"
         )
 
 

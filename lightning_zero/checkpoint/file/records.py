@@ -54,7 +54,7 @@ def checked_record(
 ) -> CheckedBytes:
     """Return the bytes of a record of an archive that begins at ``offset`` of a file."""
     if blocks is not None and not blocks.fit(info.file_size):
-        raise ValueError(f"its checksums do not fit {info.filename!r}")
+        raise ValueError(f"its block checksums do not match the size of {info.filename!r}")
     place = offset + content_offset(archive, info)
     # A single CRC may be 0; in a file without checksums all are.
     whole = info.CRC if info.CRC or has_checksums(archive) else None

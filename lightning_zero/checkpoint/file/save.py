@@ -217,5 +217,6 @@ def _opened(path: str) -> Iterator[Callable[[bytes | memoryview], object]]:
 @functools.cache
 def _log_once(folder: str) -> None:
     log.info(
-        "%r is no folder that all ranks share, so checkpoints are streamed through rank 0.", folder
+        "%r is not a folder that all ranks share, so checkpoints are streamed through rank 0.",
+        folder,
     )

@@ -72,8 +72,8 @@ class Chunk:
         except Exception as error:
             # A damaged archive can fail in any way.
             raise ValueError(
-                f"{str(self.file)!r} is damaged or something else: at byte {self.offset} there is"
-                f" no tensor of shape {self.box.sizes}, {self.dtype}: {error}"
+                f"{str(self.file)!r} is damaged or not a checkpoint: at byte {self.offset} there"
+                f" is no tensor of shape {self.box.sizes}, {self.dtype}: {error}"
             ) from error
 
 
@@ -175,12 +175,12 @@ def _place_of(archive: zipfile.ZipFile, chunk: Chunk) -> InOneRow:
     if not isinstance(described, _Described):
         raise ValueError(f"it holds a {type(described).__name__}")
     if described.dtype != chunk.dtype or described.shape != chunk.box.sizes:
-        raise ValueError(f"it has one of shape {described.shape}, {described.dtype}")
+        raise ValueError(f"it has a tensor of shape {described.shape}, {described.dtype}")
     record = records[f"data/{described.key}"]
     nbytes = chunk.box.numel * chunk.dtype.itemsize
     is_whole = is_dense(described.shape, described.stride) and record.file_size >= nbytes
     if record.compress_type or described.offset or not is_whole:
-        raise ValueError("its values do not lie in one row")
+        raise ValueError("its values are not stored contiguously")
     content = checked_record(chunk.file, archive, record, chunk.offset, chunk.blocks)
     dimensions = memory_order(described.shape, described.stride)
     return InOneRow(chunk.box, chunk.dtype, content, dimensions)
@@ -224,7 +224,7 @@ def _dtype_of_storage(name: str) -> torch.dtype:
     for dtype, known in torch.storage._dtype_to_storage_type_map().items():
         if known == name:
             return dtype
-    raise ValueError(f"{name} is no storage of a known dtype")
+    raise ValueError(f"the storage class {name} has no known dtype")
 
 
 _REBUILDERS: dict[str, Callable[..., Any]] = {

@@ -84,21 +84,21 @@ class ShardedValue(Tensor):
                 return func(*args, **(kwargs or {}))
         value = next((arg for arg in args if isinstance(arg, ShardedValue)), None)
         raise RuntimeError(
-            f"{value.key if value is not None else 'A tensor'!r} in this state dict stands for"
-            " values that are spread over the ranks, and reading them here is not possible. Read"
-            " the parameter itself, in `with lightning_zero.gathered(module):` on all ranks."
+            f"{value.key if value is not None else 'A tensor'!r} in this state dict is sharded over"
+            " the ranks, so its values cannot be read here. Read the parameter itself, within"
+            " `with lightning_zero.gathered(module):` on all ranks."
         )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise RuntimeError(f"{func} was called on a tensor whose values are spread over the ranks.")
+        raise RuntimeError(f"{func} was called on a tensor that is sharded over the ranks.")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RuntimeError(
-            f"{self.key!r} is spread over the ranks and cannot be pickled by one of them. Save it"
-            " with `trainer.save_checkpoint(path)` on all ranks."
+            f"{self.key!r} is sharded over the ranks, so no single rank can pickle it. Save it with"
+            " `trainer.save_checkpoint(path)` on all ranks."
         )
 
     def __deepcopy__(self, memo: Any) -> ShardedValue:
