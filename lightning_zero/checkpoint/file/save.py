@@ -163,19 +163,15 @@ class FileSave(Save):
         wholes: list[int] = []
         for index, (_, part) in enumerate(self._parts(layout)):
             of_ranks = [of_rank[index] for of_rank in sizes]
-            starts = set(itertools.accumulate(of_ranks, initial=0))
-            summers: dict[int, PartSummer] = {}
-            position = 0
+            summers = [PartSummer(start) for start in itertools.accumulate([0, *of_ranks[:-1]])]
             if self.control.rank == 0:
                 yield archive.seam(index, wholes)[1]
-            for chunk in self._collected(part, of_ranks):
-                start = max(start for start in starts if start <= position)
-                summers.setdefault(start, PartSummer(start)).add(chunk)
-                position += len(chunk)
+            for rank, chunk in self._collected(part, of_ranks):
+                summers[rank].add(chunk)
                 yield chunk
             if self.control.rank == 0:
                 record = archive.records[index]
-                parts = [summer.checksums for summer in summers.values()]
+                parts = [summer.checksums for summer in summers]
                 checksums.append(RecordChecksums.of(record.name, record.nbytes, parts))
                 wholes.append(checksums[-1].whole)
         if self.control.rank == 0:
@@ -185,13 +181,16 @@ class FileSave(Save):
             wholes.append(zlib.crc32(blocks))
             yield archive.seam(len(wholes), wholes)[1]
 
-    def _collected(self, part: bytes | Tensor, sizes: Sequence[int]) -> Iterator[memoryview]:
+    def _collected(
+        self, part: bytes | Tensor, sizes: Sequence[int]
+    ) -> Iterator[tuple[int, memoryview]]:
+        """Yield the ranks and the bytes of their parts on rank 0, in the order of the record."""
         if isinstance(part, bytes):
-            yield memoryview(part)
+            yield 0, memoryview(part)
             return
-        for _, message in self.control.collect(part, sizes):
+        for rank, message in self.control.collect(part, sizes):
             for chunk in torch.split(message, BUFFER_BYTES):
-                yield chunk.to("cpu").numpy().data
+                yield rank, chunk.to("cpu").numpy().data
 
 
 @contextlib.contextmanager
