@@ -5,7 +5,6 @@ reader of the whole record. Files by this package also have one per block of ``B
 that a rank that reads a range of a tensor checks only the blocks that the range touches. Blocks are
 counted from the start of each part that one rank wrote, so that no block is shared between ranks.
 Whole blocks have a sum of words (``word_sums.py``); shorter ones, at the ends of parts, have a CRC.
-Files by earlier versions have CRCs of 128 KiB blocks, counted from the start of the record.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from lightning_zero.checkpoint.open_file import OpenFile
 from lightning_zero.checkpoint.read_ahead import read_ahead
 from lightning_zero.checkpoint.word_sums import BLOCK_BYTES, word_sums
 
-_OLD_BLOCK_BYTES = 2**17
 _AT_ONCE = 64 * BLOCK_BYTES
 _PORTION_BYTES = 4 * _AT_ONCE
 _AHEAD_BYTES = 2**28
@@ -91,72 +89,66 @@ class Blocks(NamedTuple):
     Attributes:
         starts: Where the record's parts begin.
         sums: The checksums of each part's blocks, ``[n]``.
-        block_bytes: Bytes of a block.
-        are_old: Whether all are CRCs, as in earlier versions.
     """
 
     starts: Sequence[int]
     sums: Sequence[Tensor]
-    block_bytes: int = BLOCK_BYTES
-    are_old: bool = False
 
     @classmethod
-    def of(cls, sums: Sequence[int], *, are_old: bool = False) -> Blocks:
+    def of(cls, sums: Sequence[int]) -> Blocks:
         """Return the checksums of a record that has one part."""
-        size = _OLD_BLOCK_BYTES if are_old else BLOCK_BYTES
-        return cls([0], [torch.tensor(sums, dtype=torch.int64, device="cpu")], size, are_old)
+        return cls([0], [torch.tensor(sums, dtype=torch.int64, device="cpu")])
 
     def fit(self, nbytes: int) -> bool:
         """Return whether the number of checksums is right for a record of ``nbytes``."""
         stops = [*self.starts[1:], nbytes]
         parts = zip(self.starts, stops, self.sums, strict=True)
         return all(
-            start <= stop and len(sums) == -(-(stop - start) // self.block_bytes)
+            start <= stop and len(sums) == -(-(stop - start) // BLOCK_BYTES)
             for start, stop, sums in parts
         )
 
     def touched(self, start: int, stop: int, nbytes: int) -> Iterator[Stretch]:
         """Yield the blocks that bytes ``[start, stop)`` of a record of ``nbytes`` touch."""
-        size = self.block_bytes
         for index in range(bisect_right(self.starts, start) - 1, len(self.starts)):
             base, end = self.starts[index], [*self.starts[index + 1 : index + 2], nbytes][0]
             if base >= stop:
                 return
-            first, last = max(0, start - base) // size, -(-(min(stop, end) - base) // size)
-            num_whole = 0 if self.are_old else (end - base) // size
-            to = min(last, num_whole)
+            first = max(0, start - base) // BLOCK_BYTES
+            last = -(-(min(stop, end) - base) // BLOCK_BYTES)
+            num_whole = (end - base) // BLOCK_BYTES
+            sums, to = self.sums[index], min(last, num_whole)
             if first < to:
-                whole = base + first * size, base + to * size
-                yield Stretch(*whole, size, self.sums[index][first:to])
-            for at in range(max(first, num_whole), last):
-                block = base + at * size, min(base + (at + 1) * size, end)
-                yield Stretch(*block, 0, self.sums[index][at : at + 1])
+                whole = base + first * BLOCK_BYTES, base + to * BLOCK_BYTES
+                yield Stretch(*whole, sums[first:to])
+            if num_whole < last:
+                yield Stretch(base + num_whole * BLOCK_BYTES, end, sums[num_whole:], is_crc=True)
 
 
 class Stretch(NamedTuple):
     """Bytes ``[start, stop)`` of a record, and their expected checksums.
 
-    If ``block_bytes`` is 0, ``expected`` is one CRC of all bytes, else one sum per such block.
+    ``expected`` is one sum of words per block, or, if ``is_crc``, one CRC of all bytes.
     """
 
     start: int
     stop: int
-    block_bytes: int
     expected: Tensor
+    is_crc: bool = False
 
     def damage_in(self, pieces: Iterable[Tensor]) -> tuple[int, int] | None:
         """Return the first damaged range of these bytes, whose content comes in ``pieces``.
 
         If there are blocks, every piece has whole ones; the last may be shorter if the file ends.
         """
-        if not self.block_bytes:
+        if self.is_crc:
             checksum = 0
             for piece in pieces:
                 checksum = zlib.crc32(piece.numpy().data, checksum)
             return None if checksum == int(self.expected[0]) else (self.start, self.stop)
         sums = []
         for piece in pieces:
-            if not len(piece) or len(piece) % self.block_bytes:
+            if not len(piece) or len(piece) % BLOCK_BYTES:
                 return self.start, self.stop
             sums.append(word_sums(piece.numpy().data))
         found = torch.cat(sums)
@@ -164,8 +156,8 @@ class Stretch(NamedTuple):
             return None
         if len(found) != len(self.expected):
             return self.start, self.stop
-        first = self.start + int((found != self.expected).nonzero()[0]) * self.block_bytes
-        return first, first + self.block_bytes
+        first = self.start + int((found != self.expected).nonzero()[0]) * BLOCK_BYTES
+        return first, first + BLOCK_BYTES
 
 
 class RecordChecksums(NamedTuple):
@@ -185,7 +177,7 @@ class RecordChecksums(NamedTuple):
             whole = joined_checksum(whole, part.whole, part.nbytes)
             position += part.nbytes
         if position != nbytes or any(part.start >= position for part in ordered):
-            raise ValueError(f"the ranks' parts of {name!r} do not fit together at byte {position}")
+            raise ValueError(f"the ranks' parts of {name!r} do not join at byte {position}")
         return cls(whole, ordered)
 
 
@@ -210,24 +202,12 @@ def decoded_blocks(content: bytes, sizes: Iterable[int]) -> list[Blocks]:
         position += 1 + num_parts
         counts = [-(-(b - a) // BLOCK_BYTES) for a, b in itertools.pairwise([*starts, nbytes])]
         if num_parts < 0 or len(starts) != num_parts or min(counts, default=0) < 0:
-            raise ValueError("its checksums do not fit its records")
+            raise ValueError("its block checksums do not match its records")
         sums = torch.split(numbers[position : position + sum(counts)], counts)
         position += sum(counts)
         found.append(Blocks(starts or [0], sums if starts else [numbers[:0]]))
     if position != len(numbers):
-        raise ValueError(f"it has {len(numbers)} numbers of checksums, not {position}")
-    return found
-
-
-def old_decoded_blocks(content: bytes, sizes: Iterable[int]) -> list[Blocks]:
-    """Decode the block checksums that earlier versions wrote."""
-    blocks, found, position = array("I", content), [], 0
-    for nbytes in sizes:
-        stop = position - (-nbytes // _OLD_BLOCK_BYTES)
-        found.append(Blocks.of(blocks[position:stop], are_old=True))
-        position = stop
-    if position != len(blocks):
-        raise ValueError(f"it has checksums of {len(blocks)} blocks, not of {position}")
+        raise ValueError(f"its block checksums have {len(numbers)} numbers; expected {position}")
     return found
 
 
@@ -269,8 +249,8 @@ class CheckedBytes:
             if damage is not None:
                 raise ValueError(
                     f"{str(self.file)!r} is damaged: bytes [{damage[0]}, {damage[1]}) of {name!r},"
-                    f" which begin at byte {self.offset + damage[0]} of the file, are not those"
-                    " that were written. Load another checkpoint, or another copy of this one"
+                    f" which start at byte {self.offset + damage[0]} of the file, do not match"
+                    " their checksum. Load another checkpoint or another copy of this one"
                 )
 
     def read_ahead(self, start: int, stop: int) -> None:
@@ -289,7 +269,7 @@ class CheckedBytes:
             yield from self.blocks.touched(start, stop, self.nbytes)
         else:
             whole = torch.tensor([self.whole], dtype=torch.int64, device="cpu")
-            yield Stretch(0, self.nbytes, 0, whole)
+            yield Stretch(0, self.nbytes, whole, is_crc=True)
 
 
 class CheckedRange(NamedTuple):

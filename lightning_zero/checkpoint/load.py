@@ -29,7 +29,13 @@ from torch import Tensor
 from lightning_zero.checkpoint.checksums import CheckedBytes, CheckedRange, check
 from lightning_zero.checkpoint.dcp.content import checkpoint_of
 from lightning_zero.checkpoint.dcp.directory import Directory, is_directory
-from lightning_zero.checkpoint.file.format import PROVENANCE, REST, TABLE, check_version
+from lightning_zero.checkpoint.file.format import (
+    PROVENANCE,
+    REST,
+    TABLE,
+    LaterFormat,
+    check_version,
+)
 from lightning_zero.checkpoint.file.records import check_small_records, stored_records
 from lightning_zero.checkpoint.unread import NeedsMapping, are_supported, unread
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
@@ -119,7 +125,7 @@ def local_directory(path: str) -> Path | None:
     if isinstance(file_system, LocalFileSystem):
         return Path(local) if is_directory(Path(local)) else None
     if file_system.exists(f"{local}/{TABLE}"):
-        raise ValueError(f"{path!r} is a directory; copy it to a disk to read it")
+        raise ValueError(f"{path!r} is a directory. Copy it to a local disk to load it")
     return None
 
 
@@ -204,18 +210,18 @@ def _mapped(path: Path, *, weights_only: bool, maps: bool = True) -> Any:
     begin = b"" if is_archive else _begin_of(path, 64)
     if not is_archive and not begin.startswith(_ARCHIVE) and _LEGACY not in begin:
         raise ValueError(
-            f"{str(path)!r} cannot be read as a checkpoint: it is none, for it does not begin as"
-            " torch.save begins its files"
+            f"{str(path)!r} is not a checkpoint: it does not start like a file written by"
+            " torch.save"
         )
     try:
         if is_archive:
             return _mapped_archive(path, weights_only=weights_only, maps=maps)
         if begin.startswith(_ARCHIVE):
-            raise ValueError("its end is missing")
+            raise ValueError("it is truncated")
         return torch.load(path, map_location="cpu", weights_only=weights_only)
     except pickle.UnpicklingError as error:
         raise ValueError(_refusal(path, error)) from error
-    except (FileNotFoundError, PermissionError, MemoryError):
+    except (FileNotFoundError, PermissionError, MemoryError, LaterFormat):
         raise
     except Exception as error:
         # A damaged pickle can fail in any way.
@@ -223,7 +229,7 @@ def _mapped(path: Path, *, weights_only: bool, maps: bool = True) -> Any:
 
 
 def _mapped_archive(path: Path, *, weights_only: bool, maps: bool) -> Any:
-    check_version(provenance(path))
+    check_version(path, provenance(path))
     with zipfile.ZipFile(path) as archive:
         # Before unpickling: a damaged pickle may ask for any class.
         check_small_records(archive)
@@ -241,7 +247,7 @@ def _mapped_archive(path: Path, *, weights_only: bool, maps: bool) -> Any:
             except NeedsMapping as what:
                 raise MemoryError(
                     f"{path} is too large to be mapped here, and holds {what}, which cannot be left"
-                    " in the file. Load it where there is more memory, and save it again."
+                    " in the file. Load it on a machine with more memory and save it again."
                 ) from error
 
 
@@ -260,9 +266,7 @@ def _mapped_storages(path: Path, archive: zipfile.ZipFile, *, weights_only: bool
 def unreadable(path: Path, error: Exception) -> ValueError:
     """Return the error for a file that cannot be read as a checkpoint."""
     reason = (str(error) or type(error).__name__).splitlines()[0]
-    return ValueError(
-        f"{str(path)!r} cannot be read as a checkpoint; it is damaged or something else: {reason}"
-    )
+    return ValueError(f"{str(path)!r} is damaged or not a checkpoint: {reason}")
 
 
 def _begin_of(path: Path, nbytes: int) -> bytes:
@@ -276,11 +280,11 @@ def _refusal(path: Path, error: Exception) -> str:
         kind = reason.split("Unsupported global: ")[-1] if "Unsupported global" in reason else ""
         what = kind.split(" was not")[0].strip() if kind else "objects of other classes"
         return (
-            f"{str(path)!r} holds more than tensors and plain values: {what}. If you trust whoever"
-            " wrote it, pass weights_only=False (--trust to `lightning-zero convert`); or allow the"
+            f"{str(path)!r} holds more than tensors and plain values: {what}. If you trust its"
+            " source, pass weights_only=False (--trust to `lightning-zero convert`), or allow the"
             " class with torch.serialization.add_safe_globals"
         )
-    return f"{str(path)!r} cannot be read as a checkpoint; it is damaged: {reason.splitlines()[0]}"
+    return f"{str(path)!r} is damaged or not a checkpoint: {reason.splitlines()[0]}"
 
 
 # -- checksums -------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def _fill(descriptor: int, memory: memoryview, offset: int, least: int | None = 
     while done < least:
         count = os.preadv(descriptor, [memory[done:]], offset + done)
         if not count:
-            raise OSError(errno.EIO, f"it ends before byte {offset + least}")
+            raise OSError(errno.EIO, f"the file ends before byte {offset + least}")
         done += count
 
 

@@ -129,7 +129,7 @@ def _check_optimizers(descriptions: Sequence[Description], label: str) -> None:
     if found := differences(descriptions):
         raise ValueError(
             f"The ranks do not agree on {label}. {'; '.join(found)}. configure_optimizers must"
-            " return the same optimizers on every rank, and schedulers must step them alike."
+            " return the same optimizers on every rank, and schedulers must update them alike."
         )
 
 
@@ -210,7 +210,9 @@ def check_optimizer_states(
         form = own_form_of(optimizer)
         is_state = _is_optimizer_state(state) if form is None else isinstance(state, Mapping)
         if not is_state:
-            raise ValueError(f"The checkpoint's state of optimizer {number} is of no optimizer.")
+            raise ValueError(
+                f"The checkpoint's entry for optimizer {number} is not an optimizer state."
+            )
         faults = _faults if form is None else _faults_in_own_form
         is_whole = whole_step_of(optimizer) is not None
         for fault in faults(optimizer, state, name_of, is_whole=is_whole):
@@ -232,13 +234,13 @@ def _faults(
 ) -> Iterator[str]:
     groups, saved = optimizer.param_groups, state["param_groups"]
     if len(groups) != len(saved):
-        yield f"it has {len(saved)} param groups, the optimizer {len(groups)}"
+        yield f"it has {len(saved)} param groups, but the optimizer has {len(groups)}"
         return
     pairs: list[tuple[int, Any, Any]] = []
     for number, (group, other) in enumerate(zip(groups, saved, strict=True)):
         there, here = len(other["params"]), len(group["params"])
         if there != here:
-            yield f"param group {number} has {there} parameters there and {here} here"
+            yield f"its param group {number} has {there} parameters, but the optimizer's has {here}"
             return
         pairs += zip([number] * here, group["params"], other["params"], strict=True)
     tried: set[Any] = set()
@@ -247,7 +249,7 @@ def _faults(
         if entries is None:
             continue
         if not isinstance(entries, Mapping):
-            yield f"the state of {name_there!r} is a {type(entries).__name__} there"
+            yield f"its state of {name_there!r} is a {type(entries).__name__}; expected a dict"
             return
         if is_whole:
             continue  # steps of whole parameters may keep tensors of any shape
@@ -256,8 +258,8 @@ def _faults(
             # A state has one number per element, or a single one.
             if isinstance(value, Tensor) and value.dim() and value.shape != shape:
                 yield (
-                    f"{name!r} of {name_there!r} has shape {tuple(value.shape)} there,"
-                    f" the parameter has {tuple(shape)}"
+                    f"its {name!r} of {name_there!r} has shape {tuple(value.shape)}, but the"
+                    f" parameter has shape {tuple(shape)}"
                 )
         kind = number, frozenset(entries)
         if isinstance(parameter, Piece) and kind not in tried:
@@ -265,8 +267,8 @@ def _faults(
             missing = missing_in_state(optimizer, number, saved[number], entries)
             if missing is not None:
                 yield (
-                    f"its state of {name_there!r} has {', '.join(map(repr, entries))} and is of"
-                    f" another optimizer, or damaged: {missing!r} is missing"
+                    f"its state of {name_there!r} has {', '.join(map(repr, entries))}, but"
+                    f" {missing!r} is missing: it is from another optimizer or damaged"
                 )
 
 
@@ -277,7 +279,7 @@ def _faults_in_own_form(
     own = own_form_of(optimizer)
     if own is not None and set(state) != own:
         there, here = (", ".join(map(repr, names)) for names in (state, sorted(own)))
-        yield f"its state has {there} there, and {here} here"
+        yield f"its state has {there}, but the optimizer's has {here}"
         return
     inner = list(with_inner(optimizer))[1:]
     nested = [value for value in state.values() if _is_optimizer_state(value)]

@@ -74,11 +74,13 @@ def read_safetensors(path: Path, *, maps: bool = True) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in dict.fromkeys(places.values()):
         if Path(file).name != file or not (path / file).is_file():
-            raise FileNotFoundError(f"the index {str(index)!r} names {file!r}, which is not there")
+            raise FileNotFoundError(f"the index {str(index)!r} names {file!r}, which is missing")
         found = _read_file(path / file, maps)
         for name in (name for name, place in places.items() if place == file):
             if name not in found:
-                raise ValueError(f"the index {str(index)!r} places {name!r} in {file!r} wrongly")
+                raise ValueError(
+                    f"the index {str(index)!r} places {name!r} in {file!r}, which does not hold it"
+                )
             tensors[name] = found[name]
     return tensors
 
@@ -104,7 +106,7 @@ def _read_file(path: Path, maps: bool) -> dict[str, Tensor]:
             if name != "__metadata__"
         }
     except (ValueError, KeyError, TypeError, struct.error) as error:
-        raise ValueError(f"{str(path)!r} is damaged or no safetensors file: {error}") from error
+        raise ValueError(f"{str(path)!r} is damaged or not a safetensors file: {error}") from error
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
@@ -114,7 +116,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
             raise ValueError(f"its header would be {length} bytes long")
         header = json.loads(file.read(length))
     if not isinstance(header, dict):
-        raise ValueError("its header is not a table of tensors")
+        raise ValueError("its header is not a JSON object")
     return header, 8 + length
 
 
@@ -129,7 +131,7 @@ def _place(
     needed = prod(shape) * dtype.itemsize
     if not 0 <= start <= stop <= nbytes or stop - start != needed:
         raise ValueError(
-            f"{name!r} of shape {tuple(shape)} needs {needed} bytes, its place is"
+            f"{name!r} of shape {tuple(shape)} needs {needed} bytes, but its place is bytes"
             f" [{start}, {stop}) of {nbytes}"
         )
     return dtype, shape, start, stop

@@ -87,11 +87,11 @@ class Save(ABC):
         with outcome.attempt():
             for key, (shape, dtype) in needed.items():
                 if mine.get(key) != (shape, dtype):
-                    found = "no" if key not in mine else "another"
+                    found = "no" if key not in mine else "a different"
                     raise ValueError(
-                        f"the checkpoint of this rank has {found} {key!r}, which that of rank 0 has"
-                        f" as {dtype} of shape {shape}. A hook that edits the checkpoint must do"
-                        " the same on every rank."
+                        f"this rank's checkpoint has {found} {key!r}, but rank 0's has one of shape"
+                        f" {shape}, {dtype}. A hook that edits the checkpoint must make the same"
+                        " edits on every rank."
                     )
         self.agree(outcome)
         return layout

@@ -191,7 +191,8 @@ class ModuleLoad(TorchFunctionMode):
         """Return the target, this rank's piece of it if it is sharded, and the value to copy."""
         if version != _version_of(value):
             raise RuntimeError(
-                f"What load_state_dict copied to {name!r} was changed behind it. Copy a clone."
+                f"The tensor that load_state_dict copied to {name!r} was changed after the copy."
+                " Copy a clone of it."
             )
         piece = None
         if engine is not None and isinstance(target, nn.Parameter):

@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 from lightning_zero.checkpoint.checksums import CheckedRange, check
 from lightning_zero.checkpoint.file.records import stored_records
 from lightning_zero.checkpoint.open_file import OpenFile
-from lightning_zero.checkpoint.values.boxes import Box, memory_order
-from lightning_zero.checkpoint.values.chunk import InOneRow, is_in_one_row, read_bytes
+from lightning_zero.checkpoint.values.boxes import Box, is_dense, memory_order
+from lightning_zero.checkpoint.values.chunk import InOneRow, read_bytes
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
 from lightning_zero.tensors import lasting_tensors
 
@@ -48,7 +48,7 @@ def unread(path: Path, archive: zipfile.ZipFile, *, weights_only: bool) -> Any:
     """
     order = {info.filename.partition("/")[2]: info for info in archive.infolist()}.get("byteorder")
     if order is not None and archive.read(order).decode() != sys.byteorder:
-        raise NeedsMapping("a file of a machine with another order of bytes")
+        raise NeedsMapping("values in another byte order")
     with _Unread(path, archive):
         return torch.load(path, map_location="meta", weights_only=weights_only)
 
@@ -72,7 +72,7 @@ class _Unread(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.empty and args == ((0,),):
             if kwargs.keys() != {"dtype", "device"}:
-                raise NeedsMapping("a tensor of a dtype that has no storages of its own")
+                raise NeedsMapping("a tensor whose dtype has no storage type")
             # ``set_``, which makes a tensor from a storage, is a method that modes do not see.
             return _Empty(kwargs["dtype"], self.rebuilt)
         if args and isinstance(args[0], LazyTensor) and func in _PASSED_OVER:
@@ -90,10 +90,10 @@ class _Unread(TorchFunctionMode):
         """Return the tensor over a storage that was not read."""
         place = int(getattr(storage, "_checkpoint_offset", -1))
         if place not in self._records and storage.nbytes():
-            raise NeedsMapping("a storage without a place of its own in the file")
+            raise NeedsMapping("a storage without its own place in the file")
         # Whether a complex tensor is a conjugate is set later.
         is_small = storage.nbytes() <= SMALL_BYTES or dtype.is_complex
-        if is_small or not is_in_one_row(shape, stride):
+        if is_small or not is_dense(shape, stride):
             with lasting_tensors():
                 tensor = torch.empty(0, dtype=dtype)
                 return tensor.set_(self._in_memory(place), offset, shape, stride)

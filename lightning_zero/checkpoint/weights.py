@@ -59,7 +59,7 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
     try:
         return load_module_state(module, engine, _with_ties(module, weights), strict=strict)
     except RuntimeError as error:
-        raise RuntimeError(f"{os.fspath(path)!r} does not fit. {error}") from error
+        raise RuntimeError(f"{os.fspath(path)!r} does not fit the module. {error}") from error
 
 
 def are_bare_weights(path: str) -> bool:
@@ -90,14 +90,14 @@ def read_weights(
         return weights_of(Directory.open(place), weights_only=weights_only)
     if place.suffix == ".safetensors" or place.is_dir():
         if not place.exists():
-            raise FileNotFoundError(f"there is no file {str(place)!r}")
+            raise FileNotFoundError(f"File not found: {str(place)!r}")
         return read_safetensors(place)
     found = mapped(os.fspath(path), weights_only=weights_only)
     weights = found.get("state_dict", found) if isinstance(found, dict) else None
     if not isinstance(weights, dict) or not any(isinstance(v, Tensor) for v in weights.values()):
         raise ValueError(
-            f"{os.fspath(path)!r} holds no weights: expected a table of tensors, or one under"
-            " 'state_dict'"
+            f"{os.fspath(path)!r} holds no weights: expected a dictionary of tensors, or one"
+            " under 'state_dict'"
         )
     return weights
 

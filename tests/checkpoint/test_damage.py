@@ -7,8 +7,6 @@ import itertools
 import os
 import random
 import zipfile
-import zlib
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -262,26 +260,6 @@ def test_the_system_reads_ahead_of_the_sums(
     assert missing[4:20] == [3 * BLOCK_BYTES, 4 * BLOCK_BYTES] * 8
 
 
-def test_a_file_with_checksums_of_earlier_versions_is_checked(tmp_path: Path) -> None:
-    """Such a file has the CRCs of blocks of 128 KiB."""
-    value, path = torch.arange(100_000, dtype=torch.float32), tmp_path / "old.ckpt"
-    torch.save({"state_dict": {"w": value}}, path)
-    with zipfile.ZipFile(path, "a") as archive:
-        records = [archive.read(info) for info in archive.infolist()]
-        sums = [zlib.crc32(r[i : i + 2**17]) for r in records for i in range(0, len(r), 2**17)]
-        root = archive.namelist()[0].partition("/")[0]
-        archive.writestr(f"{root}/lightning_zero.crc32", array("I", sums).tobytes())
-    ((_, offset, nbytes),) = places(path)
-    assert nbytes == 400_000
-    for start, stop, is_found in ((0, 1000, False), (60_000, 70_000, True)):
-        flip(Control(), path, offset + 65_000 * 4, 1)
-        shown = mapped(str(path))["state_dict"]["w"]
-        error = told(check_ranges, ranges_of("w", shown, start, stop), Control(), "Loading")
-        assert ("bytes [131072, 262144) of 'w'" in error) == is_found, error
-        assert is_found or error == "no error"
-        flip(Control(), path, offset + 65_000 * 4, 1)
-
-
 def edit_and_load(path: str) -> str:
     module, _, engine = resharding.shard(3, "32-true")
     checkpoint = load(path, engine.comm.control)
@@ -406,7 +384,7 @@ def test_a_damaged_pickle_is_called_damaged(ranks: Pools, tmp_path: Path) -> Non
         place, bit = begin + chance.randrange(size), chance.randrange(8)
         flip(control, path, place, bit)
         error = told(mapped, str(path))
-        assert "file.ckpt' cannot be read as a checkpoint; it is damaged" in error
+        assert "file.ckpt' is damaged or not a checkpoint" in error
         assert "weights_only=False" not in error
         flip(control, path, place, bit)
     mapped(str(path))

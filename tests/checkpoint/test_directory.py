@@ -498,12 +498,12 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(ranks: Pools, tmp_path: Path
     for text in (limit, background):
         assert text.startswith("OSError: Saving")
         assert "name' failed: on rank 1: [Errno 27] File too large" in text
-    assert "on rank 1: the checkpoint of this rank has no 'whole'" in differs
+    assert "on rank 1: this rank's checkpoint has no 'whole'" in differs
     assert "on rank 0: " in strange
     assert "lambda" in strange
     assert "sharded tensors under 'more', in a list" in listed
-    assert "two things in the checkpoint would have the name 'model.whole'" in named
-    assert "mine' is a folder with other things than a checkpoint" in mine
+    assert "two entries of the checkpoint would be named 'model.whole'" in named
+    assert "mine' is a folder that holds something other than a checkpoint" in mine
     assert "on rank 0: [Errno" in proc
     assert sorted(os.listdir(tmp_path)) == ["mine", "name"]
     assert os.listdir(tmp_path / "mine") == ["notes.txt"]
@@ -598,7 +598,7 @@ def test_a_bad_directory_is_one_clear_error_and_changes_nothing(
     assert missing.startswith("FileNotFoundError: Loading")
     assert "'__1_0.distcp' of the checkpoint" in missing
     assert "the file '__1_0.distcp' is too short" in cut
-    assert "is damaged or something else: at byte" in changed
+    assert "is damaged or not a checkpoint: at byte" in changed
     assert none.startswith("FileNotFoundError")
     assert "good' does not fit" in wider
     assert "head.weight" in wider
@@ -634,7 +634,7 @@ def test_nothing_is_run(tmp_path: Path) -> None:
 def test_later_directories_are_refused(tmp_path: Path) -> None:
     later = Provenance(stage=3, world_size=1, precision="", format=99)
     save_here(tmp_path / "later", some(Control(), 1.0), later)
-    with pytest.raises(ValueError, match="of a later lightning-zero"):
+    with pytest.raises(ValueError, match="later' has format 99 of a later lightning-zero"):
         load(str(tmp_path / "later"), Control())
 
 

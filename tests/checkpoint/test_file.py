@@ -242,11 +242,11 @@ def test_what_is_neither_mapped_nor_left_in_its_file_is_named(
         raise RuntimeError("unable to mmap 64 bytes")
 
     def needs_mapping(*args: Any, **options: Any) -> None:
-        raise NeedsMapping("a storage without a place of its own in the file")
+        raise NeedsMapping("a storage without its own place in the file")
 
     reading = sys.modules["lightning_zero.checkpoint.load"]
     monkeypatch.setattr(reading, "_mapped_storages", no_memory)
     assert mapped(str(path))["state_dict"]["a"].tolist() == [0, 0]
     monkeypatch.setattr(reading, "unread", needs_mapping)
-    with pytest.raises(MemoryError, match=r"large\.ckpt is too large .* a storage without a place"):
+    with pytest.raises(MemoryError, match=r"large\.ckpt is too large .* a storage without its own"):
         mapped(str(path))

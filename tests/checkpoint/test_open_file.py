@@ -94,7 +94,7 @@ def test_the_end_is_an_error(tmp_path: Path, content: Tensor, passes: bool) -> N
         file.expect_passes()
     for _ in range(3):
         forget(tmp_path / "file")
-        with pytest.raises(OSError, match=f"it ends before byte {NBYTES + 1}"):
+        with pytest.raises(OSError, match=f"the file ends before byte {NBYTES + 1}"):
             file.read(torch.empty(2**20, dtype=torch.uint8), NBYTES - 2**20 + 1)
 
 

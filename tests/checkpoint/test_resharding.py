@@ -161,7 +161,7 @@ def test_what_does_not_fit_is_told_before_anything_changes(
     optimizers, groups, parameters, shape, weights = told[0]
     assert "1 optimizers" in optimizers
     assert "returned 2" in optimizers
-    assert "1 param groups, the optimizer 2" in groups
-    assert "param group 1 has 1 parameters there" in parameters
-    assert "'exp_avg' of 'scale' has shape (7,) there, the parameter has ()" in shape
+    assert "1 param groups, but the optimizer has 2" in groups
+    assert "its param group 1 has 1 parameters, but the optimizer's has " in parameters
+    assert "'exp_avg' of 'scale' has shape (7,), but the parameter has shape ()" in shape
     assert all(word in weights for word in ("surplus", "norm.weight", "scale", "[9]"))

@@ -319,7 +319,7 @@ def test_a_bad_file_is_one_clear_error_and_changes_nothing(ranks: Pools, tmp_pat
     none, cut, bare, weights, more, wider = told
     assert none.startswith("FileNotFoundError")
     assert "none.ckpt" in none
-    assert "cut.ckpt' cannot be read as a checkpoint" in cut
+    assert "cut.ckpt' is damaged or not a checkpoint" in cut
     assert "bare.ckpt' is not a checkpoint of a Trainer" in bare
     assert "contains only the model" in weights
     assert "more.ckpt' cannot be resumed from. The checkpoint has states of 2 optimizers" in more

@@ -160,7 +160,7 @@ def headed(header: str) -> bytes:
     [
         (b"", "damaged"),
         (b"\xff" * 20, "header would be"),
-        (b"\x02\0\0\0\0\0\0\0[]", "not a table"),
+        (b"\x02\0\0\0\0\0\0\0[]", "not a JSON object"),
         (headed('{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}'), "needs 36 bytes"),
         (headed('{"a":{"dtype":"F33","shape":[0],"data_offsets":[0,0]}}'), "F33"),
         (headed('{"a":{"dtype":"F32","shape":[0]}}'), "data_offsets"),

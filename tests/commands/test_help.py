@@ -131,7 +131,7 @@ def test_inspect_says_that_a_file_is_no_checkpoint(
     path.write_bytes(content)
     code, text = said(capsys, "inspect", str(path))
     assert code == 1
-    assert f"'{path}' cannot be read as a checkpoint: it is none" in text
+    assert f"'{path}' is not a checkpoint" in text
     assert "trust" not in text
 
 

@@ -441,7 +441,7 @@ def test_files_that_do_not_belong_together(tmp_path: Path, stage: int) -> None:
         assert "elastic" in told(lambda held: held.update({base: [{}, {}]}))
         assert "but for the optimizer" in "\n".join(describe(tmp_path / "a"))
     file.write_bytes(whole[: len(whole) // 2])
-    assert "cannot be read as a checkpoint" in refused(tmp_path / "a")
+    assert "is damaged or not a checkpoint" in refused(tmp_path / "a")
     file.write_bytes(whole)
     shutil.copy(file, tag / "zero_pp_rank_0_mp_rank_01_optim_states.pt")
     assert "tensor parallelism" in refused(tmp_path / "a")

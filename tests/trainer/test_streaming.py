@@ -481,7 +481,7 @@ def test_damage_is_noticed_before_it_is_computed_with(
     [told] = ranks(1).run(damaged, str(tmp_path), str(path), is_beside)
     assert "Reading the weights of net.1" in told
     assert f"of {name!r}" in told
-    assert "are not those that were written" in told
+    assert "do not match their checksum" in told
 
 
 def partly(folder: str, path: str) -> None:

@@ -76,8 +76,8 @@ def _optimizer_entries(
 ) -> Iterator[tuple[Keys, Any]]:
     if "param_groups" not in state:
         raise ValueError(
-            f"the state of {root} has a form of its own ({', '.join(map(repr, state))}), for which"
-            " checkpoint='dcp' has no places. Use checkpoint='file'"
+            f"the state of {root} has its own form ({', '.join(map(repr, state))}), which"
+            " checkpoint='dcp' cannot store. Use checkpoint='file'"
         )
     ids = [key for group in state["param_groups"] for key in group["params"]]
     known = [name for group in state["param_groups"] for name in group.get("param_names", ())]
@@ -106,8 +106,8 @@ def _without_sharded_values(value: Any, path: Keys, found: dict[Keys, Any]) -> A
     if not _is_table(value):
         raise ValueError(
             f"the checkpoint has sharded tensors under {'/'.join(map(str, path))!r}, in a"
-            f" {type(value).__name__}, but checkpoint='dcp' has places for them only in tables by"
-            " string. Use checkpoint='file'"
+            f" {type(value).__name__}, but checkpoint='dcp' stores them only in dictionaries with"
+            " string keys. Use checkpoint='file'"
         )
     twin = copy.copy(value)
     for key, item in value.items():
@@ -164,7 +164,7 @@ def _optimizer_state(directory: Directory, root: str, weights_only: bool) -> dic
     ):
         raise ValueError(
             f"{str(directory.path)!r} has no param groups for {root!r}, so it is unknown which"
-            " parameters its states belong to; load the weights alone"
+            " parameters its states belong to. Load only the weights"
         )
     # Paths have numbers as strings, so plain programs' integer ids come as strings.
     ids: dict[str, int] = {}

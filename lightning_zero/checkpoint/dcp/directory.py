@@ -28,7 +28,13 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 from lightning_zero.checkpoint.checksums import Blocks
-from lightning_zero.checkpoint.file.format import PROVENANCE, REST, TABLE, check_version
+from lightning_zero.checkpoint.file.format import (
+    PROVENANCE,
+    REST,
+    TABLE,
+    LaterFormat,
+    check_version,
+)
 from lightning_zero.checkpoint.values.boxes import Box
 from lightning_zero.checkpoint.values.chunk import Chunk, damage_of, opened
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
@@ -75,14 +81,14 @@ class Directory:
         """Read the table; raise unless it is consistent and fits the files and their sizes."""
         origin = _origin(path) or {}
         try:
-            check_version(origin)
+            check_version(path, origin)
             content = (path / TABLE).read_bytes()
             table, checksum = _Table(content).load(), zlib.crc32(content)
             if origin.get("table", checksum) != checksum:
-                raise ValueError(f"its table {TABLE!r} is not the one that was written")
+                raise ValueError(f"its table {TABLE!r} does not match its checksum")
             entries = dict(_entries(path, table, _blocks(origin)))
             return cls(path, entries, origin or None)
-        except (FileNotFoundError, PermissionError, MemoryError):
+        except (FileNotFoundError, PermissionError, MemoryError, LaterFormat):
             raise
         except Exception as error:
             # A damaged pickle can fail in any way.
@@ -120,7 +126,7 @@ def _entries(
     path: Path, table: Any, blocks: Mapping[tuple[str, int], Blocks]
 ) -> Iterator[tuple[Keys, LazyTensor | StoredObject]]:
     if not isinstance(table, metadata.Metadata) or not isinstance(table.storage_data, Mapping):
-        raise ValueError("its table is of another kind, as some writers of other storages have it")
+        raise ValueError("its table has an unknown form, perhaps of another kind of storage")
     sizes = {
         name: _size(path, name) for name in {i.relative_path for i in table.storage_data.values()}
     }
@@ -151,14 +157,16 @@ def _tensor(
     for part in entry.chunks:
         box = Box(tuple(part.offsets), tuple(part.sizes))
         if not box.is_inside(shape):
-            raise ValueError(f"{name!r} of shape {shape} has no box {box.sizes} at {box.offsets}")
+            raise ValueError(
+                f"{name!r} of shape {shape} has no box of shape {box.sizes} at {box.offsets}"
+            )
         place = _place(table, sizes, name, torch.Size(part.offsets))
         file = path / place.relative_path
         of_box = blocks.get((place.relative_path, place.offset))
         chunks.append(Chunk(box, file, place.offset, place.length, dtype, of_box))
     held, needed = sum(chunk.box.numel for chunk in chunks), Box.whole(shape).numel
     if held != needed:
-        raise ValueError(f"{name!r} of shape {shape} has {held} elements there, not {needed}")
+        raise ValueError(f"{name!r} of shape {shape} has {held} stored elements; expected {needed}")
     return LazyTensor.of(chunks, shape, dtype)
 
 
@@ -169,10 +177,8 @@ def _origin(path: Path) -> dict[str, Any] | None:
         return None
     try:
         record = json.loads(file.read_bytes())
-        if not isinstance(record, dict) or not all(
-            isinstance(record.get(key, {}), dict) for key in ("sums", "blocks")
-        ):
-            raise ValueError("it is no table")
+        if not isinstance(record, dict) or not isinstance(record.get("sums", {}), dict):
+            raise ValueError("it is not a JSON object of the expected form")
     except ValueError as error:
         raise ValueError(f"{str(file)!r} is damaged: {error}") from error
     if not (path / REST).is_file():
@@ -181,11 +187,10 @@ def _origin(path: Path) -> dict[str, Any] | None:
 
 
 def _blocks(origin: Mapping[str, Any]) -> dict[tuple[str, int], Blocks]:
-    """Return the block checksums of boxes by file and offset; earlier versions wrote CRCs."""
+    """Return the block checksums of boxes by file and offset."""
     return {
-        (file, int(offset)): Blocks.of(sums, are_old=key == "blocks")
-        for key in ("sums", "blocks")
-        for file, of_file in origin.get(key, {}).items()
+        (file, int(offset)): Blocks.of(sums)
+        for file, of_file in origin.get("sums", {}).items()
         for offset, sums in of_file.items()
     }
 
@@ -196,11 +201,11 @@ def _place(
     place = table.storage_data.get(metadata.MetadataIndex(name, offsets))
     if place is None:
         at = "" if offsets is None else f" at {tuple(offsets)}"
-        raise ValueError(f"its table does not say where {name!r}{at} lies")
+        raise ValueError(f"its table does not say where {name!r}{at} is stored")
     if getattr(place, "transform_descriptors", None):
         raise ValueError(
             f"{name!r} was transformed by {', '.join(place.transform_descriptors)} when it was"
-            " written; read it with torch.distributed.checkpoint"
+            " written. Read it with torch.distributed.checkpoint"
         )
     start, stop, size = place.offset, place.offset + place.length, sizes[place.relative_path]
     if not 0 <= start <= stop <= size:
@@ -213,7 +218,7 @@ def _place(
 
 def _size(path: Path, name: str) -> int:
     if Path(name).name != name:
-        raise ValueError(f"its table names {name!r}, which is outside of it")
+        raise ValueError(f"its table names {name!r}, which is outside the folder")
     try:
         return os.stat(path / name).st_size
     except FileNotFoundError:

@@ -26,7 +26,7 @@ from typing_extensions import override
 from lightning_zero.checkpoint.checksums import PartChecksums
 from lightning_zero.checkpoint.dcp.content import WEIGHTS, entries_of
 from lightning_zero.checkpoint.dcp.directory import Keys
-from lightning_zero.checkpoint.file.atomic import Temporary, TemporaryFolder, target_of
+from lightning_zero.checkpoint.file.atomic import Temporary, target_of
 from lightning_zero.checkpoint.file.format import PROVENANCE, REST, TABLE, Provenance
 from lightning_zero.checkpoint.file.skeleton import Skeleton, write_archive
 from lightning_zero.checkpoint.file.writer import Writer
@@ -35,7 +35,7 @@ from lightning_zero.checkpoint.values.boxes import Box, boxes_in_memory, dense_s
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
 from lightning_zero.comm import Control
 
-_ELSEWHERE = "checkpoint='file' writes to any other place too"
+_ELSEWHERE = "Use checkpoint='file' to save anywhere else"
 
 
 class _Share(NamedTuple):
@@ -117,13 +117,13 @@ class DirectorySave(Save):
         return list(self._values)
 
     @override
-    def _create(self, layout: Sequence[str]) -> TemporaryFolder:
+    def _create(self, layout: Sequence[str]) -> Temporary:
         target = target_of(self.path)
         if not isinstance(target, Path):
             raise ValueError(
-                f"checkpoint='dcp' needs a disk that all ranks share, not a URL; {_ELSEWHERE}"
+                f"checkpoint='dcp' needs a disk that all ranks share, not a URL. {_ELSEWHERE}"
             )
-        return TemporaryFolder(target)
+        return Temporary(target, None)
 
     @override
     def _write(self, layout: Sequence[str], place: Path) -> list[_Share]:
@@ -174,7 +174,7 @@ class DirectorySave(Save):
             paths = _paths(path)
             for name in (".".join(map(str, each)) for each in paths):
                 if name in table.planner_data:
-                    raise ValueError(f"two things in the checkpoint would have the name {name!r}")
+                    raise ValueError(f"two entries of the checkpoint would be named {name!r}")
                 # One path for both names, so that programs that read everything read a weight once.
                 table.planner_data[name] = paths[-1]
                 if isinstance(entry, str):
@@ -187,9 +187,8 @@ class DirectorySave(Save):
     @override
     def _stream(self, layout: Sequence[str], outside: Sequence[int]) -> NoReturn:
         raise FileNotFoundError(
-            f"Saving {self.path!r} failed: rank {', '.join(map(str, outside))} does not see the"
-            f" folder that rank 0 made. checkpoint='dcp' needs a disk that all ranks share;"
-            f" {_ELSEWHERE}"
+            f"Saving {self.path!r} failed: the folder that rank 0 created is not visible on ranks"
+            f" {list(outside)}. checkpoint='dcp' needs a disk that all ranks share. {_ELSEWHERE}"
         )
 
 
@@ -239,7 +238,7 @@ def _object(value: Any) -> Skeleton:
     skeleton = Skeleton.of(value)
     for key in skeleton.sharded_values():
         raise ValueError(
-            f"the sharded {key!r} is inside of an object, where checkpoint='dcp' has no place for"
+            f"the sharded tensor {key!r} is inside an object, where checkpoint='dcp' cannot store"
             " it. Use checkpoint='file'"
         )
     return skeleton

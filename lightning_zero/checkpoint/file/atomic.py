@@ -14,12 +14,10 @@ import os
 import re
 import secrets
 import shutil
-from abc import ABC, abstractmethod
 from pathlib import Path
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
-from typing_extensions import override
 
 from lightning_zero.checkpoint.file.format import TABLE
 
@@ -31,32 +29,41 @@ _ASIDE = ".aside"
 _TEMPORARY = re.compile(rf"\.(?P<name>.+)\.[0-9a-f]{{8}}(?P<suffix>{_SUFFIX}|{_ASIDE})")
 
 
-class Temporary(ABC):
+class Temporary:
     """A file or folder that is written under a temporary name and renamed once it is complete.
 
     It is locked until it is closed; see :func:`remove_leftovers`.
+
+    Args:
+        target: The final name.
+        nbytes: The size of the file; ``None`` for a folder.
     """
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: Path, nbytes: int | None) -> None:
         self.target = target
         check_target(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(target.parent)
-        self.path, self.descriptor = self._locked()
+        self.path, self.descriptor = self._locked(is_folder=nbytes is None)
+        if nbytes is not None:
+            try:
+                os.truncate(self.descriptor, nbytes)
+            except OSError:
+                self.close()
+                raise
 
-    def _locked(self) -> tuple[Path, int]:
+    def _locked(self, *, is_folder: bool) -> tuple[Path, int]:
         while True:
             path = self.target.parent / f".{self.target.name}.{secrets.token_hex(4)}{_SUFFIX}"
-            descriptor = self._create(path)
+            if is_folder:
+                path.mkdir()
+            flags = os.O_RDONLY if is_folder else os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
             with contextlib.suppress(OSError):  # a file system without locks: its leftovers stay
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if path.exists():
                 return path, descriptor
             os.close(descriptor)  # another save took it for a leftover before it was locked
-
-    @abstractmethod
-    def _create(self, path: Path) -> int:
-        """Create and open ``path``, which must not exist yet."""
 
     def keep(self) -> None:
         """Sync it, and give it its final name; the files in a folder are synced already."""
@@ -68,31 +75,6 @@ class Temporary(ABC):
         if os.path.lexists(self.path):
             remove_all(self.path)
         os.close(self.descriptor)
-
-
-class TemporaryFile(Temporary):
-    """A file of ``nbytes`` bytes."""
-
-    def __init__(self, target: Path, nbytes: int = 0) -> None:
-        super().__init__(target)
-        try:
-            os.truncate(self.descriptor, nbytes)
-        except OSError:
-            self.close()
-            raise
-
-    @override
-    def _create(self, path: Path) -> int:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-
-
-class TemporaryFolder(Temporary):
-    """A folder."""
-
-    @override
-    def _create(self, path: Path) -> int:
-        path.mkdir()
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -129,8 +111,8 @@ def check_target(target: Path) -> None:
     is_folder = target.is_dir() and not target.is_symlink()
     if is_folder and any(target.iterdir()) and not (target / TABLE).is_file():
         raise IsADirectoryError(
-            f"{str(target)!r} is a folder with other things than a checkpoint; save under another"
-            " name"
+            f"{str(target)!r} is a folder that holds something other than a checkpoint; save under"
+            " another name"
         )
 
 

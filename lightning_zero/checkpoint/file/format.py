@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 FORMAT = 1
@@ -15,9 +16,6 @@ PROVENANCE = "lightning_zero.json"
 
 CHECKSUMS = "lightning_zero.sums"
 """The last record of a file, with the checksums of all blocks of the records before it."""
-
-OLD_CHECKSUMS = "lightning_zero.crc32"
-"""The same record as earlier versions wrote it, with CRCs."""
 
 TABLE = ".metadata"
 """The file that makes a folder a directory of torch.distributed.checkpoint."""
@@ -40,10 +38,14 @@ class Provenance:
         return json.dumps({**asdict(self), **more}).encode()
 
 
-def check_version(origin: Mapping[str, Any] | None) -> None:
-    """Raise a ``ValueError`` if the record ``origin`` is of a later format than this one."""
+class LaterFormat(ValueError):
+    """A checkpoint has a format that only later versions of this package can read."""
+
+
+def check_version(path: Path, origin: Mapping[str, Any] | None) -> None:
+    """Raise if the record ``origin`` of the checkpoint at ``path`` is of a later format."""
     if origin is not None and int(origin.get("format", 0)) > FORMAT:
-        raise ValueError(
-            f"it has format {origin['format']} of a later lightning-zero, this one reads up to"
-            f" {FORMAT}; update the package"
+        raise LaterFormat(
+            f"{str(path)!r} has format {origin['format']} of a later lightning-zero, but this"
+            f" version reads only formats up to {FORMAT}. Update the package"
         )

@@ -7,13 +7,8 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lightning_zero.checkpoint.checksums import (
-    Blocks,
-    CheckedBytes,
-    decoded_blocks,
-    old_decoded_blocks,
-)
-from lightning_zero.checkpoint.file.format import CHECKSUMS, OLD_CHECKSUMS
+from lightning_zero.checkpoint.checksums import Blocks, CheckedBytes, decoded_blocks
+from lightning_zero.checkpoint.file.format import CHECKSUMS
 
 
 def has_checksums(archive: zipfile.ZipFile) -> bool:
@@ -40,13 +35,11 @@ def check_small_records(archive: zipfile.ZipFile) -> None:
 
 def stored_records(path: Path, archive: zipfile.ZipFile) -> Iterator[CheckedBytes]:
     """Yield the storages of a file, with the checksums that it has."""
-    decoders = {CHECKSUMS: decoded_blocks, OLD_CHECKSUMS: old_decoded_blocks}
-    infos = [info for info in archive.infolist() if _name(info) not in decoders]
+    infos = [info for info in archive.infolist() if _name(info) != CHECKSUMS]
     blocks: Sequence[Blocks | None] = [None] * len(infos)
     for info in archive.infolist():
-        if _name(info) in decoders:
-            decode = decoders[_name(info)]
-            blocks = decode(archive.read(info), [other.file_size for other in infos])
+        if _name(info) == CHECKSUMS:
+            blocks = decoded_blocks(archive.read(info), [other.file_size for other in infos])
     for info, of_record in zip(infos, blocks, strict=True):
         if _is_storage(info) and info.compress_type == zipfile.ZIP_STORED:
             yield checked_record(path, archive, info, 0, of_record)
@@ -61,7 +54,7 @@ def checked_record(
 ) -> CheckedBytes:
     """Return the bytes of a record of an archive that begins at ``offset`` of a file."""
     if blocks is not None and not blocks.fit(info.file_size):
-        raise ValueError(f"its checksums do not fit {info.filename!r}")
+        raise ValueError(f"its block checksums do not match the size of {info.filename!r}")
     place = offset + content_offset(archive, info)
     # A single CRC may be 0; in a file without checksums all are.
     whole = info.CRC if info.CRC or has_checksums(archive) else None

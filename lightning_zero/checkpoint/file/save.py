@@ -32,7 +32,7 @@ from lightning_zero.checkpoint.checksums import (
     encoded_blocks,
 )
 from lightning_zero.checkpoint.file.archive import Archive
-from lightning_zero.checkpoint.file.atomic import Temporary, TemporaryFile, target_of
+from lightning_zero.checkpoint.file.atomic import Temporary, target_of
 from lightning_zero.checkpoint.file.format import CHECKSUMS, PROVENANCE
 from lightning_zero.checkpoint.file.skeleton import Content, Skeleton, size_of
 from lightning_zero.checkpoint.file.writer import Writer, write_at
@@ -95,9 +95,9 @@ class FileSave(Save):
         return _Layout(archive, keys)
 
     @override
-    def _create(self, layout: _Layout) -> TemporaryFile | None:
+    def _create(self, layout: _Layout) -> Temporary | None:
         target = target_of(self.path)
-        return TemporaryFile(target, layout.archive.nbytes) if isinstance(target, Path) else None
+        return Temporary(target, layout.archive.nbytes) if isinstance(target, Path) else None
 
     def _parts(self, layout: _Layout) -> Iterator[tuple[int, bytes | Tensor]]:
         """Yield, for every record, where this rank's part begins in it, and the part."""
@@ -163,19 +163,15 @@ class FileSave(Save):
         wholes: list[int] = []
         for index, (_, part) in enumerate(self._parts(layout)):
             of_ranks = [of_rank[index] for of_rank in sizes]
-            starts = set(itertools.accumulate(of_ranks, initial=0))
-            summers: dict[int, PartSummer] = {}
-            position = 0
+            summers = [PartSummer(start) for start in itertools.accumulate([0, *of_ranks[:-1]])]
             if self.control.rank == 0:
                 yield archive.seam(index, wholes)[1]
-            for chunk in self._collected(part, of_ranks):
-                start = max(start for start in starts if start <= position)
-                summers.setdefault(start, PartSummer(start)).add(chunk)
-                position += len(chunk)
+            for rank, chunk in self._collected(part, of_ranks):
+                summers[rank].add(chunk)
                 yield chunk
             if self.control.rank == 0:
                 record = archive.records[index]
-                parts = [summer.checksums for summer in summers.values()]
+                parts = [summer.checksums for summer in summers]
                 checksums.append(RecordChecksums.of(record.name, record.nbytes, parts))
                 wholes.append(checksums[-1].whole)
         if self.control.rank == 0:
@@ -185,13 +181,16 @@ class FileSave(Save):
             wholes.append(zlib.crc32(blocks))
             yield archive.seam(len(wholes), wholes)[1]
 
-    def _collected(self, part: bytes | Tensor, sizes: Sequence[int]) -> Iterator[memoryview]:
+    def _collected(
+        self, part: bytes | Tensor, sizes: Sequence[int]
+    ) -> Iterator[tuple[int, memoryview]]:
+        """Yield the ranks and the bytes of their parts on rank 0, in the order of the record."""
         if isinstance(part, bytes):
-            yield memoryview(part)
+            yield 0, memoryview(part)
             return
-        for _, message in self.control.collect(part, sizes):
+        for rank, message in self.control.collect(part, sizes):
             for chunk in torch.split(message, BUFFER_BYTES):
-                yield chunk.to("cpu").numpy().data
+                yield rank, chunk.to("cpu").numpy().data
 
 
 @contextlib.contextmanager
@@ -199,7 +198,7 @@ def _opened(path: str) -> Iterator[Callable[[bytes | memoryview], object]]:
     """Open a target to append to, which gets its name if the context ends without an error."""
     target = target_of(path)
     if isinstance(target, Path):
-        temporary = TemporaryFile(target)
+        temporary = Temporary(target, 0)
         try:
             with os.fdopen(os.dup(temporary.descriptor), "wb") as file:
                 yield file.write
@@ -217,5 +216,6 @@ def _opened(path: str) -> Iterator[Callable[[bytes | memoryview], object]]:
 @functools.cache
 def _log_once(folder: str) -> None:
     log.info(
-        "%r is no folder that all ranks share, so checkpoints are streamed through rank 0.", folder
+        "%r is not a folder that all ranks share, so checkpoints are streamed through rank 0.",
+        folder,
     )

@@ -120,6 +120,13 @@ def dense_stride(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
     return tuple(stride)
 
 
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Return whether a tensor is dense, in any order of its dimensions."""
+    dense = dense_stride(shape, memory_order(shape, stride))
+    steps = zip(shape, stride, dense, strict=True)
+    return all(size <= 1 or step == needed for size, step, needed in steps)
+
+
 def inverse(order: Sequence[int]) -> tuple[int, ...]:
     """Return the inverse of a permutation."""
     return tuple(sorted(range(len(order)), key=order.__getitem__))

@@ -13,7 +13,7 @@ import pickle
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_zero.checkpoint.checksums import Blocks, CheckedBytes, CheckedRange
 from lightning_zero.checkpoint.file.records import checked_record, read_record
 from lightning_zero.checkpoint.open_file import OpenFile
-from lightning_zero.checkpoint.values.boxes import Box, dense_stride, memory_order
+from lightning_zero.checkpoint.values.boxes import Box, dense_stride, is_dense, memory_order
 
 BUFFER_BYTES = 8 * 2**20
 """The most bytes that a rank copies at a time, to a file or from a chunk."""
@@ -72,8 +72,8 @@ class Chunk:
         except Exception as error:
             # A damaged archive can fail in any way.
             raise ValueError(
-                f"{str(self.file)!r} is damaged or something else: at byte {self.offset} there is"
-                f" no tensor of shape {self.box.sizes}, {self.dtype}: {error}"
+                f"{str(self.file)!r} is damaged or not a checkpoint: at byte {self.offset} there"
+                f" is no tensor of shape {self.box.sizes}, {self.dtype}: {error}"
             ) from error
 
 
@@ -165,13 +165,6 @@ class InOneRow:
             out[first : first + number].copy_(rows[whole_rows + inner.slices])
 
 
-def is_in_one_row(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Return whether a tensor is dense, in any order of its dimensions."""
-    dense = dense_stride(shape, memory_order(shape, stride))
-    steps = zip(shape, stride, dense, strict=True)
-    return all(size <= 1 or step == needed for size, step, needed in steps)
-
-
 def _place_of(archive: zipfile.ZipFile, chunk: Chunk) -> InOneRow:
     records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
     if "byteorder" in records:
@@ -182,12 +175,12 @@ def _place_of(archive: zipfile.ZipFile, chunk: Chunk) -> InOneRow:
     if not isinstance(described, _Described):
         raise ValueError(f"it holds a {type(described).__name__}")
     if described.dtype != chunk.dtype or described.shape != chunk.box.sizes:
-        raise ValueError(f"it has one of shape {described.shape}, {described.dtype}")
+        raise ValueError(f"it has a tensor of shape {described.shape}, {described.dtype}")
     record = records[f"data/{described.key}"]
-    is_dense = is_in_one_row(described.shape, described.stride)
     nbytes = chunk.box.numel * chunk.dtype.itemsize
-    if record.compress_type or described.offset or not is_dense or record.file_size < nbytes:
-        raise ValueError("its values do not lie in one row")
+    is_whole = is_dense(described.shape, described.stride) and record.file_size >= nbytes
+    if record.compress_type or described.offset or not is_whole:
+        raise ValueError("its values are not stored contiguously")
     content = checked_record(chunk.file, archive, record, chunk.offset, chunk.blocks)
     dimensions = memory_order(described.shape, described.stride)
     return InOneRow(chunk.box, chunk.dtype, content, dimensions)
@@ -231,7 +224,7 @@ def _dtype_of_storage(name: str) -> torch.dtype:
     for dtype, known in torch.storage._dtype_to_storage_type_map().items():
         if known == name:
             return dtype
-    raise ValueError(f"{name} is no storage of a known dtype")
+    raise ValueError(f"the storage class {name} has no known dtype")
 
 
 _REBUILDERS: dict[str, Callable[..., Any]] = {

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from lightning_zero.checkpoint.values.boxes import is_dense
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
 from lightning_zero.tensors import internals, lasting_tensors, properties
 
@@ -64,7 +65,7 @@ class ShardedValue(Tensor):
             key = f"{ShardedValue.WHOLE} {id(value)}"
             return ShardedValue.of(key, value, 0, value.shape, value.stride(), dtype)
         dense = value.detach()
-        dense = dense if _is_dense(dense) else dense.contiguous()
+        dense = dense if is_dense(dense.shape, dense.stride()) else dense.contiguous()
         place = f"{dense.data_ptr()} {tuple(dense.shape)} {dense.stride()} {dense.dtype}"
         key = f"{ShardedValue.WHOLE} {place}"
         if not dense.numel():
@@ -83,21 +84,21 @@ class ShardedValue(Tensor):
                 return func(*args, **(kwargs or {}))
         value = next((arg for arg in args if isinstance(arg, ShardedValue)), None)
         raise RuntimeError(
-            f"{value.key if value is not None else 'A tensor'!r} in this state dict stands for"
-            " values that are spread over the ranks, and reading them here is not possible. Read"
-            " the parameter itself, in `with lightning_zero.gathered(module):` on all ranks."
+            f"{value.key if value is not None else 'A tensor'!r} in this state dict is sharded over"
+            " the ranks, so its values cannot be read here. Read the parameter itself, within"
+            " `with lightning_zero.gathered(module):` on all ranks."
         )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise RuntimeError(f"{func} was called on a tensor whose values are spread over the ranks.")
+        raise RuntimeError(f"{func} was called on a tensor that is sharded over the ranks.")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RuntimeError(
-            f"{self.key!r} is spread over the ranks and cannot be pickled by one of them. Save it"
-            " with `trainer.save_checkpoint(path)` on all ranks."
+            f"{self.key!r} is sharded over the ranks, so no single rank can pickle it. Save it with"
+            " `trainer.save_checkpoint(path)` on all ranks."
         )
 
     def __deepcopy__(self, memo: Any) -> ShardedValue:
@@ -132,12 +133,6 @@ class ShardedValue(Tensor):
     def start_byte(self) -> int:
         """The byte offset of this rank's part in the whole tensor."""
         return self.start * self.dtype.itemsize
-
-
-def _is_dense(value: Tensor) -> bool:
-    """Return whether a tensor is dense, in any order of its dimensions."""
-    expected = torch.empty_like(value, device="meta", memory_format=torch.preserve_format)
-    return expected.stride() == value.stride()
 
 
 _SAME = {Tensor.detach, Tensor.cpu, Tensor.contiguous}
