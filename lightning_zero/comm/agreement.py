@@ -61,7 +61,7 @@ class Outcome:
 def _ranks(ranks: list[int], control: Control) -> str:
     if control.world_size == 1 or len(ranks) == control.world_size:
         return ""
-    return f"on rank {', '.join(map(str, ranks))}: "
+    return f"on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: "
 
 
 def _message(error: Exception) -> str:

@@ -114,7 +114,7 @@ class Control:
     def call(self, sync_point: SyncPoint, flags: bytes = b"", *, about: str = "") -> PendingSync:
         """Come to a sync point; waiting returns the maximum of each of ``flags``.
 
-        Ranks that differ in ``about`` have parted.
+        Ranks that differ in ``about`` have diverged.
         """
         assert len(flags) <= self.capacity, "more flags than were reserved"
         return PendingSync(self, sync_point, flags, about)

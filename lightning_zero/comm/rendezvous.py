@@ -80,9 +80,9 @@ def _answer(store: Store, world_size: int, timeout: timedelta) -> str:
             return incarnation
         if monotonic() > deadline:
             raise RuntimeError(
-                f"Expected {world_size} ranks within {timeout}, but {len(missing)} did not come:"
-                f" {', '.join(map(str, missing))}. See what became of them, or raise the"
-                " strategy's `timeout`."
+                f"Expected {world_size} ranks within {timeout}, but {len(missing)} did not join:"
+                f" {', '.join(map(str, missing))}. Check their output, or increase the strategy's"
+                " `timeout`."
             )
         sleep(_SECONDS_BETWEEN_LOOKS)
 

@@ -2,7 +2,7 @@
 
 Three things end a run; in each case every rank raises the same text, the **verdict**.
 
-1. **The ranks have parted.** If one rank runs a unit that another skips, they wait in different
+1. **The ranks have diverged.** If one rank runs a unit that another skips, they wait in different
    collectives, and both would wait until the process group's timeout. So a thread on each rank
    checks four times a second how long the rank has been waiting, and after :data:`PATIENCE`
    seconds reports to the others where::
@@ -36,7 +36,7 @@ from time import monotonic, sleep
 from types import FrameType
 
 from lightning_zero.comm.collective_log import CollectiveLog
-from lightning_zero.comm.parting import parted
+from lightning_zero.comm.divergence import diverged
 from lightning_zero.comm.process_groups import is_of_connection
 from lightning_zero.comm.reports import Reports, Whereabouts
 
@@ -127,7 +127,7 @@ class Observer:
         what = f"{type(error).__name__}{text and ': '}{text}"
         return (
             f"Rank {rank} failed in step {self._log.step}{where}: {what}\n"
-            "The other ranks, which waited for it, end too."
+            "The other ranks, which were waiting for it, stop too."
         )
 
 
@@ -264,7 +264,7 @@ class Watchdog:
         elif not self._suspects:
             self._suspects = everyone
         elif all(_is_still(self._suspects[rank], now) for rank, now in everyone.items()):
-            log.error("%s", reports.publish(parted([str(here) for here in everyone.values()])))
+            log.error("%s", reports.publish(diverged([str(here) for here in everyone.values()])))
         elif any(self._suspects[rank].wait != now.wait for rank, now in everyone.items()):
             self._suspects = {}
 
@@ -281,8 +281,8 @@ def _judged(answers: Mapping[int, str], error: BaseException, world_size: int) -
     if gone:
         these = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}"
         cause = (
-            f"The run has lost {these}: killed, out of memory, stopped, or ended without a word;"
-            " its own output, or the system's log, says more"
+            f"The run has lost {these}: killed, out of memory, stopped, or exited without an error;"
+            f" see {'their' if len(gone) > 1 else 'its'} output or the system log"
         )
     places = "".join(f"; rank {rank} {answer}" for rank, answer in sorted(answers.items()))
     return f"{cause}{places}."
@@ -321,7 +321,7 @@ def _look_at_all() -> None:
             watchdog.look()
         except Exception as error:
             # Usually the process that hosts the store has exited, and training with it.
-            log.debug("Ranks are not watched any longer: %s", error)
+            log.debug("Ranks are no longer watched: %s", error)
             watchdog.forget()
 
 

@@ -55,7 +55,9 @@ class Window:
         path = f"/proc/{address.process}/fd/{address.file}"
         self._size = address.capacity + 8 * world_size
         if not _is_there(path, address.inode, self._size):
-            raise RuntimeError(f"No window at {path}: its owner is on another host, or has ended.")
+            raise RuntimeError(
+                f"No shared-memory window at {path}: its owner is on another host or has exited."
+            )
         self.address = address
         self.num_published = 0
         self.touched_bytes = 0
