@@ -32,11 +32,6 @@ class Outcome:
         except Exception as error:
             self.error = self.error or error
 
-    @property
-    def is_good(self) -> bool:
-        """Whether nothing has failed so far."""
-        return self.error is None
-
     def agree(self, control: Control, doing: str) -> None:
         """Raise on every rank if any rank failed at ``doing``; a collective.
 

@@ -107,7 +107,7 @@ class PendingSync:
         if control.has_notes:
             # Collectives that only the order tells apart may have met the wrong ones, or wait on a
             # device for ones that never come: their groups cannot be used again.
-            control.watchdog.end_here(verdict)
+            control.log.verdict = verdict
             give_up_devices()
         raise RuntimeError(verdict)
 

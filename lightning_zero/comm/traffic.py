@@ -21,11 +21,7 @@ class Sent(NamedTuple):
 
     def plus(self, other: Sent) -> Sent:
         """Return the sum of both."""
-        return Sent(
-            self.elements + other.elements,
-            self.bytes + other.bytes,
-            self.collectives + other.collectives,
-        )
+        return Sent(*map(operator.add, self, other))
 
 
 Traffic = Mapping[tuple[str, str], Sent]

@@ -77,7 +77,7 @@ class Observer:
         waiting = self._log.waiting
         if waiting is not None:
             collective, number, since = waiting
-            return self._here(*collective, wait=number, since=since, function=function)
+            return self.at(*collective, wait=number, since=since, function=function)
         if frame is None or not is_foreign or self._log.is_busy:
             self._foreign = None
             return None
@@ -85,19 +85,15 @@ class Observer:
         # used CPU time in between.
         where = (id(frame), frame.f_lasti, _milliseconds_used(self._log.thread))
         if self._foreign is None or self._foreign[0] != where:
-            self._foreign = (where, -self._log.next_wait(), monotonic())
+            self._foreign = (where, -self._looks, monotonic())
         _, wait, since = self._foreign
-        return self._here(f"torch.distributed.{function}", wait=wait, since=since)
-
-    def at(self, place: str) -> Whereabouts:
-        """Return this rank's report from ``place``, which is empty for a rank that leaves."""
-        return self._here(place)
+        return self.at(f"torch.distributed.{function}", wait=wait, since=since)
 
     def describe(self) -> str:
         """Return a description of where this rank is now."""
         return str(self.look() or f"is in step {self._log.step} at {self._caller}")
 
-    def _here(
+    def at(
         self,
         place: str,
         channel: str = "",
@@ -107,6 +103,7 @@ class Observer:
         since: float = 0.0,
         function: str = "",
     ) -> Whereabouts:
+        """Return this rank's report from ``place``, which is empty for a rank that leaves."""
         step, begun, looks = self._log.step, dict(self._log.begun), self._looks
         caller = self._caller if place else ""
         seconds = monotonic() - since
@@ -202,10 +199,6 @@ class Watchdog:
         elif self._reports is not None and not self._has_left and not self.has_given_up:
             with contextlib.suppress(RuntimeError):
                 self._reports.publish(self._observer.fate(self._reports.board.rank, error))
-
-    def end_here(self, verdict: str) -> None:
-        """Record an error that every rank has found, and that rules out further collectives."""
-        self._log.verdict = verdict
 
     def pardon(self) -> None:
         """Stop watching: an error ends the run, but all ranks are alive and end it together."""
@@ -314,6 +307,7 @@ def _look_now_and_then() -> None:
 
 
 def _look_at_all() -> None:
+    # A function of its own: between looks, no local variable may keep a watchdog alive.
     with _lock:
         watchdogs = list(_watchdogs)
     for watchdog in watchdogs:

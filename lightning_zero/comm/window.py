@@ -99,11 +99,6 @@ class Window:
         if getattr(self, "_is_own", False):
             os.close(self.address.file)
 
-    @property
-    def capacity(self) -> int:
-        """Bytes of data."""
-        return self.address.capacity
-
     def view(self, numel: int, dtype: torch.dtype, *, start: int = 0) -> Tensor:
         """Return ``numel`` elements from ``start`` on; the same tensor for the same arguments."""
         view = self._views.get((start, numel, dtype))
