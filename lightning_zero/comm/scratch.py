@@ -8,7 +8,6 @@ the process.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import socket
@@ -122,8 +121,5 @@ class Scratch:
 
 def _unnamed(folder: str) -> int:
     """Open an unnamed file in ``folder``."""
-    with contextlib.suppress(AttributeError, OSError):  # some file systems have none
-        return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
-    file, path = tempfile.mkstemp(prefix="lightning_zero.", dir=folder)
-    os.unlink(path)
-    return file
+    with tempfile.TemporaryFile(prefix="lightning_zero.", dir=folder) as file:
+        return os.dup(file.fileno())
