@@ -22,7 +22,7 @@ redistribution    movement of buffers along such a path, one step after another
 traffic           ledger of what was sent, and of the time of steps with offload
 collective_log    the collectives that this rank has begun, and the one it waits for
 watchdog          ends a run on all ranks, with one error, when one cannot go on
-parting           the error of ranks that wait for each other in different places
+divergence        the error of ranks that wait for each other in different places
 reports           the watchdogs' notes for each other, in the store
 process_groups    one process group per purpose
 rendezvous        the default group after a restart by torchrun

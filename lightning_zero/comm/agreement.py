@@ -32,11 +32,6 @@ class Outcome:
         except Exception as error:
             self.error = self.error or error
 
-    @property
-    def is_good(self) -> bool:
-        """Whether nothing has failed so far."""
-        return self.error is None
-
     def agree(self, control: Control, doing: str) -> None:
         """Raise on every rank if any rank failed at ``doing``; a collective.
 
@@ -61,7 +56,7 @@ class Outcome:
 def _ranks(ranks: list[int], control: Control) -> str:
     if control.world_size == 1 or len(ranks) == control.world_size:
         return ""
-    return f"on rank {', '.join(map(str, ranks))}: "
+    return f"on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: "
 
 
 def _message(error: Exception) -> str:

@@ -42,8 +42,8 @@ class Codec:
         self._block = gcd(numel, ALIGNMENT)
         if self._block * bits % 8:
             raise ValueError(
-                f"{bits} bits need parts of an even size to be sent, got one of {numel} elements."
-                " Take 8 bits, or fewer copies."
+                f"Quantization to {bits} bits needs parts with an even number of elements, got"
+                f" {numel}. Use 8 bits or fewer copies."
             )
         self._num_blocks = numel // self._block
         self._scale_bytes = 4 * self._num_blocks

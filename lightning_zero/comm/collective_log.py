@@ -126,7 +126,3 @@ class CollectiveLog:
         except RuntimeError as error:
             self.explain(error)
             raise
-
-    def next_wait(self) -> int:
-        """Return a number for a wait in a collective of other code."""
-        return next(self._numbers)

@@ -71,14 +71,14 @@ class Communicator:
             if is_direct and dist.get_world_size() > 1 and device.type != "cpu":
                 raise ValueError(
                     f"Weights are on a device of type {device.type!r}, but the process group's"
-                    f" backend is {dist.get_backend()!r}, whose messages reach no memory but the"
-                    " host's. Take the device's own: ZeROStrategy(process_group_backend='nccl')."
+                    f" backend is {dist.get_backend()!r}, which can only send host memory. Use the"
+                    " device's own backend: ZeROStrategy(process_group_backend='nccl')."
                 )
         self.control = Control()
         sizes = num_shards, num_backward_shards
         for asked in map(set, zip(*self.control.gather_objects(sizes), strict=True)):
             if len(asked) > 1:
-                raise ValueError(f"Expected one number of shards on all ranks, got {asked}.")
+                raise ValueError(f"Expected the same number of shards on all ranks, got {asked}.")
         self.mesh = Mesh.of(self.control.rank, self.control.world_size, *sizes)
         may_share = windows is not False and device.type == "cpu" and self.mesh.backward is None
         choose = partial(self._choose, is_direct=is_direct, may_share=may_share)
@@ -127,8 +127,8 @@ class Communicator:
             return along(taken)
         if any(transport.reads_peers for transport, _ in taken):
             raise ValueError(
-                "Weights and gradients in few bits are sent, but ranks on this host read each"
-                " other's memory. Take Communicator(windows=False), as the strategy does."
+                "Quantized weights and gradients are sent as messages, but ranks on this host read"
+                " each other's memory. Use Communicator(windows=False), as the strategy does."
             )
         code = partial(Coded, bits=bits, cargo=cargo, keeps_errors=keeps_errors)
         return along([(code(transport), verb) for transport, verb in taken])

@@ -114,7 +114,7 @@ class Control:
     def call(self, sync_point: SyncPoint, flags: bytes = b"", *, about: str = "") -> PendingSync:
         """Come to a sync point; waiting returns the maximum of each of ``flags``.
 
-        Ranks that differ in ``about`` have parted.
+        Ranks that differ in ``about`` have diverged.
         """
         assert len(flags) <= self.capacity, "more flags than were reserved"
         return PendingSync(self, sync_point, flags, about)
@@ -190,20 +190,18 @@ class Control:
             On rank 0 ``(peer, bytes)`` in rank order, at most :data:`MESSAGE_BYTES` at a time;
             nothing on other ranks.
         """
+        chunks = torch.split(part, MESSAGE_BYTES) if part.numel() else ()
         with self.log.busy():
-            yield from self._collect(part, sizes)
-
-    def _collect(self, part: Tensor, sizes: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        if self.rank:
-            for chunk in torch.split(part, MESSAGE_BYTES) if part.numel() else ():
-                dist.send(chunk.to("cpu"), 0, group=self._group)
-            return
-        yield from ((0, chunk) for chunk in torch.split(part, MESSAGE_BYTES) if part.numel())
-        for peer in range(1, self.world_size):
-            for start in range(0, sizes[peer], MESSAGE_BYTES):
-                chunk = torch.empty(min(MESSAGE_BYTES, sizes[peer] - start), dtype=torch.uint8)
-                dist.recv(chunk, peer, group=self._group)
-                yield peer, chunk
+            if self.rank:
+                for chunk in chunks:
+                    dist.send(chunk.to("cpu"), 0, group=self._group)
+                return
+            yield from ((0, chunk) for chunk in chunks)
+            for peer in range(1, self.world_size):
+                for start in range(0, sizes[peer], MESSAGE_BYTES):
+                    chunk = torch.empty(min(MESSAGE_BYTES, sizes[peer] - start), dtype=torch.uint8)
+                    dist.recv(chunk, peer, group=self._group)
+                    yield peer, chunk
 
     def separate(self) -> Control:
         """Make a control plane with a group of its own, to exchange values in another thread.

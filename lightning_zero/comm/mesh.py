@@ -82,10 +82,13 @@ class Mesh:
         """
         num_shards = num_shards or world_size
         num_backward = num_backward_shards or num_shards
-        for number, whole in ((num_shards, world_size), (num_backward, num_shards)):
+        for what, number, whole, of in (
+            ("shards", num_shards, world_size, ""),
+            ("backward shards", num_backward, num_shards, " of a copy"),
+        ):
             if whole % number:
                 raise ValueError(
-                    f"Expected a number of shards that divides {whole} ranks, got {number}."
+                    f"Expected a number of {what} that divides the {whole} ranks{of}, got {number}."
                 )
         ranks = range(world_size)
         copies = [ranks[first : first + num_shards] for first in ranks[::num_shards]]
@@ -140,5 +143,5 @@ def path(source: Placements, target: Placements) -> list[tuple[str, Verb]]:
             steps.append((axis, Verb.GATHER))
             now[axis] = Placement.REPLICATED
     if Placements(**now) != target:
-        raise ValueError(f"No collective brings a buffer from {source} to {target}.")
+        raise ValueError(f"No collectives take a buffer from {source} to {target}.")
     return steps

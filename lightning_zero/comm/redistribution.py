@@ -15,8 +15,11 @@ Redistribute = Callable[..., Work]
 """A verb ``(out, source, *, unit, tag)`` that starts to fill ``out``. The source is a
 ``ReduceBuffer``, which is given up, if the first step is a reduction, else a ``Shared``."""
 
+_Source = Shared | ReduceBuffer
+_Steps = Sequence[tuple[Transport | Coded, Verb]]
 
-def along(steps: Sequence[tuple[Transport | Coded, Verb]]) -> Redistribute:
+
+def along(steps: _Steps) -> Redistribute:
     """Return the verb that takes all steps; for a single step, the transport's own."""
     if not steps:
         return _stay
@@ -35,15 +38,7 @@ def _stay(out: Tensor, source: Shared, *, unit: str, tag: int) -> Work:
 class _Walk:
     """Steps taken one after another: the first at once, the others when they are waited for."""
 
-    def __init__(
-        self,
-        steps: Sequence[tuple[Transport | Coded, Verb]],
-        out: Tensor,
-        source: Shared | ReduceBuffer,
-        *,
-        unit: str,
-        tag: int,
-    ) -> None:
+    def __init__(self, steps: _Steps, out: Tensor, source: _Source, *, unit: str, tag: int) -> None:
         self._works = _start(steps, out, source, unit, tag)
         self._first = next(self._works)
 
@@ -54,16 +49,10 @@ class _Walk:
             work.wait()
 
 
-def _start(
-    steps: Sequence[tuple[Transport | Coded, Verb]],
-    out: Tensor,
-    source: Shared | ReduceBuffer,
-    unit: str,
-    tag: int,
-) -> Iterator[Work]:
+def _start(steps: _Steps, out: Tensor, source: _Source, unit: str, tag: int) -> Iterator[Work]:
     """Yield the work of each step, which starts only when it is asked for."""
     value: Tensor = source[0]
-    given: Shared | ReduceBuffer | None = source
+    given: _Source | None = source
     for number, (transport, verb) in enumerate(steps):
         is_last = number + 1 == len(steps)
         if verb is Verb.GATHER:

@@ -32,8 +32,9 @@ def store_of_incarnation(store: Store, rank: int, world_size: int, timeout: time
     Raises:
         RuntimeError: Ranks did not come within ``timeout``.
     """
+    store = PrefixStore("lightning_zero", store)
     incarnation = _ask(store, rank, timeout) if rank else _answer(store, world_size, timeout)
-    return PrefixStore(f"lightning_zero/incarnation/{incarnation}", store)
+    return PrefixStore(f"incarnation/{incarnation}", store)
 
 
 def join_group(
@@ -60,10 +61,10 @@ def join_group(
 
 def _ask(store: Store, rank: int, timeout: timedelta) -> str:
     name = uuid.uuid4().hex
-    store.set(_asked(rank), name)
-    store.wait([_answered(name)], timeout)
-    incarnation = store.get(_answered(name)).decode()
-    store.set(_confirmed(incarnation, rank), "")
+    store.set(f"asked/{rank}", name)
+    store.wait([f"answered/{name}"], timeout)
+    incarnation = store.get(f"answered/{name}").decode()
+    store.set(f"confirmed/{incarnation}/{rank}", "")
     return incarnation
 
 
@@ -73,27 +74,16 @@ def _answer(store: Store, world_size: int, timeout: timedelta) -> str:
     missing = list(range(1, world_size))
     while True:
         for rank in missing:
-            if store.check([_asked(rank)]):
-                store.set(_answered(store.get(_asked(rank)).decode()), incarnation)
-        missing = [rank for rank in missing if not store.check([_confirmed(incarnation, rank)])]
+            if store.check([f"asked/{rank}"]):
+                name = store.get(f"asked/{rank}").decode()
+                store.set(f"answered/{name}", incarnation)
+        missing = [rank for rank in missing if not store.check([f"confirmed/{incarnation}/{rank}"])]
         if not missing:
             return incarnation
         if monotonic() > deadline:
             raise RuntimeError(
-                f"Expected {world_size} ranks within {timeout}, but {len(missing)} did not come:"
-                f" {', '.join(map(str, missing))}. See what became of them, or raise the"
-                " strategy's `timeout`."
+                f"Expected {world_size} ranks within {timeout}, but {len(missing)} did not join:"
+                f" {', '.join(map(str, missing))}. Check their output, or increase the strategy's"
+                " `timeout`."
             )
         sleep(_SECONDS_BETWEEN_LOOKS)
-
-
-def _asked(rank: int) -> str:
-    return f"lightning_zero/asked/{rank}"
-
-
-def _answered(name: str) -> str:
-    return f"lightning_zero/answered/{name}"
-
-
-def _confirmed(incarnation: str, rank: int) -> str:
-    return f"lightning_zero/confirmed/{incarnation}/{rank}"

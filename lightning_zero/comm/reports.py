@@ -115,7 +115,7 @@ class Whereabouts:
 
     def __str__(self) -> str:
         if not self.place:
-            return f"has ended its training after step {self.step}"
+            return f"finished training after step {self.step}"
         where = f" (called at {self.caller})" if self.caller else ""
         what = f", in {self.function}" if self.function else ""
         return f"waits in step {self.step} for {self.place}{what}{where}"

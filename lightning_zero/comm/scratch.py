@@ -8,7 +8,6 @@ the process.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import socket
@@ -68,13 +67,13 @@ class Scratch:
         self._promised += nbytes
         with outcome.attempt():
             if not hasattr(os, "posix_fallocate"):
-                raise OSError("This system cannot reserve room for files. Offload needs Linux.")
+                raise OSError("Offload to files needs Linux: this system cannot reserve space.")
             os.makedirs(self.folder, exist_ok=True)
             os.close(_unnamed(self.folder))
             free, disk = os.statvfs(self.folder), os.stat(self.folder).st_dev
             room = free.f_bavail * free.f_frsize
             need = _Need((socket.gethostname(), disk), self._promised, room)
-        doing = f"Making files in offload_path={self.folder!r}"
+        doing = f"Creating files in offload_path={self.folder!r}"
         outcome.agree(control, doing)
         needs = [one for one in control.gather_objects(need) if one is not None]
         for disk in dict.fromkeys(one.disk for one in needs):
@@ -85,9 +84,9 @@ class Scratch:
                 each = ", ".join(f"{needs[rank].nbytes:,} on rank {rank}" for rank in ranks)
                 raise OSError(
                     errno.ENOSPC,
-                    f"{doing} failed: {what}, and what else has no room yet, need {wanted:,} bytes"
-                    f" ({each}), and {free:,} are free."
-                    " Make room, or name a folder on a larger disk as offload_path.",
+                    f"{doing} failed: {what} and other files not yet created need {wanted:,} bytes"
+                    f" ({each}), but {free:,} are free."
+                    " Free disk space, or set offload_path to a folder on a larger disk.",
                 )
 
     def file(self, nbytes: int) -> int:
@@ -99,8 +98,9 @@ class Scratch:
             os.close(file)
             raise OSError(
                 error.errno,
-                f"{error.strerror}: {nbytes:,} more bytes in offload_path={self.folder!r}. Make"
-                " room, or name a folder on a larger disk.",
+                f"{error.strerror}: cannot reserve {nbytes:,} more bytes in"
+                f" offload_path={self.folder!r}. Free disk space, or set offload_path to a folder"
+                " on a larger disk.",
             ) from error
         self._promised = max(0, self._promised - nbytes)
         return file
@@ -121,8 +121,5 @@ class Scratch:
 
 def _unnamed(folder: str) -> int:
     """Open an unnamed file in ``folder``."""
-    with contextlib.suppress(AttributeError, OSError):  # some file systems have none
-        return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
-    file, path = tempfile.mkstemp(prefix="lightning_zero.", dir=folder)
-    os.unlink(path)
-    return file
+    with tempfile.TemporaryFile(prefix="lightning_zero.", dir=folder) as file:
+        return os.dup(file.fileno())

@@ -71,7 +71,11 @@ class StagedFile:
         self.is_direct = self._set_direct(True)
         if self.is_direct and not self._shows_in_mapping():
             if not self._set_direct(False):
-                raise OSError(errno.ENOTSUP, f"{self._folder!r} has direct requests only")
+                raise OSError(
+                    errno.ENOTSUP,
+                    f"Files in {self._folder!r} only support direct I/O, which does not show in"
+                    " their memory maps",
+                )
             self.is_direct = False
 
     def __del__(self) -> None:
@@ -107,11 +111,12 @@ class StagedFile:
             while done < len(memory):
                 count = request(self._file, [memory[done:]], start + done)
                 if count <= 0:
-                    raise OSError(errno.EIO, "the file ends early")
+                    raise OSError(errno.EIO, "Unexpected end of file")
                 done += count
         except OSError as error:
             raise OSError(
-                error.errno, f"{doing} {len(memory):,} bytes in {self._folder!r}: {error.strerror}"
+                error.errno,
+                f"{doing} {len(memory):,} bytes in {self._folder!r} failed: {error.strerror}",
             ) from error
 
     def _set_direct(self, value: bool) -> bool:

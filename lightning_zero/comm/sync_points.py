@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from lightning_zero.comm.parting import GRADIENT, TOUCH, parted
+from lightning_zero.comm.divergence import GRADIENT, TOUCH, diverged
 from lightning_zero.comm.process_groups import give_up_devices
 from lightning_zero.comm.sync_windows import Word
 from lightning_zero.tensors import unseen
@@ -23,15 +23,15 @@ class SyncPoint(Enum):
     """A point at which all ranks wait for each other; its value names it in errors."""
 
     SETUP = "the setup of shared memory"
-    BEGIN = "the begin of a backward pass"
+    BEGIN = "the start of a backward pass"
     END = "the end of a backward pass"
-    STEP = "an optimizer's step"
-    STEPPED = "the end of an optimizer's step"
-    EDIT = "a change of weights"
-    REFRESH = "bringing weights up to date"
-    FORWARD = "the end of a forward without gradients"
+    STEP = "an optimizer step"
+    STEPPED = "the end of an optimizer step"
+    EDIT = "a change to the weights"
+    REFRESH = "the refresh of weights"
+    FORWARD = "the end of a forward pass without gradients"
     BATCH = "the next batch of training data"
-    CLOSE = "the end of the training"
+    CLOSE = "the end of training"
     TOUCH = TOUCH
     GRADIENT = GRADIENT
     COMPARE = "the comparison of models, settings and optimizers"
@@ -103,11 +103,11 @@ class PendingSync:
     def _refuse(self) -> NoReturn:
         """Raise an error with every rank's place; all are here, though at different sync points."""
         control = self._control
-        verdict = parted(self.exchange(control.watchdog.describe(self._place)))
+        verdict = diverged(self.exchange(control.watchdog.describe(self._place)))
         if control.has_notes:
             # Collectives that only the order tells apart may have met the wrong ones, or wait on a
             # device for ones that never come: their groups cannot be used again.
-            control.watchdog.end_here(verdict)
+            control.log.verdict = verdict
             give_up_devices()
         raise RuntimeError(verdict)
 

@@ -168,9 +168,9 @@ class SyncWindows:
                 continue
             # It may have come, and gone on to its end, since its count was read.
             if desk.has_ended and desk.count.value < number:
-                raise dist.DistError(f"the process of rank {rank} has ended")
+                raise dist.DistError(f"the process of rank {rank} has exited")
             if seconds > self._seconds:
-                raise dist.DistError(f"rank {rank} has not come within {self._seconds:.0f} s")
+                raise dist.DistError(f"rank {rank} did not arrive within {self._seconds:.0f} s")
 
     def read(self, number: int, size: int) -> list[bytes]:
         """Return the ranks' words ``number``; all have published it, and none ``number + 2``."""

@@ -21,11 +21,7 @@ class Sent(NamedTuple):
 
     def plus(self, other: Sent) -> Sent:
         """Return the sum of both."""
-        return Sent(
-            self.elements + other.elements,
-            self.bytes + other.bytes,
-            self.collectives + other.collectives,
-        )
+        return Sent(*map(operator.add, self, other))
 
 
 Traffic = Mapping[tuple[str, str], Sent]
@@ -82,11 +78,11 @@ class StepTimes(NamedTuple):
     def describe(self) -> str:
         """Return the shares and speeds in one line."""
         files = (
-            f", {self.waiting_share:.0%} waiting for files, which were read at"
-            f" {self.read_speed / 1e9:.2f} GB/s and written at {self.write_speed / 1e9:.2f}"
+            f", {self.waiting_share:.0%} waiting for files (read at"
+            f" {self.read_speed / 1e9:.2f} GB/s, written at {self.write_speed / 1e9:.2f} GB/s)"
         )
         return (
-            f"{self.stepping_share:.0%} of the time was in optimizer steps on the host"
+            f"{self.stepping_share:.0%} of the time was spent in optimizer steps on the host"
             f"{files if self.reading or self.writing else ''}."
         )
 

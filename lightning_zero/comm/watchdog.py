@@ -2,7 +2,7 @@
 
 Three things end a run; in each case every rank raises the same text, the **verdict**.
 
-1. **The ranks have parted.** If one rank runs a unit that another skips, they wait in different
+1. **The ranks have diverged.** If one rank runs a unit that another skips, they wait in different
    collectives, and both would wait until the process group's timeout. So a thread on each rank
    checks four times a second how long the rank has been waiting, and after :data:`PATIENCE`
    seconds reports to the others where::
@@ -36,7 +36,7 @@ from time import monotonic, sleep
 from types import FrameType
 
 from lightning_zero.comm.collective_log import CollectiveLog
-from lightning_zero.comm.parting import parted
+from lightning_zero.comm.divergence import diverged
 from lightning_zero.comm.process_groups import is_of_connection
 from lightning_zero.comm.reports import Reports, Whereabouts
 
@@ -77,7 +77,7 @@ class Observer:
         waiting = self._log.waiting
         if waiting is not None:
             collective, number, since = waiting
-            return self._here(*collective, wait=number, since=since, function=function)
+            return self.at(*collective, wait=number, since=since, function=function)
         if frame is None or not is_foreign or self._log.is_busy:
             self._foreign = None
             return None
@@ -85,19 +85,15 @@ class Observer:
         # used CPU time in between.
         where = (id(frame), frame.f_lasti, _milliseconds_used(self._log.thread))
         if self._foreign is None or self._foreign[0] != where:
-            self._foreign = (where, -self._log.next_wait(), monotonic())
+            self._foreign = (where, -self._looks, monotonic())
         _, wait, since = self._foreign
-        return self._here(f"torch.distributed.{function}", wait=wait, since=since)
-
-    def at(self, place: str) -> Whereabouts:
-        """Return this rank's report from ``place``, which is empty for a rank that leaves."""
-        return self._here(place)
+        return self.at(f"torch.distributed.{function}", wait=wait, since=since)
 
     def describe(self) -> str:
         """Return a description of where this rank is now."""
         return str(self.look() or f"is in step {self._log.step} at {self._caller}")
 
-    def _here(
+    def at(
         self,
         place: str,
         channel: str = "",
@@ -107,6 +103,7 @@ class Observer:
         since: float = 0.0,
         function: str = "",
     ) -> Whereabouts:
+        """Return this rank's report from ``place``, which is empty for a rank that leaves."""
         step, begun, looks = self._log.step, dict(self._log.begun), self._looks
         caller = self._caller if place else ""
         seconds = monotonic() - since
@@ -127,7 +124,7 @@ class Observer:
         what = f"{type(error).__name__}{text and ': '}{text}"
         return (
             f"Rank {rank} failed in step {self._log.step}{where}: {what}\n"
-            "The other ranks, which waited for it, end too."
+            "The other ranks, which were waiting for it, stop too."
         )
 
 
@@ -203,10 +200,6 @@ class Watchdog:
             with contextlib.suppress(RuntimeError):
                 self._reports.publish(self._observer.fate(self._reports.board.rank, error))
 
-    def end_here(self, verdict: str) -> None:
-        """Record an error that every rank has found, and that rules out further collectives."""
-        self._log.verdict = verdict
-
     def pardon(self) -> None:
         """Stop watching: an error ends the run, but all ranks are alive and end it together."""
         self.forget()
@@ -264,7 +257,7 @@ class Watchdog:
         elif not self._suspects:
             self._suspects = everyone
         elif all(_is_still(self._suspects[rank], now) for rank, now in everyone.items()):
-            log.error("%s", reports.publish(parted([str(here) for here in everyone.values()])))
+            log.error("%s", reports.publish(diverged([str(here) for here in everyone.values()])))
         elif any(self._suspects[rank].wait != now.wait for rank, now in everyone.items()):
             self._suspects = {}
 
@@ -281,8 +274,8 @@ def _judged(answers: Mapping[int, str], error: BaseException, world_size: int) -
     if gone:
         these = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}"
         cause = (
-            f"The run has lost {these}: killed, out of memory, stopped, or ended without a word;"
-            " its own output, or the system's log, says more"
+            f"The run has lost {these}: killed, out of memory, stopped, or exited without an error;"
+            f" see {'their' if len(gone) > 1 else 'its'} output or the system log"
         )
     places = "".join(f"; rank {rank} {answer}" for rank, answer in sorted(answers.items()))
     return f"{cause}{places}."
@@ -314,6 +307,7 @@ def _look_now_and_then() -> None:
 
 
 def _look_at_all() -> None:
+    # A function of its own: between looks, no local variable may keep a watchdog alive.
     with _lock:
         watchdogs = list(_watchdogs)
     for watchdog in watchdogs:
@@ -321,7 +315,7 @@ def _look_at_all() -> None:
             watchdog.look()
         except Exception as error:
             # Usually the process that hosts the store has exited, and training with it.
-            log.debug("Ranks are not watched any longer: %s", error)
+            log.debug("Ranks are no longer watched: %s", error)
             watchdog.forget()
 
 

@@ -55,7 +55,9 @@ class Window:
         path = f"/proc/{address.process}/fd/{address.file}"
         self._size = address.capacity + 8 * world_size
         if not _is_there(path, address.inode, self._size):
-            raise RuntimeError(f"No window at {path}: its owner is on another host, or has ended.")
+            raise RuntimeError(
+                f"No shared-memory window at {path}: its owner is on another host or has exited."
+            )
         self.address = address
         self.num_published = 0
         self.touched_bytes = 0
@@ -96,11 +98,6 @@ class Window:
         # Peers that map it keep their mapping; new ones can no longer open it.
         if getattr(self, "_is_own", False):
             os.close(self.address.file)
-
-    @property
-    def capacity(self) -> int:
-        """Bytes of data."""
-        return self.address.capacity
 
     def view(self, numel: int, dtype: torch.dtype, *, start: int = 0) -> Tensor:
         """Return ``numel`` elements from ``start`` on; the same tensor for the same arguments."""

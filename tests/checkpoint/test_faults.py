@@ -85,7 +85,7 @@ def fail_to_upload() -> list[str]:
         found = [
             told(Saver(control).save, some(control, 1.0), "memory://folder/a.ckpt", PROVENANCE)
         ]
-    control.call(SyncPoint.STEP).wait()  # the ranks have not parted
+    control.call(SyncPoint.STEP).wait()  # the ranks have not diverged
     return found
 
 

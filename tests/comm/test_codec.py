@@ -73,7 +73,7 @@ def test_noise_leaves_the_mean_true(bits: int) -> None:
 
 def test_sizes_that_cannot_be_packed_are_refused() -> None:
     assert Codec(8, 65).nbytes == 4 * 65 + 65 + 3
-    with pytest.raises(ValueError, match="4 bits need parts of an even size"):
+    with pytest.raises(ValueError, match="4 bits needs parts with an even number"):
         Codec(4, 65)
     assert Codec(4, 0).nbytes == 0
     assert _back(Codec(8, 0), torch.empty(0)).numel() == 0

@@ -28,8 +28,10 @@ def test_neighbours_hold_the_shards_of_one_copy() -> None:
 
 
 def test_ranks_that_cannot_be_divided_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"divides 6 ranks, got 4"):
+    with pytest.raises(ValueError, match=r"shards that divides the 6 ranks, got 4"):
         Mesh.of(0, 6, num_shards=4)
+    with pytest.raises(ValueError, match=r"backward shards .* the 4 ranks of a copy, got 3"):
+        Mesh.of(0, 12, num_shards=4, num_backward_shards=3)
 
 
 def test_a_path_reduces_shards_first_and_gathers_them_last() -> None:

@@ -35,5 +35,5 @@ def test_lives_do_not_see_each_other() -> None:
 
 
 def test_missing_ranks_are_named() -> None:
-    with pytest.raises(RuntimeError, match=r"Expected 4 ranks within .* 3 did not come: 1, 2, 3"):
+    with pytest.raises(RuntimeError, match=r"Expected 4 ranks within .* 3 did not join: 1, 2, 3"):
         store_of_incarnation(HashStore(), 0, WORLD, timedelta(milliseconds=1))

@@ -218,7 +218,7 @@ def test_a_window_is_shared_memory() -> None:
 
 
 def test_a_window_of_nobody_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="on another host, or has ended"):
+    with pytest.raises(RuntimeError, match="on another host or has exited"):
         Window.open(Address(os.getpid(), 987654, 1, 64, 0), world_size=2)
 
 
@@ -236,7 +236,7 @@ def _reduce_with_a_rank_that_has_ended() -> None:
 def test_a_rank_that_ends_before_its_buffer_is_read_ends_all(ranks: Pools) -> None:
     with pytest.raises(RankError) as error:
         ranks(2).run(_reduce_with_a_rank_that_has_ended)
-    told = "A connection between ranks has failed (No window at "
+    told = "A connection between ranks has failed (No shared-memory window at "
     assert str(error.value).count(f"RuntimeError: {told}") == 2
 
 

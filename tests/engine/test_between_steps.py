@@ -204,8 +204,8 @@ def _read_norm(model: nn.Module) -> Any:
     [
         ("point to point", _read_weight, "the weights of blocks.2", r"lightning_zero[.]gathered"),
         ("backend", _read_weight, "the weights of blocks.2", r"lightning_zero[.]gathered"),
-        ("point to point", _read_grad, "the reading of a gradient", r"lightning_zero[.]full_grad"),
-        ("windows", _read_norm, "the reading of a gradient", r"lightning_zero[.]grad_norm"),
+        ("point to point", _read_grad, "access to a gradient", r"lightning_zero[.]full_grad"),
+        ("windows", _read_norm, "access to a gradient", r"lightning_zero[.]grad_norm"),
     ],
 )
 def test_elsewhere_it_is_told_what_to_do(
@@ -214,7 +214,7 @@ def test_elsewhere_it_is_told_what_to_do(
     with pytest.raises(RankError) as error:
         ranks(2).run(_touches_alone, way, use, timeout=SECONDS)
     found = str(error.value)
-    assert found.count("The ranks have parted") >= 2
+    assert found.count("The ranks have diverged") >= 2
     assert re.search(
         rf"rank 0 waits in step 1 for [^;]*{place}[^;]* [(]called at [^;]*test_betw", found
     )

@@ -289,7 +289,7 @@ def _refused() -> list[str]:
 def test_what_cannot_be_coded_is_refused(ranks: Pools) -> None:
     for replicated, windows in ranks(2).run(_refused):
         assert "gather_bits=8 has nothing to act on: at stage=2 without mixed" in replicated
-        assert "Take Communicator(windows=False)" in windows
+        assert "Use Communicator(windows=False)" in windows
     for name, value in (("gather_bits", 4), ("reduce_bits", 2), ("reduce_bits", True)):
         with pytest.raises(ValueError, match=f"Expected {name}="):
             Settings(**{name: value})

@@ -39,4 +39,4 @@ def test_all_ranks_raise_the_same_text_whoever_found_out(way: str) -> None:
     (answer,) = set(cell.answers.values())
     assert len(cell.answers) == 2
     assert answer[0] == "error"
-    assert "The ranks have parted: rank 0 waits" in answer[1]
+    assert "The ranks have diverged: rank 0 waits" in answer[1]

@@ -498,7 +498,8 @@ def test_a_failing_disk_is_named_and_tears_the_step(
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, method, fail)
-    with pytest.raises(OSError, match=f"{words} [0-9,]+ bytes in '{tmp_path}': Input/output error"):
+    told = f"{words} [0-9,]+ bytes in '{tmp_path}' failed: Input/output error"
+    with pytest.raises(OSError, match=told):
         step(engine, optimizer)
     monkeypatch.undo()
     with pytest.raises(RuntimeError, match="ended half-way"):
@@ -575,7 +576,7 @@ def without_room(folder: str) -> str:
 def test_no_room_is_told_at_setup_with_numbers(ranks: Pools, tmp_path: Path) -> None:
     first, second = ranks(2).run(without_room, str(tmp_path))
     assert first == second
-    assert "masters, and what else has no room yet, need" in first
+    assert "masters and other files not yet created need" in first
     assert "on rank 0" in first
     assert "on rank 1" in first
     assert "1,000 are free" in first
@@ -608,7 +609,7 @@ def test_room_is_that_of_all_optimizers(ranks: Pools, tmp_path: Path) -> None:
     first, second = ranks(2).run(without_room_for_all, str(tmp_path))
     assert first == second
     [told] = first
-    assert "the states of Adam, and what else has no room yet" in told
+    assert "the states of Adam and other files not yet created" in told
 
 
 def test_a_full_disk_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -616,7 +617,7 @@ def test_a_full_disk_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=r"800 more bytes in offload_path='.*'. Make room"):
+    with pytest.raises(OSError, match=r"800 more bytes in offload_path='.*'. Free disk space"):
         Scratch(str(tmp_path)).tensor(100, torch.float64)
 
 

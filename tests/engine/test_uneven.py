@@ -166,8 +166,8 @@ def test_a_backward_that_one_rank_leaves_out(ranks: Pools) -> None:
     """Found out in a meeting, at once."""
     for message, seconds in ranks(2).run(skips, "windows", "backward", timeout=SECONDS):
         assert float(seconds) < SECONDS
-        assert re.search(r"rank 0 .*step 2 for the begin of a backward pass .*test_uneven", message)
-        assert re.search(r"rank 1 .*step 2 for an optimizer's step .*test_uneven", message)
+        assert re.search(r"rank 0 .*step 2 for the start of a backward pass .*test_uneven", message)
+        assert re.search(r"rank 1 .*step 2 for an optimizer step .*test_uneven", message)
 
 
 def warned(way: str, stage: int) -> list[str]:
@@ -214,7 +214,7 @@ def test_a_unit_that_one_rank_leaves_out_is_found_by_the_watch(ranks: Pools, way
     with pytest.raises(RankError) as error:
         ranks(2).run(raises_on_all, way, "unit", 3, timeout=SECONDS)
     found = str(error.value)
-    assert found.count("The ranks have parted") >= 2
+    assert found.count("The ranks have diverged") >= 2
     assert re.search(r"rank 0 waits in step 2 for the weights of blocks.\d", found)
     assert re.search(r"rank 1 waits in step 2 for", found)
 
@@ -224,8 +224,8 @@ def test_a_backward_that_one_rank_leaves_out_is_found_by_the_watch(ranks: Pools)
     with pytest.raises(RankError) as error:
         ranks(2).run(raises_on_all, "point to point", "backward", 1, timeout=SECONDS)
     found = str(error.value)
-    assert found.count("The ranks have parted") >= 2
-    assert re.search(r"rank 0 waits in step 2 for the begin of a backward pass", found)
+    assert found.count("The ranks have diverged") >= 2
+    assert re.search(r"rank 0 waits in step 2 for the start of a backward pass", found)
 
 
 def part_in_a_meeting() -> None:
@@ -233,7 +233,7 @@ def part_in_a_meeting() -> None:
     apart.control.note(f"the weights of blocks.{apart.control.rank}")
     for comm in (apart, together):
         odd = SyncPoint.END if comm is together and comm.control.rank else SyncPoint.FORWARD
-        with pytest.raises(RuntimeError, match="The ranks have parted"):
+        with pytest.raises(RuntimeError, match="The ranks have diverged"):
             comm.control.call(odd).wait()
     # Weights that met the wrong ones cannot be put together again; by their tags others can.
     assert apart.control.last_words(timedelta(seconds=60)) is None
@@ -367,7 +367,7 @@ def sized_apart() -> None:
 
 def test_loaders_of_different_known_lengths(ranks: Pools) -> None:
     """Rank 0 is in its second epoch, or through, while rank 1 goes on with the first."""
-    with pytest.raises(RankError, match="The ranks have parted"):
+    with pytest.raises(RankError, match="The ranks have diverged"):
         ranks(2).run(sized_apart, timeout=SECONDS)
 
 

@@ -99,7 +99,7 @@ PLACES = {
     "the user's forward": Place("tests.oracle.models:Block.forward", 5, False),
     "a gather": Place(f"{_COMM}.transport:Transport.gather", 9, False),
     "the user's backward": Place("tests.oracle.faults:Backward.backward", 2, False),
-    "the begin of a backward": Place(f"{_ENGINE}.reduction_order:ReductionOrder.begin", 2, False),
+    "the start of a backward": Place(f"{_ENGINE}.reduction_order:ReductionOrder.begin", 2, False),
     "the order of the first": Place(f"{_COMM}.control:Control.broadcast_object", 1, False),
     "a reduction": Place(f"{_COMM}.transport:Transport.reduce", 7, False),
     "the end of a reduction": Place(f"{_ENGINE}.gradients:Gradients._finish", 7, False),

@@ -96,10 +96,10 @@ def test_the_monitor_finds_what_is_predicted(ranks: Pools, tmp_path: Path) -> No
         assert measured["disk states"] > 0
         assert measured["disk master"] > 0
         assert "disk states" in text
-        assert "of the time was in optimizer steps on the host" in text
+        assert "of the time was spent in optimizer steps on the host" in text
     page = (tmp_path / "report" / "memory.html").read_text()
     assert "disk states" in page
-    assert "of the time was in optimizer steps on the host" in page
+    assert "of the time was spent in optimizer steps on the host" in page
     facts = json.loads((tmp_path / "report" / "memory.json").read_text())
     assert facts["times"]["bytes_read"] > 0
 
