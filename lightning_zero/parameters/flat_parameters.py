@@ -267,9 +267,9 @@ class FlatParameters:
         ):
             raise RuntimeError(
                 f"Parameter {slot.name!r} is a view of a flat buffer until training ends:"
-                f" {_describe(parameter)} cannot be replaced by {_describe(data)}. Convert or move"
-                " the module before the Trainer takes it or after it has ended, choose the"
-                " precision by Trainer(precision=...), or convert a copy.deepcopy of it made in"
+                f" {_describe(parameter)} cannot be replaced with {_describe(data)}. Convert or"
+                " move the module before or after training, set the precision with"
+                " Trainer(precision=...), or convert a copy.deepcopy of the module made within"
                 " `with lightning_zero.gathered(module):`"
             )
         self.edits.bring_back()

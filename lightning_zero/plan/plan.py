@@ -229,18 +229,20 @@ class Offload:
             if value not in (None, "cpu", "nvme"):
                 raise ValueError(f"Expected offload of {name} to 'cpu' or 'nvme', got {value!r}.")
         if self.optimizer is None and self.weights is None:
-            raise ValueError("Expected offload of the optimizer, of the weights or of both.")
+            raise ValueError(
+                "Expected an offload of the optimizer, the weights or both, got neither."
+            )
         is_number = isinstance(self.ratio, (int, float)) and not isinstance(self.ratio, bool)
         if not is_number or not 0 < self.ratio <= 1:
             raise ValueError(
-                f"Expected offload_ratio above 0 and up to 1, got {self.ratio!r}. To offload"
-                " nothing, leave offload_optimizer and offload_weights out."
+                f"Expected offload_ratio to be above 0 and at most 1, got {self.ratio!r}. To"
+                " offload nothing, remove offload_optimizer and offload_weights."
             )
         if self.ratio != 1 and self.optimizer is None:
             raise ValueError(
-                f"offload_ratio={self.ratio!r} lets the device step a share of what the host would,"
-                " which has no meaning without offload_optimizer. Leave it out, or give"
-                " offload_optimizer='cpu'."
+                f"offload_ratio={self.ratio!r} leaves a share of the host's optimizer step to the"
+                " device, so it has no effect without offload_optimizer. Remove offload_ratio, or"
+                " pass offload_optimizer='cpu'."
             )
 
     @classmethod

@@ -117,14 +117,14 @@ def specify_units(module: nn.Module, settings: Settings) -> list[UnitSpec]:
     plans = [flat.plan for spec in (*specs, root) for flat in spec.flat_parameters]
     if settings.gather_bits is not None and not any(plan.gather_bits for plan in plans):
         raise ValueError(
-            f"gather_bits={settings.gather_bits} has nothing to act on: at stage={settings.stage}"
-            " without mixed precision the whole weights are the masters, which lose no digit. Use"
-            " stage=3 or precision='bf16-mixed', or leave it out."
+            f"gather_bits={settings.gather_bits} has no effect: at stage={settings.stage} without"
+            " mixed precision the whole weights are the masters, which are never encoded. Use"
+            " stage=3 or precision='bf16-mixed', or remove gather_bits."
         )
     if settings.stochastic_rounding and not any(plan.stochastic_rounding for plan in plans):
         raise ValueError(
-            "stochastic_rounding=True has nothing to act on: no parameter rests in bf16. Use"
-            " precision='bf16-true', or leave it out."
+            "stochastic_rounding=True has no effect: no parameter rests in bf16. Use"
+            " precision='bf16-true', or remove stochastic_rounding."
         )
     return [*specs, root]
 

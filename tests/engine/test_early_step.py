@@ -293,8 +293,8 @@ def test_steps_without_closures_are_none_of_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "Give offload_optimizer="),
-        ({"offload": Offload(weights="nvme")}, "Give offload_optimizer="),
+        ({}, "Pass offload_optimizer="),
+        ({"offload": Offload(weights="nvme")}, "Pass offload_optimizer="),
         ({"offload": Offload("cpu", "cpu")}, "accelerator='cpu' has none"),
     ],
 )
