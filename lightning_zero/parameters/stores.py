@@ -37,7 +37,7 @@ from lightning_zero.tensors import LARGE_BYTES, ask_for_large_pages, lasting_ten
 
 def extent_of(layout: Layout, plan: Plan, scratch: Scratch | None = None) -> Extent:
     """Return the memory for masters, or for whole weights if masters can be views of these."""
-    if plan.gives_weights_back or plan.has_master:
+    if plan.rests_apart:
         files = scratch if plan.master.medium is Medium.DISK else None
         return Extent(layout.shard_numel, plan.master.dtype, files)
     return Extent(layout.numel, plan.weight.dtype)
@@ -90,7 +90,7 @@ class Store:
         self._whole: Tensor | None = None
         if shared is None:
             shared = comm.transport.share([self._extent])
-        if plan.gives_weights_back or plan.has_master:
+        if plan.rests_apart:
             masters = self._masters(shared)
         else:
             whole = self._next(shared)

@@ -187,7 +187,6 @@ class Settings:
         return int(found)
 
     def _check_offload(self, offload: Offload) -> None:
-        kinds = {"offload_optimizer": offload.optimizer, "offload_weights": offload.weights}
         if self.stochastic_rounding:
             raise ValueError(
                 "stochastic_rounding=True steps bf16 parameters in fp32 on the device, but offload"
@@ -198,7 +197,7 @@ class Settings:
                 f"stage={self.stage} keeps whole weights on every rank, so offload_weights has no"
                 " effect. Remove it, or use stage=3."
             )
-        if "cpu" in kinds.values():
+        if "cpu" in (offload.optimizer, offload.weights):
             self._check_both(offload)
 
     def _check_both(self, offload: Offload) -> None:
@@ -237,7 +236,8 @@ class Settings:
         if self.accumulate is not None:
             grad = Placement.PARTIAL if self.accumulate == "local" else Placement.SHARDED
         recipe = self.recipe if is_cast and dtype is torch.float32 else Recipe()
-        reduce_dtype = self.reduce_dtype if dtype.is_floating_point else None
+        is_floating = dtype.is_floating_point
+        reduce_dtype = self.reduce_dtype if is_floating else None
         plan = Plan(
             Home(weight, recipe.weight or dtype, self.device),
             Home(grad, reduce_dtype or recipe.reduce or dtype, self.device),
@@ -253,9 +253,10 @@ class Settings:
             )
         return replace(
             plan,
-            gather_bits=self.gather_bits if plan.can_code_weights else None,
-            reduce_bits=self.reduce_bits if dtype.is_floating_point else None,
-            error_feedback=self.error_feedback and dtype.is_floating_point,
+            # Weights that are the masters may not lose precision.
+            gather_bits=self.gather_bits if is_floating and plan.rests_apart else None,
+            reduce_bits=self.reduce_bits if is_floating else None,
+            error_feedback=self.error_feedback and is_floating,
             stochastic_rounding=self.stochastic_rounding and dtype is torch.bfloat16,
         )
 

@@ -47,7 +47,7 @@ def _parts_of(engine: Engine) -> Watched:
             name = flat.layout.slots[0].name
             parts[f"bundle of {name}"] = flat
             parts[f"weights of {name}"] = flat.weight.tensor.untyped_storage()
-            if flat.plan.has_master or flat.plan.gives_weights_back:
+            if flat.plan.rests_apart:
                 parts[f"masters of {name}"] = flat.master.untyped_storage()
             grads = [piece.reduced for piece in flat.pieces if piece.reduced is not None]
             if grads:
