@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from lightning_zero.optimizer import require_whole_steps, staging
 from lightning_zero.plan import Offload
 from lightning_zero.plan.settings import Settings
-from lightning_zero.tensors import internals
 from tests.oracle.in_closures import OPTIMIZERS, Run, assert_equal, counted
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import shard, whole
@@ -267,17 +266,6 @@ def test_edited_weights_and_missing_gradients_are_stepped_behind_the_pass(tmp_pa
     actual, found = run(is_early=True)
     assert found == [4, 3, 2, 3, 2]
     assert all(torch.equal(actual[key], value) for key, value in expected.items())
-
-
-def test_without_the_lock_of_the_compiler_units_are_stepped_behind_the_pass(tmp_path: Path) -> None:
-    run = Run("recomputed", str(tmp_path), is_early=True)
-    with counted() as found:
-        with patch.object(internals, "_lock_of_compiler", lambda: None):
-            run.step(0)
-        assert not found
-        run.step(1)
-        assert found
-    run.engine.close(restore=False)
 
 
 def test_steps_without_closures_are_none_of_it(tmp_path: Path) -> None:
