@@ -42,7 +42,6 @@ from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.weights import Masters
 from lightning_zero.optimizer import UnitStep, unit_step_of
 from lightning_zero.parameters import Piece, settle, unsettle
-from lightning_zero.tensors import internals
 
 
 class EarlyStep:
@@ -84,8 +83,7 @@ class EarlyStep:
     @property
     def is_wanted(self) -> bool:
         """Return whether this rank would step units in the pass that begins."""
-        may = self._is_allowed and internals.has_compile_lock()
-        return may and self._sure_step() is not None
+        return self._is_allowed and self._sure_step() is not None
 
     def begin(self, turns: Sequence[Unit]) -> None:
         """Begin a pass in which all ranks want to step; ``turns`` are its units in their order."""

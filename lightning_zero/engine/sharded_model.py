@@ -144,7 +144,7 @@ class ShardedModel:
     def _peers_read_weights(self) -> bool:
         # Peers read replicated weights if there are no other masters.
         plans = [flat.plan for flat in self.flats]
-        return any(not (plan.has_master or plan.gives_weights_back) for plan in plans)
+        return any(not plan.rests_apart for plan in plans)
 
     @functools.cached_property
     def gives_weights_back(self) -> bool:

@@ -195,7 +195,7 @@ class _Work:
             self.is_landing = False
         for step in given.steps:
             # The compiler's lock first: a thread that compiles holds it when it calls `stop`.
-            with internals.compile_lock(), self.stepping:
+            with internals.compile_lock, self.stepping:
                 if is_over():
                     return
                 with given.around.entered():

@@ -4,7 +4,6 @@
 buffer           a flat tensor with a view for each parameter, whose memory can be released
 shards           a rank's shard, in one memory or in two
 stores           where weights, gradients and masters rest
-second_shards    a second copy of weights for the backward pass
 streams          weights that stay in a checkpoint, and are read from there
 living_views     the living views of a parameter, which move when its data is replaced
 ownership        which engine a parameter belongs to
@@ -27,9 +26,8 @@ from lightning_zero.parameters.grad_view import drop_gradients
 from lightning_zero.parameters.ownership import ownership_of
 from lightning_zero.parameters.piece import Piece, settle, unsettle
 from lightning_zero.parameters.reducer import Reach, Reducer
-from lightning_zero.parameters.second_shards import shared_masters, store_for
 from lightning_zero.parameters.sharded_grad import stack_on
-from lightning_zero.parameters.stores import Store
+from lightning_zero.parameters.stores import Store, shared_masters, store_for
 from lightning_zero.parameters.streams import Reader, Source, stream_for
 
 __all__ = [

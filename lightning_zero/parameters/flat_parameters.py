@@ -83,8 +83,7 @@ class FlatParameters:
         if not self.store.is_stream:
             self._load()
         self.pieces = [self._cut_piece(index) for index in range(len(named))]
-        has_copies = plan.has_master or plan.gives_weights_back
-        self.edits = Edits(self.parameters, self.weight, has_copies=has_copies)
+        self.edits = Edits(self.parameters, self.weight, has_copies=plan.rests_apart)
         self.reducer = Reducer(self.pieces, self.store)
         self.classes = ParameterClasses(named, owner, plan.weight, plan.master.dtype)
         # This rank's part of coded weights, if they were edited since they were gathered.
@@ -267,9 +266,9 @@ class FlatParameters:
         ):
             raise RuntimeError(
                 f"Parameter {slot.name!r} is a view of a flat buffer until training ends:"
-                f" {_describe(parameter)} cannot be replaced by {_describe(data)}. Convert or move"
-                " the module before the Trainer takes it or after it has ended, choose the"
-                " precision by Trainer(precision=...), or convert a copy.deepcopy of it made in"
+                f" {_describe(parameter)} cannot be replaced with {_describe(data)}. Convert or"
+                " move the module before or after training, set the precision with"
+                " Trainer(precision=...), or convert a copy.deepcopy of the module made within"
                 " `with lightning_zero.gathered(module):`"
             )
         self.edits.bring_back()
@@ -336,8 +335,7 @@ class FlatParameters:
         rows, shown = self.reducer.memory(), self.edits.buffer
         rows["gathered"] += 0 if shown is self.weight else shown.nbytes
         rows["gathered" if self.plan.gives_weights_back else "weights"] += self.weight.nbytes
-        rests_apart = self.plan.has_master or self.plan.gives_weights_back
-        if rests_apart and not self.store.is_stream:
+        if self.plan.rests_apart and not self.store.is_stream:
             kind = "master" if self.plan.has_master else "weights"
             rows.update(self.store.rows({kind: self.master.nbytes}))
         return rows

@@ -218,6 +218,6 @@ def _of_another(piece: Piece, other: Piece) -> RuntimeError:
     name, source = piece.range.slot.name, other.range.slot.name
     return RuntimeError(
         f"The gradient of parameter {source!r} was assigned to parameter {name!r}"
-        " (`p.grad = q.grad`). Gradients lie in pieces over the ranks, and two parameters cannot"
-        " share one. Assign a copy: `p.grad = q.grad.clone()`"
+        " (`p.grad = q.grad`). Gradients are sharded over the ranks, and two parameters cannot"
+        " share one. Assign a copy instead: `p.grad = q.grad.clone()`"
     )

@@ -116,9 +116,9 @@ def _refuse_parameter_of(data: Any, caller: FrameType) -> None:
     """Raise if ``caller`` makes a ``Parameter`` of a parameter's data: it would not be trained."""
     if isinstance(data, Parameter) and caller.f_globals.get("__name__") == "torch.nn.parameter":
         raise RuntimeError(
-            f"Parameter {ownership_of(data).name!r} is being trained, and another Parameter over"
-            " its memory would be trained by nobody. Parametrize a module (`weight_norm`) before"
-            " `fit`, in `__init__` or `configure_model`, or make the Parameter of a copy:"
+            f"Parameter {ownership_of(data).name!r} is being trained, and another Parameter that"
+            " shares its memory would not be trained. Parametrize the module (`weight_norm`) before"
+            " `fit`, in `__init__` or `configure_model`, or create the Parameter from a copy:"
             " `p.detach().clone()`"
         )
 
@@ -257,8 +257,8 @@ class View(Tensor):
 def kept_too_long(name: str) -> RuntimeError:
     """Return the error for a use of a view whose memory the parameter has left for good."""
     return RuntimeError(
-        f"A view of parameter {name!r} was kept beyond the training step in which it was"
-        " taken; the memory was given back. Clone what is to last: `p.detach().clone()`"
+        f"A view of parameter {name!r} was used after the training step in which it was taken,"
+        " and its memory has been released. Keep a copy instead: `p.detach().clone()`"
     )
 
 
@@ -381,8 +381,8 @@ def _keep_address(parameter: Parameter) -> None:
         return
     if parameter.device.type != "cpu":
         raise RuntimeError(
-            f"The address of parameter {ownership.name!r} cannot be given away: its memory"
-            " is given back when its module is done. Give away a copy: `p.detach().clone()`"
+            f"The address of parameter {ownership.name!r} cannot be exported: its memory is"
+            " released after its module has run. Export a copy instead: `p.detach().clone()`"
         )
     with internals.as_plain_tensors():
         # Torch does not resize a storage that was exported to numpy, so it is not freed.

@@ -52,7 +52,7 @@ class LivingViews:
                 if not lying:
                     continue
                 if place.dtype.itemsize > parameter.dtype.itemsize:
-                    raise _unknown(name, "was taken between steps, where it had more digits")
+                    raise _unknown(name, "was taken between steps, at a higher precision")
                 plain = [view for view in lying if type(view) is Tensor]
                 if max(map(internals.num_uses, plain), default=1) > 1:
                     raise _unknown(name, "has views of its own, or is saved for a backward pass")
@@ -83,6 +83,6 @@ def _move(view: Tensor, place: Tensor, copied: Tensor) -> None:
 
 def _unknown(name: str, why: str) -> RuntimeError:
     return RuntimeError(
-        f"The data of parameter {name!r} cannot be replaced: a view of it is kept that {why}. Keep"
-        " a copy: `p.data.clone()`"
+        f"The data of parameter {name!r} cannot be replaced: a view of it that is still alive"
+        f" {why}. Keep a copy instead: `p.data.clone()`"
     )

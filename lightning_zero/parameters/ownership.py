@@ -51,9 +51,9 @@ class NoOwner:
     def touch(self, parameters: Sequence[Parameter]) -> None:
         """Raise: a parameter that was left at rest cannot be made readable any more."""
         raise RuntimeError(
-            f"Parameter {self._name!r} was left sharded when its training ended, because of"
-            " restore_weights=False, because other ranks had died or because its engine was never"
-            " closed. Load its values from a checkpoint into a new module, or train with"
+            f"Parameter {self._name!r} was left sharded when training ended:"
+            " restore_weights=False was set, other ranks had died, or the engine was never closed."
+            " Load the weights from a checkpoint into a new module, or train with"
             " restore_weights=True."
         )
 

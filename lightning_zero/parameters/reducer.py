@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_zero.comm import Arrived, ReduceBuffer, Work
 from lightning_zero.parameters.grad_view import GradState, averages
 from lightning_zero.parameters.piece import Piece
-from lightning_zero.parameters.shards import Shard, is_part, while_viewed
+from lightning_zero.parameters.shards import Shard, is_part
 from lightning_zero.parameters.stores import Store
 from lightning_zero.tensors import internals
 
@@ -341,7 +341,7 @@ class GradShard:
         (fresh, flush), self._fresh = self._fresh, None
         flush.wait()
         # Without a call where possible: each unit comes here in each step.
-        self._installed = weakref.ref(fresh) if isinstance(fresh, Tensor) else while_viewed(fresh)
+        self._installed = weakref.ref(fresh) if isinstance(fresh, Tensor) else fresh.while_viewed()
         for piece, has_grad in zip(self._pieces, has_grads, strict=True):
             if has_grad:
                 part = piece.range.in_shard

@@ -123,8 +123,9 @@ class ShardedGrad(StandIn):
             return original.kept
         if original is not self.piece.gradient.sharded:
             raise RuntimeError(
-                f"A gradient of parameter {self.piece.range.slot.name!r} was kept, to which one was"
-                " added that was not sent. Keep a copy: `p.grad.clone()`"
+                "You kept a reference to the gradient of parameter"
+                f" {self.piece.range.slot.name!r}, and an unreduced gradient has been added to it"
+                " since. Keep a copy instead: `p.grad.clone()`"
             )
         return grad if grad is not None else torch.zeros_like(self.piece.detach())
 
@@ -141,7 +142,7 @@ class ShardedGrad(StandIn):
         self.copy_(whole)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Gradient in pieces over the ranks, of shape {tuple(self.shape)}, {self.dtype}"
+        return f"Gradient sharded over the ranks, of shape {tuple(self.shape)}, {self.dtype}"
 
 
 internals.measure_together(ShardedGrad)
@@ -167,7 +168,7 @@ class _ReadOnlyView(Tensor):
         name = func.__name__
         changes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         if changes and isinstance(args[0], cls):
-            raise _cannot_change(f"{name} of a view")
+            raise _cannot_change(f"{name} on a view")
         with internals.as_plain_tensors():
             result = func(*args, **(kwargs or {}))
         is_view = isinstance(result, Tensor) and result._base is not None
@@ -180,8 +181,8 @@ class _ReadOnlyView(Tensor):
 
 def _cannot_change(name: str) -> RuntimeError:
     return RuntimeError(
-        f"{name} cannot change a gradient that lies in pieces over the ranks. Change a copy"
-        " (`grad = p.grad.clone()`) and put it back (`p.grad = grad`)."
+        f"{name} cannot modify a gradient that is sharded over the ranks. Modify a copy"
+        " (`grad = p.grad.clone()`) and assign it back (`p.grad = grad`)."
     )
 
 

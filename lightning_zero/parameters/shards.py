@@ -2,29 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
-from typing import Protocol
 
 from torch import Tensor
-
-
-class Shard(Protocol):
-    """A rank's shard; a tensor is one."""
-
-    @property
-    def nbytes(self) -> int:
-        """The shard's size."""
-
-    def __getitem__(self, in_shard: slice, /) -> Tensor:
-        """Return the elements of a piece, as a view."""
-
-    def copy_(self, source: Tensor, /) -> object:
-        """Take the values of ``source``."""
-
-    def mul_(self, factor: float, /) -> object:
-        """Multiply all elements."""
 
 
 class SplitShard:
@@ -69,6 +50,23 @@ class SplitShard:
         self.away.mul_(factor)
         self.here.mul_(factor)
 
+    def while_viewed(self) -> Callable[[], SplitShard | None]:
+        """Return a function that returns the shard while each non-empty part has living views.
+
+        A view keeps its base tensor alive, but not this object.
+        """
+        away, here = _while_viewed(self.away), _while_viewed(self.here)
+
+        def living() -> SplitShard | None:
+            first, others = away(), here()
+            return None if first is None or others is None else SplitShard(first, others)
+
+        return living
+
+
+Shard = Tensor | SplitShard
+"""A rank's shard. Pieces are views of it: ``shard[in_shard]``."""
+
 
 def is_part(tensor: Tensor, shard: Shard) -> bool:
     """Return whether ``tensor`` is a view of ``shard``."""
@@ -76,21 +74,5 @@ def is_part(tensor: Tensor, shard: Shard) -> bool:
     return any(tensor._base is part for part in parts)
 
 
-def while_viewed(shard: Shard) -> Callable[[], Shard | None]:
-    """Return a function that returns a shard while each part that is not empty has living views.
-
-    A view keeps its base tensor alive, but not a :class:`SplitShard`.
-    """
-    if isinstance(shard, Tensor):
-        return weakref.ref(shard)
-    assert isinstance(shard, SplitShard)
-    return functools.partial(_living, _viewed(shard.away), _viewed(shard.here))
-
-
-def _viewed(part: Tensor) -> Callable[[], Tensor | None]:
+def _while_viewed(part: Tensor) -> Callable[[], Tensor | None]:
     return weakref.ref(part) if part.numel() else lambda: part
-
-
-def _living(away: Callable[[], Tensor | None], here: Callable[[], Tensor | None]) -> Shard | None:
-    parts = away(), here()
-    return None if parts[0] is None or parts[1] is None else SplitShard(parts[0], parts[1])

@@ -53,9 +53,9 @@ class StandIn(Tensor):
         dtypes = (self.dtype, self.piece.dtype)
         if (value.shape, value.device) != (self.shape, self.device) or value.dtype not in dtypes:
             raise RuntimeError(
-                f"The gradient of parameter {self.piece.range.slot.name!r}, of shape"
-                f" {tuple(self.shape)}, {self.dtype} on {self.device}, cannot have data of shape"
-                f" {tuple(value.shape)}, {value.dtype} on {value.device}"
+                f"Data of shape {tuple(value.shape)}, {value.dtype} on {value.device} cannot be"
+                f" assigned to the gradient of parameter {self.piece.range.slot.name!r}, of shape"
+                f" {tuple(self.shape)}, {self.dtype} on {self.device}"
             )
         with torch.no_grad():
             self.copy_(value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import ClassVar
 
 import torch
@@ -35,9 +35,9 @@ from lightning_zero.plan import Layout, Medium, Placement, Plan
 from lightning_zero.tensors import LARGE_BYTES, ask_for_large_pages, lasting_tensors
 
 
-def extent_of(layout: Layout, plan: Plan, scratch: Scratch | None = None) -> Extent:
+def _extent_of(layout: Layout, plan: Plan, scratch: Scratch | None = None) -> Extent:
     """Return the memory for masters, or for whole weights if masters can be views of these."""
-    if plan.gives_weights_back or plan.has_master:
+    if plan.rests_apart:
         files = scratch if plan.master.medium is Medium.DISK else None
         return Extent(layout.shard_numel, plan.master.dtype, files)
     return Extent(layout.numel, plan.weight.dtype)
@@ -85,12 +85,12 @@ class Store:
         shared: Iterator[Shared] | None = None,
     ) -> None:
         self.layout, self.plan, self.comm = layout, plan, comm
-        self._extent = extent_of(layout, plan, scratch)
+        self._extent = _extent_of(layout, plan, scratch)
         # Whole weights and masters share one storage if they rest in the same form.
         self._whole: Tensor | None = None
         if shared is None:
             shared = comm.transport.share([self._extent])
-        if plan.gives_weights_back or plan.has_master:
+        if plan.rests_apart:
             masters = self._masters(shared)
         else:
             whole = self._next(shared)
@@ -305,3 +305,81 @@ class HostStore(Store):
         self._join(on_device, Shared(on_device), unit=unit, tag=tag).wait()
         resting.copy_(on_device)
         return Arrived()
+
+
+class SecondShards(Store):
+    """A store that keeps a part of the whole weights after a forward, for the gathers that follow.
+
+    Together the ranks of a group (the mesh's ``backward`` axis) keep the whole, in the weights' own
+    dtype, so that a gather in the group restores every bit. The parts date from the last gather
+    from all ranks, and are used only if no rank can have changed the masters since: changes take
+    exclusive access, which all ranks take together, so all choose the same gather. A backward pass
+    thus sees edits, optimizer steps and loads that happen within its step.
+    """
+
+    keeps_weights: ClassVar[bool] = True
+
+    @override
+    def _rest(self, shared: Shared) -> None:
+        super()._rest(shared)
+        self._second: Tensor | None = None
+        # The communicator's `num_changes` when the weights were last gathered from all ranks.
+        self._as_of = -1
+        self._fetch_from_all: Callable[..., Work] = self.fetch_weights
+        self.fetch_weights = self._fetch
+
+    def _fetch(self, out: Tensor, *, unit: str, tag: int) -> Work:
+        if self._second is not None and self._is_current:
+            group = self.comm.transports["backward"]
+            return group.gather(out, Shared(self._second), unit=unit, tag=tag)
+        self._second = None
+        self._as_of = self.comm.num_changes
+        return self._fetch_from_all(out, unit=unit, tag=tag)
+
+    @property
+    def _is_current(self) -> bool:
+        return self._as_of == self.comm.num_changes
+
+    @override
+    def keep(self, whole: Tensor) -> None:
+        axis = self.comm.mesh.backward
+        assert axis is not None
+        if self._second is None and self._is_current:
+            part = whole.view(axis.size, -1)[axis.rank]
+            buffer = self.comm.transport.passing_buffer(part.numel(), part.dtype, "gathered")
+            self._second = buffer.copy_(part)
+
+    @override
+    def forget(self) -> None:
+        self._second = None
+
+
+def store_for(
+    layout: Layout,
+    plan: Plan,
+    comm: Communicator,
+    scratch: Scratch | None = None,
+    num_away: int | None = None,
+    shared: Iterator[Shared] | None = None,
+) -> Store:
+    """Return the store that a plan and the division of the ranks call for.
+
+    With offload to a device's host, ``num_away`` elements of the shard are offloaded, by default
+    all; ``Settings`` rules out second shards there. Without, ``shared`` yields the memory for the
+    masters next, if given.
+    """
+    if plan.grad.medium is Medium.HOST:
+        return HostStore(layout, plan, comm, scratch, num_away)
+    has_second = plan.gives_weights_back and comm.mesh.backward is not None
+    return (SecondShards if has_second else Store)(layout, plan, comm, scratch, shared)
+
+
+def shared_masters(
+    layouts: Iterable[tuple[Layout, Plan]], comm: Communicator, scratch: Scratch | None = None
+) -> Generator[Shared, None, None]:
+    """Yield memory for the masters of several stores, in the order in which stores are made."""
+    return comm.transport.share(
+        _extent_of(layout, plan, scratch)
+        for layout, plan in layouts
+        if plan.grad.medium is not Medium.HOST
+    )

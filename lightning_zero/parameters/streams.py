@@ -245,7 +245,7 @@ class Stream(Store):
                 if start < stop:
                     in_shard = slice(*self.layout.piece_in_shard(index, rank))
                     self._read_part(source, start, shared.own[in_shard])
-        outcome.agree(control, "Reading weights that are to be changed")
+        outcome.agree(control, "Reading weights before changing them")
         self.comm.fence(SyncPoint.SETUP)
         self.is_stream, self._sources = False, ()
         self._rest(shared)

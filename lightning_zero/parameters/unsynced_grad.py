@@ -66,8 +66,9 @@ class UnsyncedGrad(StandIn):
         """
         if self.piece.gradient.shown is not self.original:
             raise RuntimeError(
-                f"A gradient of parameter {self.piece.range.slot.name!r} was kept that was not sent"
-                " yet, and its buffer has been used again since. Keep a copy: `p.grad.clone()`"
+                "You kept a reference to the unreduced gradient of parameter"
+                f" {self.piece.range.slot.name!r}, and its buffer has been reused since. Keep a"
+                " copy instead: `p.grad.clone()`"
             )
         self.piece.gradient.add_sharded(self.held)
         return self.held
@@ -76,4 +77,4 @@ class UnsyncedGrad(StandIn):
         self.whole()[index] = value.whole() if isinstance(value, UnsyncedGrad) else value
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Gradient of this rank alone, of shape {tuple(self.shape)}, {self.dtype}"
+        return f"Unreduced gradient of this rank, of shape {tuple(self.shape)}, {self.dtype}"

@@ -6,7 +6,6 @@ units        the search for a model's units
 casts        which parameters forward may read in half precision
 unit_specs   units with their parameters and plans, before they have memory
 layout       the place of every parameter in its flat buffer, and every rank's part
-cuts         where shards are cut if only a share of them is offloaded
 """
 
 from lightning_zero.plan.casts import CAST_WEIGHTS

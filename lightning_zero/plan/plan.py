@@ -133,21 +133,14 @@ class Plan:
         return (self.master.dtype, self.master.medium) != (self.weight.dtype, self.weight.medium)
 
     @property
-    def can_code_weights(self) -> bool:
-        """Return whether whole weights are apart from the masters, and so may be less precise."""
-        is_apart = self.has_master or self.gives_weights_back
-        return is_apart and self.weight.dtype.is_floating_point
+    def rests_apart(self) -> bool:
+        """Return whether masters and whole weights lie in different storages."""
+        return self.has_master or self.gives_weights_back
 
     @property
     def are_copies(self) -> bool:
         """Return whether whole weights are copies of more precise masters."""
         return self.has_master or self.gather_bits is not None
-
-    @property
-    def copies_weights(self) -> bool:
-        """Return whether resting weights take bytes of their own, and are not cast from masters."""
-        is_beside = self.master.medium is self.weight.medium
-        return not (self.gives_weights_back and self.has_master and is_beside)
 
     @property
     def media(self) -> dict[str, Medium]:
@@ -172,25 +165,6 @@ class Plan:
             rows.update({kind: count - away})
         return rows
 
-    def offloaded(self, *, optimizer: Medium, weights: Medium, on_host: bool = False) -> Plan:
-        """Return the same plan with other media; ``on_host`` if the device is the host itself.
-
-        States rest with the masters, except that on the host itself sharded weights are gathered
-        from the masters, which then rest on the weights' medium. Reduced gradients never rest in
-        files: every microbatch adds to them, so they rest where the host reads them for a step.
-        """
-        is_away = optimizer is not Medium.DEVICE
-        grad = Medium.HOST if is_away and not on_host else Medium.DEVICE
-        device = torch.device("cpu") if is_away else self.master.device
-        master = weights if on_host and self.gives_weights_back else optimizer
-        return replace(
-            self,
-            weight=replace(self.weight, medium=weights),
-            grad=replace(self.grad, medium=grad),
-            master=replace(self.master, medium=master, device=device),
-            states=optimizer,
-        )
-
     def resting_bytes(
         self, numel: int, world_size: int, *, trainable: bool = True
     ) -> dict[str, int]:
@@ -202,8 +176,10 @@ class Plan:
         """
         shard = numel // world_size
         weight = shard if self.gives_weights_back else numel
+        is_beside = self.master.medium is self.weight.medium
+        is_cast = self.gives_weights_back and self.has_master and is_beside
         return {
-            "weights": weight * self.weight.dtype.itemsize if self.copies_weights else 0,
+            "weights": 0 if is_cast else weight * self.weight.dtype.itemsize,
             "gradients": shard * self.master.dtype.itemsize if trainable else 0,
             "master": shard * self.master.dtype.itemsize if self.has_master else 0,
         }
@@ -229,18 +205,20 @@ class Offload:
             if value not in (None, "cpu", "nvme"):
                 raise ValueError(f"Expected offload of {name} to 'cpu' or 'nvme', got {value!r}.")
         if self.optimizer is None and self.weights is None:
-            raise ValueError("Expected offload of the optimizer, of the weights or of both.")
+            raise ValueError(
+                "Expected an offload of the optimizer, the weights or both, got neither."
+            )
         is_number = isinstance(self.ratio, (int, float)) and not isinstance(self.ratio, bool)
         if not is_number or not 0 < self.ratio <= 1:
             raise ValueError(
-                f"Expected offload_ratio above 0 and up to 1, got {self.ratio!r}. To offload"
-                " nothing, leave offload_optimizer and offload_weights out."
+                f"Expected offload_ratio to be above 0 and at most 1, got {self.ratio!r}. To"
+                " offload nothing, remove offload_optimizer and offload_weights."
             )
         if self.ratio != 1 and self.optimizer is None:
             raise ValueError(
-                f"offload_ratio={self.ratio!r} lets the device step a share of what the host would,"
-                " which has no meaning without offload_optimizer. Leave it out, or give"
-                " offload_optimizer='cpu'."
+                f"offload_ratio={self.ratio!r} leaves a share of the host's optimizer step to the"
+                " device, so it has no effect without offload_optimizer. Remove offload_ratio, or"
+                " pass offload_optimizer='cpu'."
             )
 
     @classmethod
@@ -266,11 +244,23 @@ class Offload:
         return device.type == "cpu" and self.runs_on(device)
 
     def of(self, plan: Plan, *, trainable: bool, on_host: bool = False) -> Plan:
-        """Return ``plan`` with other media, ``on_host`` if the device is the host itself."""
-        weights = Medium(self.weights or "device")
-        optimizer = Medium(self.optimizer or "device") if trainable else weights
-        away = plan.offloaded(optimizer=optimizer, weights=weights, on_host=on_host)
-        if on_host:
-            # Frozen parameters have no states until they are trained.
-            away = replace(away, states=Medium(self.optimizer or "device"))
-        return away
+        """Return ``plan`` with other media; ``on_host`` if the device is the host itself.
+
+        States rest with the masters, except that on the host itself sharded weights are gathered
+        from the masters, which then rest on the weights' medium. Reduced gradients never rest in
+        files: every microbatch adds to them, so they rest where the host reads them for a step.
+        """
+        weights, states = Medium(self.weights or "device"), Medium(self.optimizer or "device")
+        masters = states if trainable else weights
+        is_away = masters is not Medium.DEVICE
+        grad = Medium.HOST if is_away and not on_host else Medium.DEVICE
+        device = torch.device("cpu") if is_away else plan.master.device
+        medium = weights if on_host and plan.gives_weights_back else masters
+        return replace(
+            plan,
+            weight=replace(plan.weight, medium=weights),
+            grad=replace(plan.grad, medium=grad),
+            master=replace(plan.master, medium=medium, device=device),
+            # On the host itself frozen parameters have no states until they are trained.
+            states=states if on_host else masters,
+        )

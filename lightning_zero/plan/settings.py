@@ -53,17 +53,19 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.stage not in PLACEMENTS:
-            raise ValueError(f"Expected stage among 1, 2, 3, got {self.stage!r}.")
+            raise ValueError(f"Expected stage to be 1, 2 or 3, got {self.stage!r}.")
         if not isinstance(self.prefetch, int) or self.prefetch < 0:
-            raise ValueError(f"Expected prefetch as a number of units >= 0, got {self.prefetch!r}.")
+            raise ValueError(
+                f"Expected prefetch to be a number of units >= 0, got {self.prefetch!r}."
+            )
         if not isinstance(self.min_num_params, int) or self.min_num_params < 0:
             raise ValueError(
-                f"Expected min_num_params as a number of parameters >= 0, got"
+                "Expected min_num_params to be a number of parameters >= 0, got"
                 f" {self.min_num_params!r}."
             )
         if self.cast_weights not in CAST_WEIGHTS:
             raise ValueError(
-                f"Expected cast_weights among {', '.join(map(repr, CAST_WEIGHTS))},"
+                f"Expected cast_weights to be one of {', '.join(map(repr, CAST_WEIGHTS))},"
                 f" got {self.cast_weights!r}."
             )
         self._check_bits()
@@ -77,24 +79,27 @@ class Settings:
         if self.accumulate not in (None, "reduce", "local"):
             raise ValueError(f"Expected accumulate='reduce' or 'local', got {self.accumulate!r}.")
         if self.reduce_dtype is not None and not self.reduce_dtype.is_floating_point:
-            raise ValueError(f"Expected reduce_dtype as a floating dtype, got {self.reduce_dtype}.")
+            raise ValueError(
+                f"Expected reduce_dtype to be a floating-point dtype, got {self.reduce_dtype}."
+            )
         if self.stage == 1 and self.accumulate == "reduce":
             raise ValueError(
-                "stage=1 keeps whole gradients between microbatches, which accumulate='reduce'"
-                " contradicts. Use stage=2, or leave accumulate out."
+                "accumulate='reduce' contradicts stage=1, which keeps whole gradients between"
+                " microbatches. Use stage=2, or remove accumulate."
             )
         if self.stage < 3 and not self.reshard_after_forward:
             raise ValueError(
-                f"stage={self.stage} never gives weights back, so reshard_after_forward=False"
-                " has no meaning. Leave it out, or use stage=3."
+                f"stage={self.stage} never releases whole weights, so reshard_after_forward=False"
+                " has no effect. Remove it, or use stage=3."
             )
         if self.offload is not None:
             self._check_offload(self.offload)
         if self.step_in_backward and (self.offload is None or self.offload.optimizer is None):
             raise ValueError(
-                "step_in_backward=True hides the time of steps on an accelerator's host, and of"
-                " files that optimizer states rest in. Give offload_optimizer='cpu' or 'nvme' too,"
-                " or leave it out."
+                "step_in_backward=True hides the time of optimizer steps that run on an"
+                " accelerator's host or read states from files, so it has no effect without"
+                " offload_optimizer. Pass offload_optimizer='cpu' or 'nvme', or remove"
+                " step_in_backward."
             )
         if self.backward_shard is not None:
             self._check_backward_shard(f"backward_shard={self.backward_shard!r}")
@@ -103,19 +108,19 @@ class Settings:
         if self.stage < 3 or not self.reshard_after_forward:
             other = "reshard_after_forward=False" if self.stage == 3 else f"stage={self.stage}"
             raise ValueError(
-                f"{other} keeps whole weights from forward to backward, so {what} has nothing to"
-                " gather. Leave it out."
+                f"{other} keeps whole weights from forward to backward, so {what} has no effect."
+                " Remove it."
             )
         if self.shard != "all":
             raise ValueError(
-                f"shard={self.shard!r} gathers weights within a copy already, which {what} asks"
-                " for in backward alone. Leave one of them out."
+                f"shard={self.shard!r} already gathers weights within a copy, which {what} would"
+                " do in backward only. Remove one of them."
             )
         if self.offload is not None and self.offload.weights:
             raise ValueError(
-                f"{what} keeps a second copy of weights on the device, from which"
-                f" offload_weights={self.offload.weights!r} is to keep the first. Leave one of"
-                " them out."
+                f"{what} keeps a second copy of the weights on the device, while"
+                f" offload_weights={self.offload.weights!r} moves the first off it. Remove one of"
+                " them."
             )
 
     def _check_bits(self) -> None:
@@ -126,18 +131,18 @@ class Settings:
                 raise ValueError(f"Expected {name}={numbers}, or None for all bits, got {value!r}.")
         if self.reduce_bits is not None and self.reduce_dtype is not None:
             raise ValueError(
-                f"reduce_bits={self.reduce_bits} sends gradients in code and adds them up in fp32,"
-                f" which reduce_dtype={self.reduce_dtype} contradicts. Leave one of them out."
+                f"reduce_dtype={self.reduce_dtype} contradicts reduce_bits={self.reduce_bits},"
+                " which encodes gradients and sums them in fp32. Remove one of them."
             )
         if self.error_feedback and self.reduce_bits is None:
             raise ValueError(
-                "error_feedback=True keeps what reduce_bits loses, and nothing is lost without it."
-                " Give reduce_bits=8 or 4, or leave it out."
+                "error_feedback=True makes up for what reduce_bits loses, so it has no effect"
+                " without reduce_bits. Pass reduce_bits=8 or 4, or remove error_feedback."
             )
         if self.error_feedback and self.recipe.loss_scaled:
             raise ValueError(
-                "error_feedback=True adds what one step has lost to the next, whose loss scale may"
-                " be another. Use precision='bf16-mixed', or leave it out."
+                "error_feedback=True adds what one step loses to the next, whose loss scale may"
+                " differ. Use precision='bf16-mixed', or remove error_feedback."
             )
 
     @property
@@ -171,29 +176,28 @@ class Settings:
         found = {"all": world_size, "node": ranks_on_node}.get(asked, asked)
         if found is None:
             raise ValueError(
-                f"{name}='node' needs to know how many ranks share a node, as the Trainer does."
-                " Give their number."
+                f"{name}='node' needs the number of ranks per node, which is known under a Trainer"
+                " only. Pass a number of ranks instead."
             )
         if world_size % found:
             raise ValueError(
-                f"{name}={asked!r} makes groups of {found} ranks, into which {world_size} ranks"
-                " cannot be divided. Take a divisor of the number of ranks."
+                f"{name}={asked!r} makes groups of {found} ranks, but {world_size} ranks cannot be"
+                " divided into groups of that size. Use a divisor of the number of ranks."
             )
         return int(found)
 
     def _check_offload(self, offload: Offload) -> None:
-        kinds = {"offload_optimizer": offload.optimizer, "offload_weights": offload.weights}
         if self.stochastic_rounding:
             raise ValueError(
-                "stochastic_rounding steps in fp32 what rests in bf16 on the device, which offload"
-                " steps where it rests. Leave one of them out."
+                "stochastic_rounding=True steps bf16 parameters in fp32 on the device, but offload"
+                " steps parameters where they rest. Remove one of them."
             )
         if self.stage < 3 and offload.weights:
             raise ValueError(
                 f"stage={self.stage} keeps whole weights on every rank, so offload_weights has no"
-                " meaning. Leave it out, or use stage=3."
+                " effect. Remove it, or use stage=3."
             )
-        if "cpu" in kinds.values():
+        if "cpu" in (offload.optimizer, offload.weights):
             self._check_both(offload)
 
     def _check_both(self, offload: Offload) -> None:
@@ -202,8 +206,8 @@ class Settings:
         if self.stage == 3 and len(set(kinds.values())) > 1:
             given, other = sorted(kinds, key=lambda name: kinds[name] is None)
             raise ValueError(
-                f"stage=3 with {given}={kinds[given]!r} and {other}={kinds[other]!r} is not there:"
-                f" weights rest beside their masters. Give {other}={kinds[given]!r}."
+                f"stage=3 does not support {given}={kinds[given]!r} with {other}={kinds[other]!r}:"
+                f" weights rest beside their masters. Set {other}={kinds[given]!r}."
             )
 
     def check_device(self) -> None:
@@ -216,13 +220,14 @@ class Settings:
         if self.offload is not None and not self.offload.runs_on(self.device):
             if self.offload.ratio != 1:
                 raise ValueError(
-                    f"offload_ratio={self.offload.ratio!r} leaves a share on a device beside the"
-                    " host, but accelerator='cpu' has none. Leave it out."
+                    f"offload_ratio={self.offload.ratio!r} leaves a share on a device other than"
+                    " the host, but accelerator='cpu' has none. Remove it."
                 )
             raise ValueError(
-                "Offload to 'cpu' needs a device beside the host, but accelerator='cpu' has none:"
-                " there is nothing to move. offload_optimizer='nvme', at stage 3 with"
-                " offload_weights='nvme', moves it to files; else leave them out."
+                "Offload to 'cpu' needs a device other than the host, but accelerator='cpu' has"
+                " none: there is nothing to move. To offload to files, set"
+                " offload_optimizer='nvme', and at stage 3 offload_weights='nvme' too; otherwise do"
+                " not offload."
             )
 
     def plan(self, dtype: torch.dtype, *, is_cast: bool = True, trainable: bool = True) -> Plan:
@@ -231,7 +236,8 @@ class Settings:
         if self.accumulate is not None:
             grad = Placement.PARTIAL if self.accumulate == "local" else Placement.SHARDED
         recipe = self.recipe if is_cast and dtype is torch.float32 else Recipe()
-        reduce_dtype = self.reduce_dtype if dtype.is_floating_point else None
+        is_floating = dtype.is_floating_point
+        reduce_dtype = self.reduce_dtype if is_floating else None
         plan = Plan(
             Home(weight, recipe.weight or dtype, self.device),
             Home(grad, reduce_dtype or recipe.reduce or dtype, self.device),
@@ -242,14 +248,15 @@ class Settings:
             plan = self.offload.of(plan, trainable=trainable, on_host=is_mapped)
         if self.gather_bits is not None and plan.grad.medium is Medium.HOST:
             raise ValueError(
-                f"gather_bits={self.gather_bits} codes shards where weights are whole, but offload"
-                " keeps them with an accelerator's host. Leave one of them out."
+                f"gather_bits={self.gather_bits} encodes shards on the device, but offload keeps"
+                " them on an accelerator's host. Remove one of them."
             )
         return replace(
             plan,
-            gather_bits=self.gather_bits if plan.can_code_weights else None,
-            reduce_bits=self.reduce_bits if dtype.is_floating_point else None,
-            error_feedback=self.error_feedback and dtype.is_floating_point,
+            # Weights that are the masters may not lose precision.
+            gather_bits=self.gather_bits if is_floating and plan.rests_apart else None,
+            reduce_bits=self.reduce_bits if is_floating else None,
+            error_feedback=self.error_feedback and is_floating,
             stochastic_rounding=self.stochastic_rounding and dtype is torch.bfloat16,
         )
 
@@ -261,6 +268,6 @@ def as_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
     dtype = getattr(torch, value.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(
-            f"Expected reduce_dtype as a torch dtype such as 'bfloat16', got {value!r}."
+            f"Expected reduce_dtype to be a torch dtype such as 'bfloat16', got {value!r}."
         )
     return dtype

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from torch import nn
 from torch.nn import Parameter
 
 from lightning_zero.plan.casts import uncast_parameters
-from lightning_zero.plan.cuts import cuts_of
 from lightning_zero.plan.layout import Layout
 from lightning_zero.plan.plan import Medium, Plan
 from lightning_zero.plan.settings import Settings
@@ -61,6 +62,30 @@ class UnitSpec(NamedTuple):
     def bytes_in_files(self, num_shards: int, num_copies: int) -> int:
         """Return the bytes of weights and masters that a rank will have in files."""
         return sum(flat.bytes_in_files(num_shards, num_copies) for flat in self.flat_parameters)
+
+
+def cuts_of(layouts: Sequence[Layout], ratio: float, rank: int) -> list[int]:
+    """Return how many elements of each of a rank's shards to offload, ``ratio`` of all in total.
+
+    The first elements of a shard go, the others stay. A piece is never split, since an optimizer
+    keeps one state for it: cuts are at the nearest boundary between pieces. Shards with large
+    pieces are cut first, and the others make up for the error in proportion to their sizes::
+
+        ratio 0.3   | go |  stay        | go      | stay     | stay      |
+        shards      | unit 0            | unit 1             | embedding |
+    """
+    ends = [sorted(layout.ends(rank), reverse=True) for layout in layouts]
+    largest = [max(b - a for b, a in pairwise(places)) for places in ends]
+    found = [0] * len(layouts)
+    rest = sum(layout.shard_numel for layout in layouts)
+    to_go = ratio * rest
+    for number in sorted(range(len(layouts)), key=largest.__getitem__, reverse=True):
+        numel = layouts[number].shard_numel
+        wanted = to_go * numel / max(1, rest)
+        # Of two equally near ends the later: what is offloaded was too large for the device.
+        found[number] = min(ends[number], key=lambda end: abs(end - wanted))
+        to_go, rest = to_go - found[number], rest - numel
+    return found
 
 
 def with_cuts(
@@ -117,14 +142,14 @@ def specify_units(module: nn.Module, settings: Settings) -> list[UnitSpec]:
     plans = [flat.plan for spec in (*specs, root) for flat in spec.flat_parameters]
     if settings.gather_bits is not None and not any(plan.gather_bits for plan in plans):
         raise ValueError(
-            f"gather_bits={settings.gather_bits} has nothing to act on: at stage={settings.stage}"
-            " without mixed precision the whole weights are the masters, which lose no digit. Use"
-            " stage=3 or precision='bf16-mixed', or leave it out."
+            f"gather_bits={settings.gather_bits} has no effect: at stage={settings.stage} without"
+            " mixed precision the whole weights are the masters, which are never encoded. Use"
+            " stage=3 or precision='bf16-mixed', or remove gather_bits."
         )
     if settings.stochastic_rounding and not any(plan.stochastic_rounding for plan in plans):
         raise ValueError(
-            "stochastic_rounding=True has nothing to act on: no parameter rests in bf16. Use"
-            " precision='bf16-true', or leave it out."
+            "stochastic_rounding=True has no effect: no parameter rests in bf16. Use"
+            " precision='bf16-true', or remove stochastic_rounding."
         )
     return [*specs, root]
 

@@ -50,13 +50,13 @@ def find_units(
         return {name: module for name, module in modules if policy(unwrap_compiled(module))}
     classes = (policy,) if isinstance(policy, type) else tuple(policy)
     if not all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in classes):
-        raise TypeError(f"Expected units as module classes, got units={policy!r}.")
+        raise TypeError(f"Expected units to be module classes, got units={policy!r}.")
     found = {
         name: module for name, module in modules if isinstance(unwrap_compiled(module), classes)
     }
     if not found:
         names = ", ".join(cls.__name__ for cls in classes)
-        raise ValueError(f"units={names}: {type(root).__name__} has no module of these classes.")
+        raise ValueError(f"units={names} matches no module of {type(root).__name__}.")
     return found
 
 
@@ -172,7 +172,7 @@ def check_parameter(name: str, parameter: Any) -> None:
     if isinstance(parameter, UninitializedParameter):
         reason = "is lazily initialized and has no shape yet; run one batch through the model first"
     elif parameter.is_sparse or parameter.is_quantized or parameter.is_nested:
-        reason = "is not a dense tensor; hold it as a buffer, or densify it"
+        reason = "is not a dense tensor; register it as a buffer, or make it dense"
     elif type(parameter.data).__name__ == "DTensor":
         reason = "is a DTensor, already sharded by something else; pass the plain module"
     if reason is not None:

@@ -6,15 +6,13 @@ they are used. Binding a name here once makes it cheaper to look up.
 
 from __future__ import annotations
 
-import functools
-import importlib
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from inspect import isabstract
 from typing import Any
 
 import torch
+import torch._dynamo.convert_frame as _convert_frame
 import torch.optim.optimizer as _optimizers
 import torch.utils._foreach_utils as _foreach_utils
 import torch.utils._python_dispatch as _python_dispatch
@@ -63,28 +61,12 @@ profiler_is_enabled = torch.autograd._profiler_enabled
 enable_profiler_ranges = torch.autograd._enable_record_function
 """Turns the profiler ranges of torch's own works on and off; there is no public switch."""
 
+compile_lock = _convert_frame.compile_lock
+"""The reentrant lock that torch holds while any thread of the process compiles.
 
-@functools.cache
-def _lock_of_compiler() -> AbstractContextManager[Any] | None:
-    # Not an extra import: the first optimizer imports the module anyway.
-    module = importlib.import_module("torch._dynamo.convert_frame")
-    return getattr(module, "compile_lock", None)
-
-
-def has_compile_lock() -> bool:
-    """Return whether this version of torch has a :func:`compile_lock`."""
-    return _lock_of_compiler() is not None
-
-
-def compile_lock() -> AbstractContextManager[Any]:
-    """Return the reentrant lock that torch holds while any thread of the process compiles.
-
-    Meanwhile ``torch.compiler.is_compiling()`` is true in all threads, and torch's optimizers
-    compute with tensors instead of numbers. There is no public way to detect or prevent that.
-    """
-    lock = _lock_of_compiler()
-    assert lock is not None, "has_compile_lock was not asked"
-    return lock
+Meanwhile ``torch.compiler.is_compiling()`` is true in all threads, and torch's optimizers compute
+with tensors instead of numbers. There is no public way to detect or prevent that.
+"""
 
 
 def is_called_by(package: str) -> bool:

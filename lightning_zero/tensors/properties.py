@@ -21,119 +21,34 @@ from torch import Tensor
 from lightning_zero.tensors import internals
 
 _READABLE_ATTRIBUTES = [
-    "shape",
-    "dtype",
-    "device",
-    "layout",
-    "requires_grad",
-    "grad",
-    "grad_dtype",
-    "names",
-    "ndim",
-    "is_leaf",
-    "is_cuda",
-    "is_cpu",
-    "is_meta",
-    "is_sparse",
-    "is_quantized",
-    "is_mkldnn",
-    "is_nested",
-    "is_xpu",
-    "is_mps",
-    "is_xla",
-    "itemsize",
-    "nbytes",
-    "grad_fn",
-    "output_nr",
-    "retains_grad",
-    "_version",
-    "_base",
-    "_backward_hooks",
-    "_post_accumulate_grad_hooks",
-]
+    "shape", "dtype", "device", "layout", "requires_grad", "grad", "grad_dtype", "names", "ndim",
+    "is_leaf", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mkldnn",
+    "is_nested", "is_xpu", "is_mps", "is_xla", "itemsize", "nbytes", "grad_fn", "output_nr",
+    "retains_grad", "_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks",
+]  # fmt: skip
 _KIND_ATTRIBUTES = ("dtype", "device", "layout", "itemsize", "is_cuda", "is_cpu", "is_meta")
 _KIND_METHODS = ("element_size", "is_floating_point", "is_complex", "get_device", "__hash__")
 _WRITABLE_ATTRIBUTES = ("requires_grad", "grad", "grad_dtype", "names", "_backward_hooks")
 _FACT_METHODS = [
-    "size",
-    "dim",
-    "ndimension",
-    "numel",
-    "nelement",
-    "element_size",
-    "is_floating_point",
-    "is_complex",
-    "get_device",
-    "stride",
-    "storage_offset",
-    "__hash__",
-    "__len__",
-]
-_METHODS = [
-    "requires_grad_",
-    "register_hook",
-    "register_post_accumulate_grad_hook",
-    "is_same_size",
-]
+    "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point",
+    "is_complex", "get_device", "stride", "storage_offset", "__hash__", "__len__",
+]  # fmt: skip
+_METHODS = ["requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "is_same_size"]
 _CREATING_METHODS = ["new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"]
 _FACT_FUNCTIONS = ["is_floating_point", "is_complex", "numel", "is_tensor"]
 _CREATING_FUNCTIONS = [
-    "empty_like",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "rand_like",
-    "randn_like",
-]
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
+]  # fmt: skip
 
 _VIEWING_METHODS = [
-    "__array__",
-    "__dlpack__",
-    "__getitem__",
-    "_neg_view",
-    "adjoint",
-    "as_strided",
-    "as_subclass",
-    "broadcast_to",
-    "chunk",
-    "diagonal",
-    "detach",
-    "dsplit",
-    "expand",
-    "expand_as",
-    "flatten",
-    "hsplit",
-    "movedim",
-    "moveaxis",
-    "narrow",
-    "new",
-    "numpy",
-    "permute",
-    "ravel",
-    "reshape",
-    "reshape_as",
-    "resize",
-    "resize_as",
-    "select",
-    "slice_inverse",
-    "split",
-    "split_with_sizes",
-    "squeeze",
-    "swapaxes",
-    "swapdims",
-    "t",
-    "tensor_split",
-    "transpose",
-    "unbind",
-    "unfold",
-    "unsafe_chunk",
-    "unsafe_split",
-    "unsafe_split_with_sizes",
-    "unsqueeze",
-    "view",
-    "view_as",
+    "__array__", "__dlpack__", "__getitem__", "_neg_view", "adjoint", "as_strided", "as_subclass",
+    "broadcast_to", "chunk", "diagonal", "detach", "dsplit", "expand", "expand_as", "flatten",
+    "hsplit", "movedim", "moveaxis", "narrow", "new", "numpy", "permute", "ravel", "reshape",
+    "reshape_as", "resize", "resize_as", "select", "slice_inverse", "split", "split_with_sizes",
+    "squeeze", "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unfold",
+    "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes", "unsqueeze", "view", "view_as",
     "vsplit",
-]
+]  # fmt: skip
 
 
 def _facts() -> frozenset[Any]:

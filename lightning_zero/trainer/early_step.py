@@ -14,7 +14,6 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_zero.tensors import internals
 from lightning_zero.trainer.precision import ZeROPrecision
 from lightning_zero.trainer.run import callbacks_of
 
@@ -42,8 +41,6 @@ def obstacle_to_early_steps(trainer: pl.Trainer) -> str | None:
 
 def _obstacles(trainer: pl.Trainer) -> Iterator[str]:
     callbacks = callbacks_of(trainer)
-    if not internals.has_compile_lock():
-        yield "this version of torch has no lock that keeps steps apart from what is compiled"
     if not trainer.lightning_module.automatic_optimization:
         yield "optimization is manual"
     if len(trainer.optimizers) > 1:

@@ -277,8 +277,8 @@ def test_units_within_units(ranks: Pools) -> None:
     [
         ({"stage": 2}, "stage=2 keeps whole weights from forward to backward"),
         ({"reshard_after_forward": False}, "reshard_after_forward=False keeps whole weights"),
-        ({"shard": 4}, "shard=4 gathers weights within a copy already"),
-        ({"offload": Offload("nvme", "nvme")}, "from which offload_weights='nvme' is to keep"),
+        ({"shard": 4}, "shard=4 already gathers weights within a copy"),
+        ({"offload": Offload("nvme", "nvme")}, "while offload_weights='nvme' moves the first"),
         ({"backward_shard": 0}, "Expected backward_shard=None, 'node' or a number of ranks"),
         ({"backward_shard": "all"}, "Expected backward_shard=None, 'node' or a number of ranks"),
     ],
@@ -293,7 +293,7 @@ def test_groups_of_all_ranks_are_plain_sharding() -> None:
     assert Communicator(CPU, num_backward_shards=1).mesh.backward is None
     with pytest.raises(ValueError, match="backward_shard=3 makes groups of 3 ranks"):
         Settings(backward_shard=3).division(4)
-    with pytest.raises(ValueError, match="backward_shard='node' needs to know"):
+    with pytest.raises(ValueError, match="backward_shard='node' needs the number"):
         Settings(backward_shard="node").division(4)
 
 

@@ -288,17 +288,17 @@ def _refused() -> list[str]:
 
 def test_what_cannot_be_coded_is_refused(ranks: Pools) -> None:
     for replicated, windows in ranks(2).run(_refused):
-        assert "gather_bits=8 has nothing to act on: at stage=2 without mixed" in replicated
+        assert "gather_bits=8 has no effect: at stage=2 without mixed" in replicated
         assert "Use Communicator(windows=False)" in windows
     for name, value in (("gather_bits", 4), ("reduce_bits", 2), ("reduce_bits", True)):
         with pytest.raises(ValueError, match=f"Expected {name}="):
             Settings(**{name: value})
     away = Settings(stage=3, gather_bits=8, offload=Offload("cpu", "cpu"))
-    with pytest.raises(ValueError, match="keeps them with an accelerator's host"):
+    with pytest.raises(ValueError, match="keeps them on an accelerator's host"):
         away.plan(torch.float32)
     with pytest.raises(ValueError, match="contradicts"):
         Settings(reduce_bits=8, reduce_dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="Give reduce_bits=8 or 4"):
+    with pytest.raises(ValueError, match="Pass reduce_bits=8 or 4"):
         Settings(error_feedback=True)
-    with pytest.raises(ValueError, match="whose loss scale may be another"):
+    with pytest.raises(ValueError, match="whose loss scale may differ"):
         Settings(reduce_bits=8, error_feedback=True, recipe=RECIPES["16-mixed"])

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from lightning_zero.optimizer import require_whole_steps, staging
 from lightning_zero.plan import Offload
 from lightning_zero.plan.settings import Settings
-from lightning_zero.tensors import internals
 from tests.oracle.in_closures import OPTIMIZERS, Run, assert_equal, counted
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import shard, whole
@@ -269,17 +268,6 @@ def test_edited_weights_and_missing_gradients_are_stepped_behind_the_pass(tmp_pa
     assert all(torch.equal(actual[key], value) for key, value in expected.items())
 
 
-def test_without_the_lock_of_the_compiler_units_are_stepped_behind_the_pass(tmp_path: Path) -> None:
-    run = Run("recomputed", str(tmp_path), is_early=True)
-    with counted() as found:
-        with patch.object(internals, "_lock_of_compiler", lambda: None):
-            run.step(0)
-        assert not found
-        run.step(1)
-        assert found
-    run.engine.close(restore=False)
-
-
 def test_steps_without_closures_are_none_of_it(tmp_path: Path) -> None:
     run = Run("recomputed", str(tmp_path), is_early=True)
     with counted() as found:
@@ -293,8 +281,8 @@ def test_steps_without_closures_are_none_of_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "Give offload_optimizer="),
-        ({"offload": Offload(weights="nvme")}, "Give offload_optimizer="),
+        ({}, "Pass offload_optimizer="),
+        ({"offload": Offload(weights="nvme")}, "Pass offload_optimizer="),
         ({"offload": Offload("cpu", "cpu")}, "accelerator='cpu' has none"),
     ],
 )

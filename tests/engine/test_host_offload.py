@@ -358,9 +358,9 @@ def test_gradients_are_waited_for_and_edits_go_up_and_down(ranks: Pools, world: 
 
 def test_a_host_without_a_device_is_refused() -> None:
     for offload, message in (
-        (Offload("cpu", "cpu"), r"Offload to 'cpu' needs a device beside the host"),
-        (Offload("cpu"), r"Offload to 'cpu' needs a device beside the host"),
-        (Offload("nvme", "nvme", 0.5), r"offload_ratio=0\.5 leaves a share on a device beside the"),
+        (Offload("cpu", "cpu"), r"Offload to 'cpu' needs a device other than the host"),
+        (Offload("cpu"), r"Offload to 'cpu' needs a device other than the host"),
+        (Offload("nvme", "nvme", 0.5), r"offload_ratio=0\.5 leaves a share on a device other"),
     ):
         settings = Settings(stage=3 if offload.weights else 2, offload=offload)
         with pytest.raises(ValueError, match=message):

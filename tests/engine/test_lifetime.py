@@ -47,7 +47,7 @@ def _parts_of(engine: Engine) -> Watched:
             name = flat.layout.slots[0].name
             parts[f"bundle of {name}"] = flat
             parts[f"weights of {name}"] = flat.weight.tensor.untyped_storage()
-            if flat.plan.has_master or flat.plan.gives_weights_back:
+            if flat.plan.rests_apart:
                 parts[f"masters of {name}"] = flat.master.untyped_storage()
             grads = [piece.reduced for piece in flat.pieces if piece.reduced is not None]
             if grads:
@@ -203,7 +203,7 @@ def _use_what_was_left_sharded() -> dict[str, str]:
 def test_what_was_left_sharded_says_so_when_its_engine_is_gone(ranks: Pools) -> None:
     for said in ranks(2).run(_use_what_was_left_sharded):
         for name, words in said.items():
-            assert "was left sharded when its training ended" in words, name
+            assert "was left sharded when training ended" in words, name
             assert "restore_weights=True" in words, name
         assert "'net.blocks.0.linear.weight'" in said["sum"]
 
@@ -249,7 +249,7 @@ def test_a_view_of_one_training_says_so_in_the_next(ranks: Pools) -> None:
     for said in ranks(2).run(_use_views_of_another_training):
         assert len(said) == 6
         for words in said:
-            assert "A view of parameter 'net.blocks.0.linear.weight' was kept beyond" in words
+            assert "A view of parameter 'net.blocks.0.linear.weight' was used after" in words
             assert "p.detach().clone()" in words
 
 

@@ -720,14 +720,14 @@ def test_states_that_exceed_a_limit_of_memory_train_from_files(
     [
         ({"offload": Offload("cpu", "nvme")}, "weights rest beside their masters"),
         ({"offload": Offload("nvme", "nvme", 0.5)}, "accelerator='cpu' has none"),
-        ({"offload": Offload("nvme", "nvme"), "stage": 2}, "so offload_weights has no meaning"),
+        ({"offload": Offload("nvme", "nvme"), "stage": 2}, "so offload_weights has no effect"),
         (
             {"offload": Offload("nvme"), "device": torch.device("cuda")},
-            "Give offload_weights='nvme'",
+            "Set offload_weights='nvme'",
         ),
         (
             {"offload": Offload(weights="nvme"), "device": torch.device("cuda")},
-            "Give offload_optimizer='nvme'",
+            "Set offload_optimizer='nvme'",
         ),
     ],
 )

@@ -172,7 +172,7 @@ OTHER_MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "refused": (
         lambda: engine(Model(), units=(nn.Conv2d,)),
-        "Conv2d: Model has no module of these classes.' exists on {odd} and not on {usual}",
+        "units=Conv2d matches no module of Model.' exists on {odd} and not on {usual}",
     ),
 }
 

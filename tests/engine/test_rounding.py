@@ -230,7 +230,7 @@ def test_what_has_no_meaning_is_refused(ranks: Pools) -> None:
     [found] = ranks(1).run(refusals)
     for precision in ("fp32", "fp16"):
         assert "no parameter rests in bf16. Use precision='bf16-true'" in found[precision]
-    assert "offload steps where it rests. Leave one of them out" in found["offload"]
+    assert "offload steps parameters where they rest. Remove one of them" in found["offload"]
     assert "Adafactor mixes the elements of a parameter" in found["Adafactor"]
     assert "stochastic_rounding out" in found["Adafactor"]
 

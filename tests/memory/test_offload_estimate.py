@@ -184,10 +184,10 @@ def test_a_bad_offload_is_named(change: dict[str, Any], message: str) -> None:
 
 
 def test_an_offload_of_nothing_is_named() -> None:
-    with pytest.raises(ValueError, match="Expected offload of the optimizer, of the weights"):
+    with pytest.raises(ValueError, match="Expected an offload of the optimizer, the weights"):
         Offload()
     for ratio in (0, "0.5", None, True, float("nan")):
-        text = f"Expected offload_ratio above 0 and up to 1, got {ratio!r}. To offload"
+        text = f"Expected offload_ratio to be above 0 and at most 1, got {ratio!r}. To"
         with pytest.raises(ValueError, match=re.escape(text)):
             Offload("cpu", ratio=ratio)  # type: ignore[arg-type]
 
@@ -347,7 +347,7 @@ def test_command_reads_the_offload_of_a_configuration(capsys: Any, tmp_path: Any
     ("words", "message"),
     [
         (["10B", "--host-memory", "1TB"], "together with --device-memory"),
-        (["10B", "--offload", "cpu", "--offload-ratio", "2"], "Expected offload_ratio above 0"),
+        (["10B", "--offload", "cpu", "--offload-ratio", "2"], "Expected offload_ratio to be"),
         (["10B", "--offload-ratio", "0.5"], "--offload-ratio 0.5 has no meaning where nothing"),
         (["10B", "--ranks-per-node", "0"], "Expected ranks per node >= 1, got 0."),
     ],

@@ -145,7 +145,7 @@ def test_what_cannot_keep_its_value_is_refused(ranks: Pools) -> None:
         assert "'body.stem.weight' cannot be replaced" in first
         assert "has views of its own" in first
         assert "'phase.bias' cannot be replaced" in second
-        assert "between steps, where it had more digits" in third
+        assert "between steps, at a higher precision" in third
 
 
 HALVE = compile("for p in parameters: p.data.mul_(0.5)", "<run>", "exec")

@@ -6,8 +6,8 @@ import pytest
 from torch import nn
 
 from lightning_zero.plan import Offload, Settings, specify_units, with_cuts
-from lightning_zero.plan.cuts import cuts_of
 from lightning_zero.plan.layout import Layout
+from lightning_zero.plan.unit_specs import cuts_of
 
 UNITS = [[300, 20, 700, 5], [64, 64, 64, 64], [5000], [100] * 9]
 

@@ -74,14 +74,14 @@ def test_resting_bytes(stage: int, precision: str, terms: tuple[int, int, int]) 
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"stage": 4}, "stage among 1, 2, 3, got 4"),
-        ({"stage": "3"}, "stage among 1, 2, 3, got '3'"),
+        ({"stage": 4}, "stage to be 1, 2 or 3, got 4"),
+        ({"stage": "3"}, "stage to be 1, 2 or 3, got '3'"),
         ({"prefetch": -1}, "prefetch .* got -1"),
         ({"prefetch": 1.5}, "prefetch .* got 1.5"),
         ({"accumulate": "never"}, "accumulate='reduce' or 'local', got 'never'"),
-        ({"reduce_dtype": torch.int8}, "reduce_dtype as a floating dtype, got torch.int8"),
-        ({"stage": 1, "accumulate": "reduce"}, "stage=1 .* contradicts. Use stage=2"),
-        ({"stage": 2, "reshard_after_forward": False}, "stage=2 never gives weights back"),
+        ({"reduce_dtype": torch.int8}, "reduce_dtype .* got torch.int8"),
+        ({"stage": 1, "accumulate": "reduce"}, "contradicts stage=1.* Use stage=2"),
+        ({"stage": 2, "reshard_after_forward": False}, "stage=2 never releases whole weights"),
     ],
 )
 def test_contradictions_are_refused_at_the_door(settings: dict, complaint: str) -> None:

@@ -108,7 +108,7 @@ def test_classes_and_callables() -> None:
         ("layers", ValueError, "units='layers'"),
         ([int], TypeError, "module classes"),
         (["Layer"], TypeError, "module classes"),
-        (nn.Conv2d, ValueError, "Conv2d: Model has no module of these classes"),
+        (nn.Conv2d, ValueError, "units=Conv2d matches no module of Model"),
     ],
 )
 def test_wrong_policies_are_named(policy: object, error: type[Exception], words: str) -> None:

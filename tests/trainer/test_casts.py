@@ -166,5 +166,5 @@ def test_the_price_of_full_weights_is_estimated() -> None:
 
 
 def test_other_words_are_refused() -> None:
-    with pytest.raises(ValueError, match="cast_weights among 'autocast', 'all', 'none', got 'bf"):
+    with pytest.raises(ValueError, match=r"cast_weights to be one of 'autocast', .*, got 'bf"):
         ZeROStrategy(cast_weights="bf16")  # type: ignore[arg-type]

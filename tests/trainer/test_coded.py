@@ -74,6 +74,6 @@ def test_an_estimate_takes_them() -> None:
     assert coded.most["unreduced"] < plain.most["unreduced"]
     with pytest.raises(ValueError, match="read each other's memory"):
         estimate(build, stage=3, world_size=4, shares_memory=True, **CODED)
-    with pytest.raises(ValueError, match="has nothing to act on"):
+    with pytest.raises(ValueError, match="gather_bits=8 has no effect"):
         estimate(build, stage=2, world_size=4, gather_bits=8)
     assert estimate(build, stage=0, world_size=4, gather_bits=8).stage == 0

@@ -75,7 +75,7 @@ def _refused(folder: str, shards: list[Any]) -> str:
 
 def test_ranks_that_cannot_be_divided_are_refused(ranks: Pools, tmp_path: Path) -> None:
     for text in ranks(2).run(_refused, str(tmp_path), [3, 3]):
-        assert "shard=3 makes groups of 3 ranks, into which 2 ranks cannot be divided" in text
+        assert "shard=3 makes groups of 3 ranks, but 2 ranks cannot be divided" in text
     for text in ranks(2).run(_refused, str(tmp_path), [1, "all"]):
         assert "the same number of shards on all ranks, got {1, 2}" in text
     for shard in (0, True, 1.5, "host"):

@@ -71,7 +71,7 @@ class Parametrized(Noted):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         for make in (nn.utils.parametrizations.weight_norm, lambda m: nn.Parameter(m.weight)):
             for module in (self.net.blocks[1].linear, self.head):
-                with pytest.raises(RuntimeError, match=r"Parametrize a module .* before `fit`"):
+                with pytest.raises(RuntimeError, match=r"Parametrize the module .* before `fit`"):
                     make(module)
                 self.notes.append(type(module))
 
