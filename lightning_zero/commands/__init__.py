@@ -4,6 +4,7 @@
 - ``estimate``: memory of a model before it runs; ``times``: times of its steps on a cluster
 - ``inspect``: what a checkpoint holds, and whether it is intact
 - ``model_source``: lookup of the model that a command line names
+- ``option``: what ``argparse`` says of an option that cannot be parsed
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from lightning_zero.checkpoint import (
     write_safetensors,
 )
 from lightning_zero.comm import Control, default_world_size
+from lightning_zero.commands.option import option
 from lightning_zero.deepspeed import DeepSpeedFolder, is_deepspeed_folder
 from lightning_zero.memory import parse_bytes
 
@@ -54,12 +55,14 @@ def add_convert_command(commands: Any) -> None:
     parser.add_argument(
         "--weights-only", action="store_true", help="leave out everything but the weights"
     )
-    parser.add_argument("--dtype", type=_dtype, help="cast floating-point weights, e.g. bfloat16")
+    parser.add_argument(
+        "--dtype", type=option(_dtype), help="cast floating-point weights, e.g. bfloat16"
+    )
     parser.add_argument(
         "--max-shard-size",
         dest="max_shard_bytes",
         metavar="SIZE",
-        type=_bytes,
+        type=option(parse_bytes),
         default=parse_bytes("5GB"),
         help="the most that one file of a safetensors folder holds (default: 5GB)",
     )
@@ -211,12 +214,5 @@ def _target_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise argparse.ArgumentTypeError(f"expected a floating-point dtype, got {name!r}")
+        raise ValueError(f"Expected a floating-point dtype such as 'bfloat16', got {name!r}.")
     return dtype
-
-
-def _bytes(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error

@@ -17,6 +17,7 @@ from lightning_zero.commands.model_source import (
     parse_batch,
     read_config,
 )
+from lightning_zero.commands.option import option
 from lightning_zero.commands.times import times, times_table
 from lightning_zero.memory import (
     EQUAL_STAGES,
@@ -125,7 +126,7 @@ def add_estimate_command(commands: Any) -> None:
     )
     parser.add_argument(
         "--cluster",
-        type=Cluster.parse,
+        type=option(Cluster.parse),
         metavar="TERMS",
         help="the time of a step on so many nodes, in place of bytes:"
         ' "64x8, 400Gb/s, 450GB/s, 400TFLOPS"; terms are below',

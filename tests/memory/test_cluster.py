@@ -13,7 +13,7 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.mesh import Mesh
 from lightning_zero.commands import main
 from lightning_zero.engine.engine import Engine
-from lightning_zero.memory.cluster import Cluster, Played, Timeline, play
+from lightning_zero.memory.cluster import TERMS, Cluster, Played, Timeline, play
 from lightning_zero.memory.model import ModelPlan
 from lightning_zero.plan.settings import Settings
 from tests.oracle.ranks import Pools
@@ -201,3 +201,12 @@ def test_the_command_shows_the_best_choice_first(capsys: pytest.CaptureFixture[s
     for option, value in (("--offload", "nvme"), ("--ranks", "4"), ("--host-memory", "1GB")):
         assert main([*arguments, "--batch", "int64[4,5]", option, value]) == 1
         assert f"{option} has no meaning beside it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["64x8, 400Gb/s, fast, 989TFLOPS", "64x8, 400Gb/s, 450GB/s"])
+def test_a_mistyped_cluster_shows_the_terms(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["estimate", "10B", "--cluster", text])
+    error = capsys.readouterr().err
+    assert error.endswith(f":\n{TERMS}\n")
+    assert "got 'fast'" in error or f"got {text!r}" in error
