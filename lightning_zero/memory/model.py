@@ -19,7 +19,7 @@ from lightning_zero.memory.dry_run import Microbatch, Step, meta_copy
 from lightning_zero.memory.snapshots import Snapshot
 from lightning_zero.memory.states import Optimizers, OptimizerStates, optimizers_for
 from lightning_zero.memory.steps import replicated_step, sharded_step, without_units
-from lightning_zero.memory.terms import KINDS, PieceTerms, pieces_of_specs, terms_of_specs
+from lightning_zero.memory.terms import KINDS, terms_of_specs
 from lightning_zero.memory.trace import Event
 from lightning_zero.plan import (
     RECIPES,
@@ -217,9 +217,7 @@ class ModelPlan:
             return without_units(terms, is_kept=is_local and num_microbatches > 1)
         reads_peers = shares_memory and num_shards > 1 and num_backward in (None, num_shards)
         transport = self._transport(reads_peers=reads_peers)
-        pieces: list[list[PieceTerms]] = []
-        if offload is not None and offload.stages_states(self.device):
-            pieces = pieces_of_specs(specs, offload, **on_rank, on_host=on_host)
+        stages_states = offload is not None and offload.stages_states(self.device)
         on_message = None if timeline is None else timeline.begin
         return sharded_step(
             self.events(is_cast=True),
@@ -228,7 +226,7 @@ class ModelPlan:
             DryCommunicator(rank, world_size, transport, num_shards, num_backward, on_message),
             terms,
             buffers=self._buffers,
-            staged=self._states.staged(pieces) if pieces else 0,
+            staged=self._states.staged([unit.pieces for unit in terms]) if stages_states else 0,
             is_early=step_in_backward,
             stepped=self._states.stepped(place, num_shards) + max(unit.lent for unit in terms),
             num_microbatches=num_microbatches,
