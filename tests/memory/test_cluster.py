@@ -14,6 +14,7 @@ from lightning_zero.comm.mesh import Mesh
 from lightning_zero.commands import main
 from lightning_zero.engine.engine import Engine
 from lightning_zero.memory.cluster import TERMS, Cluster, Played, Timeline, play
+from lightning_zero.memory.live_bytes import LiveBytes
 from lightning_zero.memory.model import ModelPlan
 from lightning_zero.plan.settings import Settings
 from tests.oracle.ranks import Pools
@@ -114,6 +115,14 @@ def test_computation_is_that_of_the_products() -> None:
         step.amount for of_one in timeline.steps for step in of_one if step.what == "compute"
     )
     assert flops == (3 * 3 - 1) * 2 * ROWS * NUMEL
+
+
+def test_so_is_that_of_attention_on_a_cpu() -> None:
+    """Two products forward, and five in backward, which computes the scores once more."""
+    heads = [torch.ones(2, 3, 16, 8, requires_grad=True) for _ in range(3)]
+    with LiveBytes() as live:
+        nn.functional.scaled_dot_product_attention(*heads, is_causal=True).sum().backward()
+    assert live.take_flops() == (2 + 5) * 2 * (2 * 3) * 16 * 16 * 8
 
 
 def test_stage_3_alone_on_the_wire() -> None:
