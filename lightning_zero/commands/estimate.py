@@ -188,7 +188,7 @@ def _print_times(options: argparse.Namespace, asked: _Asked) -> int:
     """Print the times of a step on ``--cluster``; return the exit code."""
     names = ("offload", "offload_ratio", "host_memory", "ranks", "report")
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
-    given += [_AWAY] if asked.subject.activation_offload else []
+    given += [_AWAY] if asked.subject.microbatch.offloading else []
     given += [name for name in ("offload_optimizer", "offload_weights") if asked.chosen.get(name)]
     if given:
         raise ValueError(

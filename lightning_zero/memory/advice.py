@@ -105,7 +105,7 @@ class _Case:
     def _cures(self) -> list[str]:
         cures = []
         now = estimate_of(self.model, 3, self.world_size, **self.settings)
-        if self.model.has_activations and not self.model.checkpointing:
+        if self.model.has_activations and not self.model.microbatch.checkpointing:
             leaner = estimate_of(
                 self.model.checkpointed(), 3, self.world_size, **self.settings
             ).device_peak

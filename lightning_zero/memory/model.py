@@ -24,7 +24,6 @@ from lightning_zero.memory.trace import Event
 from lightning_zero.plan import (
     RECIPES,
     Offload,
-    Recipe,
     Settings,
     UnitPolicy,
     shares_away,
@@ -45,6 +44,7 @@ class ModelPlan:
         has_units: Whether the model itself is known, not only its number of parameters.
         num_parameters: Elements of all parameters, ties counted once.
         nbytes: Bytes of all parameters and buffers, unsharded and in their own dtypes.
+        microbatch: The batch, and how a rank computes with it.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class ModelPlan:
             )
         dtype = _TRUE_DTYPES.get(precision)
         self.precision, self.device = precision, device
-        self._cut: dict[str, Any] = {"units": units, **cut}
-        kept = checkpointing, activation_offload
-        self._microbatch = Microbatch(batch, step, *kept, RECIPES[precision], dtype, device)
+        recipe, kept = RECIPES[precision], (checkpointing, activation_offload)
+        self.microbatch = Microbatch(batch, step, *kept, recipe, dtype, device)
+        self._cut: dict[str, Any] = {"recipe": recipe, "device": _META, "units": units, **cut}
         self.has_units = not isinstance(model_or_numel, int)
         if isinstance(model_or_numel, int):
             if model_or_numel < 1:
@@ -86,7 +86,7 @@ class ModelPlan:
                 model_or_numel, 1, bias=False, device=_META, dtype=dtype
             )
         else:
-            self.module = meta_copy(_built(model_or_numel), self._microbatch.dtype_of)
+            self.module = meta_copy(_built(model_or_numel), self.microbatch.dtype_of)
         parameters = list(self.module.parameters())
         self.num_parameters = sum(parameter.numel() for parameter in parameters)
         self.nbytes = sum(parameter.nbytes for parameter in parameters) + self._buffers
@@ -96,13 +96,13 @@ class ModelPlan:
     @property
     def has_activations(self) -> bool:
         """Whether there is a batch to count activations with."""
-        return self._microbatch.batch is not None
+        return self.microbatch.batch is not None
 
     def describe(self) -> str:
         """Return the model, its size, precision, optimizers and batch in one line."""
         batch = " ".join(
             f"{str(tensor.dtype).removeprefix('torch.')}[{','.join(map(str, tensor.shape))}]"
-            for tensor in tensors_in(self._microbatch.batch)
+            for tensor in tensors_in(self.microbatch.batch)
         )
         return ", ".join(
             [
@@ -117,24 +117,9 @@ class ModelPlan:
     def checkpointed(self) -> ModelPlan:
         """Return the same plan with activation checkpointing."""
         other = copy.copy(self)
-        other._microbatch = replace(self._microbatch, checkpointing=True)
+        other.microbatch = replace(self.microbatch, checkpointing=True)
         other._events = {}
         return other
-
-    @property
-    def checkpointing(self) -> bool:
-        """Whether every unit's activations are recomputed in backward."""
-        return self._microbatch.checkpointing
-
-    @property
-    def activation_offload(self) -> bool:
-        """Whether an accelerator's host keeps activations until backward."""
-        return self._microbatch.offloading
-
-    @property
-    def recipe(self) -> Recipe:
-        """The dtypes of the precision."""
-        return self._microbatch.recipe
 
     @classmethod
     def of_engine(
@@ -193,9 +178,7 @@ class ModelPlan:
             return self._under_ddp(adds_gradients=num_microbatches > 1)
         if against := self.against(offload, **settings):
             raise ValueError(against)
-        chosen = Settings(
-            stage, self.recipe, broadcast_buffers=False, device=_META, **self._cut, **settings
-        )
+        chosen = Settings(stage, broadcast_buffers=False, **self._cut, **settings)
         division = chosen.division(world_size)
         num_shards, num_backward = division["num_shards"], division["num_backward_shards"]
         place = rank % num_shards
@@ -239,7 +222,7 @@ class ModelPlan:
     ) -> str:
         """Return why the model cannot be offloaded, or rounded, this way; empty if it can."""
         is_mapped = offload is not None and offload.is_mapped(self.device)
-        if self.activation_offload and is_mapped:
+        if self.microbatch.offloading and is_mapped:
             return (
                 "activation_offload=True needs a device beside the host, but offload to files is"
                 f" predicted for device={str(self.device)!r}. Leave it out, or give device='cuda'."
@@ -256,7 +239,7 @@ class ModelPlan:
         """Return the share of masters and states that each rank of a copy offloads."""
         if not self.has_units:
             return [ratio]  # a bare number of parameters may be cut anywhere
-        specs = specify_units(self.module, Settings(3, self.recipe, device=_META, **self._cut))
+        specs = specify_units(self.module, Settings(3, **self._cut))
         return shares_away(specs, ratio, num_shards=num_shards, num_copies=num_copies)
 
     def _under_ddp(self, *, adds_gradients: bool) -> list[Snapshot]:
@@ -291,8 +274,8 @@ class ModelPlan:
         """Return the events of a step, as in :meth:`Microbatch.events`."""
         if is_cast not in self._events:
             module = meta_copy(self.module)
-            specs = specify_units(module, Settings(3, self.recipe, device=_META, **self._cut))
-            self._events[is_cast] = self._microbatch.events(module, specs, is_cast=is_cast)
+            specs = specify_units(module, Settings(3, **self._cut))
+            self._events[is_cast] = self.microbatch.events(module, specs, is_cast=is_cast)
         return self._events[is_cast]
 
 

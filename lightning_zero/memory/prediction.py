@@ -248,7 +248,7 @@ def estimate_of(
         snapshots=snapshots,
         whole=model.nbytes,
         is_on_host=model.device.type == "cpu"
-        and not (model.activation_offload and stage)
+        and not (model.microbatch.offloading and stage)
         and (offload is None or offload.is_mapped(model.device)),
         offload=offload,
         shares_away=(min(shares), max(shares)),
