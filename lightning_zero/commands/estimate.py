@@ -21,7 +21,6 @@ from lightning_zero.commands.option import option
 from lightning_zero.commands.times import times, times_table
 from lightning_zero.memory import (
     EQUAL_STAGES,
-    NO_OFFLOAD_YET,
     TERMS,
     Cluster,
     Estimate,
@@ -118,8 +117,8 @@ def add_estimate_command(commands: Any) -> None:
         nargs="+",
         choices=["cpu", "nvme"],
         default=[],
-        help="also predict zero2_offload and zero3_offload (cpu), zero3_nvme (nvme); only the last"
-        " is there, with --device cpu",
+        help="also predict zero2_offload and zero3_offload (cpu), both beside an accelerator, or"
+        " zero3_nvme (nvme)",
     )
     parser.add_argument(
         "--offload-ratio", type=float, help="the share offloaded; by default as in the YAML, else 1"
@@ -273,8 +272,6 @@ def _beside_the_device(found: list[Estimate], limits: Limits) -> Iterator[str]:
         if least < most:
             yield f"Of masters and states its ranks offload {least:.1%} to {most:.1%}; the figures"
             yield "are of rank 0."
-    if not all(one.can_run for one in found):
-        yield NO_OFFLOAD_YET
 
 
 def _texts(subject: ModelPlan, found: list[Estimate]) -> list[str]:

@@ -121,17 +121,23 @@ class _Case:
 
     def _offloaded(self) -> list[str]:
         """Return the least offload that would fit, if any does."""
-        named = [one for one in named_offloads("cpu", "nvme") if not self.model.against(one[1])]
-        tried = compare(self.model, (), [self.world_size], offloads=named, **self.settings)
-        found = next((one for one in tried if one.can_run and self.limits.admits(one)), None)
-        if found is None:
-            return []
-        disk = sum(found.disk.values())
-        files = f" and {format_bytes(disk)} in files" if disk else ""
-        return [
-            f"{found.name} would fit: {format_bytes(found.device_peak)} at most, with"
-            f" {format_bytes(found.host_peak)} of host memory{files} per rank."
-        ]
+        for one in named_offloads("cpu", "nvme"):
+            if not one[1].runs_on(self.model.device):
+                continue
+            try:
+                (found,) = compare(
+                    self.model, (), [self.world_size], offloads=[one], **self.settings
+                )
+            except ValueError:
+                continue  # a run refuses it with these settings or this optimizer
+            if self.limits.admits(found):
+                disk = sum(found.disk.values())
+                files = f" and {format_bytes(disk)} in files" if disk else ""
+                return [
+                    f"{found.name} would fit: {format_bytes(found.device_peak)} at most, with"
+                    f" {format_bytes(found.host_peak)} of host memory{files} per rank."
+                ]
+        return []
 
     def _enough_ranks(self) -> int | None:
         more = 2 * self.world_size

@@ -176,9 +176,10 @@ class ModelPlan:
         _require_sense(stage, world_size, rank, offload)
         if stage == 0:
             return self._under_ddp(adds_gradients=num_microbatches > 1)
-        if against := self.against(offload, **settings):
-            raise ValueError(against)
-        chosen = Settings(stage, broadcast_buffers=False, **self._cut, **settings)
+        on_host = offload is not None and offload.is_mapped(self.device)
+        asked = Settings(stage, offload=offload, broadcast_buffers=False, **self._cut, **settings)
+        self._require_support(asked, on_host=on_host)
+        chosen = replace(asked, offload=None)  # its bytes are those of the terms
         division = chosen.division(world_size)
         num_shards, num_backward = division["num_shards"], division["num_backward_shards"]
         place = rank % num_shards
@@ -186,7 +187,6 @@ class ModelPlan:
         on_rank = {"num_shards": num_shards, "num_copies": world_size // num_shards, "rank": place}
         if offload is not None and self.has_units:
             specs = with_cuts(specs, offload.ratio, **on_rank)
-        on_host = offload is not None and offload.is_mapped(self.device)
         terms = terms_of_specs(
             specs,
             lambda parameter, numel: self.state_bytes(parameter, numel, place, num_shards),
@@ -200,7 +200,7 @@ class ModelPlan:
             return without_units(terms, is_kept=is_local and num_microbatches > 1)
         reads_peers = shares_memory and num_shards > 1 and num_backward in (None, num_shards)
         transport = self._transport(reads_peers=reads_peers)
-        stages_states = offload is not None and offload.stages_states(self.device)
+        stages_states = offload is not None and offload.optimizer == "nvme"
         on_message = None if timeline is None else timeline.begin
         return sharded_step(
             self.events(is_cast=True),
@@ -217,18 +217,18 @@ class ModelPlan:
             timeline=timeline,
         )
 
-    def against(
-        self, offload: Offload | None, *, stochastic_rounding: bool = False, **_: Any
-    ) -> str:
-        """Return why the model cannot be offloaded, or rounded, this way; empty if it can."""
-        is_mapped = offload is not None and offload.is_mapped(self.device)
-        if self.microbatch.offloading and is_mapped:
-            return (
+    def _require_support(self, asked: Settings, *, on_host: bool) -> None:
+        """Raise a ``ValueError`` where a run would, ``on_host`` or beside an accelerator."""
+        if not on_host:
+            asked.check_device()
+            asked.plan(torch.float32)  # raises if it has none
+        elif self.microbatch.offloading:
+            raise ValueError(
                 "activation_offload=True needs a device beside the host, but offload to files is"
                 f" predicted for device={str(self.device)!r}. Leave it out, or give device='cuda'."
             )
-        steps_by_unit = offload is not None or stochastic_rounding
-        return self._states.against_units if steps_by_unit else ""
+        if asked.steps_by_unit and self._states.against_units:
+            raise ValueError(self._states.against_units)
 
     def _transport(self, *, reads_peers: bool) -> DryTransport:
         if self.device.type != "cpu":
@@ -287,12 +287,8 @@ def _require_sense(stage: int, world_size: int, rank: int, offload: Offload | No
         raise ValueError(f"Expected a rank from 0 to {world_size - 1}, got {rank!r}.")
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"Expected stage among 0 (DDP), 1, 2, 3, got {stage!r}.")
-    if offload is not None and (stage == 0 or (stage < 3 and offload.weights)):
-        raise ValueError(
-            f"stage={stage} keeps whole weights on every device"
-            f"{'' if stage else ', and whole optimizer states'}; expected stage=3 to offload"
-            f" weights, or stage 1 to 3 to offload the optimizer, got {offload}."
-        )
+    if offload is not None and stage == 0:
+        raise ValueError(f"Expected stage 1, 2 or 3 with offload, got stage=0 (DDP) and {offload}.")
 
 
 def _built(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_zero.comm import StepTimes
 from lightning_zero.memory import plot
-from lightning_zero.memory.prediction import NO_OFFLOAD_YET, Estimate
+from lightning_zero.memory.prediction import Estimate
 from lightning_zero.memory.size import format_bytes, format_ranks
 from lightning_zero.memory.terms import HOST_KINDS, KINDS, RESTING
 
@@ -191,8 +191,7 @@ def _stages(stages: Sequence[Estimate]) -> list[str]:
 def _offloaded(stages: Sequence[Estimate]) -> list[str]:
     if not stages:
         return []
-    note = "" if all(found.can_run for found in stages) else f" {NO_OFFLOAD_YET}"
-    parts = [f"<p>Kept outside of the device, for each rank.{note}</p>"]
+    parts = ["<p>Kept outside of the device, for each rank.</p>"]
     places = {
         "in host memory": {found.name: found.host for found in stages},
         "in files": {found.name: found.disk for found in stages},
