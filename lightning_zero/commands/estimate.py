@@ -21,6 +21,7 @@ from lightning_zero.commands.option import option
 from lightning_zero.commands.times import times, times_table
 from lightning_zero.memory import (
     EQUAL_STAGES,
+    STEP_SETTINGS,
     TERMS,
     Cluster,
     Estimate,
@@ -59,17 +60,8 @@ saved: how much lower the peak is than that of {first}."""
 
 _CHECKPOINTING, _AWAY = "activation_checkpointing", "activation_offload"
 
-_READ_OPTIONS = (
-    "prefetch",
-    "reshard_after_forward",
-    "reduce_dtype",
-    "accumulate",
-    *(_BY_OPTION := ("shard", "backward_shard", "gather_bits", "reduce_bits")),
-    "error_feedback",
-    "stochastic_rounding",
-    "step_in_backward",
-)
-"""The arguments of the strategy that the engine's memory depends on."""
+_BY_OPTION = ("shard", "backward_shard", "gather_bits", "reduce_bits")
+"""The arguments of the strategy that are options of the command, too."""
 
 _WITHOUT_MEMORY = {
     "stage",
@@ -173,7 +165,7 @@ def _asked(options: argparse.Namespace) -> _Asked:
     microbatches = options.accumulate_grad_batches or trainer.get("accumulate_grad_batches") or 1
     settings = {
         "num_microbatches": microbatches,
-        **{name: chosen.pop(name) for name in _READ_OPTIONS if name in chosen},
+        **{name: chosen.pop(name) for name in STEP_SETTINGS if name in chosen},
     }
     if "reduce_dtype" in settings:
         settings["reduce_dtype"] = as_dtype(settings["reduce_dtype"])

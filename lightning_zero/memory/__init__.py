@@ -23,6 +23,7 @@ from lightning_zero.memory.difference import explain
 from lightning_zero.memory.live_bytes import LiveBytes
 from lightning_zero.memory.model import ModelPlan
 from lightning_zero.memory.prediction import (
+    STEP_SETTINGS,
     Estimate,
     compare,
     estimate,
@@ -45,6 +46,7 @@ __all__ = [
     "EQUAL_STAGES",
     "KINDS",
     "RESTING",
+    "STEP_SETTINGS",
     "TERMS",
     "Cluster",
     "Estimate",

@@ -17,6 +17,19 @@ from lightning_zero.memory.terms import AWAY_ROWS, HOST_KINDS, KINDS, RESTING, K
 from lightning_zero.plan import MIN_NUMEL, Offload, Settings, UnitPolicy
 
 _OF_STAGE_3 = ("reshard_after_forward", "backward_shard")
+STEP_SETTINGS = (
+    *_OF_STAGE_3,
+    "prefetch",
+    "reduce_dtype",
+    "accumulate",
+    "shard",
+    "gather_bits",
+    "reduce_bits",
+    "error_feedback",
+    "stochastic_rounding",
+    "step_in_backward",
+)
+"""The arguments of the strategy that a step's memory depends on, as ``estimate_of`` takes them."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from lightning_zero.memory import (
     AWAY_ROWS,
     KINDS,
     RESTING,
+    STEP_SETTINGS,
     Estimate,
     ModelPlan,
     compare,
@@ -181,15 +182,8 @@ class MemoryMonitor(Callback):
             return
         chosen, mesh = strategy.settings, engine.comm.mesh
         self._settings: dict[str, Any] = {
+            **{name: getattr(chosen, name) for name in STEP_SETTINGS},
             "num_microbatches": trainer.accumulate_grad_batches,
-            "prefetch": chosen.prefetch,
-            "reshard_after_forward": chosen.reshard_after_forward,
-            "reduce_dtype": chosen.reduce_dtype,
-            "accumulate": chosen.accumulate,
-            "gather_bits": chosen.gather_bits,
-            "reduce_bits": chosen.reduce_bits,
-            "error_feedback": chosen.error_feedback,
-            "stochastic_rounding": chosen.stochastic_rounding,
             "step_in_backward": chosen.step_in_backward
             and obstacle_to_early_steps(trainer) is None,
             "shard": mesh.shard.size if mesh.replicate.size > 1 else "all",
