@@ -67,8 +67,8 @@ class ModelPlan:
             )
         if batch is not None and device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(
-                "Activations on 'cuda' are counted where torch finds a CUDA device, for its kernels"
-                " decide what they keep. Leave `batch` out, or count them as on the 'cpu'."
+                "Activations on 'cuda' are counted only where torch finds a CUDA device, because"
+                " its kernels decide what they keep. Remove `batch`, or pass device='cpu'."
             )
         dtype = _TRUE_DTYPES.get(precision)
         self.precision, self.device = precision, device
@@ -80,7 +80,9 @@ class ModelPlan:
             if model_or_numel < 1:
                 raise ValueError(f"Expected a number of parameters >= 1, got {model_or_numel}.")
             if batch is not None:
-                raise ValueError("A number of parameters has no activations; pass the model.")
+                raise ValueError(
+                    "A number of parameters has no activations. Pass the model, or remove `batch`."
+                )
             self._cut["units"] = "auto"
             self.module: nn.Module = nn.Linear(
                 model_or_numel, 1, bias=False, device=_META, dtype=dtype
@@ -225,7 +227,7 @@ class ModelPlan:
         elif self.microbatch.offloading:
             raise ValueError(
                 "activation_offload=True needs a device beside the host, but offload to files is"
-                f" predicted for device={str(self.device)!r}. Leave it out, or give device='cuda'."
+                f" predicted for device={str(self.device)!r}. Remove it, or pass device='cuda'."
             )
         if asked.steps_by_unit and self._states.against_units:
             raise ValueError(self._states.against_units)

@@ -218,7 +218,10 @@ def test_ranks_differ_by_their_pieces(capsys: Any) -> None:
     words = ["torch.nn:Linear", "--args", "in_features=64", "out_features=40", "--optimizer", "sgd"]
     words += ["--ranks", "2", "--offload", "cpu"]
     _, out, _ = run(capsys, *words, "--offload-ratio", "0.5")
-    line = f"its ranks offload {min(away):.1%} to {max(away):.1%}; the figures\nare of rank 0."
+    line = (
+        f"Its ranks offload {min(away):.1%} to {max(away):.1%} of masters and states; the figures\n"
+        "are those of rank 0."
+    )
     assert out.count(line) == 2
     assert "the figures" not in run(capsys, *words)[1]
 
@@ -240,7 +243,7 @@ def test_advice_comes_to_offload_last() -> None:
     assert advise(subject, stages, Limits(20 * 10**9 + 10**6)).startswith("On 8 ranks, zero3 fits:")
     tight = Limits(10 * 10**9, host_memory=200 * 10**9)
     text = advise(subject, stages, tight)
-    assert "On 8 ranks, nothing fits: zero3 holds 20.0 GB of 10.0 GB." in text
+    assert "On 8 ranks, nothing fits: zero3 needs 20.0 GB, but a device has 10.0 GB." in text
     assert " zero3_offload would fit" in text
     assert "with 20.0 GB of host memory per rank." in text
     small_host = Limits(10 * 10**9, host_memory=100 * 10**9)
@@ -259,7 +262,7 @@ def test_advice_on_a_cpu_counts_what_is_staged() -> None:
     most = found.device_peak
     assert most == found.host_peak > found.peak.total
     stages = compare(subject, (3,), [1])
-    assert f"zero3_nvme would fit: {format_bytes(most)} at most" in advise(subject, stages, most)
+    assert f"zero3_nvme would fit: at most {format_bytes(most)}" in advise(subject, stages, most)
     assert "nvme" not in advise(subject, stages, most - 1)
 
 
@@ -279,14 +282,14 @@ def test_advice_knows_the_host() -> None:
     assert stages[0].host_peak == 0
     text = advise(on_cuda, stages, Limits(24 * 10**9, 300 * 10**9))
     assert "zero3 fits" in text
-    assert "Before setup 8 ranks build 40.0 GB each in host memory, of 300 GB" in text
+    assert "8 ranks of a node hold 40.0 GB of host memory each, but a node has 300 GB" in text
     assert "Before setup" not in advise(on_cuda, stages, Limits(24 * 10**9, 300 * 10**9, 4))
     # On a CPU the device's memory is the host's.
     on_cpu = ModelPlan(10**10, precision="bf16-mixed", device=torch.device("cpu"))
     stages = compare(on_cpu, (3,), [8])
     assert stages[0].host_peak == stages[0].peak.total
     text = advise(on_cpu, stages, Limits(24 * 10**9, 100 * 10**9))
-    assert "nothing fits: zero3 holds 160 GB in its node's host memory of 100 GB." in text
+    assert "zero3 needs 160 GB of host memory per node, but a node has 100 GB." in text
 
 
 def test_command_predicts_offload(capsys: Any, tmp_path: Any) -> None:
@@ -298,7 +301,8 @@ def test_command_predicts_offload(capsys: Any, tmp_path: Any) -> None:
     assert code == 0
     assert "zero2_offload, 8 ranks  zero3_offload, 8 ranks  zero3_nvme, 8 ranks" in out
     assert (
-        "zero3_nvme, 8 ranks: 8 on a node, with 40.0 GB of host memory in a step and 120 GB" in out
+        "zero3_nvme, 8 ranks: 8 per node, which need 40.0 GB of host memory in a step and 120 GB"
+        in out
     )
     assert " zero3_offload would fit" in out
     page = (tmp_path / "memory.html").read_text()
@@ -318,7 +322,9 @@ def test_command_tells_where_activations_wait(capsys: Any, tmp_path: Path) -> No
     code, out, error = run(capsys, *words)
     assert (code, error) == (0, "")
     assert re.search(r"^host staging .* MB$", out, re.MULTILINE)
-    assert re.search(r"zero3, 8 ranks: 8 on a node, with [\d.]+ MB of host memory in a step", out)
+    assert re.search(
+        r"zero3, 8 ranks: 8 per node, which need [\d.]+ MB of host memory in a step", out
+    )
     assert "nothing fits" in out
 
 
@@ -330,7 +336,7 @@ def test_command_knows_the_nodes_of_a_configuration(capsys: Any, tmp_path: Any) 
     for more, on_node in (([], 4), (["--ranks-per-node", "2"], 2), (["--ranks", "2"], 2)):
         code, out, _ = run(capsys, *words, *more)
         assert code == 0
-        assert f" ranks: {on_node} on a node, with" in out
+        assert f" ranks: {on_node} per node, which need" in out
 
 
 def test_command_reads_the_offload_of_a_configuration(capsys: Any, tmp_path: Any) -> None:
@@ -344,7 +350,7 @@ def test_command_reads_the_offload_of_a_configuration(capsys: Any, tmp_path: Any
     for more, name in (([], "zero3_nvme 50%"), (["--offload-ratio", "1"], "zero3_nvme")):
         code, out, _ = run(capsys, *words, "out_features=8", *more)
         assert code == 0
-        assert f"{name}, 2 ranks: 2 on a node, with" in out
+        assert f"{name}, 2 ranks: 2 per node, which need" in out
     assert "disk states" in out
     assert "Not read" not in out
 
@@ -352,10 +358,10 @@ def test_command_reads_the_offload_of_a_configuration(capsys: Any, tmp_path: Any
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["10B", "--host-memory", "1TB"], "together with --device-memory"),
+        (["10B", "--host-memory", "1TB"], "only with --device-memory"),
         (["10B", "--offload", "cpu", "--offload-ratio", "2"], "Expected offload_ratio above 0"),
-        (["10B", "--offload-ratio", "0.5"], "--offload-ratio 0.5 has no meaning where nothing"),
-        (["10B", "--ranks-per-node", "0"], "Expected ranks per node >= 1, got 0."),
+        (["10B", "--offload-ratio", "0.5"], "--offload-ratio 0.5 has no effect without offload"),
+        (["10B", "--ranks-per-node", "0"], "Expected ranks_per_node >= 1, got 0."),
     ],
 )
 def test_command_names_a_mistake(capsys: Any, words: list[str], message: str) -> None:
