@@ -4,6 +4,7 @@
 - ``estimate``: memory of a model before it runs; ``times``: times of its steps on a cluster
 - ``inspect``: what a checkpoint holds, and whether it is intact
 - ``model_source``: lookup of the model that a command line names
+- ``option``: what ``argparse`` says of an option that cannot be parsed
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ COMMANDS = (add_estimate_command, add_inspect_command, add_convert_command)
 """Functions that add a subcommand, whose ``run`` returns the exit code, to the parser."""
 
 _DESCRIPTION = """\
-Memory and checkpoints of lightning_zero, which trains PyTorch Lightning modules with weights,
-gradients and optimizer states divided over the ranks (ZeRO)."""
+Memory estimates and checkpoint tools for lightning_zero, which trains PyTorch Lightning
+modules with weights, gradients and optimizer states sharded over the ranks (ZeRO)."""
 _EXAMPLES = """\
 examples:
-  lightning-zero estimate 10B --ranks 8 --device-memory 80GB    which stage fits
-  lightning-zero inspect last.ckpt                              what a checkpoint holds
-  lightning-zero convert last.ckpt weights.safetensors          its weights for other programs
-  lightning-zero estimate --help                                more of one command"""
+  lightning-zero estimate 10B --ranks 8 --device-memory 80GB    find a stage that fits
+  lightning-zero inspect last.ckpt                              show what a checkpoint holds
+  lightning-zero convert last.ckpt weights.safetensors          export its weights
+  lightning-zero estimate --help                                all options of a command"""
 
 
 def main(words: Sequence[str] | None = None) -> int:

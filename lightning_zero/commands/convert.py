@@ -30,6 +30,7 @@ from lightning_zero.checkpoint import (
     write_safetensors,
 )
 from lightning_zero.comm import Control, default_world_size
+from lightning_zero.commands.option import option
 from lightning_zero.deepspeed import DeepSpeedFolder, is_deepspeed_folder
 from lightning_zero.memory import parse_bytes
 
@@ -43,35 +44,35 @@ def add_convert_command(commands: Any) -> None:
     """Add ``convert`` to a command line's subparsers."""
     parser = commands.add_parser(
         "convert",
-        help="turn a checkpoint into another kind of file",
+        help="convert a checkpoint to another format",
         description="Convert between checkpoint files (.ckpt, .pt), directories of"
-        " torch.distributed.checkpoint and safetensors, and from folders by DeepSpeed's ZeRO. The"
-        " kind of DST follows from its name: .ckpt, .pt, .dcp (a directory), .safetensors, or a"
-        " folder of safetensors files.",
+        " torch.distributed.checkpoint and safetensors, and from DeepSpeed ZeRO folders. The suffix"
+        " of DST determines its format: .ckpt, .pt, .dcp (a directory), .safetensors, or none of"
+        " these for a folder of safetensors files.",
     )
     parser.add_argument("source", type=Path, metavar="SRC")
     parser.add_argument("target", type=Path, metavar="DST")
+    parser.add_argument("--weights-only", action="store_true", help="keep only the weights")
     parser.add_argument(
-        "--weights-only", action="store_true", help="leave out everything but the weights"
+        "--dtype", type=option(_dtype), help="cast floating-point weights, e.g. bfloat16"
     )
-    parser.add_argument("--dtype", type=_dtype, help="cast floating-point weights, e.g. bfloat16")
     parser.add_argument(
         "--max-shard-size",
         dest="max_shard_bytes",
         metavar="SIZE",
-        type=_bytes,
+        type=option(parse_bytes),
         default=parse_bytes("5GB"),
-        help="the most that one file of a safetensors folder holds (default: 5GB)",
+        help="maximum size of one file in a safetensors folder (default: 5GB)",
     )
     parser.add_argument(
         "--trust",
         action="store_true",
-        help="also unpickle objects of other classes in SRC, which can run code of its writer",
+        help="also unpickle objects of other classes in SRC, which can run its writer's code",
     )
     parser.add_argument(
         "--frozen-in-optimizer",
         action="store_true",
-        help="from DeepSpeed: the optimizer was given frozen parameters, too",
+        help="from DeepSpeed: the optimizer was given frozen parameters as well",
     )
     parser.set_defaults(run=_run)
 
@@ -132,8 +133,8 @@ def _check_alone() -> None:
     num_ranks = default_world_size()
     if num_ranks > 1:
         raise RuntimeError(
-            f"convert works alone, but this process is one of {num_ranks} ranks. Call it before the"
-            " Trainer runs, or run the command `lightning-zero convert`."
+            f"convert must run in a single process, but this process is one of {num_ranks} ranks."
+            " Call it before the Trainer runs, or use the command `lightning-zero convert`."
         )
 
 
@@ -199,8 +200,8 @@ def _verify(target: Path, shapes: Shapes, *, weights_only: bool) -> None:
     for name in {**shapes, **found}:
         if shapes.get(name) != found.get(name):
             raise ValueError(
-                f"{str(target)!r} was written wrongly: {name!r} should be {shapes.get(name)},"
-                f" but is {found.get(name)}."
+                f"{str(target)!r} was not written correctly: expected {name!r} to be"
+                f" {shapes.get(name)}, got {found.get(name)}."
             )
 
 
@@ -211,12 +212,5 @@ def _target_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise argparse.ArgumentTypeError(f"expected a floating-point dtype, got {name!r}")
+        raise ValueError(f"Expected a floating-point dtype such as 'bfloat16', got {name!r}.")
     return dtype
-
-
-def _bytes(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error

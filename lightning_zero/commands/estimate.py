@@ -17,10 +17,11 @@ from lightning_zero.commands.model_source import (
     parse_batch,
     read_config,
 )
+from lightning_zero.commands.option import option
 from lightning_zero.commands.times import times, times_table
 from lightning_zero.memory import (
     EQUAL_STAGES,
-    NO_OFFLOAD_YET,
+    STEP_SETTINGS,
     TERMS,
     Cluster,
     Estimate,
@@ -53,23 +54,14 @@ _EXAMPLES = """examples:
 
 
 _ROWS = """\
-Every kind: the most that a rank holds of it at any instant of a step; 1 GB is 10^9 bytes.
-peak: the most of all kinds at one instant, so it may be less than their sum.
+Each kind: the most that a rank holds of it within a step; 1 GB is 10^9 bytes.
+peak: the largest total at one instant, so it may be less than the sum of all kinds.
 saved: how much lower the peak is than that of {first}."""
 
 _CHECKPOINTING, _AWAY = "activation_checkpointing", "activation_offload"
 
-_READ_OPTIONS = (
-    "prefetch",
-    "reshard_after_forward",
-    "reduce_dtype",
-    "accumulate",
-    *(_BY_OPTION := ("shard", "backward_shard", "gather_bits", "reduce_bits")),
-    "error_feedback",
-    "stochastic_rounding",
-    "step_in_backward",
-)
-"""The arguments of the strategy that the engine's memory depends on."""
+_BY_OPTION = ("shard", "backward_shard", "gather_bits", "reduce_bits")
+"""The arguments of the strategy that are options of the command, too."""
 
 _WITHOUT_MEMORY = {
     "stage",
@@ -86,58 +78,62 @@ def add_estimate_command(commands: Any) -> None:
     """Add ``estimate`` to the commands."""
     parser = commands.add_parser(
         "estimate",
-        help="bytes per rank of a model, by kind and stage, before it runs",
-        description="Bytes per rank of a model, by kind and stage, before it runs.",
+        help="predict a model's bytes per rank, by kind and stage",
+        description="Predict a model's bytes per rank, by kind and stage, before it runs.",
         epilog=f"{_EXAMPLES}\nterms of --cluster:\n{textwrap.indent(TERMS, '  ')}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "source",
         help="a number of parameters (10B), package.module:Class, file.py:Class (file.py alone"
-        " lists its LightningModules), a LightningCLI configuration, a Hugging Face configuration",
+        " lists its LightningModules), a LightningCLI or a Hugging Face configuration",
     )
-    parser.add_argument("--args", nargs="*", default=[], help="name=value that the class takes")
+    parser.add_argument(
+        "--args", nargs="*", default=[], help="arguments of the class as name=value"
+    )
     parser.add_argument("--model", help="the class, if the configuration does not name it")
-    parser.add_argument("--stages", nargs="+", type=int, help="by default 0 (DDP) 1 2 3")
-    parser.add_argument("--ranks", nargs="+", type=int, help="by default as in the YAML, else 8")
-    parser.add_argument("--shard", type=int, help="the ranks of one copy; by default all")
-    parser.add_argument("--backward-shard", type=int, help="the ranks of backward's gathers")
+    parser.add_argument("--stages", nargs="+", type=int, help="default: 0 (DDP) 1 2 3")
+    parser.add_argument("--ranks", nargs="+", type=int, help="default: as in the YAML, else 8")
+    parser.add_argument("--shard", type=int, help="number of ranks per copy (default: all)")
+    parser.add_argument("--backward-shard", type=int, help="number of ranks per gather in backward")
     parser.add_argument("--gather-bits", type=int, choices=[8], help="as in the strategy")
     parser.add_argument("--reduce-bits", type=int, choices=[4, 8], help="as in the strategy")
     parser.add_argument("--precision", choices=list(RECIPES), help="as in the Trainer")
     parser.add_argument("--cast-weights", choices=CAST_WEIGHTS, help="as in the strategy")
-    parser.add_argument("--optimizer", help="a name of torch.optim")
-    parser.add_argument("--batch", nargs="*", default=[], help='one rank\'s: "int64[4,128]"')
+    parser.add_argument("--optimizer", help="a name in torch.optim")
+    parser.add_argument("--batch", nargs="*", default=[], help='one rank\'s, e.g. "int64[4,128]"')
     parser.add_argument("--activation-checkpointing", action="store_true")
-    parser.add_argument("--activation-offload", action="store_true", help="to a device's host")
-    parser.add_argument("--accumulate-grad-batches", type=int, help="by default as in the YAML")
+    parser.add_argument("--activation-offload", action="store_true", help="as in the strategy")
+    parser.add_argument(
+        "--accumulate-grad-batches", type=int, help="default: as in the YAML, else 1"
+    )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument(
         "--offload",
         nargs="+",
         choices=["cpu", "nvme"],
         default=[],
-        help="also predict zero2_offload and zero3_offload (cpu), zero3_nvme (nvme); only the last"
-        " is there, with --device cpu",
+        help="also predict zero2_offload and zero3_offload (cpu), both beside an accelerator, or"
+        " zero3_nvme (nvme)",
     )
     parser.add_argument(
-        "--offload-ratio", type=float, help="the share offloaded; by default as in the YAML, else 1"
+        "--offload-ratio", type=float, help="share to offload (default: as in the YAML, else 1)"
     )
     parser.add_argument(
         "--cluster",
-        type=Cluster.parse,
+        type=option(Cluster.parse),
         metavar="TERMS",
-        help="the time of a step on so many nodes, in place of bytes:"
-        ' "64x8, 400Gb/s, 450GB/s, 400TFLOPS"; terms are below',
+        help='predict step times on a cluster, such as "64x8, 400Gb/s, 450GB/s, 400TFLOPS" (terms'
+        " below), instead of bytes",
     )
-    parser.add_argument("--device-memory", help="such as 80GB, to learn what fits")
-    parser.add_argument("--host-memory", help="a node's, such as 512GB; also a limit for what fits")
+    parser.add_argument("--device-memory", help="such as 80GB, to see what fits")
+    parser.add_argument("--host-memory", help="a node's, such as 512GB, as a second limit")
     parser.add_argument(
         "--ranks-per-node",
         type=int,
-        help="by default the devices of a YAML with several nodes, else all ranks, up to 8",
+        help="default: the devices of a YAML with several nodes, else all ranks, at most 8",
     )
-    parser.add_argument("--report", type=Path, help="a folder for memory.json and memory.html")
+    parser.add_argument("--report", type=Path, help="folder for memory.json and memory.html")
     parser.set_defaults(run=run)
 
 
@@ -173,7 +169,7 @@ def _asked(options: argparse.Namespace) -> _Asked:
     microbatches = options.accumulate_grad_batches or trainer.get("accumulate_grad_batches") or 1
     settings = {
         "num_microbatches": microbatches,
-        **{name: chosen.pop(name) for name in _READ_OPTIONS if name in chosen},
+        **{name: chosen.pop(name) for name in STEP_SETTINGS if name in chosen},
     }
     if "reduce_dtype" in settings:
         settings["reduce_dtype"] = as_dtype(settings["reduce_dtype"])
@@ -187,12 +183,12 @@ def _print_times(options: argparse.Namespace, asked: _Asked) -> int:
     """Print the times of a step on ``--cluster``; return the exit code."""
     names = ("offload", "offload_ratio", "host_memory", "ranks", "report")
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
-    given += [_AWAY] if asked.subject.activation_offload else []
+    given += [_AWAY] if asked.subject.microbatch.offloading else []
     given += [name for name in ("offload_optimizer", "offload_weights") if asked.chosen.get(name)]
     if given:
         raise ValueError(
-            f"--cluster tells the times of steps on devices, by ranks of its own: {given[0]} has no"
-            " meaning beside it. Leave one of them out."
+            "--cluster predicts step times on its own ranks, without offload, so it cannot be"
+            f" combined with {given[0]}. Remove one of them."
         )
     cluster = options.cluster
     sizes = {"node": cluster.ranks_per_node}
@@ -216,7 +212,7 @@ def run(options: argparse.Namespace) -> int:
         parse_bytes(text) if text else None for text in (options.device_memory, options.host_memory)
     )
     if host is not None and device is None:
-        raise ValueError("--host-memory tells what fits together with --device-memory; give both.")
+        raise ValueError("--host-memory shows what fits only with --device-memory. Pass both.")
     ranks_per_node = options.ranks_per_node
     if ranks_per_node is None and (trainer.get("num_nodes") or 1) > 1:
         ranks_per_node = _devices_of(trainer)
@@ -227,7 +223,7 @@ def run(options: argparse.Namespace) -> int:
     print("\n\n".join(_texts(subject, found)))
     print("\n" + "\n".join(_beside_the_device(found, limits)))
     if unread := sorted(set(chosen) - _WITHOUT_MEMORY):
-        print(f"\nNot read from the strategy's init_args: {', '.join(unread)}.")
+        print(f"\nIgnored init_args of the strategy: {', '.join(unread)}.")
     if device is not None:
         print(f"\n{advise(subject, found, limits, **settings)}")
     if options.report is not None:
@@ -248,8 +244,7 @@ def _offloads(options: argparse.Namespace, chosen: dict[str, Any]) -> list[tuple
         offloads += [own] if own not in offloads else []
     if ratio is not None and not offloads:
         raise ValueError(
-            f"--offload-ratio {ratio} has no meaning where nothing is offloaded. Leave it out, or"
-            " give --offload."
+            f"--offload-ratio {ratio} has no effect without offload. Remove it, or pass --offload."
         )
     return offloads
 
@@ -257,23 +252,21 @@ def _offloads(options: argparse.Namespace, chosen: dict[str, Any]) -> list[tuple
 def _beside_the_device(found: list[Estimate], limits: Limits) -> Iterator[str]:
     """Yield lines about host memory and files."""
     whole = format_bytes(found[0].whole)
-    yield f"Host memory before setup, if the model is not built on meta: {whole} per rank,"
-    yield "and after fit, unless restore_weights=False. In a step without offload: none beside the"
+    yield f"Host memory before setup: {whole} per rank, unless the model is built on meta; the same"
+    yield "after fit, unless restore_weights=False. In a step without offload: none besides the"
     yield "device's, which on a CPU is the host's."
     for offloaded in (one for one in found if one.leaves_device):
         num = limits.on_node(offloaded.world_size)
         disk = num * sum(offloaded.disk.values())
         files = f" and {format_bytes(disk)} in files" if disk else ""
         yield (
-            f"{offloaded.name}, {format_ranks(offloaded.world_size)}: {num} on a node, with"
+            f"{offloaded.name}, {format_ranks(offloaded.world_size)}: {num} per node, which need"
             f" {format_bytes(num * offloaded.host_peak)} of host memory in a step{files}."
         )
         least, most = offloaded.shares_away
         if least < most:
-            yield f"Of masters and states its ranks offload {least:.1%} to {most:.1%}; the figures"
-            yield "are of rank 0."
-    if not all(one.can_run for one in found):
-        yield NO_OFFLOAD_YET
+            yield f"Its ranks offload {least:.1%} to {most:.1%} of masters and states; the figures"
+            yield "are those of rank 0."
 
 
 def _texts(subject: ModelPlan, found: list[Estimate]) -> list[str]:

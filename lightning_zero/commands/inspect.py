@@ -25,7 +25,7 @@ from lightning_zero.tensors import named_tensors
 
 _EXPECTED = (
     "a .ckpt or .pt file, a safetensors file or folder, a directory of torch.distributed.checkpoint"
-    " or a folder by DeepSpeed"
+    " or a DeepSpeed folder"
 )
 
 
@@ -34,8 +34,8 @@ def add_inspect_command(commands: Any) -> None:
     parser = commands.add_parser(
         "inspect",
         help="show what a checkpoint holds",
-        description="Show names, shapes, dtypes and bytes of the tensors in a checkpoint, and who"
-        " wrote it. Nothing is unpickled but tensors and plain values.",
+        description="Show the names, shapes, dtypes and bytes of the tensors in a checkpoint, and"
+        " what wrote it. Only tensors and plain values are unpickled.",
     )
     parser.add_argument(
         "file",
@@ -43,7 +43,7 @@ def add_inspect_command(commands: Any) -> None:
         help=_EXPECTED,
     )
     parser.add_argument(
-        "--verify", action="store_true", help="read everything and compare the checksums"
+        "--verify", action="store_true", help="read everything and verify the checksums"
     )
     parser.set_defaults(run=_run)
 
@@ -53,7 +53,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if not arguments.verify:
         return 0
     found = damage(arguments.file)
-    print("\n".join(found) or "All checksums are right.")
+    print("\n".join(found) or "All checksums match.")
     return 1 if found else 0
 
 
@@ -71,7 +71,7 @@ def describe(path: Path) -> Iterator[str]:
         written_by = directory.provenance
     elif path.is_dir() or path.suffix == ".safetensors":
         if path.is_dir() and not any(path.glob("*.safetensors")):
-            raise ValueError(f"{str(path)!r} is no checkpoint. Expected {_EXPECTED}.")
+            raise ValueError(f"{str(path)!r} is not a checkpoint. Expected {_EXPECTED}.")
         value = read_safetensors(path)
     else:
         value = mapped(str(path))
@@ -108,7 +108,7 @@ def _of_deepspeed(path: Path) -> tuple[Any, str]:
     try:
         value["optimizer_states"] = [folder.optimizer_state()]
     except CannotConvert as error:
-        written_by += f", but for the optimizer: {error}"
+        written_by += f", except for the optimizer: {error}"
     return value, written_by
 
 
@@ -126,7 +126,7 @@ def damage(path: Path) -> list[str]:
         rest = path / REST
         return [*Directory.open(path).damage(), *(damage(rest) if rest.is_file() else [])]
     if not zipfile.is_zipfile(path):
-        raise ValueError(f"{str(path)!r} has no checksums: it is no archive of torch.save.")
+        raise ValueError(f"{str(path)!r} has no checksums: it is not an archive of torch.save.")
     found = []
     with zipfile.ZipFile(path) as archive:
         for info in archive.infolist():

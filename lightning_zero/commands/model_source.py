@@ -32,7 +32,7 @@ def find_model(text: str, arguments: Mapping[str, Any]) -> Model:
     if path.suffix == ".json" or (path / "config.json").exists():
         return _hugging_face(path if path.suffix == ".json" else path / "config.json")
     if path.suffix == ".py":
-        raise ValueError(f"Expected a class after {text}: {_choices(path)}.")
+        raise ValueError(f"Expected a class of {text}: {_choices(path)}.")
     if ":" in text or "." in text:
         cls = find_class(text)
         return lambda: cls(**arguments)
@@ -75,7 +75,7 @@ def model_of_config(config: Mapping[str, Any], model: str | None) -> tuple[str, 
     name = section.pop("class_path", None) or model
     if name is None:
         raise ValueError(
-            "The configuration names no `model.class_path`; say it as --model package.module:Class."
+            "The configuration has no `model.class_path`. Pass --model package.module:Class."
         )
     return name, section.pop("init_args", section)
 
@@ -127,7 +127,7 @@ def _choices(path: Path) -> str:
     ]
     lightning = [name for name, cls in own if hasattr(cls, "training_step")]
     found = lightning or [name for name, _ in own]
-    return " or ".join(f"{path}:{name}" for name in found) or "it has no module of its own"
+    return " or ".join(f"{path}:{name}" for name in found) or "it defines no module"
 
 
 def _module_in(path: Path) -> Any:
@@ -147,7 +147,7 @@ def _hugging_face(path: Path) -> Callable[[], nn.Module]:
         import transformers
     except ImportError as error:
         raise ValueError(
-            f"{path} is a Hugging Face configuration, which needs transformers: pip install it."
+            f"{path} is a Hugging Face configuration, which needs `pip install transformers`."
         ) from error
     if not path.exists():
         raise ValueError(f"Expected a Hugging Face configuration, found nothing at {path}.")

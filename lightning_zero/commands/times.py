@@ -24,9 +24,10 @@ _BITS: tuple[dict[str, int], ...] = (
 )
 
 _NOTES = """\
-hidden: the part of the time of all messages in which a rank computes; waits: in which it does not.
-sent: by a rank in collectives with other nodes. A star: more than --device-memory.
-Computation counts products of matrices and convolutions; casts and codes in 8 bits take no time."""
+waits: time in which a rank waits for messages and computes nothing.
+hidden: the share of the time of all messages that overlaps with computation.
+sent: by a rank in collectives that span nodes. *: more than --device-memory.
+Only matrix products and convolutions count as computation; casts and 8-bit codes take no time."""
 
 
 class Choice(NamedTuple):
@@ -76,7 +77,7 @@ def times(
     """
     if not (model.has_units and model.has_activations):
         raise ValueError(
-            "--cluster counts what a rank computes: give a model, and one rank's batch by --batch."
+            "--cluster counts what a rank computes. Pass a model, and one rank's batch as --batch."
         )
     model.events(is_cast=True)  # which raises if the model does not run
     found, refused = [], None
@@ -106,7 +107,7 @@ def _varied(cluster: Cluster, stages: Sequence[int]) -> Iterator[tuple[int, dict
     """Yield the choices of stages, of groups within a node and of numbers of bits."""
     for stage, bits in product(stages, _BITS):
         if stage not in (1, 2, 3):
-            raise ValueError(f"--cluster tells the times of stages 1, 2 and 3, got {stage}.")
+            raise ValueError(f"--cluster predicts stages 1, 2 and 3, got {stage}.")
         if "gather_bits" in bits and stage < 3:
             continue
         groups = ["shard", "backward_shard"] if stage == 3 else ["shard"]
@@ -119,7 +120,7 @@ def times_table(found: Sequence[Choice], cluster: Cluster) -> str:
     """Return a table of the choices."""
     width = max(len(choice.name) for choice in found)
     head = f"{'':{width}}  {'step':>10}  {'computes':>10}  {'waits':>10}  hidden  {'sent':>8}  peak"
-    lines = [f"On {format_ranks(cluster.world_size)}, the best choice first:", head]
+    lines = [f"On {format_ranks(cluster.world_size)}, best choice first:", head]
     for choice in found:
         played = choice.played
         cells = [

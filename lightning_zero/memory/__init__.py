@@ -23,7 +23,7 @@ from lightning_zero.memory.difference import explain
 from lightning_zero.memory.live_bytes import LiveBytes
 from lightning_zero.memory.model import ModelPlan
 from lightning_zero.memory.prediction import (
-    NO_OFFLOAD_YET,
+    STEP_SETTINGS,
     Estimate,
     compare,
     estimate,
@@ -45,8 +45,8 @@ __all__ = [
     "AWAY_ROWS",
     "EQUAL_STAGES",
     "KINDS",
-    "NO_OFFLOAD_YET",
     "RESTING",
+    "STEP_SETTINGS",
     "TERMS",
     "Cluster",
     "Estimate",

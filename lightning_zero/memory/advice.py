@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         if self.ranks_per_node is not None and self.ranks_per_node < 1:
-            raise ValueError(f"Expected ranks per node >= 1, got {self.ranks_per_node}.")
+            raise ValueError(f"Expected ranks_per_node >= 1, got {self.ranks_per_node}.")
 
     def on_node(self, world_size: int) -> int:
         """Return how many of ``world_size`` ranks share a host."""
@@ -56,7 +57,7 @@ def advise(
         own = [e for e in estimates if e.world_size == world_size and e.offload is None]
         lines += _Case(model, world_size, limits, settings).advice(own)
     if not model.has_activations:
-        lines.append("Activations are not counted: give a batch to count them too.")
+        lines.append("Activations are not counted. Pass a batch to count them too.")
     return "\n".join(lines)
 
 
@@ -76,20 +77,20 @@ class _Case:
         if fits is not None:
             most = format_bytes(fits.device_peak)
             return [
-                f"On {ranks}, {fits.name} fits: {most} at most, of {limit}.",
+                f"On {ranks}, {fits.name} fits: at most {most} of {limit}.",
                 *self._outside_of_steps(fits),
             ]
         if not own:
             return [f"On {ranks}:", *self._offloaded()]
         least = min(own, key=lambda found: found.device_peak)
-        too_much = format_bytes(least.device_peak)
+        too_much = f"{format_bytes(least.device_peak)}, but a device has {limit}"
         if least.device_peak <= self.limits.device_memory:
             node = least.host_peak * self.limits.on_node(self.world_size)
             assert self.limits.host_memory is not None
-            too_much = f"{format_bytes(node)} in its node's host memory"
             limit = format_bytes(self.limits.host_memory)
+            too_much = f"{format_bytes(node)} of host memory per node, but a node has {limit}"
         cures = " ".join([*self._cures(), *self._offloaded()]) or "Use a larger device."
-        return [f"On {ranks}, nothing fits: {least.name} holds {too_much} of {limit}. {cures}"]
+        return [f"On {ranks}, nothing fits: {least.name} needs {too_much}. {cures}"]
 
     def _outside_of_steps(self, found: Estimate) -> list[str]:
         """Return warnings about host memory before setup and after ``fit``."""
@@ -97,41 +98,53 @@ class _Case:
         if most is None or num * found.whole <= most:
             return []
         return [
-            f"Before setup {num} ranks build {format_bytes(found.whole)} each in host memory, of"
-            f" {format_bytes(most)}, and hold it again after fit: build the model on meta in"
-            " configure_model, and set restore_weights=False."
+            f"Before setup and after fit, {num} ranks of a node hold {format_bytes(found.whole)} of"
+            f" host memory each, but a node has {format_bytes(most)}. Build the model on meta in"
+            " configure_model and set restore_weights=False."
         ]
 
     def _cures(self) -> list[str]:
         cures = []
         now = estimate_of(self.model, 3, self.world_size, **self.settings)
-        if self.model.has_activations and not self.model.checkpointing:
+        if self.model.has_activations and not self.model.microbatch.checkpointing:
             leaner = estimate_of(
                 self.model.checkpointed(), 3, self.world_size, **self.settings
             ).device_peak
             if leaner < 0.95 * now.device_peak:
-                cures.append(f"activation checkpointing brings zero3 to {format_bytes(leaner)}")
+                cures.append(f"Activation checkpointing lowers zero3 to {format_bytes(leaner)}.")
         if 2 * now.peak.kinds["activations"] > now.peak.total:
-            cures.append("a smaller batch per rank helps most: activations are more than half")
+            cures.append(
+                "A smaller batch per rank helps most: activations are more than half of the peak."
+            )
         more = self._enough_ranks()
         if more is not None:
-            cures.append(f"zero3 fits on {more} ranks")
-        text = "; ".join(cures)
-        return [f"{text[0].upper()}{text[1:]}."] if text else []
+            cures.append(f"zero3 fits on {more} ranks.")
+        return cures
 
     def _offloaded(self) -> list[str]:
         """Return the least offload that would fit, if any does."""
-        named = [one for one in named_offloads("cpu", "nvme") if not self.model.against(one[1])]
-        tried = compare(self.model, (), [self.world_size], offloads=named, **self.settings)
-        found = next((one for one in tried if one.can_run and self.limits.admits(one)), None)
+        found = next(filter(self.limits.admits, self._with_offload()), None)
         if found is None:
             return []
-        disk = sum(found.disk.values())
+        device, host, disk = found.device_peak, found.host_peak, sum(found.disk.values())
         files = f" and {format_bytes(disk)} in files" if disk else ""
         return [
-            f"{found.name} would fit: {format_bytes(found.device_peak)} at most, with"
-            f" {format_bytes(found.host_peak)} of host memory{files} per rank."
+            f"{found.name} would fit: at most {format_bytes(device)} per device, with"
+            f" {format_bytes(host)} of host memory{files} per rank."
         ]
+
+    def _with_offload(self) -> Iterator[Estimate]:
+        """Yield the estimates for the offloads that a run allows."""
+        for stage, offload in named_offloads("cpu", "nvme"):
+            if offload.runs_on(self.model.device):
+                with suppress(ValueError):  # not with these settings or this optimizer
+                    yield from compare(
+                        self.model,
+                        (),
+                        [self.world_size],
+                        offloads=[(stage, offload)],
+                        **self.settings,
+                    )
 
     def _enough_ranks(self) -> int | None:
         more = 2 * self.world_size

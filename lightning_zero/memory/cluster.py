@@ -25,14 +25,14 @@ from lightning_zero.comm import Axis
 from lightning_zero.memory.size import parse_prefixed
 
 TERMS = """\
-64x8       nodes x ranks on each
-400Gb/s    what a node sends to others, all its links together, in one direction
-450GB/s    what a rank sends within its node
-400TFLOPS  what a rank computes: the rate that a step reaches, about half of the peak
-3TB/s      the memory of a rank's device, through which the optimizer steps (else in no time)
-20us       the latency of a collective (else none)
-cpu        the processors that compute copy messages too, so that nothing is hidden
-Numbers of bits (b) or bytes (B); the rates come in this order, the other terms anywhere."""
+64x8       nodes x ranks per node
+400Gb/s    bandwidth from a node to the others, over all its links, in one direction
+450GB/s    bandwidth from a rank to the others of its node
+400TFLOPS  compute rate that a rank reaches in a step, about half of the peak
+3TB/s      memory bandwidth of a device, for optimizer steps (default: they take no time)
+20us       latency of a collective (default: none)
+cpu        ranks are CPUs, which also copy their messages: no communication is hidden
+Bandwidths are in bits (b) or bytes (B) and come in this order; other terms may be anywhere."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,14 @@ class Cluster:
             elif term == "cpu":
                 rest["hides"] = False
             else:
-                raise ValueError(f"Expected terms of a cluster, got {term!r}:\n{TERMS}")
+                raise ValueError(f"Expected a term of a cluster, got {term!r}:\n{TERMS}")
         if len(sizes) != 1 or len(rates) not in (2, 3) or "flops" not in rest:
             raise ValueError(
-                "Expected nodes x ranks, two or three rates and FLOPS, such as"
+                "Expected nodes x ranks, two or three bandwidths and FLOPS, such as"
                 f" '64x8, 400Gb/s, 450GB/s, 400TFLOPS', got {text!r}:\n{TERMS}"
             )
         if 0 in (*sizes[0], *rates, rest["flops"]):
-            raise ValueError(f"Expected numbers above 0 of a cluster, got {text!r}.")
+            raise ValueError(f"Expected all numbers of a cluster to be above 0, got {text!r}.")
         between, within, *memory = rates
         return cls(*sizes[0], between, within, memory=memory[0] if memory else None, **rest)
 

@@ -35,7 +35,7 @@ def explain(
     for kind in (*RESTING, *AWAY_ROWS):
         if difference := measured.get(kind, 0) - predicted.get(kind, 0):
             reason = _reason([cause for cause in found if cause.kind == kind], difference)
-            lines.append(f"{kind} differ by {format_bytes(abs(difference))}: {reason}")
+            lines.append(f"{kind}: {_signed(difference)} than predicted: {reason}")
     return lines
 
 
@@ -44,17 +44,21 @@ def _reason(causes: list[Cause], difference: int) -> str:
     parts = []
     if causes:
         cause = max(causes, key=lambda one: abs(one.held - one.predicted))
-        others = f", and so for {len(causes) - 1} more" if len(causes) > 1 else ""
+        others = f" (and {len(causes) - 1} more)" if len(causes) > 1 else ""
         parts.append(
-            f"{cause.name} holds {format_bytes(cause.held)}, predicted were"
+            f"{cause.name} holds {format_bytes(cause.held)} instead of"
             f" {format_bytes(cause.predicted)}{others}"
         )
     if left:
         parts.append(
-            f"{format_bytes(abs(left))} {'more' if left > 0 else 'less'} than foreseen, which"
-            " nothing that the rank holds accounts for: the prediction was made for another run"
+            f"nothing that the rank holds explains {_signed(left)}, so the prediction was made for"
+            " another run"
         )
     return "; ".join(parts) + "."
+
+
+def _signed(difference: int) -> str:
+    return f"{format_bytes(abs(difference))} {'more' if difference > 0 else 'less'}"
 
 
 def _causes(model: ModelPlan, engine: Engine) -> Iterator[Cause]:

@@ -136,14 +136,14 @@ class Microbatch:
                 with torch.autocast(self.device.type, autocast, is_mixed, cache_enabled=False):
                     loss = (self.step or default_step)(module, batch)
                 if not isinstance(loss, Tensor) or loss.grad_fn is None:
-                    raise TypeError("the step returned no loss with a gradient.")
+                    raise TypeError("the step returned no loss that requires a gradient.")
                 log.note(Kind.LOSS)
                 loss.backward()  # type: ignore[no-untyped-call]
         except Exception as error:
             raise ValueError(
                 f"{type(module).__name__} does not run on tensors without data, so its activations"
-                f" cannot be counted: {_first_line(error)} Leave `batch` out to estimate the rest,"
-                " or pass `step`, a function of the module and the batch that returns the loss."
+                f" cannot be counted: {first_line(error)} Remove `batch` to estimate the rest,"
+                " or pass `step`, a function that returns the loss of a module and a batch."
             ) from error
         finally:
             offload.remove()
@@ -280,6 +280,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, or its class, with a full stop."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     return f"{text}."

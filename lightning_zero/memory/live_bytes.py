@@ -23,11 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import (
-    flop_registry,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+from torch.utils.flop_counter import flop_registry
 
 _Storages = dict[int, "weakref.ref[torch.UntypedStorage]"]
 
@@ -44,24 +40,15 @@ _WEIGHT_OF_NORM = {
 }
 """The index of the weight among a norm's arguments."""
 
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    shapes = query.shape, key.shape, value.shape
-    return int(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
-
-
-def _attention_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
-) -> int:
-    shapes = grad.shape, query.shape, key.shape, value.shape
-    return int(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
-
-
 _FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_registry,
-    # torch has no formula for attention on a CPU.
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    # torch has no formula for attention on a CPU, whose first arguments are those on a GPU.
+    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        _aten._scaled_dot_product_efficient_attention
+    ],
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _aten._scaled_dot_product_efficient_attention_backward
+    ],
 }
 
 

@@ -19,12 +19,11 @@ from lightning_zero.memory.dry_run import Microbatch, Step, meta_copy
 from lightning_zero.memory.snapshots import Snapshot
 from lightning_zero.memory.states import Optimizers, OptimizerStates, optimizers_for
 from lightning_zero.memory.steps import replicated_step, sharded_step, without_units
-from lightning_zero.memory.terms import KINDS, PieceTerms, pieces_of_specs, terms_of_specs
+from lightning_zero.memory.terms import KINDS, terms_of_specs
 from lightning_zero.memory.trace import Event
 from lightning_zero.plan import (
     RECIPES,
     Offload,
-    Recipe,
     Settings,
     UnitPolicy,
     shares_away,
@@ -45,6 +44,7 @@ class ModelPlan:
         has_units: Whether the model itself is known, not only its number of parameters.
         num_parameters: Elements of all parameters, ties counted once.
         nbytes: Bytes of all parameters and buffers, unsharded and in their own dtypes.
+        microbatch: The batch, and how a rank computes with it.
     """
 
     def __init__(
@@ -67,26 +67,28 @@ class ModelPlan:
             )
         if batch is not None and device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(
-                "Activations on 'cuda' are counted where torch finds a CUDA device, for its kernels"
-                " decide what they keep. Leave `batch` out, or count them as on the 'cpu'."
+                "Activations on 'cuda' are counted only where torch finds a CUDA device, because"
+                " its kernels decide what they keep. Remove `batch`, or pass device='cpu'."
             )
         dtype = _TRUE_DTYPES.get(precision)
         self.precision, self.device = precision, device
-        self._cut: dict[str, Any] = {"units": units, **cut}
-        kept = checkpointing, activation_offload
-        self._microbatch = Microbatch(batch, step, *kept, RECIPES[precision], dtype, device)
+        recipe, kept = RECIPES[precision], (checkpointing, activation_offload)
+        self.microbatch = Microbatch(batch, step, *kept, recipe, dtype, device)
+        self._cut: dict[str, Any] = {"recipe": recipe, "device": _META, "units": units, **cut}
         self.has_units = not isinstance(model_or_numel, int)
         if isinstance(model_or_numel, int):
             if model_or_numel < 1:
                 raise ValueError(f"Expected a number of parameters >= 1, got {model_or_numel}.")
             if batch is not None:
-                raise ValueError("A number of parameters has no activations; pass the model.")
+                raise ValueError(
+                    "A number of parameters has no activations. Pass the model, or remove `batch`."
+                )
             self._cut["units"] = "auto"
             self.module: nn.Module = nn.Linear(
                 model_or_numel, 1, bias=False, device=_META, dtype=dtype
             )
         else:
-            self.module = meta_copy(_built(model_or_numel), self._microbatch.dtype_of)
+            self.module = meta_copy(_built(model_or_numel), self.microbatch.dtype_of)
         parameters = list(self.module.parameters())
         self.num_parameters = sum(parameter.numel() for parameter in parameters)
         self.nbytes = sum(parameter.nbytes for parameter in parameters) + self._buffers
@@ -96,13 +98,13 @@ class ModelPlan:
     @property
     def has_activations(self) -> bool:
         """Whether there is a batch to count activations with."""
-        return self._microbatch.batch is not None
+        return self.microbatch.batch is not None
 
     def describe(self) -> str:
         """Return the model, its size, precision, optimizers and batch in one line."""
         batch = " ".join(
             f"{str(tensor.dtype).removeprefix('torch.')}[{','.join(map(str, tensor.shape))}]"
-            for tensor in tensors_in(self._microbatch.batch)
+            for tensor in tensors_in(self.microbatch.batch)
         )
         return ", ".join(
             [
@@ -117,24 +119,9 @@ class ModelPlan:
     def checkpointed(self) -> ModelPlan:
         """Return the same plan with activation checkpointing."""
         other = copy.copy(self)
-        other._microbatch = replace(self._microbatch, checkpointing=True)
+        other.microbatch = replace(self.microbatch, checkpointing=True)
         other._events = {}
         return other
-
-    @property
-    def checkpointing(self) -> bool:
-        """Whether every unit's activations are recomputed in backward."""
-        return self._microbatch.checkpointing
-
-    @property
-    def activation_offload(self) -> bool:
-        """Whether an accelerator's host keeps activations until backward."""
-        return self._microbatch.offloading
-
-    @property
-    def recipe(self) -> Recipe:
-        """The dtypes of the precision."""
-        return self._microbatch.recipe
 
     @classmethod
     def of_engine(
@@ -191,11 +178,10 @@ class ModelPlan:
         _require_sense(stage, world_size, rank, offload)
         if stage == 0:
             return self._under_ddp(adds_gradients=num_microbatches > 1)
-        if against := self.against(offload, **settings):
-            raise ValueError(against)
-        chosen = Settings(
-            stage, self.recipe, broadcast_buffers=False, device=_META, **self._cut, **settings
-        )
+        on_host = offload is not None and offload.is_mapped(self.device)
+        asked = Settings(stage, offload=offload, broadcast_buffers=False, **self._cut, **settings)
+        self._require_support(asked, on_host=on_host)
+        chosen = replace(asked, offload=None)  # its bytes are those of the terms
         division = chosen.division(world_size)
         num_shards, num_backward = division["num_shards"], division["num_backward_shards"]
         place = rank % num_shards
@@ -203,7 +189,6 @@ class ModelPlan:
         on_rank = {"num_shards": num_shards, "num_copies": world_size // num_shards, "rank": place}
         if offload is not None and self.has_units:
             specs = with_cuts(specs, offload.ratio, **on_rank)
-        on_host = offload is not None and offload.is_mapped(self.device)
         terms = terms_of_specs(
             specs,
             lambda parameter, numel: self.state_bytes(parameter, numel, place, num_shards),
@@ -217,9 +202,7 @@ class ModelPlan:
             return without_units(terms, is_kept=is_local and num_microbatches > 1)
         reads_peers = shares_memory and num_shards > 1 and num_backward in (None, num_shards)
         transport = self._transport(reads_peers=reads_peers)
-        pieces: list[list[PieceTerms]] = []
-        if offload is not None and offload.stages_states(self.device):
-            pieces = pieces_of_specs(specs, offload, **on_rank, on_host=on_host)
+        stages_states = offload is not None and offload.optimizer == "nvme"
         on_message = None if timeline is None else timeline.begin
         return sharded_step(
             self.events(is_cast=True),
@@ -228,7 +211,7 @@ class ModelPlan:
             DryCommunicator(rank, world_size, transport, num_shards, num_backward, on_message),
             terms,
             buffers=self._buffers,
-            staged=self._states.staged(pieces) if pieces else 0,
+            staged=self._states.staged([unit.pieces for unit in terms]) if stages_states else 0,
             is_early=step_in_backward,
             stepped=self._states.stepped(place, num_shards) + max(unit.lent for unit in terms),
             num_microbatches=num_microbatches,
@@ -236,18 +219,18 @@ class ModelPlan:
             timeline=timeline,
         )
 
-    def against(
-        self, offload: Offload | None, *, stochastic_rounding: bool = False, **_: Any
-    ) -> str:
-        """Return why the model cannot be offloaded, or rounded, this way; empty if it can."""
-        is_mapped = offload is not None and offload.is_mapped(self.device)
-        if self.activation_offload and is_mapped:
-            return (
+    def _require_support(self, asked: Settings, *, on_host: bool) -> None:
+        """Raise a ``ValueError`` where a run would, ``on_host`` or beside an accelerator."""
+        if not on_host:
+            asked.check_device()
+            asked.plan(torch.float32)  # raises if it has none
+        elif self.microbatch.offloading:
+            raise ValueError(
                 "activation_offload=True needs a device beside the host, but offload to files is"
-                f" predicted for device={str(self.device)!r}. Leave it out, or give device='cuda'."
+                f" predicted for device={str(self.device)!r}. Remove it, or pass device='cuda'."
             )
-        steps_by_unit = offload is not None or stochastic_rounding
-        return self._states.against_units if steps_by_unit else ""
+        if asked.steps_by_unit and self._states.against_units:
+            raise ValueError(self._states.against_units)
 
     def _transport(self, *, reads_peers: bool) -> DryTransport:
         if self.device.type != "cpu":
@@ -258,7 +241,7 @@ class ModelPlan:
         """Return the share of masters and states that each rank of a copy offloads."""
         if not self.has_units:
             return [ratio]  # a bare number of parameters may be cut anywhere
-        specs = specify_units(self.module, Settings(3, self.recipe, device=_META, **self._cut))
+        specs = specify_units(self.module, Settings(3, **self._cut))
         return shares_away(specs, ratio, num_shards=num_shards, num_copies=num_copies)
 
     def _under_ddp(self, *, adds_gradients: bool) -> list[Snapshot]:
@@ -293,8 +276,8 @@ class ModelPlan:
         """Return the events of a step, as in :meth:`Microbatch.events`."""
         if is_cast not in self._events:
             module = meta_copy(self.module)
-            specs = specify_units(module, Settings(3, self.recipe, device=_META, **self._cut))
-            self._events[is_cast] = self._microbatch.events(module, specs, is_cast=is_cast)
+            specs = specify_units(module, Settings(3, **self._cut))
+            self._events[is_cast] = self.microbatch.events(module, specs, is_cast=is_cast)
         return self._events[is_cast]
 
 
@@ -306,12 +289,8 @@ def _require_sense(stage: int, world_size: int, rank: int, offload: Offload | No
         raise ValueError(f"Expected a rank from 0 to {world_size - 1}, got {rank!r}.")
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"Expected stage among 0 (DDP), 1, 2, 3, got {stage!r}.")
-    if offload is not None and (stage == 0 or (stage < 3 and offload.weights)):
-        raise ValueError(
-            f"stage={stage} keeps whole weights on every device"
-            f"{'' if stage else ', and whole optimizer states'}; expected stage=3 to offload"
-            f" weights, or stage 1 to 3 to offload the optimizer, got {offload}."
-        )
+    if offload is not None and stage == 0:
+        raise ValueError(f"Expected stage 1, 2 or 3 with offload, got stage=0 (DDP) and {offload}.")
 
 
 def _built(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:

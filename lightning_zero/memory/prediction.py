@@ -17,10 +17,19 @@ from lightning_zero.memory.terms import AWAY_ROWS, HOST_KINDS, KINDS, RESTING, K
 from lightning_zero.plan import MIN_NUMEL, Offload, Settings, UnitPolicy
 
 _OF_STAGE_3 = ("reshard_after_forward", "backward_shard")
-NO_OFFLOAD_YET = (
-    "Offload of both kinds to other media, or of a share or to host memory where the device is the"
-    " host, is predicted by the plan's formula only: the strategy does not run it."
+STEP_SETTINGS = (
+    *_OF_STAGE_3,
+    "prefetch",
+    "reduce_dtype",
+    "accumulate",
+    "shard",
+    "gather_bits",
+    "reduce_bits",
+    "error_feedback",
+    "stochastic_rounding",
+    "step_in_backward",
 )
+"""The arguments of the strategy that a step's memory depends on, as ``estimate_of`` takes them."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +50,6 @@ class Estimate:
         offload: What rests outside the device.
         shares_away: The smallest and largest share of its masters and states that a rank offloads.
             Pieces of parameters are not cut, so ranks differ; all other figures are of one rank.
-        can_run: Whether a strategy supports it; otherwise the figures are those of the plan's
-            formula, which no run has confirmed.
     """
 
     stage: int
@@ -56,7 +63,6 @@ class Estimate:
     is_on_host: bool = False
     offload: Offload | None = None
     shares_away: tuple[float, float] = (1.0, 1.0)
-    can_run: bool = True
 
     @property
     def rests(self) -> Kinds:
@@ -70,7 +76,7 @@ class Estimate:
 
     @property
     def name(self) -> str:
-        """The strategy's name; with offload, the one that it has or would have."""
+        """The strategy's name, or its stage and what is offloaded where no strategy has a name."""
         if self.offload is None:
             return f"zero{self.stage}" if self.stage else "ddp"
         ratio = "" if self.offload.ratio == 1 else f" {self.offload.ratio:.0%}"
@@ -164,8 +170,8 @@ def estimate(
 ) -> Estimate:
     """Estimate the bytes that one rank will hold, by kind, through a step.
 
-    An ``offload`` that no strategy supports (``Estimate.can_run``) is estimated by the plan's
-    formula. An optimizer that a strategy refuses to step unit by unit is refused here too.
+    An ``offload`` that a strategy refuses is refused here too, and so is an optimizer that it
+    refuses to step unit by unit.
 
     Args:
         model_or_numel: A module on any device, a function that builds one (it is called on
@@ -182,8 +188,8 @@ def estimate(
         activation_offload: Keep activations in host memory until backward, as in ``ZeROStrategy``;
             not at stage 0. The device is then assumed to be an accelerator.
         offload: ``"cpu"`` or ``"nvme"`` for optimizer states, at stage 3 for weights too; or an
-            ``Offload`` with a medium for each and a ratio. Unless it is to files on a CPU, the
-            device is then assumed to be an accelerator.
+            ``Offload`` with a medium for each and a ratio. Host memory, or a ratio below 1, is then
+            assumed to be that beside an accelerator, also with ``device="cpu"``.
         accumulate_grad_batches: As in the Trainer.
         accumulate: As in ``ZeROStrategy``.
         units: As in ``ZeROStrategy``.
@@ -248,11 +254,10 @@ def estimate_of(
         snapshots=snapshots,
         whole=model.nbytes,
         is_on_host=model.device.type == "cpu"
-        and not (model.activation_offload and stage)
+        and not (model.microbatch.offloading and stage)
         and (offload is None or offload.is_mapped(model.device)),
         offload=offload,
         shares_away=(min(shares), max(shares)),
-        can_run=offload is None or offload.runs_on(model.device),
     )
 
 

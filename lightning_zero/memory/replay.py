@@ -180,16 +180,15 @@ class _Calls:
     def _place(self) -> None:
         """Append to the chain the node whose backward is the next event."""
         event = self._backward.pop()
-        act = functools.partial(self._follow, event)
-        if event.kind is Kind.GRAD:
-            self._x = _Grad.apply(self._x, self._parameters[event.parameter], act)  # type: ignore[no-untyped-call]
-            return
+        act, parameter = functools.partial(self._follow, event), None
         self._is_placed[event.kind, event.call] = True
         if event.kind is Kind.FORWARD_END:
             act = functools.partial(self._recompute, self._recomputed(event))
         elif event.kind is Kind.BACKWARD_END:
             self._inputs[event.call] = self._x
-        self._x = _Mark.apply(self._x, act)  # type: ignore[no-untyped-call]
+        elif event.kind is Kind.GRAD:
+            parameter = self._parameters[event.parameter]
+        self._x = _Mark.apply(self._x, act, parameter)  # type: ignore[no-untyped-call]
 
     def _recomputed(self, end: Event) -> list[Event]:
         """Pop the events of a forward that is recomputed in backward, up to its ``end``."""
@@ -206,28 +205,20 @@ class _Calls:
 
 
 class _Mark(torch.autograd.Function):
-    """An identity that calls ``act`` in backward."""
+    """An identity that calls ``act`` in backward and gives any ``parameter`` a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, act: Callable[[], None]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, act: Callable[[], None], parameter: Parameter | None
+    ) -> Tensor:
         ctx.act = act
+        ctx.like = None if parameter is None else (parameter.shape, parameter.dtype)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         ctx.act()
-        return grads[0], None
-
-
-class _Grad(torch.autograd.Function):
-    """The same, which also gives a parameter a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, parameter: Parameter, act: Callable[[], None]) -> Tensor:
-        ctx.act, ctx.shape, ctx.dtype = act, parameter.shape, parameter.dtype
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.act()
-        return grads[0], torch.empty(ctx.shape, dtype=ctx.dtype, device="meta"), None
+        if ctx.like is None:
+            return grads[0], None, None
+        shape, dtype = ctx.like
+        return grads[0], None, torch.empty(shape, dtype=dtype, device="meta")

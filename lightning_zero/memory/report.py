@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_zero.comm import StepTimes
 from lightning_zero.memory import plot
-from lightning_zero.memory.prediction import NO_OFFLOAD_YET, Estimate
+from lightning_zero.memory.prediction import Estimate
 from lightning_zero.memory.size import format_bytes, format_ranks
 from lightning_zero.memory.terms import HOST_KINDS, KINDS, RESTING
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 EQUAL_STAGES = (
-    "zero1 and zero2 hold the same here. They differ only in gradients that wait for more"
-    " microbatches of the same step (accumulate_grad_batches), which stage 1 keeps whole and stage"
-    " 2 sharded; with one microbatch both reduce every gradient as soon as its unit's are there."
+    "zero1 and zero2 need the same memory here. They differ only with several microbatches per step"
+    " (accumulate_grad_batches): between these, stage 1 keeps gradients whole and stage 2 sharded."
+    " With one microbatch, both reduce a unit's gradients as soon as it has all of them."
 )
 
 _KINDS = {
     "weights": "the parameters that forward reads",
-    "gradients": "reduced gradients, until they are dropped",
-    "master": "the fp32 weights that the optimizer steps, if forward reads others",
-    "states": "the optimizer's, such as Adam's two averages",
-    "buffers": "the module's own",
+    "gradients": "reduced gradients, until they are freed",
+    "master": "the fp32 weights that the optimizer steps, if forward reads other copies",
+    "states": "optimizer states, such as Adam's two moments",
+    "buffers": "the module's buffers",
     "gathered": "whole weights of the units in use, at stage 3",
     "unreduced": "gradients before and during their reduction",
-    "activations": "what forward keeps for backward, and temporary results",
+    "activations": "what forward saves for backward, and temporary results",
 }
 
 Measured = Mapping[str, Mapping[str, int]]
@@ -158,11 +158,11 @@ def _timeline(predicted: Estimate | None, limit: int | None) -> list[str]:
     title = f"One step under {predicted.name}, {format_ranks(predicted.world_size)}"
     parts = [
         "<h2>A step</h2>",
-        f"<p>At most <b>{format_bytes(peak.total)}</b> on a rank, in the {peak.label};"
-        f" between steps {format_bytes(predicted.snapshots[-1].total)}.</p>",
+        f"<p>A rank holds at most <b>{format_bytes(peak.total)}</b>, {peak.label}, and"
+        f" {format_bytes(predicted.snapshots[-1].total)} between steps.</p>",
     ]
     if not predicted.has_activations:
-        parts.append("<p>Activations are not counted: no batch was given.</p>")
+        parts.append("<p>Activations are not counted, because no batch was passed.</p>")
     return [*parts, *_picture(lambda: plot.timeline(predicted.snapshots, title=title, limit=limit))]
 
 
@@ -170,7 +170,7 @@ def _stages(stages: Sequence[Estimate]) -> list[str]:
     if not stages:
         return []
     columns = {found.name: found.peak.kinds for found in stages}
-    title = f"At its peak a rank of {stages[0].world_size} holds"
+    title = f"Peak memory of a rank, {format_ranks(stages[0].world_size)}"
     shown = [kind for kind in KINDS if any(found.most[kind] for found in stages)]
     rows: list[Row] = [
         [found.name, *(found.most[kind] for kind in shown), found.model_states, found.peak.total]
@@ -179,9 +179,9 @@ def _stages(stages: Sequence[Estimate]) -> list[str]:
     return [
         "<h2>The stages side by side</h2>",
         *_picture(lambda: plot.stages(columns, title=title)),
-        "<p>The most of each kind, at whichever instant of a step it is held. Model states are"
-        " weights, gradients, master and states between steps. The peak is the most of all kinds at"
-        " one instant, so it may be less than the sum of its row.</p>",
+        "<p>Each kind is shown at its maximum within a step. Model states are weights, gradients,"
+        " master and states between steps. The peak is the largest total at one instant, so it may"
+        " be less than the sum of its row.</p>",
         *([f"<p>{EQUAL_STAGES}</p>"] if are_equal_stages(stages) else []),
         _html_table(["", *shown, "model states", "peak"], rows),
         *_offloaded([found for found in stages if found.offload is not None]),
@@ -191,8 +191,7 @@ def _stages(stages: Sequence[Estimate]) -> list[str]:
 def _offloaded(stages: Sequence[Estimate]) -> list[str]:
     if not stages:
         return []
-    note = "" if all(found.can_run for found in stages) else f" {NO_OFFLOAD_YET}"
-    parts = [f"<p>Kept outside of the device, for each rank.{note}</p>"]
+    parts = ["<p>Held outside the device, per rank.</p>"]
     places = {
         "in host memory": {found.name: found.host for found in stages},
         "in files": {found.name: found.disk for found in stages},
@@ -204,7 +203,7 @@ def _offloaded(stages: Sequence[Estimate]) -> list[str]:
             for name, kinds in held.items()
         ]
         if shown:
-            parts.append(_html_table([place, *shown, "in all"], rows))
+            parts.append(_html_table([place, *shown, "total"], rows))
     return parts
 
 
@@ -216,7 +215,7 @@ def _measured(measured: Measured | None) -> list[str]:
     rows: list[Row] = [[point, *(row[kind] for kind in shown)] for point, row in measured.items()]
     return [
         "<h2>Measured</h2>",
-        "<p>The most over all steps and ranks, after each part of a step.</p>",
+        "<p>The maximum over all steps and ranks, after each part of a step.</p>",
         _html_table(["after", *shown], rows),
     ]
 
@@ -243,8 +242,8 @@ def _scaling(scaling: Sequence[Estimate], limit: int | None) -> list[str]:
     return [
         "<h2>More ranks</h2>",
         "<p>Weights, gradients, master and optimizer states between steps. Dots are what a rank"
-        " holds, padding included; lines are the formula, a whole part and a part divided by the"
-        " ranks. Stages that hold the same share a line.</p>",
+        " holds, padding included. Lines are the formula: a replicated part plus a part divided by"
+        " the number of ranks. Stages that hold the same share a line.</p>",
         *_picture(lambda: plot.scaling(scaling, title=title, limit=limit)),
     ]
 
@@ -271,10 +270,10 @@ def _html_table(head: Sequence[str], rows: Sequence[Row], *, exact: bool = False
 
 
 _LEGEND = (
-    "<p>Everything on this page is for one rank, that is one process with one device. Units are"
-    " decimal: 1 GB is 10<sup>9</sup> bytes, or 0.93 GiB. A number in a table shows its bytes when"
-    " you point at it. A unit of the model is what is gathered and reduced together, usually one of"
-    " its repeated blocks.</p><details open><summary>The kinds of bytes</summary><dl>"
+    "<p>All figures on this page are for one rank, that is, one process with one device. Sizes are"
+    " decimal: 1 GB is 10<sup>9</sup> bytes, or 0.93 GiB. Hover over a number in a table to see its"
+    " exact bytes. A unit of the model is a part that is gathered and reduced together, usually one"
+    " of its repeated blocks.</p><details open><summary>The kinds of bytes</summary><dl>"
     + "".join(f"<dt>{kind}</dt><dd>{text}</dd>" for kind, text in _KINDS.items())
     + "</dl></details>"
 )

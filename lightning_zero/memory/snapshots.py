@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from lightning_zero.memory.terms import Kinds
 from lightning_zero.memory.trace import Event, Kind
 
-_LABELS = {"rest": "at rest", "step": "optimizer's step"}
+_LABELS = {"rest": "at rest", "step": "in the optimizer's step"}
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Snapshot:
 
     @property
     def label(self) -> str:
-        """The name to display."""
-        return _LABELS.get(self.phase) or f"{self.phase} of {self.unit or 'the root'}"
+        """When it is, as a phrase: ``in backward of blocks.3``."""
+        return _LABELS.get(self.phase) or f"in {self.phase} of {self.unit or 'the root'}"
 
 
 @dataclass

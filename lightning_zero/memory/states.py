@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.comm import in_pages
+from lightning_zero.memory.dry_run import first_line
 from lightning_zero.memory.terms import PieceTerms
 from lightning_zero.optimizer import (
     Part,
@@ -209,8 +210,9 @@ def _configured(name: str, configure: Callable[[], Any]) -> Iterator[Optimizer]:
         returned = configure()
     except Exception as error:
         raise ValueError(
-            f"{name}.configure_optimizers does not run without a Trainer: {error} Pass `optimizer`,"
-            " a name of torch.optim or a function of a list of parameters."
+            f"{name}.configure_optimizers does not run without a Trainer: {first_line(error)} Pass"
+            " `optimizer`: a name in torch.optim, or a function that makes an optimizer from a list"
+            " of parameters."
         ) from error
     found = list(_optimizers_in(returned))
     if not found:

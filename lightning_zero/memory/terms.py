@@ -37,7 +37,7 @@ AWAY_ROWS = (
 
 Kinds = dict[str, int]
 StateOf = Callable[[Parameter, int], int]
-"""Returns the optimizer state bytes of a number of elements of a parameter."""
+"""Returns the optimizer state bytes of a number of elements of a parameter; 0 if it is frozen."""
 
 
 class PieceTerms(NamedTuple):
@@ -46,37 +46,6 @@ class PieceTerms(NamedTuple):
     parameter: Parameter
     numel: int
     nbytes: int
-
-
-def pieces_of_specs(
-    specs: Iterable[UnitSpec],
-    offload: Offload,
-    *,
-    num_shards: int,
-    num_copies: int,
-    rank: int,
-    on_host: bool,
-) -> list[list[PieceTerms]]:
-    """Return the pieces that a rank of a copy will offload, by unit.
-
-    ``on_host`` if the device to offload from is the host itself.
-    """
-    found = []
-    for spec in specs:
-        pieces: list[PieceTerms] = []
-        for flat in spec.flat_parameters:
-            plan = offload.of(flat.plan, trainable=flat.trainable, on_host=on_host)
-            if plan.states is Medium.DEVICE:
-                continue
-            layout, itemsize = flat.layout(num_shards, num_copies), plan.master.dtype.itemsize
-            for index, (_, parameter) in enumerate(flat.named):
-                if flat.stays(layout, index, rank):
-                    continue
-                start, stop = layout.piece(index, rank)
-                numel = stop - start
-                pieces.append(PieceTerms(parameter, numel, numel * itemsize))
-        found.append(pieces)
-    return found
 
 
 @dataclass
@@ -92,6 +61,7 @@ class UnitTerms:
         sent: Bytes on the device of the shards these are sent from, including the part that stays.
         lent: Bytes of fp32 masters, gradients and states while the unit is stepped, if they rest in
             bf16 with stochastic rounding.
+        pieces: The rank's pieces of parameters that are offloaded, frozen ones included.
     """
 
     name: str
@@ -103,6 +73,7 @@ class UnitTerms:
     flushed: int = 0
     sent: int = 0
     lent: int = 0
+    pieces: list[PieceTerms] = field(default_factory=list)
 
     def add(
         self,
@@ -166,24 +137,25 @@ def terms_of_specs(
         terms = UnitTerms(spec.name)
         for flat in spec.flat_parameters:
             plan, trainable = flat.plan, flat.trainable
-            layout = flat.layout(num_shards, num_copies)
-            states = {True: 0, False: 0}
-            for index, (_, parameter) in enumerate(flat.named) if trainable else ():
-                start, stop = layout.piece(index, rank)
-                numel = stop - start
-                states[flat.stays(layout, index, rank)] += state_of(parameter, numel)
-                if plan.stochastic_rounding:
-                    # Twice the elements have twice the states, but not twice the step count.
-                    of_elements = state_of(parameter, 2 * numel) - state_of(parameter, numel)
-                    terms.lent += 2 * (of_elements + 2 * numel * plan.master.dtype.itemsize)
-            share, (goes, stays) = flat.share_away(layout), (states[False], states[True])
             if offload is not None:
                 plan = offload.of(plan, trainable=trainable, on_host=on_host)
-                if flat.num_away is None:
-                    # Everything is offloaded, or a bare number of parameters may be cut anywhere.
-                    share = offload.ratio
-                    goes, stays = round(share * goes), goes - round(share * goes)
-            parts = (goes, stays)
+            layout, itemsize = flat.layout(num_shards, num_copies), plan.master.dtype.itemsize
+            states = {True: 0, False: 0}
+            for index, (_, parameter) in enumerate(flat.named):
+                start, stop = layout.piece(index, rank)
+                numel, stays = stop - start, flat.stays(layout, index, rank)
+                if plan.states is not Medium.DEVICE and not stays:
+                    terms.pieces.append(PieceTerms(parameter, numel, numel * itemsize))
+                states[stays] += state_of(parameter, numel)
+                if plan.stochastic_rounding and trainable:
+                    # Twice the elements have twice the states, but not twice the step count.
+                    of_elements = state_of(parameter, 2 * numel) - state_of(parameter, numel)
+                    terms.lent += 2 * (of_elements + 2 * numel * itemsize)
+            share, parts = flat.share_away(layout), (states[False], states[True])
+            if offload is not None and flat.num_away is None:
+                # Everything is offloaded, or a bare number of parameters may be cut anywhere.
+                share, goes = offload.ratio, round(offload.ratio * states[False])
+                parts = goes, states[False] - goes
             terms.add(layout, plan, share, parts, trainable=trainable, on_host=on_host)
             if trainable:
                 terms.partial += layout.numel * plan.grad.dtype.itemsize

@@ -235,10 +235,6 @@ class Offload:
         is_for_host = media == {"nvme"} and self.ratio == 1
         return len(media) == 1 and (device.type != "cpu" or is_for_host)
 
-    def stages_states(self, device: torch.device) -> bool:
-        """Return whether the engine reads states from files for each step, and writes them back."""
-        return self.optimizer == "nvme" and self.runs_on(device)
-
     def is_mapped(self, device: torch.device) -> bool:
         """Return whether ``device`` is the host itself, and maps the files as its own memory."""
         return device.type == "cpu" and self.runs_on(device)

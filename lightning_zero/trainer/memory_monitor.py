@@ -21,12 +21,14 @@ from lightning_zero.memory import (
     AWAY_ROWS,
     KINDS,
     RESTING,
+    STEP_SETTINGS,
     Estimate,
     ModelPlan,
     compare,
     estimate_of,
     explain,
     format_bytes,
+    format_ranks,
     table,
     write_report,
 )
@@ -183,15 +185,8 @@ class MemoryMonitor(Callback):
             return
         chosen, mesh = strategy.settings, engine.comm.mesh
         self._settings: dict[str, Any] = {
+            **{name: getattr(chosen, name) for name in STEP_SETTINGS},
             "num_microbatches": trainer.accumulate_grad_batches,
-            "prefetch": chosen.prefetch,
-            "reshard_after_forward": chosen.reshard_after_forward,
-            "reduce_dtype": chosen.reduce_dtype,
-            "accumulate": chosen.accumulate,
-            "gather_bits": chosen.gather_bits,
-            "reduce_bits": chosen.reduce_bits,
-            "error_feedback": chosen.error_feedback,
-            "stochastic_rounding": chosen.stochastic_rounding,
             "step_in_backward": chosen.step_in_backward
             and obstacle_to_early_steps(trainer) is None,
             "shard": mesh.shard.size if mesh.replicate.size > 1 else "all",
@@ -217,7 +212,7 @@ class MemoryMonitor(Callback):
                 )
                 return
             except ValueError as error:
-                rank_zero_warn(f"MemoryMonitor predicts no {what}: {error}")
+                rank_zero_warn(f"MemoryMonitor cannot predict {what}: {error}")
         self._subject, self.predict = None, False
 
     def _explain(self, trainer: pl.Trainer) -> None:
@@ -280,11 +275,12 @@ class MemoryMonitor(Callback):
             totals[point] = {**kinds, "total": total, "change": total - before}
             before = total
         lines = [
-            f"Memory of a rank, the most over {world_size} ranks, after each part of a step:",
+            "Memory of a rank after each part of a step, the maximum over"
+            f" {format_ranks(world_size)}:",
             table(totals, [*_COUNTED, "total", "change", *AWAY_ROWS, _STAGING, *ALLOCATOR]),
         ]
         if self.times.seconds:
-            lines.append(f"On this rank {self.times.describe()}")
+            lines.append(f"On this rank, {self.times.describe()}")
         return "\n".join([*lines, *self._explained()])
 
     def _explained(self) -> list[str]:
@@ -294,19 +290,19 @@ class MemoryMonitor(Callback):
         predicted: dict[str, int | None] = {**self.predicted.rests}
         measured: dict[str, int | None] = {k: self._own.get(k, 0) for k in rows}
         lines = [
-            "Between steps, this rank against its prediction:",
+            "This rank between steps, predicted and measured:",
             table({"predicted": predicted, "measured": measured}, rows),
             *self.differences,
         ]
         of_steps = [one.host for one in self.predicted.snapshots if one.phase == "step"]
         if staged := max((host.get("staging", 0) for host in of_steps), default=0):
             lines.append(
-                f"In the optimizer's step {format_bytes(staged)} at most were predicted in staging"
-                f" memory on the host; it took {format_bytes(self._own.get(_STAGING, 0))}."
+                f"The optimizer's step was predicted to stage at most {format_bytes(staged)} on the"
+                f" host; it staged {format_bytes(self._own.get(_STAGING, 0))}."
             )
         peak = self.predicted.peak
         lines.append(
-            f"Within a step {format_bytes(peak.total)} at most were predicted, in {peak.label}: "
+            f"Predicted peak within a step: {format_bytes(peak.total)}, {peak.label}: "
             + ", ".join(f"{k} {format_bytes(n)}" for k, n in peak.kinds.items() if n)
             + "."
         )

@@ -751,7 +751,7 @@ def test_convert_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[st
     text = capsys.readouterr().out
     for words in ("epoch 3, step 7", "written by `lightning-zero convert`", "(2, 3, 2, 2)"):
         assert words in text
-    assert "All checksums are right." in text
+    assert "All checksums match." in text
     chunk = Directory.open(tmp_path / "b.dcp").chunks[0]
     with chunk.file.open("r+b") as file:
         file.seek(chunk.place.content.offset)

@@ -231,7 +231,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "epoch 3, step 7" in told
     assert "state_dict/embedding.weight" in told
     assert "(11, 6)" in told
-    assert "All checksums are right." in told
+    assert "All checksums match." in told
     assert main(["inspect", str(target)]) == 0
     assert "float16" in capsys.readouterr().out
     content = bytearray(path.read_bytes())

@@ -439,7 +439,7 @@ def test_files_that_do_not_belong_together(tmp_path: Path, stage: int) -> None:
     assert "not one number per element" in told(square)
     if stage == 2:
         assert "elastic" in told(lambda held: held.update({base: [{}, {}]}))
-        assert "but for the optimizer" in "\n".join(describe(tmp_path / "a"))
+        assert "except for the optimizer" in "\n".join(describe(tmp_path / "a"))
     file.write_bytes(whole[: len(whole) // 2])
     assert "is damaged or not a checkpoint" in refused(tmp_path / "a")
     file.write_bytes(whole)

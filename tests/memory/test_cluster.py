@@ -13,7 +13,8 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.mesh import Mesh
 from lightning_zero.commands import main
 from lightning_zero.engine.engine import Engine
-from lightning_zero.memory.cluster import Cluster, Played, Timeline, play
+from lightning_zero.memory.cluster import TERMS, Cluster, Played, Timeline, play
+from lightning_zero.memory.live_bytes import LiveBytes
 from lightning_zero.memory.model import ModelPlan
 from lightning_zero.plan.settings import Settings
 from tests.oracle.ranks import Pools
@@ -50,8 +51,8 @@ def test_the_terms_of_a_cluster() -> None:
     assert cluster.world_size == 512
     assert not Cluster.parse("1x2, 1GB/s, 2GB/s, 50GFLOPS, cpu").hides
     for text, message in (
-        ("64x8, 400Gb/s, 989TFLOPS", "two or three rates"),
-        ("64x8, 400Gb/s, 450GB/s", "nodes x ranks, two or three rates and FLOPS"),
+        ("64x8, 400Gb/s, 989TFLOPS", "two or three bandwidths"),
+        ("64x8, 400Gb/s, 450GB/s", "nodes x ranks, two or three bandwidths and FLOPS"),
         ("64x8, 400Gb/s, fast, 989TFLOPS", "got 'fast'"),
         ("0x8, 400Gb/s, 450GB/s, 989TFLOPS", "above 0"),
     ):
@@ -114,6 +115,14 @@ def test_computation_is_that_of_the_products() -> None:
         step.amount for of_one in timeline.steps for step in of_one if step.what == "compute"
     )
     assert flops == (3 * 3 - 1) * 2 * ROWS * NUMEL
+
+
+def test_so_is_that_of_attention_on_a_cpu() -> None:
+    """Two products forward, and five in backward, which computes the scores once more."""
+    heads = [torch.ones(2, 3, 16, 8, requires_grad=True) for _ in range(3)]
+    with LiveBytes() as live:
+        nn.functional.scaled_dot_product_attention(*heads, is_causal=True).sum().backward()
+    assert live.take_flops() == (2 + 5) * 2 * (2 * 3) * 16 * 16 * 8
 
 
 def test_stage_3_alone_on_the_wire() -> None:
@@ -188,7 +197,7 @@ def test_the_command_shows_the_best_choice_first(capsys: pytest.CaptureFixture[s
     times = [float(line.split(" ms")[0].split()[-1]) for line in text.splitlines() if " ms" in line]
     assert len(times) == 2 * 2 + 2 * 2 + 3 * 4
     assert times == sorted(times)
-    assert "On 4 ranks, the best choice first" in text
+    assert "On 4 ranks, best choice first" in text
     assert "backward_shard=2, gather_bits=8" in text
     assert text.count(" *\n") == len(times)
     # What contradicts a setting is left out; what is given is not varied.
@@ -200,4 +209,13 @@ def test_the_command_shows_the_best_choice_first(capsys: pytest.CaptureFixture[s
     assert "shard=3 makes groups of 3 ranks" in capsys.readouterr().err
     for option, value in (("--offload", "nvme"), ("--ranks", "4"), ("--host-memory", "1GB")):
         assert main([*arguments, "--batch", "int64[4,5]", option, value]) == 1
-        assert f"{option} has no meaning beside it" in capsys.readouterr().err
+        assert f"cannot be combined with {option}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["64x8, 400Gb/s, fast, 989TFLOPS", "64x8, 400Gb/s, 450GB/s"])
+def test_a_mistyped_cluster_shows_the_terms(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["estimate", "10B", "--cluster", text])
+    error = capsys.readouterr().err
+    assert error.endswith(f":\n{TERMS}\n")
+    assert "got 'fast'" in error or f"got {text!r}" in error

@@ -524,7 +524,10 @@ def test_adam_weighs_sixteen_bytes_a_parameter() -> None:
         ({"optimizer": "adamm"}, "Expected an optimizer of torch.optim (adadelta, "),
         ({"optimizer": "lbfgs"}, "The size of LBFGS's state cannot be predicted"),
         ({"rank": 2, "world_size": 2}, "Expected a rank from 0 to 1, got 2."),
-        ({"device": "cuda", "batch": torch.zeros(1)}, "Activations on 'cuda' are counted where"),
+        (
+            {"device": "cuda", "batch": torch.zeros(1)},
+            "Activations on 'cuda' are counted only where",
+        ),
         ({"prefetch": -1}, "Expected prefetch to be a number of units >= 0, got -1."),
         ({"batch": {"wrong": torch.zeros(1)}}, "Tied does not run on tensors without data"),
     ],

@@ -195,13 +195,14 @@ def test_advice_names_the_least_sharding() -> None:
     assert tight.startswith("On 2 ranks, zero1 fits: ")
     never = advise(subject, stages, 10**4)
     assert "nothing fits: " in never
-    assert "activation checkpointing brings zero3 to " in never.lower()
+    assert "Activation checkpointing lowers zero3 to " in never
 
 
 def test_advice_finds_enough_ranks() -> None:
     subject = ModelPlan(10**10, precision="bf16-mixed", device=torch.device("cpu"))
     text = advise(subject, compare(subject, (0, 1, 2, 3), [2]), 24 * 10**9)
-    assert "nothing fits: zero3 holds 80.0 GB of 24.0 GB. Zero3 fits on 8 ranks." in text
+    expected = "zero3 needs 80.0 GB, but a device has 24.0 GB. zero3 fits on 8 ranks."
+    assert f"nothing fits: {expected}" in text
     assert "Activations are not counted" in text
 
 
@@ -260,7 +261,7 @@ def test_command_reads_what_a_configuration_gives_the_strategy(capsys: Any, tmp_
             capsys, str(config), "--model", GPT, "--optimizer", "sgd", "--stages", "3"
         )
         assert code == 0
-        assert ("Not read from the strategy's init_args: units." in out) == ("units" in more)
+        assert ("Ignored init_args of the strategy: units." in out) == ("units" in more)
         row = next(line for line in out.splitlines() if line.startswith("unreduced"))
         return parse_bytes(row.removeprefix("unreduced").strip())
 
@@ -291,7 +292,7 @@ def test_command_on_a_hugging_face_configuration(capsys: Any, tmp_path: Path) ->
         (["torch.nn:Nothing"], "Expected a class of torch.nn in 'torch.nn:Nothing'"),
         (["gone.py:Model"], "there is no file gone.py"),
         (["gone.yaml"], "found nothing at gone.yaml"),
-        ([f"{ROOT}/examples/zero3.yaml"], "names no `model.class_path`"),
+        ([f"{ROOT}/examples/zero3.yaml"], "has no `model.class_path`"),
         ([GPT], "configure_optimizers does not run without a Trainer"),
         (["10B", "--optimizer", "adamm"], "Expected an optimizer of torch.optim"),
         (["10B", "--ranks", "0"], "Expected world_size >= 1, got 0."),

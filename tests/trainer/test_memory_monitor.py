@@ -168,7 +168,7 @@ def test_the_table_explains_itself(ranks: Any, tmp_path: Path) -> None:
     rows = [line.split()[0] for line in lines[2:]]
     for row in ("weights", "states", "total", "change", "resident"):
         assert row in rows
-    assert "Within a step" in text
+    assert "Predicted peak within a step: " in text
     facts = json.loads((tmp_path / "memory.json").read_text())
     assert [row["strategy"] for row in facts["stages"]] == ["ddp", "zero1", "zero2", "zero3"]
     assert facts["held"]["states"] == facts["predicted"]["resting"]["states"]
@@ -192,8 +192,8 @@ def test_every_epoch_is_logged_once(ranks: Any, tmp_path: Path) -> None:
 
 def differences(result: dict) -> dict[str, str]:
     """Return what the table says of each kind that differs."""
-    lines = [line for line in result["text"].splitlines() if " differ by " in line]
-    found = dict(line.split(" differ by ") for line in lines)
+    lines = [line for line in result["text"].splitlines() if " than predicted: " in line]
+    found = dict(line.split(": ", 1) for line in lines)
     off = {kind for kind, count in result["resting"].items() if result["own"][kind] != count}
     assert set(found) == off
     return found
@@ -202,8 +202,8 @@ def differences(result: dict) -> dict[str, str]:
 def test_what_differs_is_named(ranks: Any, tmp_path: Path) -> None:
     """Parameters that no loss reaches, all of them on rank 1, and a buffer that grows."""
     first, second = map(differences, ranks(2).run(run, str(tmp_path), 3, surprises=True))
-    buffers = "64 B: seen holds 80 B, predicted were 16 B."
-    states = "2.57 kB: unused.0 holds 0 B, predicted were 2.05 kB, and so for 1 more."
+    buffers = "64 B more than predicted: seen holds 80 B instead of 16 B."
+    states = "2.57 kB less than predicted: unused.0 holds 0 B instead of 2.05 kB (and 1 more)."
     assert first == {"buffers": buffers}
     assert second == {"buffers": buffers, "states": states}
     facts = json.loads((tmp_path / "memory.json").read_text())
@@ -224,10 +224,10 @@ def test_a_wrong_prediction_is_called_so(ranks: Any, tmp_path: Path) -> None:
     found = differences(result)
     assert set(found) == {"weights", "gradients", "states"}
     for kind, reason in found.items():
-        less = result["resting"][kind] - result["own"][kind]
+        less = f"{format_bytes(result['resting'][kind] - result['own'][kind])} less"
         assert reason == (
-            f"{format_bytes(less)}: {format_bytes(less)} less than foreseen, which nothing that the"
-            " rank holds accounts for: the prediction was made for another run."
+            f"{less} than predicted: nothing that the rank holds explains {less}, so the prediction"
+            " was made for another run."
         )
 
 

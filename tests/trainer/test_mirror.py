@@ -43,8 +43,13 @@ print(pl.__spec__.loader is pl.__loader__)
             f"import lightning_zero\nlightning_zero.mirror.MemoryMonitor\n{LOADED}\n{NAMES}",
             ["True", "True"],
         ),
+        (
+            "import importlib.util as u, lightning_zero\n"
+            f"u.find_spec('pytorch_lightning')\n{LOADED}\n{NAMES}",
+            ["False", "True"],
+        ),
     ],
-    ids=["later", "by us"],
+    ids=["later", "by us", "after a look-up"],
 )
 def test_names_are_there_when_the_mirror_is(code: str, printed: list[str]) -> None:
     """The process has imported us, and not the other package; test_launchers.py has the reverse."""
