@@ -231,7 +231,7 @@ def measure(name: str, world: int, megabytes: int, folder: str | None) -> list[f
         for process in processes:
             process.join()
             if process.exitcode:
-                raise SystemExit(f"{name}: a rank ended with code {process.exitcode}")
+                raise SystemExit(f"{name}: a rank exited with code {process.exitcode}")
         return [max(column) for column in zip(*(results.get() for _ in processes), strict=True)]
 
 
@@ -240,7 +240,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=1024, help="size of the whole state")
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", help="where to write; a temporary folder if not given")
+    parser.add_argument("--folder", help="folder to write to; default: a temporary one")
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     options = parser.parse_args()
     rounds: dict[str, list[list[float]]] = {name: [] for name in options.only}

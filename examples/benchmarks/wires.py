@@ -127,7 +127,7 @@ class Way(NamedTuple):
         tolerance = {"rtol": 0, "atol": 0} if self.is_exact else {"rtol": 1e-5, "atol": 1e-5}
         if not torch.allclose(self.out, self.expected, **tolerance):
             worst = float((self.out - self.expected).abs().max())
-            raise RuntimeError(f"{name} is wrong by up to {worst}: its time would say nothing.")
+            raise RuntimeError(f"{name} is wrong by up to {worst}, so its time is meaningless.")
 
 
 def settle(device: torch.device) -> None:
@@ -354,8 +354,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     here = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     parser.add_argument("--devices", nargs="+", choices=here, default=here)
-    parser.add_argument("--world", type=int, default=2, help="ranks; no more than GPUs on them")
-    parser.add_argument("--mib", type=float, nargs="+", default=Job.mib, help="whole tensors")
+    parser.add_argument("--world", type=int, default=2, help="ranks; on GPUs at most one for each")
+    parser.add_argument("--mib", type=float, nargs="+", default=Job.mib, help="sizes of tensors")
     parser.add_argument("--rounds", type=int, default=Job.rounds)
     parser.add_argument("--output", type=Path, help="folder for wires.json")
     options = parser.parse_args()
