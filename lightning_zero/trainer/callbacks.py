@@ -160,7 +160,7 @@ class AdaptedCallbacks:
 def _on_pieces(
     method: Callable[..., Any], averaged: Average, modify: bool, first: Any, _: Any, *args: Any
 ) -> Any:
-    with averaged.source.shown(modify=modify) as pieces:
+    with averaged.shown(modify=modify) as pieces:
         return method(first, pieces, *args)
 
 
