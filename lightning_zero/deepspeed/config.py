@@ -16,22 +16,18 @@ import torch
 
 from lightning_zero.deepspeed.keys import KEYS, Fate, Kind, suggestion
 from lightning_zero.deepspeed.optimizer_block import OptimizerBlock, SchedulerBlock
+from lightning_zero.plan import Settings
 
 _ALIASES = {"bfloat16": "bf16"}
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _DEFAULTS = {
-    "stage": 3,
-    "prefetch": 1,
-    "reduce_dtype": None,
-    "shard": "all",
-    "backward_shard": None,
-    "gather_bits": None,
-    "reduce_bits": None,
+    **vars(Settings()),
     "offload_optimizer": None,
     "offload_weights": None,
     "offload_path": None,
     "offload_ratio": 1.0,
 }
+"""Defaults of the strategy's arguments."""
 _PRECISIONS = {"bf16": ("bf16-mixed", "bf16-true"), "fp16": ("16-mixed", "16-true")}
 
 
