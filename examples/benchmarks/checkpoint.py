@@ -22,6 +22,7 @@ resumes; the second (``again``) finds them there.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import tempfile
@@ -71,26 +72,12 @@ class Shards:
             part.copy_(whole[str(n)][self.start : self.start + part.numel()])
 
 
-def save_file(shards: Shards, path: str) -> None:
+def save_own(shards: Shards, path: str, **options: Any) -> None:
     provenance = Provenance(3, shards.control.world_size, "")
-    Saver(shards.control).save({"state_dict": shards.spread()}, path, provenance)
+    Saver(shards.control).save({"state_dict": shards.spread()}, path, provenance, **options)
 
 
-def save_directory(shards: Shards, path: str) -> None:
-    provenance = Provenance(3, shards.control.world_size, "")
-    checkpoint = {"state_dict": shards.spread()}
-    Saver(shards.control).save(checkpoint, path, provenance, kind=DirectorySave)
-
-
-def load_checked(shards: Shards, path: str) -> None:
-    load_own(shards, path, is_checked=True)
-
-
-def load_unchecked(shards: Shards, path: str) -> None:
-    load_own(shards, path, is_checked=False)
-
-
-def load_own(shards: Shards, path: str, *, is_checked: bool) -> None:
+def load_own(shards: Shards, path: str, *, is_checked: bool = True) -> None:
     """Load as the strategy does: request all parts, check them, and copy them."""
     whole = load(path, shards.control)["state_dict"]
     parts = [(whole[str(n)], part) for n, part in enumerate(shards.parts)]
@@ -139,10 +126,13 @@ def save_alone_to(state: dict[str, Any], path: str) -> None:
         os.fsync(file.fileno())
 
 
+save_directory = functools.partial(save_own, kind=DirectorySave)
+load_unchecked = functools.partial(load_own, is_checked=False)
+
 CONTENDERS: dict[str, tuple[Callable[..., None], Callable[..., None], bool]] = {
-    "file": (save_file, load_checked, True),
-    "file unchecked": (save_file, load_unchecked, True),
-    "directory": (save_directory, load_checked, True),
+    "file": (save_own, load_own, True),
+    "file unchecked": (save_own, load_unchecked, True),
+    "directory": (save_directory, load_own, True),
     "directory unchecked": (save_directory, load_unchecked, True),
     "gather": (save_gathered, load_gathered, True),
     "dcp": (save_dcp, load_dcp, True),
