@@ -58,7 +58,7 @@ class Transformer(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-class Watchdog(Callback):
+class Meter(Callback):
     """Times the steps and counts the elements sent in the last one."""
 
     def __init__(self) -> None:
@@ -66,30 +66,25 @@ class Watchdog(Callback):
         self.sent: int | None = None
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        self._before = self._sent(trainer)
         self._start = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self.seconds.append(time.perf_counter() - self._start)
-        now = self._sent(trainer)
-        self.sent = None if now is None or self._before is None else now - self._before
-
-    def _sent(self, trainer: Trainer) -> int | None:
-        engine = getattr(trainer.strategy, "engine", None)
-        return None if engine is None else sum(engine.comm.transport.ledger.elements.values())
+        if hasattr(trainer.strategy, "traffic"):
+            self.sent = sum(sent.elements for sent in trainer.strategy.traffic.values())
 
 
 def train(strategy: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return what one rank holds and sends, and its time per step, under `strategy`."""
     torch.manual_seed(0)
-    monitor, watch = lightning_zero.MemoryMonitor(predict=False), Watchdog()
+    monitor, meter = lightning_zero.MemoryMonitor(predict=False), Meter()
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",
         devices=options.ranks,
         precision=options.precision,
         max_steps=options.steps,
-        callbacks=[monitor, watch],
+        callbacks=[monitor, meter],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -105,8 +100,8 @@ def train(strategy: str, options: argparse.Namespace) -> dict[str, Any]:
         held["gradients"] = monitor.measured["backward"]["gradients"]
     return {
         "numel": numel,
-        "seconds": statistics.median(watch.seconds),
-        "sent": watch.sent,
+        "seconds": statistics.median(meter.seconds),
+        "sent": meter.sent,
         **{kind: held[kind] for kind in KINDS},
     }
 

@@ -90,4 +90,4 @@ if __name__ == "__main__":
         logger=False,
     )
     trainer.fit(model, data)
-    print(f"trained, with {trainer.callback_metrics['loss']:.3f} as the loss")
+    print(f"trained; the last loss is {trainer.callback_metrics['loss']:.3f}")

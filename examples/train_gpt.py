@@ -212,7 +212,7 @@ class Text(LightningDataModule):
         if not len(self.train_windows) or not len(self.val_windows):
             raise ValueError(
                 f"A text of {len(text)} bytes is too short for windows of {self.context} bytes "
-                f"in both parts; take a longer text or a smaller --data.context."
+                f"in both parts; use a longer text or a smaller --data.context."
             )
 
     def train_dataloader(self) -> DataLoader[Tensor]:

@@ -22,6 +22,8 @@ resumes; the second (``again``) finds them there.
 from __future__ import annotations
 
 import argparse
+import functools
+import json
 import os
 import statistics
 import tempfile
@@ -34,7 +36,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
+from contenders import Ranks
+from measure import in_fresh_processes, joined
 
 from lightning_zero.checkpoint import check_ranges
 from lightning_zero.checkpoint.dcp.save import DirectorySave
@@ -71,26 +74,12 @@ class Shards:
             part.copy_(whole[str(n)][self.start : self.start + part.numel()])
 
 
-def save_file(shards: Shards, path: str) -> None:
+def save_own(shards: Shards, path: str, **options: Any) -> None:
     provenance = Provenance(3, shards.control.world_size, "")
-    Saver(shards.control).save({"state_dict": shards.spread()}, path, provenance)
+    Saver(shards.control).save({"state_dict": shards.spread()}, path, provenance, **options)
 
 
-def save_directory(shards: Shards, path: str) -> None:
-    provenance = Provenance(3, shards.control.world_size, "")
-    checkpoint = {"state_dict": shards.spread()}
-    Saver(shards.control).save(checkpoint, path, provenance, kind=DirectorySave)
-
-
-def load_checked(shards: Shards, path: str) -> None:
-    load_own(shards, path, is_checked=True)
-
-
-def load_unchecked(shards: Shards, path: str) -> None:
-    load_own(shards, path, is_checked=False)
-
-
-def load_own(shards: Shards, path: str, *, is_checked: bool) -> None:
+def load_own(shards: Shards, path: str, *, is_checked: bool = True) -> None:
     """Load as the strategy does: request all parts, check them, and copy them."""
     whole = load(path, shards.control)["state_dict"]
     parts = [(whole[str(n)], part) for n, part in enumerate(shards.parts)]
@@ -139,10 +128,13 @@ def save_alone_to(state: dict[str, Any], path: str) -> None:
         os.fsync(file.fileno())
 
 
+save_directory = functools.partial(save_own, kind=DirectorySave)
+load_unchecked = functools.partial(load_own, is_checked=False)
+
 CONTENDERS: dict[str, tuple[Callable[..., None], Callable[..., None], bool]] = {
-    "file": (save_file, load_checked, True),
-    "file unchecked": (save_file, load_unchecked, True),
-    "directory": (save_directory, load_checked, True),
+    "file": (save_own, load_own, True),
+    "file unchecked": (save_own, load_unchecked, True),
+    "directory": (save_directory, load_own, True),
     "directory unchecked": (save_directory, load_unchecked, True),
     "gather": (save_gathered, load_gathered, True),
     "dcp": (save_dcp, load_dcp, True),
@@ -187,52 +179,41 @@ def put_out_of_cache(path: str) -> None:
         os.close(descriptor)
 
 
-def work(rank: int, world: int, name: str, folder: str, megabytes: int, results: Any) -> None:
+def work(
+    rank: int, name: str, megabytes: int, path: str, job: Ranks, port: int, answer: Path
+) -> None:
     """Run one rank of one contender in one round."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    save, reload, _ = CONTENDERS[name]
-    shards = Shards(Control(), megabytes)
-    before = [part.clone() for part in shards.parts] if megabytes <= 64 else []
-    path, numbers = f"{folder}/state", []
-    for action in (save, reload, reload):
-        dist.barrier()
-        with Peak() as peak:
-            start = time.perf_counter()
-            action(shards, path)
+    with joined(rank, job, port):
+        save, reload, _ = CONTENDERS[name]
+        shards = Shards(Control(), megabytes)
+        before = [part.clone() for part in shards.parts] if megabytes <= 64 else []
+        numbers: list[float] = []
+        for action in (save, reload, reload):
             dist.barrier()
-            numbers += [time.perf_counter() - start, peak.megabytes]
-        if action is save:
-            put_out_of_cache(path)
-        else:
-            assert all(torch.equal(a, b) for a, b in zip(before, shards.parts, strict=False))
-        for part in shards.parts:
-            part.zero_()
-    results.put(numbers)
-    # The group ends with its process: destroying it may hang, as `measure.py` explains.
-    dist.barrier()
+            with Peak() as peak:
+                start = time.perf_counter()
+                action(shards, path)
+                dist.barrier()
+                numbers += [time.perf_counter() - start, peak.megabytes]
+            if action is save:
+                put_out_of_cache(path)
+            else:
+                assert all(torch.equal(a, b) for a, b in zip(before, shards.parts, strict=False))
+            for part in shards.parts:
+                part.zero_()
+        worst = torch.tensor(numbers, dtype=torch.float64)
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        if rank == 0:
+            answer.write_text(json.dumps(worst.tolist()))
+        dist.barrier()
 
 
 def measure(name: str, world: int, megabytes: int, folder: str | None) -> list[float]:
     """Return seconds and megabytes of a save and of two loads, the worst over the ranks."""
-    world = world if CONTENDERS[name][2] else 1
-    # Each process is forked from a server that has imported everything and done nothing.
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.checkpoint", "lightning_zero"])
+    job = Ranks(world if CONTENDERS[name][2] else 1)
     with tempfile.TemporaryDirectory(dir=folder) as room:
-        results = context.SimpleQueue()
-        processes = [
-            context.Process(target=work, args=(rank, world, name, room, megabytes, results))
-            for rank in range(world)
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-            if process.exitcode:
-                raise SystemExit(f"{name}: a rank ended with code {process.exitcode}")
-        return [max(column) for column in zip(*(results.get() for _ in processes), strict=True)]
+        found: list[float] = in_fresh_processes(work, name, megabytes, f"{room}/state", job)
+        return found
 
 
 def main() -> None:
@@ -240,7 +221,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=1024, help="size of the whole state")
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", help="where to write; a temporary folder if not given")
+    parser.add_argument("--folder", help="folder to write to; default: a temporary one")
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     options = parser.parse_args()
     rounds: dict[str, list[list[float]]] = {name: [] for name in options.only}

@@ -142,7 +142,7 @@ def main() -> None:
     job = Job(**arguments)
     unable = [name for name in names or () if job.fake_world and name in NEED_OTHERS]
     if unable:
-        parser.error(f"{unable[0]} needs real ranks, got --fake-world: leave it out of --only.")
+        parser.error(f"{unable[0]} cannot run with --fake-world. Remove it from --only.")
     rows = compare(names or default_names(job), job, rounds)
     date, here = time.strftime("%Y-%m-%d"), machine.description()
     print(f"\n{date}, {here}, {job.precision}\n\n{table(rows)}")

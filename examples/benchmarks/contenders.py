@@ -19,7 +19,17 @@ from lightning_zero.plan.settings import Settings
 
 
 @dataclass(frozen=True)
-class Job:
+class Ranks:
+    """The processes of a run; with ``fake_world``, rank 0 of so many alone."""
+
+    world: int = 2
+    threads: int = 1
+    device: str = "cpu"
+    fake_world: int = 0
+
+
+@dataclass(frozen=True)
+class Job(Ranks):
     """A run to measure; the defaults give the 34 M parameters of the published figures."""
 
     dim: int = 512
@@ -30,11 +40,7 @@ class Job:
     batch: int = 4
     steps: int = 8
     warmup: int = 3
-    world: int = 2
-    threads: int = 1
     precision: str = "32-true"
-    device: str = "cpu"
-    fake_world: int = 0
     windows: bool = True
 
 

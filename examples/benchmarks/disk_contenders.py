@@ -31,7 +31,7 @@ class Contender:
         try:
             self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
         except OSError as error:
-            raise SystemExit(f"{python!r} is not an interpreter to be run: {error}") from error
+            raise SystemExit(f"Cannot run the interpreter {python!r}: {error}") from error
         self._name = name
         self._answer()
 
@@ -46,7 +46,7 @@ class Contender:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"{self._name} ended with code {self._process.wait()}; see above.")
+            raise SystemExit(f"{self._name} exited with code {self._process.wait()}; see above.")
         return line
 
     def close(self) -> None:
@@ -158,8 +158,8 @@ def main() -> None:
         __import__("torch").set_num_threads(1)
         __import__(name)
     except ImportError as error:
-        cure = f"Install {name} there, or leave --{name} out"
-        raise SystemExit(f"{sys.executable} cannot import it: {error}. {cure}.") from error
+        cure = f"Install {name} there, or remove --{name}"
+        raise SystemExit(f"{sys.executable} cannot import {name}: {error}. {cure}.") from error
     measurements = _MEASUREMENTS[name](folder, int(width), int(depth))
     print("ready", file=answers, flush=True)
     for line in sys.stdin:

@@ -90,7 +90,7 @@ def run_tests(output: Path, seconds: float) -> dict[str, Any]:
                 command, cwd=ROOT, env=environment, stdout=log, stderr=log, timeout=seconds
             ).returncode
         except subprocess.TimeoutExpired:
-            code = f"not done within {seconds:.0f} s"
+            code = f"timed out after {seconds:.0f} s"
     lines = (output / "tests.log").read_text().strip().splitlines()
     return {
         "code": code,
@@ -181,8 +181,8 @@ def main() -> int:
     """Run tests and comparison; return 1 if a test or a contender failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("gpu"), help="folder for the results")
-    parser.add_argument("--minutes", type=float, default=9.0, help="time for everything")
-    parser.add_argument("--rounds", type=int, default=5, help="the most rounds")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit for everything")
+    parser.add_argument("--rounds", type=int, default=5, help="maximum number of rounds")
     for name, default in asdict(GPT_1B).items():
         if name not in ("windows", "precision", "fake_world", "world"):
             parser.add_argument(f"--{name}", type=type(default), default=default)
@@ -190,7 +190,7 @@ def main() -> int:
     output, minutes, most = (arguments.pop(key) for key in ("output", "minutes", "rounds"))
     job = replace(GPT_1B, **arguments)
     if job.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch sees no GPU here; --device cpu rehearses the run.")
+        parser.error("torch finds no GPU here. Use --device cpu to rehearse the run.")
     output.mkdir(parents=True, exist_ok=True)
     seconds = minutes * 60 * 0.95
     clock = Clock(time.monotonic() + seconds)

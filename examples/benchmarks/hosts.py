@@ -90,7 +90,7 @@ def hosts(number: int, gbit: float) -> Iterator[list[str]]:
                     _call(*inside, "tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", *limit)
         except (OSError, subprocess.CalledProcessError) as error:
             said = getattr(error, "stderr", "") or error
-            raise RuntimeError(f"No hosts can be played here: {said}") from error
+            raise RuntimeError(f"Cannot simulate hosts here: {said}") from error
         yield names
 
 
@@ -117,7 +117,7 @@ def run_on(names: list[str], ranks_on_host: int, *words: object, timeout: float 
             process.kill()
             process.wait()
     if any(codes):
-        raise RuntimeError(f"The hosts ended with codes {codes}.")
+        raise RuntimeError(f"The hosts exited with codes {codes}.")
 
 
 # -- a rank ----------------------------------------------------------------------------------------
@@ -221,8 +221,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=list(contenders(2)), metavar="NAME")
     parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--ranks", type=int, default=2, help="of each host")
-    parser.add_argument("--gbit", type=float, default=1.0, help="a second; 0 sets no limit")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks on each host")
+    parser.add_argument("--gbit", type=float, default=1.0, help="rate of the link; 0 for no limit")
     parser.add_argument("--rounds", type=int, default=3)
     for name in ("dim", "layers", "steps"):
         parser.add_argument(f"--{name}", type=int, default=getattr(JOB, name))

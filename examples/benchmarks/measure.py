@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from contenders import CONTENDERS, GPT, Contender, Job
+from contenders import CONTENDERS, GPT, Contender, Job, Ranks
 from torch import Tensor
 
 from lightning_zero.comm.traffic import sum_of
@@ -87,7 +87,8 @@ class Run:
 
 
 @contextlib.contextmanager
-def _ranks(rank: int, job: Job, port: int) -> Iterator[None]:
+def joined(rank: int, job: Ranks, port: int) -> Iterator[None]:
+    """Enter a context in which this process is one of the ranks."""
     torch.set_num_threads(job.threads)
     os.environ["LOCAL_RANK"] = str(rank)  # DeepSpeed needs it.
     if job.device == "cuda":
@@ -115,7 +116,7 @@ NUM_FAULTY = 2
 
 
 def timed(rank: int, name: str, job: Job, port: int, answer: Path) -> None:
-    with _ranks(rank, job, port):
+    with joined(rank, job, port):
         run = Run(rank, name, job)
         times, loss = (_times_on_cuda if job.device == "cuda" else _times_on_cpu)(run)
         found = {"seconds": statistics.median(times), "loss": float(loss)}
@@ -170,7 +171,7 @@ def weighed(rank: int, name: str, job: Job, port: int, answer: Path) -> None:
     with the reduce and receive buffers where they are counted.
     """
     job = replace(job, windows=False)
-    with _ranks(rank, job, port):
+    with joined(rank, job, port):
         found = _weigh(lambda: Run(rank, name, job), job)
         if rank == 0:
             answer.write_text(json.dumps(found))
@@ -181,7 +182,7 @@ def measured(rank: int, name: str, job: Job, port: int, answer: Path) -> None:
 
     On a device, memory is the allocator's own figure, which costs the timed steps nothing.
     """
-    with _ranks(rank, job, port):
+    with joined(rank, job, port):
         run = Run(rank, name, job)
         times, loss = (_times_on_cuda if job.device == "cuda" else _times_on_cpu)(run)
         found = {"seconds": statistics.median(times), "loss": float(loss)}
@@ -319,7 +320,12 @@ def _peaks_on_cpu(parts: list[Callable[[], Any]]) -> list[int]:
     return peaks
 
 
-def in_fresh_processes(worker: Callable[..., None], name: str, job: Job) -> dict[str, Any]:
+_PRELOADED = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.profiler"]
+
+
+def in_fresh_processes(worker: Callable[..., None], *arguments: Any) -> Any:
+    """Return what ``worker(rank, *arguments, port, answer)`` writes; the last argument is a job."""
+    job: Ranks = arguments[-1]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -327,7 +333,6 @@ def in_fresh_processes(worker: Callable[..., None], name: str, job: Job) -> dict
         answer = Path(folder) / "answer.json"
         processes = 1 if job.fake_world else job.world
         # Each process is forked from a server that has imported everything and done nothing.
-        mp.set_forkserver_preload(["torch.distributed.fsdp", "torch.profiler", "lightning_zero"])
-        mp.start_processes(worker, (name, job, port, answer), processes, start_method="forkserver")
-        found: dict[str, Any] = json.loads(answer.read_text())
-        return found
+        mp.set_forkserver_preload([*_PRELOADED, "lightning_zero"])
+        mp.start_processes(worker, (*arguments, port, answer), processes, start_method="forkserver")
+        return json.loads(answer.read_text())

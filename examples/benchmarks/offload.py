@@ -286,10 +286,10 @@ class Steps:
             compare_other(label, ours, found)
         step, in_memory = (statistics.median(found[f"step in {at}"]) for at in ("files", "memory"))
         print(
-            f"a step in files: {step / in_memory:.2f} of one in memory;"
-            f" it reads {times.bytes_read / 1e9:.2f} GB at {times.read_speed / 1e9:.2f} GB/s and"
-            f" writes at {times.write_speed / 1e9:.2f} at once, and waits"
-            f" {times.waiting / times.stepping:.0%} of its time"
+            f"a step in files takes {step / in_memory:.2f} of the time of one in memory: it reads"
+            f" {times.bytes_read / 1e9:.2f} GB at {times.read_speed / 1e9:.2f} GB/s while writing"
+            f" at {times.write_speed / 1e9:.2f} GB/s, and waits for files in"
+            f" {times.waiting / times.stepping:.0%} of it"
         )
 
 
@@ -332,11 +332,11 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=1000)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", default=".", help="a folder on the disk that is measured")
-    parser.add_argument("--tokens", type=int, nargs="+", default=(1, 512), help="of a forward")
-    parser.add_argument("--predictions", action="store_true", help="leave the steps out")
+    parser.add_argument("--folder", default=".", help="folder on the disk to measure")
+    parser.add_argument("--tokens", type=int, nargs="+", default=(1, 512), help="of each forward")
+    parser.add_argument("--predictions", action="store_true", help="skip the optimizer steps")
     for name in ("deepspeed", "accelerate"):
-        parser.add_argument(f"--{name}", help=f"an interpreter that has {name}, to compare with it")
+        parser.add_argument(f"--{name}", help=f"interpreter with {name}, to compare with it")
     options = parser.parse_args()
     torch.set_num_threads(1)
     width, depth = options.width, max(1, options.megabytes * 10**6 // (4 * options.width**2))

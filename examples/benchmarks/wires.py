@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,7 +37,8 @@ from typing import Any, NamedTuple
 import machine
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from contenders import Ranks
+from measure import in_fresh_processes, joined
 from torch import Tensor
 
 from lightning_zero.comm.communicator import Communicator
@@ -52,18 +52,12 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(Ranks):
     """A run on one kind of device."""
 
-    device: str = "cpu"
-    world: int = 2
     mib: tuple[float, ...] = (1, 16, 64)
     rounds: int = 21
     warmup: int = 3
-
-    @property
-    def backend(self) -> str:
-        return "nccl" if self.device == "cuda" else "gloo"
 
 
 class Values:
@@ -127,7 +121,7 @@ class Way(NamedTuple):
         tolerance = {"rtol": 0, "atol": 0} if self.is_exact else {"rtol": 1e-5, "atol": 1e-5}
         if not torch.allclose(self.out, self.expected, **tolerance):
             worst = float((self.out - self.expected).abs().max())
-            raise RuntimeError(f"{name} is wrong by up to {worst}: its time would say nothing.")
+            raise RuntimeError(f"{name} is wrong by up to {worst}, so its time is meaningless.")
 
 
 def settle(device: torch.device) -> None:
@@ -289,7 +283,7 @@ def compare(job: Job) -> list[dict[str, Any]]:
     for mib in job.mib:
         values = Values(int(mib * 2**20) // 4, device)
         for name, row in measure(ways(comms, values), job).items():
-            place = {"backend": job.backend, "world": job.world, "mib": mib, "way": name}
+            place = {"backend": dist.get_backend(), "world": job.world, "mib": mib, "way": name}
             found.append({**place, **row, "is_chosen": name.startswith(f"{chosen} ")})
         for comm in comms.values():
             comm.transport.release_scratch()
@@ -299,35 +293,13 @@ def compare(job: Job) -> list[dict[str, Any]]:
     return found
 
 
-def work(rank: int, job: Job, folder: str) -> None:
+def work(rank: int, job: Job, port: int, answer: Path) -> None:
     """Run one rank from start to end."""
-    torch.set_num_threads(1)
-    if job.device == "cuda":
-        torch.cuda.set_device(rank)
-    store = dist.FileStore(f"{folder}/store", job.world)
-    dist.init_process_group(
-        job.backend,
-        store=store,
-        rank=rank,
-        world_size=job.world,
-        device_id=torch.device("cuda", rank) if job.device == "cuda" else None,
-    )
-    rows = compare(job)
-    if rank == 0:
-        Path(folder, "rows.json").write_text(json.dumps(rows))
-    # The group ends with its process. Destroying it waits, holding the GIL, for gloo's threads,
-    # which now and then wait for the GIL to free what a collective held.
-    settle(torch.device(job.device))
-
-
-def in_fresh_processes(job: Job) -> list[dict[str, Any]]:
-    """Return the rows of all sizes, measured in fresh processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        # Each process is forked from a server that has imported everything and done nothing.
-        mp.set_forkserver_preload(["torch.distributed", "lightning_zero"])
-        mp.start_processes(work, (job, folder), job.world, start_method="forkserver")
-        rows: list[dict[str, Any]] = json.loads(Path(folder, "rows.json").read_text())
-        return rows
+    with joined(rank, job, port):
+        rows = compare(job)
+        if rank == 0:
+            answer.write_text(json.dumps(rows))
+        settle(torch.device(job.device))
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -354,15 +326,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     here = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     parser.add_argument("--devices", nargs="+", choices=here, default=here)
-    parser.add_argument("--world", type=int, default=2, help="ranks; no more than GPUs on them")
-    parser.add_argument("--mib", type=float, nargs="+", default=Job.mib, help="whole tensors")
+    parser.add_argument("--world", type=int, default=2, help="ranks; on GPUs at most one for each")
+    parser.add_argument("--mib", type=float, nargs="+", default=Job.mib, help="sizes of tensors")
     parser.add_argument("--rounds", type=int, default=Job.rounds)
     parser.add_argument("--output", type=Path, help="folder for wires.json")
     options = parser.parse_args()
     rows = []
     for device in options.devices:
         world = options.world if device == "cpu" else min(options.world, torch.cuda.device_count())
-        rows += in_fresh_processes(Job(device, world, tuple(options.mib), options.rounds))
+        job = Job(world, device=device, mib=tuple(options.mib), rounds=options.rounds)
+        rows += in_fresh_processes(work, job)
     date = time.strftime("%Y-%m-%d")
     print(f"{date}, {machine.description()}, median of {options.rounds} rounds\n")
     print(table(rows))

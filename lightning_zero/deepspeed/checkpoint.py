@@ -70,8 +70,8 @@ def _understanding(method: _Method) -> _Method:
             return method(self, *args, **kwargs)
         except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
             raise ValueError(
-                f"{str(self.path)!r} is damaged, or of a version of DeepSpeed whose files cannot be"
-                f" read: {type(error).__name__}: {error}"
+                f"{str(self.path)!r} is damaged, or was written by an unsupported version of"
+                f" DeepSpeed: {type(error).__name__}: {error}"
             ) from error
 
     return cast(_Method, understanding)
@@ -98,8 +98,8 @@ class DeepSpeedFolder:
         model_files, optimizer_files = files_by_rank(tag, MODEL), files_by_rank(tag, OPTIMIZER)
         if not optimizer_files:
             raise FileNotFoundError(
-                f"{str(tag)!r} has no files *_optim_states.pt, in which ZeRO keeps the fp32"
-                " weights: they were not copied, or it was written with stage 0."
+                f"{str(tag)!r} has no *_optim_states.pt files, which hold ZeRO's fp32 weights: they"
+                " were not copied, or it was written at stage 0."
             )
         some = OptimizerFile.read(next(iter(optimizer_files.values())), trust=trust)
         self.stage, self.world_size = some.stage, some.world_size
@@ -131,8 +131,8 @@ class DeepSpeedFolder:
         for name, origin in placeholders(found):
             raise ValueError(
                 f"{str(self.path)!r} holds more than tensors and plain values: {name!r} is an"
-                f" object of {origin}. Leave it out with --weights-only, or make it with --trust if"
-                " you trust whoever wrote it."
+                f" object of {origin}. Skip it with --weights-only, or load it with --trust if you"
+                " trust whoever wrote the checkpoint."
             )
         return found
 
@@ -150,9 +150,8 @@ class DeepSpeedFolder:
         of_ranks = [optimizer.masters for optimizer in self._optimizers]
         if len({len(masters) for masters in of_ranks}) != 1:
             raise ValueError(
-                f"The optimizer files in {str(self.path)!r} have"
-                f" {sorted({len(masters) for masters in of_ranks})} flat vectors, but should have"
-                " the same number each: they do not belong together."
+                f"The optimizer files in {str(self.path)!r} have different numbers of flat vectors,"
+                f" {sorted({len(masters) for masters in of_ranks})}: they do not belong together."
             )
         tables = self._shapes([part.numel() for part in of_ranks[0]])
         paddings = self._optimizers[0].content.get("param_alignment_paddings")
@@ -176,7 +175,7 @@ class DeepSpeedFolder:
         if len(shapes) != len(sizes):
             raise ValueError(
                 f"{str(self.path)!r} names the parameters of {len(shapes)} param groups, but has"
-                f" flat vectors of {len(sizes)}: the files do not belong together."
+                f" flat vectors for {len(sizes)}: the files do not belong together."
             )
         return shapes
 
@@ -229,8 +228,8 @@ class DeepSpeedFolder:
             return value
         if self.stage == 3 and name not in self._model["buffer_names"]:
             raise ValueError(
-                f"{str(self.path)!r} has no values of {name!r}: it is neither a buffer nor among"
-                " the parameters whose shapes are known."
+                f"{str(self.path)!r} has no values for {name!r}, which is neither a buffer nor a"
+                " parameter of known shape."
             )
         if value.dtype in (torch.bfloat16, torch.float16):
             return LazyTensor.of_pieces(lambda: [value.reshape(-1)], value.shape, torch.float32)
@@ -254,9 +253,10 @@ class DeepSpeedFolder:
             by_group[owner] |= flat.states(states)
         if frozen_in_optimizer and len(groups) != 1:
             raise CannotConvert(
-                f"The optimizer in {str(self.path)!r} has {len(groups)} param groups; where frozen"
-                " parameters belong is only known if it has one. Leave out --frozen-in-optimizer"
-                " (`frozen_in_optimizer`), or convert the weights alone (--weights-only)."
+                f"The optimizer in {str(self.path)!r} has {len(groups)} param groups; frozen"
+                " parameters can only be assigned to a group if there is one. Remove"
+                " --frozen-in-optimizer (`frozen_in_optimizer`), or convert only the weights with"
+                " --weights-only."
             )
         found: dict[int, dict[str, Any]] = {}
         written: list[dict[str, Any]] = []
@@ -292,9 +292,9 @@ class DeepSpeedFolder:
             if order == self._in_module_order(order):
                 return order
         raise CannotConvert(
-            f"{str(self.path)!r} does not say whether DeepSpeed ran with 'round_robin_gradients',"
-            " so the optimizer's states cannot be given to their parameters. The weights can be"
-            " converted alone, with --weights-only."
+            f"{str(self.path)!r} does not record whether DeepSpeed ran with"
+            " 'round_robin_gradients', so optimizer states cannot be matched to parameters. Convert"
+            " only the weights with --weights-only."
         )
 
     def _in_module_order(self, names: Iterable[str]) -> list[str]:
@@ -311,8 +311,9 @@ class DeepSpeedFolder:
         ]
         if self._in_module_order(names) != names:
             raise ValueError(
-                f"The optimizer in {str(self.path)!r} has its parameters in another order than the"
-                " module, so it is not known where among them the frozen ones are."
+                f"The optimizer in {str(self.path)!r} has its parameters in a different order than"
+                " the module, so the places of the frozen ones among them are unknown. Convert only"
+                " the weights with --weights-only."
             )
         return every
 

@@ -16,22 +16,18 @@ import torch
 
 from lightning_zero.deepspeed.keys import KEYS, Fate, Kind, suggestion
 from lightning_zero.deepspeed.optimizer_block import OptimizerBlock, SchedulerBlock
+from lightning_zero.plan import Settings
 
 _ALIASES = {"bfloat16": "bf16"}
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _DEFAULTS = {
-    "stage": 3,
-    "prefetch": 1,
-    "reduce_dtype": None,
-    "shard": "all",
-    "backward_shard": None,
-    "gather_bits": None,
-    "reduce_bits": None,
+    **vars(Settings()),
     "offload_optimizer": None,
     "offload_weights": None,
     "offload_path": None,
     "offload_ratio": 1.0,
 }
+"""Defaults of the strategy's arguments."""
 _PRECISIONS = {"bf16": ("bf16-mixed", "bf16-true"), "fp16": ("16-mixed", "16-true")}
 
 
@@ -75,7 +71,7 @@ class Config:
         if config.enabled.get("bf16") and config.enabled.get("fp16"):
             raise ValueError(
                 "bf16.enabled and fp16.enabled are both true in the DeepSpeed configuration, but a"
-                " run has one precision. Take one of them out."
+                " run has one precision. Remove one of them."
             )
         return config
 
@@ -108,7 +104,7 @@ class Config:
         if value not in (1, 2, 3):
             raise ValueError(
                 f"Expected zero_optimization.stage in the DeepSpeed configuration among 1, 2, 3,"
-                f" got {value!r}. Stage 0 is Trainer(strategy='ddp')."
+                f" got {value!r}. For stage 0, use Trainer(strategy='ddp')."
             )
         self.arguments["stage"] = value
 
@@ -152,7 +148,7 @@ class Config:
         if not 0 < value <= 1:
             raise ValueError(
                 "Expected zero_optimization.offload_optimizer.ratio in the DeepSpeed configuration"
-                f" above 0 and up to 1, got {value!r}. To offload nothing, take the block out."
+                f" to be above 0 and at most 1, got {value!r}. Remove the block to offload nothing."
             )
         if value != 1:
             self.arguments["offload_ratio"] = float(value)
@@ -160,8 +156,8 @@ class Config:
     def _take_path(self, value: Any) -> None:
         if self.arguments.setdefault("offload_path", value) != value:
             raise ValueError(
-                "nvme_path of offload_optimizer and of offload_param differ in the DeepSpeed"
-                " configuration, but files have one folder. Write the same path."
+                "nvme_path differs between offload_optimizer and offload_param in the DeepSpeed"
+                " configuration, but all files go into one folder. Use the same path for both."
             )
 
     def _take_loss_scale(self, value: Any) -> None:
@@ -191,9 +187,9 @@ class Config:
         stage: int = self.argument("stage", given)
         if self.is_given and "stage" not in self.arguments and stage == _DEFAULTS["stage"]:
             self.warnings.append(
-                "zero_optimization.stage is not in the DeepSpeed configuration, which DeepSpeed"
-                f" reads as stage 0. Here it is ZeROStrategy(stage={stage}). Write the stage into"
-                " the configuration."
+                "zero_optimization.stage is missing from the DeepSpeed configuration. DeepSpeed"
+                f" would use stage 0; ZeROStrategy(stage={stage}) is used here. Set it in the"
+                " configuration."
             )
         return stage
 
@@ -219,7 +215,7 @@ class Config:
                 cure = f"Trainer(precision={names[0]!r})" if is_enabled else "precision='32-true'"
                 raise ValueError(
                     f"{name}.enabled in the DeepSpeed configuration is {_shown(is_enabled)}, but"
-                    f" the Trainer's precision is {precision!r}. Write {cure}, or take the key out."
+                    f" the Trainer's precision is {precision!r}. Use {cure}, or remove the key."
                 )
 
     def trainer_value(self, name: str, given: Any, default: Any) -> Any:
@@ -271,8 +267,8 @@ def _agreed(said: str, given: Any, wanted: Any, default: Any) -> Any:
     """Return ``wanted``; raise a ``ValueError`` if ``given`` is neither that nor the default."""
     if given not in (wanted, default):
         raise ValueError(
-            f"{said} contradicts the DeepSpeed configuration, which says {wanted!r}. Leave one of"
-            " them out."
+            f"{said} contradicts the DeepSpeed configuration, which sets {wanted!r}. Remove one of"
+            " them."
         )
     return wanted
 
@@ -284,7 +280,7 @@ def _load(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
         loaded = json.loads(Path(source).read_text())
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"Expected config as a dictionary or the path of a DeepSpeed JSON file, got"
+            f"Expected config to be a dictionary or the path of a DeepSpeed JSON file, got"
             f" {str(source)!r}: {error}."
         ) from error
     if not isinstance(loaded, dict):
@@ -316,7 +312,7 @@ def _near(name: str) -> str:
     tails = {key.rpartition(".")[2]: key for key in KEYS}
     blocks = {key.partition(".")[0]: key.partition(".")[0] for key in KEYS}
     names = {**blocks, **tails, **{key: key for key in KEYS}}
-    return suggestion((name, last), names) or " Take it out."
+    return suggestion((name, last), names) or " Remove it."
 
 
 def _check_kind(name: str, kind: Kind, value: Any) -> None:
@@ -329,7 +325,7 @@ def _check_kind(name: str, kind: Kind, value: Any) -> None:
     }
     if not fits[kind]:
         raise ValueError(
-            f"Expected {name} in the DeepSpeed configuration as {kind.value}, got {value!r}."
+            f"Expected {name} in the DeepSpeed configuration to be {kind.value}, got {value!r}."
         )
 
 

@@ -51,8 +51,8 @@ def tag_of(path: Path) -> Path:
     if tag is None or not tag.is_dir() or (tag != path and tag.parent != path):
         named = f"; its file 'latest' names {str(tag)!r}" if tag is not None else ""
         raise FileNotFoundError(
-            f"{str(path)!r} is no DeepSpeed checkpoint: it has no folder of files"
-            f" *_model_states.pt{named}"
+            f"{str(path)!r} is not a DeepSpeed checkpoint: it has no folder with *_model_states.pt"
+            f" files{named}"
         )
     return tag
 
@@ -71,14 +71,14 @@ def files_by_rank(tag: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
             continue
         if int(match["mp"]):
             raise CannotConvert(
-                f"{str(file)!r} belongs to a model that is cut by tensor parallelism, which cannot"
-                " be converted. Merge its parts with DeepSpeed's own tools first."
+                f"{str(file)!r} belongs to a tensor-parallel model, which cannot be converted."
+                " Merge its parts with DeepSpeed's own tools first."
             )
         rank = int(match["rank"] or 0)
         if rank in found:
             raise ValueError(
                 f"{str(tag)!r} has two files of rank {rank}, {found[rank].name!r} and"
-                f" {file.name!r}: one is left from an earlier save. Remove it."
+                f" {file.name!r}: one is left over from an earlier save. Remove it."
             )
         found[rank] = file
     return found
@@ -96,14 +96,14 @@ def check_ranks(files: Mapping[int, Path], world_size: int) -> None:
         ]
         more = " and more" if len(missing) > len(names) else ""
         raise FileNotFoundError(
-            f"{str(example.parent)!r} is not whole: {world_size} ranks wrote it, but"
-            f" {', '.join(names)}{more} is not there. Each node writes the files of its own ranks;"
-            " copy them all into one folder."
+            f"{str(example.parent)!r} is incomplete: {world_size} ranks wrote it, but it lacks"
+            f" {', '.join(names)}{more}. Each node writes the files of its own ranks; copy all of"
+            " them into one folder."
         )
     if len(files) > world_size:
         raise ValueError(
             f"{str(example.parent)!r} has files of {len(files)} ranks, but {world_size} ranks wrote"
-            f" {example.name!r}: the others are left from an earlier save. Remove them."
+            f" {example.name!r}: the others are left over from an earlier save. Remove them."
         )
 
 
@@ -112,7 +112,7 @@ def read_model(path: Path, *, trust: bool) -> Mapping[str, Any]:
     found = read_with_placeholders(path, trust=trust)
     keys = ("module", "buffer_names", "param_shapes")
     if not isinstance(found, dict) or any(found.get(key) is None for key in keys):
-        raise ValueError(f"{str(path)!r} is no model file of ZeRO: it lacks one of {keys}.")
+        raise ValueError(f"{str(path)!r} is not a ZeRO model file: it lacks one of {keys}.")
     return found
 
 
@@ -129,15 +129,15 @@ class OptimizerFile:
         found = read_with_placeholders(path, trust=trust)
         content = found.get("optimizer_state_dict") if isinstance(found, dict) else None
         if not isinstance(content, dict):
-            raise ValueError(f"{str(path)!r} is no optimizer file of ZeRO.")
+            raise ValueError(f"{str(path)!r} is not a ZeRO optimizer file.")
         return cls(path, content)
 
     def entry(self, key: str) -> Any:
         """Return an entry of the content, or raise a ``ValueError``."""
         if key not in self.content:
             raise ValueError(
-                f"{str(self.path)!r} has no {key!r}: it is damaged, or of a version of DeepSpeed"
-                " whose files cannot be read."
+                f"{str(self.path)!r} has no {key!r}: it is damaged, or was written by an"
+                " unsupported version of DeepSpeed."
             )
         return self.content[key]
 
@@ -171,7 +171,7 @@ class OptimizerFile:
         if not isinstance(found, dict) or not isinstance(found.get("param_groups"), list):
             raise CannotConvert(
                 f"{str(self.path)!r} is an 'elastic' checkpoint, which lacks the optimizer's"
-                " hyperparameters. The weights can be converted alone, with --weights-only."
+                " hyperparameters. Convert only the weights with --weights-only."
             )
         return found
 

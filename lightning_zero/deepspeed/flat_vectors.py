@@ -77,8 +77,8 @@ class Flat(ABC):
         parts = [state[key] for state in ranks]
         if not all(isinstance(part, Tensor) and part.dim() == 1 for part in parts):
             raise CannotConvert(
-                f"{self.label}: the optimizer's state {key!r} is not one number per element, so it"
-                " cannot be given to single parameters. The weights can be converted alone, with"
+                f"{self.label}: the optimizer's state {key!r} does not have one number per element,"
+                " so it cannot be divided among the parameters. Convert only the weights with"
                 " --weights-only."
             )
         self.check(parts, f"states {key!r}")
@@ -92,7 +92,7 @@ class Flat(ABC):
         return ValueError(
             f"{self.label}: the {what} of rank {rank} should have {expected} elements for"
             f" {len(self.shapes)} parameters, but have {found}. The files do not belong together,"
-            " or they are damaged."
+            " or are damaged."
         )
 
 

@@ -38,8 +38,8 @@ class OptimizerBlock:
         name, options = _read("optimizer", block)
         if "max_grad_norm" in options:
             raise ValueError(
-                "optimizer.params.max_grad_norm in the DeepSpeed configuration is no option of an"
-                " optimizer. Write gradient_clipping beside the optimizer block."
+                "optimizer.params.max_grad_norm in the DeepSpeed configuration is not an optimizer"
+                " option. Set gradient_clipping next to the optimizer block instead."
             )
         kind = _kind(name, options)
         if "betas" in options:
@@ -68,14 +68,14 @@ class SchedulerBlock:
         if name not in _RATES and not is_torchs:
             raise ValueError(
                 f"scheduler.type in the DeepSpeed configuration is {name!r}, which is neither one"
-                f" of {', '.join(_RATES)} nor a scheduler of torch.{_near(name, _RATES)} Return"
-                " the scheduler from `configure_optimizers`, and take the block out."
+                f" of {', '.join(_RATES)} nor a torch scheduler.{_near(name, _RATES)} Return the"
+                " scheduler from `configure_optimizers`, and remove the block."
             )
         if name == "ReduceLROnPlateau":
             raise ValueError(
                 "scheduler.type in the DeepSpeed configuration is 'ReduceLROnPlateau', which needs"
-                " a metric to watch. Return it with a `monitor` from `configure_optimizers`, and"
-                " take the block out."
+                " a metric to monitor. Return it with a `monitor` from `configure_optimizers`, and"
+                " remove the block."
             )
         _check_options("scheduler", name, make, options)
         return cls(name, options)
@@ -93,9 +93,9 @@ class SchedulerBlock:
             options.setdefault("total_num_steps", num_steps())
             if not math.isfinite(options["total_num_steps"]):
                 raise ValueError(
-                    f"scheduler.params.total_num_steps of {self.name} is left out or 'auto' in the"
-                    " DeepSpeed configuration, and the Trainer has no last step. Write a number,"
-                    " or give the Trainer max_steps or max_epochs."
+                    f"scheduler.params.total_num_steps of {self.name} is missing or 'auto' in the"
+                    " DeepSpeed configuration, but the Trainer has no last step. Set a number, or"
+                    " pass max_steps or max_epochs to the Trainer."
                 )
         if self.name == "OneCycle" and options.pop("cycle_momentum", True):
             _refuse_momentum(optimizer)
@@ -118,14 +118,14 @@ def _read(block_name: str, block: Mapping[str, Any]) -> tuple[str, dict[str, Any
     for key in block:
         if key not in ("type", "params"):
             raise ValueError(
-                f"The DeepSpeed configuration has an unknown key '{block_name}.{key}'. A block of"
-                " this name has a type and params. Take it out."
+                f"The DeepSpeed configuration has an unknown key '{block_name}.{key}'. This block"
+                " only takes type and params. Remove the key."
             )
     name, params = block.get("type"), block.get("params") or {}
     if not isinstance(name, str) or not isinstance(params, Mapping):
         raise ValueError(
-            f"Expected {block_name} in the DeepSpeed configuration as a block of a type, which is"
-            f" a text, and params, which is a block of keys, got {dict(block)!r}."
+            f"Expected {block_name} in the DeepSpeed configuration to have a type, which is a"
+            f" string, and params, which is an object, got {dict(block)!r}."
         )
     return name, {key: value for key, value in params.items() if value not in (None, "auto")}
 
@@ -140,7 +140,7 @@ def _kind(name: str, options: dict[str, Any]) -> type[Optimizer]:
             if not options.pop("bias_correction", True):
                 raise ValueError(
                     "optimizer.params.bias_correction in the DeepSpeed configuration is false, but"
-                    f" torch's {name} always corrects. Take the key out."
+                    f" torch's {name} always corrects the bias. Remove the key."
                 )
             options.setdefault("weight_decay", 0.0)
         return torch.optim.AdamW if is_decoupled else torch.optim.Adam
@@ -149,9 +149,9 @@ def _kind(name: str, options: dict[str, Any]) -> type[Optimizer]:
     kind = getattr(torch.optim, name, None)
     if known in _DEEPSPEEDS_OWN or not (inspect.isclass(kind) and issubclass(kind, Optimizer)):
         raise ValueError(
-            f"optimizer.type in the DeepSpeed configuration is {name!r}, which torch.optim does not"
-            f" have.{_near(name, dir(torch.optim))} Return an optimizer from"
-            " `configure_optimizers`, and take the block out."
+            f"optimizer.type in the DeepSpeed configuration is {name!r}, which is not in"
+            f" torch.optim.{_near(name, dir(torch.optim))} Return an optimizer from"
+            " `configure_optimizers`, and remove the block."
         )
     return kind
 
@@ -173,14 +173,14 @@ def _check_options(
         if key not in known:
             raise ValueError(
                 f"{block_name}.params in the DeepSpeed configuration has {key!r}, which"
-                f" {name} does not take.{_near(key, known)} Take it out."
+                f" {name} does not accept.{_near(key, known)} Remove it."
             )
     for parameter in parameters:
         is_needed = parameter.default is parameter.empty and parameter.name not in options
         if is_needed and parameter.name != "total_num_steps":
             raise ValueError(
                 f"{block_name}.params in the DeepSpeed configuration lacks {parameter.name!r},"
-                f" which {name} needs. Write its value."
+                f" which {name} requires. Add it."
             )
 
 
@@ -194,8 +194,8 @@ def _of_group(options: Mapping[str, Any], index: int, count: int) -> dict[str, A
     for key, value in options.items():
         if isinstance(value, (list, tuple)) and len(value) != count:
             raise ValueError(
-                f"Expected scheduler.params.{key} in the DeepSpeed configuration as a number or a"
-                f" list of {count}, one for each param group, got {value!r}."
+                f"Expected scheduler.params.{key} in the DeepSpeed configuration to be a number or"
+                f" a list of {count}, one for each param group, got {value!r}."
             )
         chosen[key] = value[index] if isinstance(value, (list, tuple)) else value
     return chosen
@@ -205,9 +205,9 @@ def _refuse_momentum(optimizer: Optimizer) -> None:
     """Raise for an optimizer with betas, the first of which DeepSpeed would cycle too."""
     if "betas" in optimizer.defaults:
         raise ValueError(
-            "scheduler.params.cycle_momentum of OneCycle in the DeepSpeed configuration is true, as"
-            f" it is when left out, but the betas of {type(optimizer).__name__} are not cycled"
-            " here. Write false, or return torch's OneCycleLR from `configure_optimizers`."
+            "scheduler.params.cycle_momentum of OneCycle in the DeepSpeed configuration is true"
+            f" (the default), but the betas of {type(optimizer).__name__} are not cycled here. Set"
+            " it to false, or return torch's OneCycleLR from `configure_optimizers`."
         )
 
 
@@ -224,7 +224,7 @@ def _warm_up(steps: int, num_steps: int, kind: str) -> float:
 def _checked(num_steps: int, kind: str) -> int:
     if kind not in ("log", "linear"):
         raise ValueError(
-            "Expected scheduler.params.warmup_type in the DeepSpeed configuration as 'log' or"
+            "Expected scheduler.params.warmup_type in the DeepSpeed configuration to be 'log' or"
             f" 'linear', got {kind!r}."
         )
     return max(2, num_steps)

@@ -160,7 +160,7 @@ class AdaptedCallbacks:
 def _on_pieces(
     method: Callable[..., Any], averaged: Average, modify: bool, first: Any, _: Any, *args: Any
 ) -> Any:
-    with averaged.source.shown(modify=modify) as pieces:
+    with averaged.shown(modify=modify) as pieces:
         return method(first, pieces, *args)
 
 
@@ -216,12 +216,12 @@ def _is_by_element(callback: Any) -> bool:
         return False
     reasons = [f"{type(callback).__name__} overrides {name}" for name in _overridden(callback, cls)]
     if not reasons and not is_by_element(_options(callback)):
-        reasons = ["its averaging function does not treat each element by itself"]
+        reasons = ["its averaging function is not element-wise"]
     if reasons:
         rank_zero_warn(
-            f"The average of {type(callback).__name__} is a whole copy of the weights on every"
-            f" rank, because {' and '.join(reasons)}. An average in shards needs Lightning's own"
-            " methods and an element-wise function."
+            f"{type(callback).__name__} keeps a whole copy of the averaged weights on every rank,"
+            f" because {' and '.join(reasons)}. A sharded average needs Lightning's own methods and"
+            " an element-wise averaging function."
         )
     return not reasons
 

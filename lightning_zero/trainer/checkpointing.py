@@ -77,8 +77,8 @@ class SavingStrategy(SteppingStrategy):
         """Raise at setup, not at the first save, if a directory has no place for the state."""
         if self.options.checkpoint == "dcp" and own_form_of(optimizer) is not None:
             raise ValueError(
-                f"{type(optimizer).__name__}.state_dict() has a form of its own, for which"
-                " checkpoint='dcp' has no places. Use checkpoint='file'."
+                f"{type(optimizer).__name__}.state_dict() has its own format, which"
+                " checkpoint='dcp' cannot store. Use checkpoint='file'."
             )
 
     @override
@@ -90,10 +90,11 @@ class SavingStrategy(SteppingStrategy):
             return
         is_ours = storage_options is None and self._writes_files
         if not is_ours and self.options.checkpoint == "dcp":
-            what = type(self.checkpoint_io).__name__ if storage_options is None else "options"
+            plugin = type(self.checkpoint_io).__name__
+            what = plugin if storage_options is None else "storage_options"
             raise ValueError(
-                f"checkpoint='dcp' writes directories itself, which the {what} given for storage"
-                " contradicts. Take one of them out."
+                f"checkpoint='dcp' writes directories itself and cannot be combined with {what}."
+                " Remove one of them."
             )
         if not is_ours:
             # The user's own writer takes whole tensors.
@@ -177,12 +178,12 @@ class SavingStrategy(SteppingStrategy):
         for key in ("state_dict", "pytorch-lightning_version"):
             if key not in held:
                 raise ValueError(
-                    f"{path!r} is not a checkpoint of a Trainer: it has no {key!r}."
+                    f"{path!r} is not a Trainer checkpoint: it has no {key!r}."
                     " Load bare weights with lightning_zero.load_weights(module, path)."
                 )
         if not isinstance(held["state_dict"], Mapping):
             raise ValueError(
-                f"{path!r} is not a checkpoint of a Trainer: its 'state_dict' is a"
+                f"{path!r} is not a Trainer checkpoint: its 'state_dict' is a"
                 f" {type(held['state_dict']).__name__}, not a dictionary."
             )
         return held
@@ -208,9 +209,9 @@ class SavingStrategy(SteppingStrategy):
         if without and len(without) < len(paths):
             given = next(its for its in paths if its is not None)
             raise ValueError(
-                f"Some ranks load the checkpoint {given!r}, but rank {', '.join(without)} loads"
-                " none: ckpt_path is None there, or names none that is on its disk. Give every rank"
-                " the same ckpt_path, on a disk that all share."
+                f"Only some ranks load the checkpoint {given!r}: on rank {', '.join(without)},"
+                " ckpt_path is None or leads to no checkpoint on its disk. Pass the same ckpt_path"
+                " on every rank, on a disk that all ranks share."
             )
 
     @property
@@ -294,12 +295,12 @@ class SavingStrategy(SteppingStrategy):
         names = self._parameter_names
 
         def name_of(parameter: Any) -> str:
-            return names.get(id(parameter_of(parameter)), "a parameter outside of the module")
+            return names.get(id(parameter_of(parameter)), "a parameter outside the module")
 
         try:
             check_optimizer_states(optimizers, checkpoint["optimizer_states"], name_of)
         except ValueError as error:
-            raise ValueError(f"{self._current.path!r} cannot be resumed from. {error}") from error
+            raise ValueError(f"Cannot resume from {self._current.path!r}. {error}") from error
 
     def _check_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Raise on all ranks if a state does not fit or the parts to be read are damaged."""

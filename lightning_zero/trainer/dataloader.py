@@ -61,9 +61,9 @@ class SameLength:
         ended = [rank for rank, more in enumerate(have_more) if not more]
         if len(ended) < len(have_more):
             rank_zero_warn(
-                f"The training data of ranks {ended} ended before those of the others, so the epoch"
-                " ends here for all ranks, without the batches that are left. Give every rank as"
-                " many batches, or set limit_train_batches."
+                f"The training data of ranks {ended} ended before that of the other ranks, so the"
+                " epoch ends here for all ranks and the remaining batches are skipped. Give every"
+                " rank the same number of batches, or set limit_train_batches."
             )
 
     def __getattr__(self, name: str) -> Any:

@@ -36,8 +36,8 @@ class Demands:
             wanted = config.trainer_value(name, given, default)
             if wanted != given and not self.module.automatic_optimization:
                 raise ValueError(
-                    f"The DeepSpeed configuration asks for {name}={wanted}, but the module"
-                    " optimizes manually. Do it in `training_step`, and take the key out."
+                    f"The DeepSpeed configuration sets {name}={wanted}, but the module uses manual"
+                    " optimization. Implement it in `training_step`, and remove the key."
                 )
             setattr(self.trainer, name, wanted)
         if scaler is not None:
@@ -54,8 +54,8 @@ class Demands:
             return []
         if self.module.configure_optimizers() is not None:
             raise ValueError(
-                "The DeepSpeed configuration has an optimizer block, and configure_optimizers"
-                " returns an optimizer too. Return None from it, or take the block out."
+                "The DeepSpeed configuration has an optimizer block, but configure_optimizers also"
+                " returns an optimizer. Return None from it, or remove the block."
             )
         return [self.config.optimizer.build(self.module.parameters())]
 
@@ -67,10 +67,10 @@ class Demands:
             return given
         if len(optimizers) != 1 or given:
             raise ValueError(
-                "The DeepSpeed configuration has a scheduler block, which is for one optimizer"
+                "The DeepSpeed configuration has a scheduler block, which requires one optimizer"
                 " without a scheduler, but configure_optimizers returns"
                 f" {len(optimizers)} optimizers and {len(given)}"
-                " schedulers. Return no scheduler from it, or take the block out."
+                " schedulers. Return no scheduler from it, or remove the block."
             )
         scheduler = self.config.scheduler.build(
             unwrapped(optimizers[0]), lambda: self.trainer.estimated_stepping_batches

@@ -42,7 +42,7 @@ def obstacle_to_early_steps(trainer: pl.Trainer) -> str | None:
 def _obstacles(trainer: pl.Trainer) -> Iterator[str]:
     callbacks = callbacks_of(trainer)
     if not trainer.lightning_module.automatic_optimization:
-        yield "optimization is manual"
+        yield "the module uses manual optimization"
     if len(trainer.optimizers) > 1:
         yield "there are several optimizers"
     if trainer.gradient_clip_val:
@@ -50,7 +50,7 @@ def _obstacles(trainer: pl.Trainer) -> Iterator[str]:
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         yield "the loss is scaled"
     if any(isinstance(callback, BatchSizeFinder) for callback in callbacks):
-        yield "BatchSizeFinder goes on from steps that failed"
+        yield "BatchSizeFinder continues after failed steps"
     for things, base, names in (
         ([trainer.lightning_module], LightningModule, _OF_MODULE),
         (callbacks, Callback, _OF_CALLBACKS),
@@ -60,7 +60,7 @@ def _obstacles(trainer: pl.Trainer) -> Iterator[str]:
         for thing in things:
             for name in names:
                 if _is_replaced(thing, base, name):
-                    yield f"{type(thing).__name__} has a {name} of its own"
+                    yield f"{type(thing).__name__} overrides {name}"
 
 
 def _is_replaced(thing: Any, base: type, name: str) -> bool:

@@ -54,4 +54,4 @@ def _log_whole(
     if error is not None:
         raise error
     if told is not None:
-        raise RuntimeError(f"Rank 0 could not log the graph of the model. {told}")
+        raise RuntimeError(f"Rank 0 could not log the model's graph. {told}")

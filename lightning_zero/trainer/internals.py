@@ -84,11 +84,6 @@ def draws_graphs(logger: Any) -> bool:
     return bool(getattr(logger, "_log_graph", True))
 
 
-def forget_result(metric: Any) -> None:
-    """Clear the cached result of a torchmetrics metric, for which there is no public way."""
-    metric._computed = None
-
-
 # -- averaging callbacks, which have no public access to their averages ----------------------------
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,6 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_zero.comm import StepTimes
@@ -48,32 +46,6 @@ ALLOCATOR = ("allocated", "reserved", "peak", "fragmentation", "resident")
 _COUNTED = tuple(kind for kind in KINDS if kind != "activations")
 _STAGING = "host staging"
 _ROWS = (*_COUNTED, *AWAY_ROWS, _STAGING, *ALLOCATOR)
-
-
-class MostBytes(Metric):
-    """Most bytes of each kind at each point, over all steps and ranks, as exact integers."""
-
-    full_state_update = False
-    bytes: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        zeros = torch.zeros(len(POINTS), len(_ROWS), dtype=torch.int64)
-        self.add_state("bytes", zeros, dist_reduce_fx="max")
-
-    @override
-    def update(self, point: str, held: Mapping[str, int]) -> None:
-        row = torch.tensor([held.get(kind, 0) for kind in _ROWS], device=self.bytes.device)
-        place = POINTS.index(point)
-        self.bytes[place] = torch.maximum(self.bytes[place], row)
-
-    @override
-    def compute(self) -> dict[str, dict[str, int]]:
-        return {
-            point: dict(zip(_ROWS, row, strict=True))
-            for point, row in zip(POINTS, self.bytes.tolist(), strict=True)
-            if any(row)
-        }
 
 
 class MemoryMonitor(Callback):
@@ -113,14 +85,14 @@ class MemoryMonitor(Callback):
         self.differences: list[str] = []
         self._own: dict[str, int] = {}
         self._subject: ModelPlan | None = None
-        self._most = MostBytes()
+        self._most = _zeros()
         self._is_logged = False
 
     # -- the points ------------------------------------------------------------------------------
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._most = MostBytes()
+        self._most = _zeros()
         self._subject, self.predicted, self._own, self.differences = None, None, {}, []
         self.times = StepTimes()
         self._look("setup", trainer)
@@ -144,24 +116,13 @@ class MemoryMonitor(Callback):
 
     @override
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
         self._look("step", trainer)
 
     @override
     def on_validation_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
         if not trainer.sanity_checking:
             self._look("validation", trainer)
@@ -171,7 +132,8 @@ class MemoryMonitor(Callback):
         if point == "step" and (engine := _engine_of(trainer)) is not None:
             # Freed by now: take the maximum.
             held[_STAGING] = engine.comm.transport.ledger.most_staged
-        self._most.update(point, held)
+        most = self._most[POINTS.index(point)]
+        torch.maximum(most, torch.tensor([held.get(kind, 0) for kind in _ROWS]), out=most)
         self._is_logged = False
         if point == "step":
             self._own = held
@@ -228,10 +190,14 @@ class MemoryMonitor(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # On the device only while ranks reduce it: each copy there would wait for the device.
-        self.measured = self._most.to(trainer.strategy.root_device).compute()
-        internals.forget_result(self._most)
-        self._most.cpu()
+        strategy = trainer.strategy
+        # On the device only to be reduced: each copy there would wait for the device.
+        most = strategy.reduce(self._most.to(strategy.root_device, copy=True), reduce_op="max")
+        self.measured = {
+            point: dict(zip(_ROWS, row, strict=True))
+            for point, row in zip(POINTS, most.tolist(), strict=True)
+            if any(row)
+        }
         for logger in trainer.loggers:
             logger.log_metrics(
                 {
@@ -307,6 +273,11 @@ class MemoryMonitor(Callback):
             + "."
         )
         return lines
+
+
+def _zeros() -> Tensor:
+    """Return bytes ``[points, rows]``, as exact integers."""
+    return torch.zeros(len(POINTS), len(_ROWS), dtype=torch.int64)
 
 
 def _engine_of(trainer: pl.Trainer) -> Engine | None:

@@ -26,11 +26,11 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "zero2": ("ZeRO stage 2", {"stage": 2}),
     "zero3": ("ZeRO stage 3", {"stage": 3}),
     "zero2_offload": (
-        "ZeRO stage 2, stepped on the host",
+        "ZeRO stage 2, optimizer offloaded to the host",
         {"stage": 2, "offload_optimizer": "cpu"},
     ),
-    "zero3_offload": ("ZeRO stage 3 on the host", {"stage": 3, **_to("cpu")}),
-    "zero3_nvme": ("ZeRO stage 3 in files", {"stage": 3, **_to("nvme")}),
+    "zero3_offload": ("ZeRO stage 3, offloaded to the host", {"stage": 3, **_to("cpu")}),
+    "zero3_nvme": ("ZeRO stage 3, offloaded to files", {"stage": 3, **_to("nvme")}),
 }
 """The registered strategies, by name: description and arguments."""
 
@@ -56,8 +56,8 @@ class Options:
             raise ValueError(f"Expected checkpoint among 'file', 'dcp', got {self.checkpoint!r}.")
         if not self.restore_weights and self.launcher != "subprocess":
             raise ValueError(
-                f"launcher={self.launcher!r} brings the trained weights back to this process, which"
-                " restore_weights=False contradicts. Leave one of them out."
+                f"launcher={self.launcher!r} returns the trained weights to this process, which"
+                " restore_weights=False prevents. Remove one of them."
             )
 
     def wrap_units(self, engine: Engine, until: ExitStack) -> None:
@@ -77,19 +77,19 @@ class Options:
                 raise ValueError(f"Expected {name}='cpu', 'nvme' or None, got {medium!r}.")
         if path is not None and "nvme" not in (optimizer, weights):
             raise ValueError(
-                f"offload_path={str(path)!r} has no meaning without offload to files. Leave it out,"
-                " or give offload_optimizer='nvme'."
+                f"offload_path={str(path)!r} has no effect without offload to files. Remove it, or"
+                " set offload_optimizer='nvme'."
             )
         if optimizer is None and weights is None:
             if ratio != 1:
                 raise ValueError(
-                    f"offload_ratio={ratio!r} has no meaning where nothing is offloaded. Leave it"
-                    " out, or give offload_optimizer='cpu'."
+                    f"offload_ratio={ratio!r} has no effect without offload. Remove it, or set"
+                    " offload_optimizer='cpu'."
                 )
             return None
         if self.async_checkpoint:
             raise ValueError(
-                "async_checkpoint=True copies masters and states to host memory, where offload is"
-                " to keep them from. Leave one of them out."
+                "async_checkpoint=True copies masters and optimizer states to host memory, which"
+                " defeats offload. Remove one of them."
             )
         return Offload(optimizer, weights, ratio)

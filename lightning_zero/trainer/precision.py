@@ -93,8 +93,8 @@ class ZeROPrecision(Precision):
         if type(plugin) in (Precision, HalfPrecision, DoublePrecision):
             return cls(plugin.precision)
         raise TypeError(
-            f"ZeROStrategy cannot shard under {type(plugin).__name__}. Use Trainer(precision=...)"
-            f" with one of {', '.join(map(repr, RECIPES))}."
+            f"ZeROStrategy does not support the precision plugin {type(plugin).__name__}. Use"
+            f" Trainer(precision=...) with one of {', '.join(map(repr, RECIPES))}."
         )
 
     def __getstate__(self) -> dict[str, Any]:

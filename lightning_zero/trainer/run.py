@@ -81,14 +81,14 @@ class Run:
             if "torn" not in found:
                 return True
             log.warning(
-                "A step of an optimizer ended half-way, so whole weights would be new in parts and"
-                " old in others. The parameters stay at rest. Continue from a checkpoint."
+                "An optimizer step was interrupted halfway, so whole weights would mix new and old"
+                " values. The parameters stay sharded. Resume from a checkpoint."
             )
             return False
         # Any rank may be the only survivor, so each of them logs it.
         log.warning(
-            "Other ranks did not survive the exception, so the weights they held are lost and"
-            " the parameters stay at rest. Continue from a checkpoint."
+            "Other ranks died with the exception, so their shards are lost and the parameters stay"
+            " sharded. Resume from a checkpoint."
         )
         return False
 

@@ -44,7 +44,7 @@ class Signals:
             self._replaced.wrap(loop, internals.ASKS_FOR_END, self._ask)
 
     def _ask(self, inner: Callable[[], None]) -> None:
-        with self._control.log.at("the begin of a batch"):
+        with self._control.log.at("the start of a batch"):
             inner()
 
     def answer(self) -> None:
@@ -105,8 +105,8 @@ class _Noted:
         self._replaced.remove()
         if self.number is not None:
             log.warning(
-                "Rank %d was sent %s, but the training ended before all ranks had been sent it and"
-                " had made another step. It was not answered.",
+                "Rank %d received %s, but training ended before all ranks had received it and taken"
+                " another step. It was ignored.",
                 self._control.rank,
                 signal.Signals(self.number).name,
             )

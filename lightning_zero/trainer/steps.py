@@ -74,7 +74,7 @@ class SteppingStrategy(RankStrategy):
                 context = self.engine.stepping_early()
             elif obstacle not in self._obstacles:
                 self._obstacles.add(obstacle)
-                rank_zero_info(f"step_in_backward: steps begin behind backward, as {obstacle}.")
+                rank_zero_info(f"step_in_backward: steps begin after backward, since {obstacle}.")
         with context:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 

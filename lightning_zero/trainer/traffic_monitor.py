@@ -53,9 +53,7 @@ class TrafficMonitor(Callback):
     ) -> None:
         strategy = trainer.strategy
         if not isinstance(strategy, ZeROStrategy):
-            raise TypeError(
-                f"TrafficMonitor counts what ZeROStrategy sends, got {type(strategy).__name__}."
-            )
+            raise TypeError(f"TrafficMonitor needs ZeROStrategy, got {type(strategy).__name__}.")
         step = trainer.global_step
         # There may be several batches per step.
         if step % self.every_n_steps or step == self._last_logged or not strategy.traffic:

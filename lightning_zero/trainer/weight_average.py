@@ -17,6 +17,7 @@ import copy
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,10 +42,7 @@ class Average:
 
     Attributes:
         copy: The copy. Its parameters are empty until :meth:`fill`, then pieces.
-        source: Stands in for the module in updates: its ``parameters()`` are the pieces.
     """
-
-    source: Pieces
 
     def __init__(self, module: nn.Module, key: str) -> None:
         self.key = key
@@ -66,7 +64,6 @@ class Average:
         """
         engine.sharded.settle()
         self._engine = engine
-        self.source = Pieces(self._module, engine)
         for own, parameter in zip(self.copy.parameters(), self._module.parameters(), strict=True):
             piece = engine.sharded.piece(parameter)
             assert piece is not None, "an engine has a piece of each of its module's parameters"
@@ -93,6 +90,28 @@ class Average:
     def is_filled(self) -> bool:
         """Whether there is an average yet."""
         return bool(self._handles)
+
+    # -- updates ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def shown(self, *, modify: bool) -> Iterator[Any]:
+        """Enter a context with a stand-in for the module, whose parameters are up-to-date pieces.
+
+        With ``modify``, changes to them are kept.
+        """
+        stand_in = SimpleNamespace(parameters=self._masters, buffers=self._module.buffers)
+        if modify:
+            with self._engine.sharded.writing():
+                yield stand_in
+            return
+        self._engine.sharded.keep_edits()
+        yield stand_in
+
+    def _masters(self) -> Iterator[Tensor]:
+        """Yield this rank's part ``[n]`` of every master, in the order of the parameters."""
+        self._engine.sharded.settle()
+        for piece in self._pieces.values():
+            yield piece.data
 
     # -- in a checkpoint -------------------------------------------------------------------------
 
@@ -163,36 +182,6 @@ class Average:
         for own, value in zip(self.copy.parameters(), whole, strict=True):
             own.data = value
         self.copy.cpu()
-
-
-class Pieces:
-    """A sharded module as seen by a callback that averages or swaps weights."""
-
-    def __init__(self, module: nn.Module, engine: Engine) -> None:
-        self._module = module
-        self._engine = engine
-
-    def parameters(self) -> Iterator[Tensor]:
-        """Yield this rank's part ``[n]`` of every master, in the order of the parameters."""
-        self._engine.sharded.settle()
-        for parameter in self._module.parameters():
-            piece = self._engine.sharded.piece(parameter)
-            assert piece is not None, "an engine has a piece of each of its module's parameters"
-            yield piece.data
-
-    def buffers(self) -> Iterator[Tensor]:
-        """Return the module's buffers."""
-        return self._module.buffers()
-
-    @contextmanager
-    def shown(self, *, modify: bool) -> Iterator[Pieces]:
-        """Enter a context in which the parts are up to date; ``modify`` keeps changes to them."""
-        if modify:
-            with self._engine.sharded.writing():
-                yield self
-            return
-        self._engine.sharded.keep_edits()
-        yield self
 
 
 def is_by_element(options: Mapping[str, Any]) -> bool:

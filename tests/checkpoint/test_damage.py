@@ -491,18 +491,18 @@ def test_refusals_name_the_file_and_change_nothing(ranks: Pools, tmp_path: Path)
     assert first == second
     assert all(error.split(":")[0].endswith("Error") for error in first)
     as_list, lacks, kind, text, last, one, none, other = first
-    assert "list.ckpt' is not a checkpoint of a Trainer: its 'state_dict' is a list" in as_list
-    assert "lacks.ckpt' cannot be resumed from." in lacks
+    assert "list.ckpt' is not a Trainer checkpoint: its 'state_dict' is a list" in as_list
+    assert "lacks.ckpt'. " in lacks
     assert "'exp_avg_sq' is missing" in lacks
-    assert "kind.ckpt' cannot be resumed from." in kind
+    assert "kind.ckpt'. " in kind
     assert "'momentum_buffer'" in kind
-    assert "text.ckpt' cannot be resumed from." in text
+    assert "text.ckpt'. " in text
     assert "the ranks see different checkpoints" in last
     assert "step 2" in last
     assert "step 3" in last
     assert "on rank 1: Checkpoint file not found" in one
-    assert f"{names[4]!r}, but rank 1 loads none" in none
-    assert f"{names[4]!r}, but rank 0 loads none" in other
+    assert f"{names[4]!r}: on rank 1, ckpt_path" in none
+    assert f"{names[4]!r}: on rank 0, ckpt_path" in other
 
 
 def save_with_other_optimizers(folder: str) -> str:

@@ -113,7 +113,7 @@ def fit(name: str, strategy: str, path: str, ckpt_path: str | None = None) -> An
 
 
 def test_a_directory_has_no_place_for_a_form_of_an_optimizers_own(ranks: Pools) -> None:
-    match = r"Lookahead.state_dict\(\) has a form of its own.*checkpoint='file'"
+    match = r"Lookahead.state_dict\(\) has its own format.*checkpoint='file'"
     with pytest.raises(RankError, match=match):
         ranks(2).run(fit, "lookahead", "dcp1", "/nowhere")
 

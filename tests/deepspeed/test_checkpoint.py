@@ -392,11 +392,11 @@ def test_missing_and_surplus_files_are_named(tmp_path: Path) -> None:
         tag / "zero_pp_rank_2_mp_rank_00_optim_states.pt",
         tag / "zero_pp_rank_3_mp_rank_00_optim_states.pt",
     )
-    assert "left from an earlier save" in refused(tmp_path / "a")
+    assert "left over from an earlier save" in refused(tmp_path / "a")
     (tmp_path / "a" / "latest").write_text("../elsewhere")
     assert "elsewhere" in refused(tmp_path / "a")
     (tmp_path / "a" / "latest").unlink()
-    assert "left from an earlier save" in refused(tmp_path / "a")  # the only tag there is
+    assert "left over from an earlier save" in refused(tmp_path / "a")  # the only tag there is
     for file in tag.glob("*_optim_states.pt"):
         file.unlink()
     assert "stage 0" in refused(tmp_path / "a")
@@ -431,12 +431,12 @@ def test_files_that_do_not_belong_together(tmp_path: Path, stage: int) -> None:
     assert masters in told(lambda held: held.pop(masters))
     assert "on rank 0" in told(lambda held: held[base]["state"][1].pop("exp_avg"))
     assert "is damaged" in told(lambda held: held[base]["param_groups"][0].pop("params"))
-    assert "not whole" in told(lambda held: held.update(partition_count=10**12), rank=0)
+    assert "is incomplete" in told(lambda held: held.update(partition_count=10**12), rank=0)
 
     def square(held: Any) -> None:
         held[base]["state"][1]["exp_avg"] = torch.ones(2, 2)
 
-    assert "not one number per element" in told(square)
+    assert "does not have one number per element" in told(square)
     if stage == 2:
         assert "elastic" in told(lambda held: held.update({base: [{}, {}]}))
         assert "except for the optimizer" in "\n".join(describe(tmp_path / "a"))
@@ -444,7 +444,7 @@ def test_files_that_do_not_belong_together(tmp_path: Path, stage: int) -> None:
     assert "is damaged or not a checkpoint" in refused(tmp_path / "a")
     file.write_bytes(whole)
     shutil.copy(file, tag / "zero_pp_rank_0_mp_rank_01_optim_states.pt")
-    assert "tensor parallelism" in refused(tmp_path / "a")
+    assert "tensor-parallel" in refused(tmp_path / "a")
     (tag / "zero_pp_rank_0_mp_rank_01_optim_states.pt").rename(tag / "layer_00-model_states.pt")
     assert "pipeline" in refused(tmp_path / "a")
 

@@ -313,7 +313,7 @@ def test_a_trainer_tells_and_logs_what_a_step_sends(ranks: Pools) -> None:
 
 
 def _under_ddp() -> None:
-    with pytest.raises(TypeError, match="TrafficMonitor counts what ZeROStrategy sends, got DDPS"):
+    with pytest.raises(TypeError, match="TrafficMonitor needs ZeROStrategy, got DDPS"):
         fit(Regression(), "ddp", callbacks=[TrafficMonitor(1)])
 
 

@@ -185,7 +185,10 @@ def test_frozen_weights_go_with_the_weights() -> None:
         ({"offload": Offload("nvme"), "device": "cuda"}, "weights rest beside their masters"),
         ({"offload": "cpu", "gather_bits": 8}, "keeps them on an accelerator's host"),
         ({"offload": "cpu", "backward_shard": 1}, "offload_weights='cpu' moves the first off it"),
-        ({"offload": "nvme", "stochastic_rounding": True}, "offload steps parameters where they rest"),
+        (
+            {"offload": "nvme", "stochastic_rounding": True},
+            "offload steps parameters where they rest",
+        ),
     ],
 )
 def test_a_bad_offload_is_named(change: dict[str, Any], message: str) -> None:

@@ -95,7 +95,7 @@ PLACES = {
     # A step.
     "the setup": Place(f"{_ENGINE}.sharded_model:ShardedModel._build_units", 1, False),
     "the adoption of an optimizer": Place(f"{_ENGINE}.engine:OptimizerHooks", 1, False),
-    "the begin of a batch": Place("tests.oracle.faults:Module.on_train_batch_start", 2),
+    "the start of a batch": Place("tests.oracle.faults:Module.on_train_batch_start", 2),
     "the user's forward": Place("tests.oracle.models:Block.forward", 5, False),
     "a gather": Place(f"{_COMM}.transport:Transport.gather", 9, False),
     "the user's backward": Place("tests.oracle.faults:Backward.backward", 2, False),

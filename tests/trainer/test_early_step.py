@@ -207,13 +207,13 @@ class Manual(Model):
 
 def kept(folder: str) -> None:
     for model, callbacks, options, told in (
-        (Model, [Norms], {}, "Norms has a on_before_optimizer_step"),
-        (Halves, [], {}, "Halves has a on_before_optimizer_step"),
-        (Warmup, [], {}, "Warmup has a optimizer_step"),
-        (Clips, [], {}, "Clips has a configure_gradient_clipping"),
-        (After, [], {}, "After has a on_after_backward"),
-        (Twice, [], {}, "Twice has a backward"),
-        (Manual, [], {}, "optimization is manual"),
+        (Model, [Norms], {}, "Norms overrides on_before_optimizer_step"),
+        (Halves, [], {}, "Halves overrides on_before_optimizer_step"),
+        (Warmup, [], {}, "Warmup overrides optimizer_step"),
+        (Clips, [], {}, "Clips overrides configure_gradient_clipping"),
+        (After, [], {}, "After overrides on_after_backward"),
+        (Twice, [], {}, "Twice overrides backward"),
+        (Manual, [], {}, "uses manual optimization"),
         (Model, [], {"gradient_clip_val": 0.01}, "gradients are clipped"),
         (Model, [], {"plugin": "16-mixed"}, "the loss is scaled"),
     ):

@@ -198,7 +198,7 @@ def test_torchrun_starts_again_when_a_rank_has_died(digest: str, tmp_path: Path)
     assert _lines(finished.stdout) == [f"rank 0 {digest}", f"rank 1 {digest}"]
     assert finished.stdout.count("life 2 with 1 checkpoint and 4 steps") == 2
     assert "ArithmeticError: rank 1 gave up" in finished.output
-    assert "Other ranks did not survive the exception" in finished.output
+    assert "Other ranks died with the exception" in finished.output
     assert "exitcode: -9" in finished.output
 
 

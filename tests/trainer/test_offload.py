@@ -179,7 +179,7 @@ def test_a_torn_step_is_not_saved_for_its_exception(ranks: Pools, tmp_path: Path
     ("arguments", "words"),
     [
         ({"offload_optimizer": "disk"}, "Expected offload_optimizer='cpu', 'nvme' or None, got 'd"),
-        ({"offload_path": "/a"}, "offload_path='/a' has no meaning without offload to files"),
+        ({"offload_path": "/a"}, "offload_path='/a' has no effect without offload to files"),
         (
             {"offload_optimizer": "cpu", "offload_weights": "nvme"},
             "does not support offload_optimizer='cpu' with offload_weights='nvme'",
@@ -195,7 +195,7 @@ def test_a_torn_step_is_not_saved_for_its_exception(ranks: Pools, tmp_path: Path
         ),
         ({"offload_optimizer": "cpu", "stage": 2, "offload_ratio": 0}, "ratio to be above 0 and"),
         ({"offload_weights": "nvme", "offload_ratio": 0.5}, "no effect without offload_optimizer"),
-        ({"offload_ratio": 0.5}, "offload_ratio=0.5 has no meaning where nothing is offloaded"),
+        ({"offload_ratio": 0.5}, "offload_ratio=0.5 has no effect without offload. Remove it"),
     ],
 )
 def test_what_contradicts_is_refused(arguments: dict[str, Any], words: str) -> None:

@@ -310,7 +310,7 @@ def test_foreign_precision_is_refused() -> None:
     class Odd(Precision):
         """A plugin that ZeRO knows nothing of."""
 
-    with pytest.raises(TypeError, match=r"cannot shard under Odd. Use Trainer\(precision="):
+    with pytest.raises(TypeError, match=r"precision plugin Odd. Use Trainer\(precision="):
         ZeROStrategy(precision_plugin=Odd())
 
 

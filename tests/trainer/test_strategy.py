@@ -371,7 +371,7 @@ def test_unsupported_arguments() -> None:
         ZeROStrategy(launcher="mpi")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Expected prefetch to be a number of units >= 0, got -1"):
         ZeROStrategy(prefetch=-1)
-    with pytest.raises(ValueError, match="restore_weights=False contradicts"):
+    with pytest.raises(ValueError, match="restore_weights=False prevents"):
         ZeROStrategy(launcher="spawn", restore_weights=False)
     with pytest.raises(ValueError, match=r"accumulate='reduce' contradicts stage=1.* Use stage=2"):
         ZeROStrategy(1, accumulate="reduce")
