@@ -14,7 +14,7 @@ trial           steps of toy parameters
 unit_trial      steps of toys unit by unit, compared with steps of all at once
 outside         what an optimizer keeps for all of its members
 taint           tracking of elements through the operations of an optimizer
-operands        what operations read and write
+operations      what is known of torch's operations: what they read, write and mix
 twin            a copy of an optimizer that owns toy parameters
 adopted         how the engines' optimizers are stepped, and the form of their state dicts
 hooks           what happens before and after an optimizer's step

@@ -117,12 +117,12 @@ class _LentStates(States):
 
     @override
     def fetch(self, number: int, groups: ParamGroups) -> None:
-        for group in groups:
-            group["params"][:] = map(self._lend, group["params"])
+        with _unseen():
+            for group in groups:
+                group["params"][:] = map(self._lend, group["params"])
 
     def _lend(self, toy: Parameter) -> Parameter:
-        with _unseen():
-            stand_in = Parameter(toy.detach(), requires_grad=toy.requires_grad)
+        stand_in = Parameter(toy.detach(), requires_grad=toy.requires_grad)
         stand_in.grad = toy.grad
         self._lent.append((toy, stand_in))
         self._move(toy, stand_in)
@@ -130,15 +130,15 @@ class _LentStates(States):
 
     @override
     def flush(self) -> None:
-        for toy, stand_in in self._lent:
-            self._move(stand_in, toy)
+        with _unseen():
+            for toy, stand_in in self._lent:
+                self._move(stand_in, toy)
         self._lent.clear()
 
     def _move(self, source: Parameter, to: Parameter) -> None:
         state = self.optimizer.state.pop(source, None)
         if state is not None:
-            with _unseen():
-                self.optimizer.state[to] = tree_map_only(Tensor, self._copy, state)
+            self.optimizer.state[to] = tree_map_only(Tensor, self._copy, state)
 
     def _copy(self, value: Tensor) -> Tensor:
         copy = value.detach().clone()
