@@ -46,7 +46,7 @@ from lightning_zero.optimizer.pieces import (
     state_bytes,
     whole_state_bytes,
 )
-from lightning_zero.optimizer.probe import verdict_of, way_of
+from lightning_zero.optimizer.probe import verdict_of
 from lightning_zero.optimizer.rounding import RoundedStates
 from lightning_zero.optimizer.staging import Part, batches_of, staging_bytes
 from lightning_zero.optimizer.states import StateFiles, States
@@ -85,7 +85,6 @@ __all__ = [
     "state_bytes",
     "unit_step_of",
     "verdict_of",
-    "way_of",
     "whole_members",
     "whole_state_bytes",
     "whole_step_of",

@@ -54,11 +54,6 @@ class Verdict(NamedTuple):
     against_units: str = ""
 
 
-def way_of(optimizer: Any) -> Way:
-    """Return how ``optimizer`` would be stepped; raises as :func:`verdict_of` does."""
-    return verdict_of(optimizer).way
-
-
 def verdict_of(
     optimizer: Any, master_of: Master = lambda parameter: parameter, *, by_unit: bool = False
 ) -> Verdict:
@@ -98,9 +93,9 @@ def probe(
     original = bare(optimizer)
     if is_known(original):
         return Verdict(Way.BY_ELEMENT)
-    against = ""
-    with _random_numbers_kept():
-        try:
+    against, numbers = "", random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
             # A unit may leave some of several groups empty.
             least_groups = 2 if by_unit else 1
             whole = Trial(original, master_of, least_groups=least_groups)
@@ -112,8 +107,10 @@ def probe(
             form = _own_form_of(whole)
             if by_unit and whole.taint.way is Way.BY_ELEMENT:
                 against = reason_against(whole, part, form, original, master_of)
-        except CannotCopy as error:
-            return Verdict(Way.NOT_AT_ALL, str(error))
+    except CannotCopy as error:
+        return Verdict(Way.NOT_AT_ALL, str(error))
+    finally:
+        random.setstate(numbers)
     way = whole.taint.way
     reason = next((found.what for found in whole.taint.findings if found.way is way), "")
     against = reason if by_unit and way is not Way.BY_ELEMENT else against
@@ -192,14 +189,3 @@ class _Answers:
 
 def _told(operation: Traced | None) -> str:
     return f" (from {operation.operation} on)" if operation else ""
-
-
-class _random_numbers_kept:
-    """A context that restores the host's random number generators at its end."""
-
-    def __enter__(self) -> None:
-        self._torch, self._python = torch.get_rng_state(), random.getstate()
-
-    def __exit__(self, *error: Any) -> None:
-        torch.set_rng_state(self._torch)
-        random.setstate(self._python)
