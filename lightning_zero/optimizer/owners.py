@@ -146,7 +146,7 @@ class WholeStep(OfOptimizer):
         dtype = loss.dtype if isinstance(loss, Tensor) else torch.float64
         total = torch.as_tensor(loss, dtype=dtype, device=self._transport.device).detach()
         total = total.to(torch.promote_types(dtype, torch.float32), copy=True)
-        self._control.sum(total, "the mean of the losses that closures return")
+        self._control.sum(total, "the mean of the closures' losses")
         mean = total / self._control.world_size
         return mean.to(loss) if isinstance(loss, Tensor) else mean.item()
 
@@ -229,8 +229,8 @@ class WholeStep(OfOptimizer):
         name = type(self.optimizer).__name__
         if self.way is Way.BY_PARAMETER:
             return (
-                f"{name} {reason}, so it steps by parameter: each one whole, at the rank that owns"
-                " it and keeps its state."
+                f"{name} {reason}, so it steps by parameter: the rank that owns a parameter steps"
+                " it whole and keeps its state."
             )
         nbytes = sum(
             w.piece.range.slot.numel * w.piece.element_size() for w in self._wholes.values()

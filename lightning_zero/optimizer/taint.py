@@ -187,9 +187,9 @@ class Taint(TorchDispatchMode):
 
     def _check_may_run(self, operation: Operation, leaves: Sequence[Any]) -> None:
         if not self._strangers.isdisjoint(map(id, leaves)):
-            self.find(Way.NOT_AT_ALL, "touches parameters past its param groups")
+            self.find(Way.NOT_AT_ALL, "touches parameters outside of its param groups")
         elif not operation.is_known:
-            self.find(Way.ALL_AT_ONCE, f"calls {operation.text}, which cannot be followed")
+            self.find(Way.ALL_AT_ONCE, f"calls {operation.text}, which cannot be traced")
         elif operation.is_random:
             self.find(Way.ALL_AT_ONCE, f"draws random numbers ({operation.name})")
             return
@@ -207,7 +207,7 @@ class Taint(TorchDispatchMode):
         """
         name, shapes = operation.name, set[torch.Size]()
         if bits & (bits - 1):
-            self.find(Way.ALL_AT_ONCE, f"lets values of several parameters meet ({name})")
+            self.find(Way.ALL_AT_ONCE, f"combines values of several parameters ({name})")
         elif not operation.is_element_wise:
             self.find(Way.BY_PARAMETER, f"mixes the elements of a parameter ({name})")
         else:
@@ -245,7 +245,7 @@ class Taint(TorchDispatchMode):
             elif value:
                 lists.append(value)
         if any(bits_of.get(id(each)) for each in (*common, *counts)):
-            what = f"takes a number for all from a parameter ({operation.name})"
+            what = f"uses a value of one parameter for all ({operation.name})"
             self.find(Way.ALL_AT_ONCE, what)
         judged = []
         for row in zip_longest(*lists):
