@@ -188,14 +188,12 @@ class Taint(TorchDispatchMode):
     def _check_may_run(self, operation: Operation, leaves: Sequence[Any]) -> None:
         if not self._strangers.isdisjoint(map(id, leaves)):
             self.find(Way.NOT_AT_ALL, "touches parameters outside of its param groups")
-        elif not operation.is_known:
+            raise CannotFollow
+        if not operation.is_known:
             self.find(Way.ALL_AT_ONCE, f"calls {operation.text}, which cannot be traced")
-        elif operation.is_random:
+            raise CannotFollow
+        if operation.is_random:
             self.find(Way.ALL_AT_ONCE, f"draws random numbers ({operation.name})")
-            return
-        else:
-            return
-        raise CannotFollow
 
     def _judge(
         self, operation: Operation, bits: int, operands: Iterable[Any], bits_of: Bits
