@@ -27,7 +27,6 @@ from lightning_zero.optimizer import (
     staging_bytes,
     state_bytes,
     verdict_of,
-    way_of,
     whole_state_bytes,
     whole_step_of,
 )
@@ -173,7 +172,7 @@ def _way(optimizer: Optimizer) -> Way:
     step = whole_step_of(optimizer)
     if step is not None:
         return step.way
-    return Way.BY_ELEMENT if pieces_of(optimizer) else way_of(optimizer)
+    return Way.BY_ELEMENT if pieces_of(optimizer) else verdict_of(optimizer).way
 
 
 def optimizers_for(

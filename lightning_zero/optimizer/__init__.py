@@ -14,7 +14,7 @@ trial           steps of toy parameters
 unit_trial      steps of toys unit by unit, compared with steps of all at once
 outside         what an optimizer keeps for all of its members
 taint           tracking of elements through the operations of an optimizer
-operands        what operations read and write
+operations      what is known of torch's operations: what they read, write and mix
 twin            a copy of an optimizer that owns toy parameters
 adopted         how the engines' optimizers are stepped, and the form of their state dicts
 hooks           what happens before and after an optimizer's step
@@ -46,7 +46,7 @@ from lightning_zero.optimizer.pieces import (
     state_bytes,
     whole_state_bytes,
 )
-from lightning_zero.optimizer.probe import verdict_of, way_of
+from lightning_zero.optimizer.probe import verdict_of
 from lightning_zero.optimizer.rounding import RoundedStates
 from lightning_zero.optimizer.staging import Part, batches_of, staging_bytes
 from lightning_zero.optimizer.states import StateFiles, States
@@ -85,7 +85,6 @@ __all__ = [
     "state_bytes",
     "unit_step_of",
     "verdict_of",
-    "way_of",
     "whole_members",
     "whole_state_bytes",
     "whole_step_of",

@@ -133,8 +133,8 @@ class OptimizerHooks:
         if way is not self.verdict.way:
             raise ValueError(
                 f"{type(optimizer).__name__} is stepped {self.verdict.way.value}, but with the"
-                f" param group that was added it can only be stepped {way.value}. Put all of its"
-                " groups into the optimizer from the start."
+                f" added param group it can only be stepped {way.value}. Pass all param groups when"
+                " you create the optimizer."
             )
 
     def _part_of(self, state: Mapping[str, Any], piece: Piece) -> Mapping[str, Any] | None:
@@ -153,8 +153,8 @@ class OptimizerHooks:
         if isinstance(self._step, UnitStep):
             if not internals.is_called_last(self._before_step, optimizer):
                 raise RuntimeError(
-                    f"A step pre-hook of {type(optimizer).__name__} is called when units are"
-                    " stepped already. Register it by the optimizer's own register_step_pre_hook."
+                    f"A step pre-hook of {type(optimizer).__name__} would run after units have"
+                    " been stepped. Register it with the optimizer's own register_step_pre_hook()."
                 )
             self._step.enter()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -200,11 +200,12 @@ class OptimizerHooks:
             is_own = view.state.is_unsynced and piece.grad is view.shown
             # Reading `reduced` follows users who dropped or replaced the parameter's gradient.
             if is_own or (view.is_of_copy and piece.reduced is not None and view.is_of_copy):
-                whose = "this rank's own" if is_own else "that of one copy of the model's states"
+                copy = "reduced within one copy of the model's states only"
+                whose = "this rank's own" if is_own else copy
                 raise RuntimeError(
-                    f"The gradient of parameter {piece.range.slot.name!r} is {whose}: its"
-                    " last backward pass was told not to send gradients. Let the last one before"
-                    f" {type(optimizer).__name__}.step() send them (`sync_grad=True`)."
+                    f"The gradient of parameter {piece.range.slot.name!r} is {whose}: its last"
+                    " backward pass did not synchronize gradients. Synchronize them in the last"
+                    f" one before {type(optimizer).__name__}.step() (`sync_grad=True`)."
                 )
         self._before()
         settle(self._pieces)
@@ -273,10 +274,9 @@ def _refuse(optimizer: Optimizer, *_: Any) -> NoReturn:
 
 
 _ENDED = (
-    "{kind} was used by a run that has ended, and has this rank's parts of its states only. Make a"
-    " new one: `configure_optimizers` has to return another for each run, and a checkpoint has the"
-    " whole states for it (`trainer.fit(ckpt_path=...)`). What is to be done with this one belongs"
-    " into `on_train_end`, or earlier."
+    "{kind} belongs to a run that has ended and holds only this rank's parts of its states. Return"
+    " a new optimizer from `configure_optimizers` for each run, and load the whole states from a"
+    " checkpoint (`trainer.fit(ckpt_path=...)`). Use this one in `on_train_end` or earlier."
 )
 
 

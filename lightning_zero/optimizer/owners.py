@@ -68,18 +68,18 @@ class Whole:
             grad = self.piece.reduced
             yield torch.zeros_like(self.piece) if grad is None else grad.to(self.piece.dtype)
 
-    def fill(self, received: Sequence[_Reader]) -> None:
+    def fill(self, received: Sequence[Iterator[Tensor]]) -> None:
         """Fill the parameter from what each rank has :meth:`sent`."""
         self.parameter.data = self._next_of(received)
         if self.has_grad:
             self.parameter.grad = self._next_of(received)
         self.parameter.requires_grad_(self.piece.requires_grad)
 
-    def _next_of(self, received: Sequence[_Reader]) -> Tensor:
+    def _next_of(self, received: Sequence[Iterator[Tensor]]) -> Tensor:
         slot, like = self.piece.range.slot, self.piece
         flat = torch.empty(slot.numel, dtype=like.dtype, device=like.device)
-        for reader, (start, stop) in zip(received, self.ranges, strict=True):
-            reader.read(flat[start:stop])
+        for parts, (start, stop) in zip(received, self.ranges, strict=True):
+            flat[start:stop].view(torch.uint8).copy_(next(parts))
         return flat.as_strided(slot.shape, slot.stride)
 
     def release(self) -> None:
@@ -146,7 +146,7 @@ class WholeStep(OfOptimizer):
         dtype = loss.dtype if isinstance(loss, Tensor) else torch.float64
         total = torch.as_tensor(loss, dtype=dtype, device=self._transport.device).detach()
         total = total.to(torch.promote_types(dtype, torch.float32), copy=True)
-        self._control.sum(total, "the mean of the losses that closures return")
+        self._control.sum(total, "the mean of the closures' losses")
         mean = total / self._control.world_size
         return mean.to(loss) if isinstance(loss, Tensor) else mean.item()
 
@@ -170,7 +170,7 @@ class WholeStep(OfOptimizer):
                 parts[rank] += own
         here = [whole for whole in wholes if whole.is_here]
         sizes = [
-            sum(_bytes(whole, rank) * (1 + whole.has_grad) for whole in here)
+            [_bytes(whole, rank) for whole in here for _ in range(1 + whole.has_grad)]
             for rank in range(len(parts))
         ]
         received = self._send(parts, sizes)
@@ -191,26 +191,29 @@ class WholeStep(OfOptimizer):
 
     def _bring_back(self, wholes: Sequence[Whole]) -> None:
         parts: list[list[Tensor]] = [[] for _ in self._loads]
-        sizes = [0] * len(parts)
+        sizes: list[list[int]] = [[] for _ in self._loads]
         rank = self._transport.rank
         for whole in wholes:
             if whole.is_here:
                 flat = whole.piece.range.flat(whole.parameter.detach())
                 for part, (start, stop) in zip(parts, whole.ranges, strict=True):
                     part.append(flat[start:stop])
-            sizes[whole.owner or 0] += _bytes(whole, rank)
+            sizes[whole.owner or 0].append(_bytes(whole, rank))
         received = self._send(parts, sizes)
         for whole in wholes:
-            received[whole.owner or 0].read(whole.piece.data)
+            whole.piece.data.view(torch.uint8).copy_(next(received[whole.owner or 0]))
 
-    def _send(self, parts: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> list[_Reader]:
-        """Send each rank its ``parts``; return the bytes from every rank, to be read in order."""
+    def _send(
+        self, parts: Sequence[Sequence[Tensor]], sizes: Sequence[list[int]]
+    ) -> list[Iterator[Tensor]]:
+        """Send each rank its ``parts``; return those of every rank as bytes, given their sizes."""
         sent = [part.contiguous().view(torch.uint8) for each in parts for part in each]
         device = self._transport.device
         buffer = torch.cat(sent) if sent else torch.empty(0, dtype=torch.uint8, device=device)
         given = [sum(part.nbytes for part in each) for each in parts]
-        received = self._transport.exchange(buffer, given, sizes)
-        return [_Reader(each) for each in torch.split(received, list(sizes))]
+        totals = [*map(sum, sizes)]
+        received = torch.split(self._transport.exchange(buffer, given, totals), totals)
+        return [iter(torch.split(each, own)) for each, own in zip(received, sizes, strict=True)]
 
     def abandon(self) -> None:
         """Put the pieces back into the param groups, without new values."""
@@ -226,8 +229,8 @@ class WholeStep(OfOptimizer):
         name = type(self.optimizer).__name__
         if self.way is Way.BY_PARAMETER:
             return (
-                f"{name} {reason}, so it steps by parameter: each one whole, at the rank that owns"
-                " it and keeps its state."
+                f"{name} {reason}, so it steps by parameter: the rank that owns a parameter steps"
+                " it whole and keeps its state."
             )
         nbytes = sum(
             w.piece.range.slot.numel * w.piece.element_size() for w in self._wholes.values()
@@ -248,18 +251,6 @@ def exchange(optimizer: Optimizer, others: Mapping[int, Parameter]) -> None:
         state: dict[Any, Any] = holder.state
         for key in [key for key in state if id(key) in others]:
             state[others[id(key)]] = state.pop(key)
-
-
-class _Reader:
-    """The bytes from one rank, read from the front."""
-
-    def __init__(self, received: Tensor) -> None:
-        self._left = received
-
-    def read(self, out: Tensor) -> None:
-        """Fill ``out`` with the next bytes."""
-        out.view(torch.uint8).copy_(self._left[: out.nbytes])
-        self._left = self._left[out.nbytes :]
 
 
 def _bytes(whole: Whole, rank: int) -> int:

@@ -122,9 +122,9 @@ class StatesOfPieces(defaultdict[Any, Any]):
         if name is None:
             return False
         raise RuntimeError(
-            f"optimizer.state has the state of this rank's piece of parameter {name!r}, not of the"
-            " parameter. Take the pieces from the groups: `for group in optimizer.param_groups:"
-            " for p in group['params']: optimizer.state[p]`"
+            f"optimizer.state is keyed by this rank's piece of parameter {name!r}, not by the"
+            " parameter. Get the pieces from the param groups: `for group in"
+            " optimizer.param_groups: for p in group['params']: optimizer.state[p]`"
         )
 
 

@@ -54,11 +54,6 @@ class Verdict(NamedTuple):
     against_units: str = ""
 
 
-def way_of(optimizer: Any) -> Way:
-    """Return how ``optimizer`` would be stepped; raises as :func:`verdict_of` does."""
-    return verdict_of(optimizer).way
-
-
 def verdict_of(
     optimizer: Any, master_of: Master = lambda parameter: parameter, *, by_unit: bool = False
 ) -> Verdict:
@@ -70,17 +65,17 @@ def verdict_of(
     verdict, name = probe(optimizer, master_of, by_unit=by_unit), type(bare(optimizer)).__name__
     if verdict.way is Way.NOT_AT_ALL:
         raise ValueError(
-            f"{name} {verdict.reason}, so ZeRO cannot give it the parts"
-            " that it must step. Let it hold parameters only in its param groups, use another"
-            " optimizer, or strategy='ddp'."
+            f"{name} {verdict.reason}, so ZeRO cannot make it step pieces of parameters. Keep"
+            " parameters only in its param groups and tensors only in its states, or use another"
+            " optimizer or strategy='ddp'."
         )
     if verdict.against_units:
         known = ", ".join(sorted(cls.__name__ for cls in ELEMENT_WISE))
         raise ValueError(
-            f"{name} {verdict.against_units}, so it is not known to give the same numbers when it"
-            " steps unit by unit, as offload and stochastic_rounding do. Take an optimizer that"
-            f" is, as torch.optim's {known}, or leave offload_optimizer, offload_weights and"
-            " stochastic_rounding out."
+            f"{name} {verdict.against_units}, so it is not proved to give the same numbers when it"
+            " steps unit by unit, as offload and stochastic_rounding require. Use an optimizer that"
+            f" is, such as torch.optim's {known}, or remove offload_optimizer, offload_weights and"
+            " stochastic_rounding."
         )
     return verdict
 
@@ -98,9 +93,9 @@ def probe(
     original = bare(optimizer)
     if is_known(original):
         return Verdict(Way.BY_ELEMENT)
-    against = ""
-    with _random_numbers_kept():
-        try:
+    against, numbers = "", random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
             # A unit may leave some of several groups empty.
             least_groups = 2 if by_unit else 1
             whole = Trial(original, master_of, least_groups=least_groups)
@@ -112,8 +107,10 @@ def probe(
             form = _own_form_of(whole)
             if by_unit and whole.taint.way is Way.BY_ELEMENT:
                 against = reason_against(whole, part, form, original, master_of)
-        except CannotCopy as error:
-            return Verdict(Way.NOT_AT_ALL, str(error))
+    except CannotCopy as error:
+        return Verdict(Way.NOT_AT_ALL, str(error))
+    finally:
+        random.setstate(numbers)
     way = whole.taint.way
     reason = next((found.what for found in whole.taint.findings if found.way is way), "")
     against = reason if by_unit and way is not Way.BY_ELEMENT else against
@@ -143,7 +140,7 @@ def _answer_otherwise(whole: Trial, optimizer: Optimizer, master_of: Master) -> 
         other = Trial(optimizer, master_of, answer=_Answers(forced))
         other.run(is_brief=True)
         if other.seen_of(~forced) != truth.seen_of(~forced):
-            what = f"{whole.taint.read}, by which it may step another one"
+            what = f"{whole.taint.read}, which may change how it steps another one"
             whole.taint.findings.append(Finding(Way.ALL_AT_ONCE, what))
             return
 
@@ -166,7 +163,7 @@ def _own_form_of(whole: Trial) -> frozenset[str] | None:
     states = [list(holder.state.values()) for holder in with_inner(twin)]
     known = set(map(id, tree_leaves(states)))
     if any(isinstance(leaf, Tensor) and leaf.dim() and id(leaf) not in known for leaf in shown):
-        what = "makes a state_dict of a form of its own from values that it does not keep"
+        what = "computes a state_dict with its own format from values that are not in its states"
         whole.taint.findings.append(Finding(Way.ALL_AT_ONCE, what))
     return names
 
@@ -191,15 +188,4 @@ class _Answers:
 
 
 def _told(operation: Traced | None) -> str:
-    return f" (from {operation.operation} on)" if operation else ""
-
-
-class _random_numbers_kept:
-    """A context that restores the host's random number generators at its end."""
-
-    def __enter__(self) -> None:
-        self._torch, self._python = torch.get_rng_state(), random.getstate()
-
-    def __exit__(self, *error: Any) -> None:
-        torch.set_rng_state(self._torch)
-        random.setstate(self._python)
+    return f" (starting at {operation.operation})" if operation else ""

@@ -35,7 +35,7 @@ class RoundedStates(States):
     @property
     @override
     def place(self) -> str:
-        return "bf16, stepped in fp32 and rounded by chance"
+        return "bf16, stepped in fp32 with stochastic rounding"
 
     @override
     def stepped_as(self, piece: Piece) -> Tensor:

@@ -223,8 +223,8 @@ class Staging:
             self._slots = [Slot(largest) for _ in range(num_slots)]
         except OSError as error:
             raise MemoryError(
-                f"A step from files stages {num_slots} times the states of its largest batch:"
-                f" {num_slots} x {largest:,} bytes of memory, which are not there."
+                "Not enough memory for a step from files, which stages the states of"
+                f" {num_slots} batches at a time: {num_slots} x {largest:,} bytes."
             ) from error
         for slot, blocks in zip(self._slots, batches, strict=False):
             slot.read(blocks, self._readers)

@@ -142,7 +142,7 @@ class StateFiles(States):
     @override
     def place(self) -> str:
         is_memory = self._scratch.is_memory
-        cure = ". That folder is memory itself: name one on a disk as offload_path"
+        cure = " (this folder is in memory; set offload_path to a folder on a disk)"
         return f"files in {self._scratch.folder!r}{cure if is_memory else ''}"
 
     @override

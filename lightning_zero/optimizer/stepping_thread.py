@@ -72,7 +72,7 @@ class SteppingThread:
         """
         work = self._work
         if work.is_closed.is_set():
-            raise RuntimeError("A thread that is closed steps nothing more.")
+            raise RuntimeError("The stepping thread is closed.")
         if self._end is None:
             name = "lightning_zero.step"
             thread = threading.Thread(target=work.run, args=(self._device,), name=name, daemon=True)
@@ -116,9 +116,9 @@ def _require_other() -> None:
     """Raise in a stepping thread, which would wait for itself."""
     if hasattr(_here, "steps"):
         raise RuntimeError(
-            "An optimizer's step of a unit amid the backward pass (step_in_backward=True) asks for"
-            " the end of such steps, as its own step(), train() and eval() do. Leave"
-            " step_in_backward out, or what the step calls."
+            "An optimizer's step of a unit during the backward pass (step_in_backward=True) waits"
+            " for such steps to end, as the optimizer's step(), train() and eval() do. Remove that"
+            " call, or remove step_in_backward."
         )
 
 

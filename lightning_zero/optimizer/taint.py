@@ -15,8 +15,9 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from functools import cache
+from functools import partial, reduce
 from itertools import zip_longest
+from operator import or_
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_zero.optimizer.operands import arguments_of, leaves_of, read_by, written_by
+from lightning_zero.optimizer.operations import Operation, leaves_of, operation_of
 from lightning_zero.tensors import internals
 
 
@@ -57,31 +58,9 @@ class CannotFollow(Exception):
     """Ends the optimizer's step before an operation that must not even run."""
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
+Bits = dict[int, int]
+"""The bits of tensors by their ids."""
 
-
-# The `_foreach_` operations that are element-wise; others (norm, max, mm) are not.
-_FOREACH = _names(
-    "abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh div erf"
-    " erfc exp expm1 floor frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow"
-    " reciprocal round rsqrt sigmoid sign sin sinh sqrt sub tan tanh trunc zero"
-)
-_FUSED = _names("adagrad adam adamw sgd")
-# Element-wise without torch's tag for it, unless they change the shape.
-_COPIES = _names(
-    "_to_copy _unsafe_view alias clone copy detach expand fill lift_fresh masked_fill reshape view"
-    " zero"
-)
-# The numbers among their operands are sizes.
-_SHAPED = _names("_unsafe_view expand reshape view")
-# They take only the shape of their operand, no values.
-_NEW = _names(
-    "empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like"
-    " zeros_like"
-)
-# They read one value on the host.
-_READS = _names("_local_scalar_dense equal")
 # Reads on the host that a dispatch mode does not see.
 _HOST_READS = frozenset(
     [
@@ -126,7 +105,7 @@ class Taint(TorchDispatchMode):
         self._strangers = frozenset(map(id, strangers))
         self._bits: dict[int, int] = {}
         # Keeps storages alive, so that none gets the address of another.
-        self._alive: list[Any] = []
+        self._alive: dict[int, Any] = {}
         self._host_reads = _HostReads(self)
 
     def __enter__(self) -> Taint:
@@ -148,20 +127,22 @@ class Taint(TorchDispatchMode):
         """Taint ``tensor`` and all that shares its memory."""
         with internals.without_interception():
             storage = tensor.untyped_storage()
-        key = storage._cdata
-        if bits and key not in self._bits:
-            self._alive.append(storage)
         if bits:
+            key = storage._cdata
             self._bits[key] = self._bits.get(key, 0) | bits
+            self._alive[key] = storage
 
     def bits(self, tensors: Iterable[Any]) -> int:
         """Return the parameters that ``tensors`` come from, one bit each."""
-        found = 0
+        return reduce(or_, self._bits_of([*tensors]).values(), 0)
+
+    def _bits_of(self, leaves: Sequence[Any]) -> Bits:
         with internals.without_interception():
-            for tensor in tensors:
-                if isinstance(tensor, Tensor):
-                    found |= self._bits.get(tensor.untyped_storage()._cdata, 0)
-        return found
+            return {
+                id(leaf): self._bits.get(leaf.untyped_storage()._cdata, 0)
+                for leaf in leaves
+                if isinstance(leaf, Tensor)
+            }
 
     def find(self, way: Way, what: str, *, is_running: bool = True) -> None:
         """Note the first finding of a way, with the optimizer's line if it is running."""
@@ -175,105 +156,110 @@ class Taint(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        leaves = list(leaves_of((*args, *kwargs.values())))
-        name = func.overloadpacket.__name__
-        self._check_may_run(func, leaves)
-        written = list(written_by(func, args, kwargs))
-        if name.startswith(("_foreach_", "_fused_")):
-            return self._run_on_lists(func, args, kwargs, written)
-        bits = self.bits(leaves)
-        self.has_touched |= bits > 0
-        if not bits or name.rstrip("_") in _NEW:
-            return func(*args, **kwargs)
-        numbers = () if name in _SHAPED else _numbers(self, leaves)
-        self.trace.append(Traced(str(func), numbers, bits))
-        if name in _READS and not bits & (bits - 1):
-            read = f"reads values of a parameter on the host ({name})"
+        operation = operation_of(func)
+        operands = operation.operands(args, kwargs or {})
+        leaves = leaves_of(operands)
+        self._check_may_run(operation, leaves)
+        bits_of = self._bits_of(leaves)
+        bits = reduce(or_, bits_of.values(), 0)
+        self.has_touched |= bits > 0 or operation.is_on_lists
+        call = partial(func, *args, **(kwargs or {}))
+        if operation.is_on_lists:
+            return self._run_on_lists(operation, operands, bits_of, call)
+        if not bits or operation.is_new:
+            return call()
+        numbers = () if operation.is_shaped else _numbers(leaves, bits_of)
+        self.trace.append(Traced(operation.text, numbers, bits))
+        if operation.is_host_read and not bits & (bits - 1):
+            read = f"reads values of a parameter on the host ({operation.name})"
             self.find(Way.BY_PARAMETER, read)
             self.read = self.read or read + _calling_line()
-            return self._answer(bits, func(*args, **kwargs))
-        shapes = self._judge(name, _is_element_wise(func), bits, read_by(func, args, kwargs))
-        result = func(*args, **kwargs)
-        results = list(leaves_of([result]))
-        is_read = not written and not any(isinstance(each, Tensor) for each in results)
-        if is_read or torch.Tag.dynamic_output_shape in func.tags:
-            self.find(Way.ALL_AT_ONCE, f"reads values of several parameters on the host ({name})")
-        self._take(name, bits, [*results, *written], shapes)
+            return self._answer(bits, call())
+        shapes = self._judge(operation, bits, operation.read(operands), bits_of)
+        result = call()
+        results, written = leaves_of([result]), operation.written(operands)
+        has_tensors = written or any(isinstance(each, Tensor) for each in results)
+        if not has_tensors or operation.is_data_sized:
+            what = f"reads values of several parameters on the host ({operation.name})"
+            self.find(Way.ALL_AT_ONCE, what)
+        self._take(operation, bits, [*results, *written], shapes)
         return result
 
-    def _check_may_run(self, func: Any, leaves: Sequence[Any]) -> None:
-        if any(id(leaf) in self._strangers for leaf in leaves):
-            self.find(Way.NOT_AT_ALL, "touches parameters past its param groups")
-        elif func.namespace not in ("aten", "prims", "prim", "profiler"):
-            self.find(Way.ALL_AT_ONCE, f"calls {func}, which cannot be followed")
-        elif torch.Tag.nondeterministic_seeded in func.tags:
-            self.find(Way.ALL_AT_ONCE, f"draws random numbers ({func.overloadpacket.__name__})")
-            return
-        else:
-            return
-        raise CannotFollow
+    def _check_may_run(self, operation: Operation, leaves: Sequence[Any]) -> None:
+        if not self._strangers.isdisjoint(map(id, leaves)):
+            self.find(Way.NOT_AT_ALL, "touches parameters outside of its param groups")
+            raise CannotFollow
+        if not operation.is_known:
+            self.find(Way.ALL_AT_ONCE, f"calls {operation.text}, which cannot be traced")
+            raise CannotFollow
+        if operation.is_random:
+            self.find(Way.ALL_AT_ONCE, f"draws random numbers ({operation.name})")
 
     def _judge(
-        self, name: str, is_element_wise: bool, bits: int, operands: Iterable[Any]
+        self, operation: Operation, bits: int, operands: Iterable[Any], bits_of: Bits
     ) -> set[torch.Size]:
         """Note what an operation on values of the parameters ``bits`` mixes.
 
         Returns:
             The shapes of those values, if the results must have the same.
         """
-        shapes: set[torch.Size] = set()
+        name, shapes = operation.name, set[torch.Size]()
         if bits & (bits - 1):
-            self.find(Way.ALL_AT_ONCE, f"lets values of several parameters meet ({name})")
-        elif not is_element_wise:
+            self.find(Way.ALL_AT_ONCE, f"combines values of several parameters ({name})")
+        elif not operation.is_element_wise:
             self.find(Way.BY_PARAMETER, f"mixes the elements of a parameter ({name})")
         else:
             for operand in operands:
                 if not isinstance(operand, Tensor):
                     continue
-                if self.bits([operand]):
+                if bits_of[id(operand)]:
                     shapes.add(operand.shape)
                 elif operand.dim() and not _is_constant(operand):
                     self.find(Way.BY_PARAMETER, f"treats elements differently ({name})")
         return shapes
 
-    def _take(self, name: str, bits: int, results: Iterable[Any], shapes: set[torch.Size]) -> None:
+    def _take(
+        self, operation: Operation, bits: int, results: Iterable[Any], shapes: set[torch.Size]
+    ) -> None:
         """Taint what an operation on values of the parameters ``bits`` made or changed."""
-        for result in results:
+        for result in {id(each): each for each in results}.values():
             if isinstance(result, Tensor):
                 self.mark(result, bits)
                 if shapes and {result.shape} != shapes:
-                    what = f"reshapes or broadcasts a parameter's values ({name})"
+                    what = f"reshapes or broadcasts a parameter's values ({operation.name})"
                     self.find(Way.BY_PARAMETER, what)
 
     def _run_on_lists(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Any]
+        self, operation: Operation, operands: list[Any], bits_of: Bits, call: Callable[[], Any]
     ) -> Any:
         """Run an operation on lists, whose results depend only on operands at the same index."""
-        name = func.overloadpacket.__name__
-        is_element_wise = _is_element_wise(func)
-        self.has_touched = True
         lists, common = [], []
-        for argument, value in arguments_of(func, args, kwargs):
-            if not isinstance(value, list | tuple):
+        counts: Sequence[Any] = ()
+        for name, value in zip(operation.arguments, operands, strict=True):
+            if not isinstance(value, (list, tuple)):
                 common.append(value)
-            elif value and argument.name != "state_steps":
+            elif name == "state_steps":
+                counts = value
+            elif value:
                 lists.append(value)
-        if self.bits(leaves_of((*common, kwargs.get("state_steps")))):
-            self.find(Way.ALL_AT_ONCE, f"takes a number for all from a parameter ({name})")
+        if any(bits_of.get(id(each)) for each in (*common, *counts)):
+            what = f"uses a value of one parameter for all ({operation.name})"
+            self.find(Way.ALL_AT_ONCE, what)
         judged = []
         for row in zip_longest(*lists):
-            bits = self.bits(row)
+            bits = reduce(or_, (bits_of.get(id(each), 0) for each in row), 0)
             if bits:
-                self.trace.append(Traced(str(func), _numbers(self, [*row, *common]), bits))
-            judged.append((bits, row, self._judge(name, is_element_wise, bits, row)))
-        result = func(*args, **kwargs)
+                numbers = _numbers([*row, *common], bits_of)
+                self.trace.append(Traced(operation.text, numbers, bits))
+            judged.append((bits, row, self._judge(operation, bits, row, bits_of)))
+        result = call()
+        written = {id(each) for each in operation.written(operands)}
         made = list(zip_longest(*_columns(result)))
         for index, (bits, row, shapes) in enumerate(judged):
-            changed = (each for each in row if any(each is other for other in written))
+            changed = (each for each in row if id(each) in written)
             results = [*changed, *(made[index] if index < len(made) else ())]
             if bits:
-                self._take(name, bits, results, shapes)
+                self._take(operation, bits, results, shapes)
         return result
 
 
@@ -297,21 +283,6 @@ class _HostReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@cache
-def _is_element_wise(func: Any) -> bool:
-    """Return whether each result element depends only on operands' elements at its index."""
-    name = func.overloadpacket.__name__.removesuffix("_")
-    if name.startswith("_foreach_"):
-        return name.removeprefix("_foreach_") in _FOREACH
-    if name.startswith("_fused_"):
-        return name.removeprefix("_fused_") in _FUSED
-    if torch.Tag.pointwise in func.tags or name in _COPIES:
-        return True
-    # Some in-place operations lack the tag of their out-of-place counterpart.
-    out_of_place = getattr(getattr(torch.ops.aten, name, None), func._overloadname, None)
-    return out_of_place is not None and torch.Tag.pointwise in out_of_place.tags
-
-
 def _columns(result: Any) -> list[list[Any]]:
     """Return the result lists of an operation on lists."""
     if not isinstance(result, list | tuple) or not result:
@@ -325,15 +296,16 @@ def _is_constant(tensor: Tensor) -> bool:
     return not tensor.numel() or bool((tensor == first).all())
 
 
-def _numbers(taint: Taint, leaves: Iterable[Any]) -> tuple[Any, ...]:
+def _numbers(leaves: Iterable[Any], bits_of: Bits) -> tuple[Any, ...]:
     """Return the numbers among the operands, and the first of each tensor without taint."""
     found: list[Any] = []
     for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            if leaf.numel() and not taint.bits([leaf]):
-                found.append(leaf.reshape(-1)[0].item())
-        elif isinstance(leaf, int | float | complex):
-            found.append(leaf)
+        bits = bits_of.get(id(leaf))
+        if bits is None:
+            if isinstance(leaf, (int, float, complex)):
+                found.append(leaf)
+        elif not bits and leaf.numel():
+            found.append(leaf.reshape(-1)[0].item())
     return tuple(found)
 
 

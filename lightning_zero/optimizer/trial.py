@@ -141,7 +141,7 @@ class Trial:
         except CannotFollow:
             return
         except Exception as error:
-            self._find(f"cannot step a toy ({type(error).__name__}: {error})")
+            self._find(f"fails to step a toy parameter ({type(error).__name__}: {error})")
             return
         finally:
             self.waits_for_closure &= num_calls > 0
@@ -153,7 +153,7 @@ class Trial:
         has_any = [toy.grad is not None and bool(toy.grad.any()) for toy in self.toys]
         self.drops_gradients |= any(map(gt, had_any, has_any))
         if places != [toy.data_ptr() for toy in self.toys]:
-            self._find("exchanges the data of a parameter")
+            self._find("replaces the data of a parameter")
         if self._has_kept_values():
             self._find("keeps values of parameters outside of their own state")
         self.shared.append(

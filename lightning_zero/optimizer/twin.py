@@ -80,7 +80,7 @@ def _check(optimizer: Optimizer) -> None:
         if isinstance(leaf, Parameter):
             raise CannotCopy("refers to parameters outside of its param groups")
         if isinstance(leaf, Tensor) and leaf.numel() > 1:
-            raise CannotCopy("keeps tensors in itself, outside of its state")
+            raise CannotCopy("keeps tensors outside of its states")
 
 
 def _copy_group(group: Mapping[str, Any], toys: Toys, memo: dict[Any, Any]) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def _toy_entry(name: str, value: Any, parameter: Tensor, toy: Tensor, memo: dict
     if not isinstance(value, Tensor) or is_number:
         return copy.deepcopy(value, memo)
     if value.shape != parameter.shape:
-        raise CannotCopy("has a state of another shape than its parameter already")
+        raise CannotCopy("already has a state whose shape is not that of its parameter")
     if value.numel() and value.device.type != "meta":
         dtype = toy.dtype if value.dtype is parameter.dtype else value.dtype
         number = value.detach().reshape(-1)[:1].to(toy.device, dtype)

@@ -137,8 +137,8 @@ class UnitStep:
             on_host = {one.dtype for one in stepped if one.device.type == "cpu"}
             if group.get("fused") and on_host & _NOT_BY_FUSED_SGD:
                 raise ValueError(
-                    "On CPUs, where these parameters are stepped, torch's SGD with fused=True"
-                    " leaves most of one in 16 bits as it was. Leave fused=True out, or train in"
+                    "These parameters are stepped on the CPU, where torch's SGD with fused=True"
+                    " leaves most of a 16-bit parameter unchanged. Remove fused=True, or train in"
                     " mixed precision."
                 )
 
@@ -158,8 +158,8 @@ class UnitStep:
         self._give_up()
         if self.is_torn:
             raise RuntimeError(
-                f"A step of {type(self.states.optimizer).__name__} ended half-way: some units are"
-                " stepped, others not. Resume from the last checkpoint."
+                f"A step of {type(self.states.optimizer).__name__} ended half-way: some units have"
+                " been stepped, others not. Resume from the last checkpoint."
             )
 
     def _give_up(self) -> None:
@@ -282,9 +282,8 @@ class UnitStep:
     def describe(self, _: str = "") -> str:
         """Return a one-line description of how the optimizer is stepped."""
         name = type(self.states.optimizer).__name__
-        fused = (
-            " They are stepped with fused=True, as nobody has said." if self._open_groups() else ""
-        )
+        unset = " Units are stepped with fused=True, as neither fused nor foreach is set."
+        fused = unset if self._open_groups() else ""
         pieces = pieces_of(self.states.optimizer)
         staying = sum(piece.numel() for piece in pieces if piece.stays)
         share = staying / max(1, sum(piece.numel() for piece in pieces))

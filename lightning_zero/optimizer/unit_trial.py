@@ -86,7 +86,7 @@ class UnitTrial(Trial):
         self._num_steps += 1
         hook.remove()
         if len(hooked) > 1:
-            self._find("calls another step, of a class that it inherits from, with its hooks")
+            self._find("calls the step of a base class, with hooks")
 
     def _new_step(self) -> UnitStep:
         """Return a step of the toys in random order, in random batches or each alone.
@@ -117,12 +117,12 @@ class _LentStates(States):
 
     @override
     def fetch(self, number: int, groups: ParamGroups) -> None:
-        for group in groups:
-            group["params"][:] = map(self._lend, group["params"])
+        with _unseen():
+            for group in groups:
+                group["params"][:] = map(self._lend, group["params"])
 
     def _lend(self, toy: Parameter) -> Parameter:
-        with _unseen():
-            stand_in = Parameter(toy.detach(), requires_grad=toy.requires_grad)
+        stand_in = Parameter(toy.detach(), requires_grad=toy.requires_grad)
         stand_in.grad = toy.grad
         self._lent.append((toy, stand_in))
         self._move(toy, stand_in)
@@ -130,15 +130,15 @@ class _LentStates(States):
 
     @override
     def flush(self) -> None:
-        for toy, stand_in in self._lent:
-            self._move(stand_in, toy)
+        with _unseen():
+            for toy, stand_in in self._lent:
+                self._move(stand_in, toy)
         self._lent.clear()
 
     def _move(self, source: Parameter, to: Parameter) -> None:
         state = self.optimizer.state.pop(source, None)
         if state is not None:
-            with _unseen():
-                self.optimizer.state[to] = tree_map_only(Tensor, self._copy, state)
+            self.optimizer.state[to] = tree_map_only(Tensor, self._copy, state)
 
     def _copy(self, value: Tensor) -> Tensor:
         copy = value.detach().clone()
@@ -170,20 +170,20 @@ def reason_against(
         master_of: As for :class:`Trial`.
     """
     if form is not None:
-        return "has a state_dict of a form of its own"
+        return "has a state_dict with its own format"
     if found := _kept_otherwise(whole, optimizer):
         return found
     for toy, cut in zip(whole.toys, part.toys, strict=True):
         entries, others = (trial.twin.state.get(p, {}) for trial, p in ((whole, toy), (part, cut)))
         if toy.dim() and _of_no_element(entries, toy) != _of_no_element(others, cut):
-            return "keeps other numbers for a part of a parameter than for the whole"
+            return "keeps different numbers for a part of a parameter than for the whole"
     by_unit = UnitTrial(whole, optimizer, master_of)
     by_unit.run()
     if by_unit.changes_early:
-        return f"changes {by_unit.changes_early} before it has called its closure"
+        return f"changes {by_unit.changes_early} before calling its closure"
     if by_unit.taint.findings:
         what = by_unit.taint.findings[0].what
-        return f"{what}, tried with some of its parameters without the others"
+        return f"{what}, when only some of its parameters are stepped"
     for index in range(len(whole.toys)):
         if found := _difference(whole, by_unit, 1 << index):
             return found
@@ -194,15 +194,15 @@ def _kept_otherwise(whole: Trial, optimizer: Optimizer) -> str:
     """Return what rules out steps by unit before any is tried, if anything."""
     twin = whole.twin
     if len([*with_inner(twin)]) > 1:
-        return "steps another optimizer within it"
+        return "steps another optimizer inside it"
     if whole.calls_closure and not whole.waits_for_closure:
-        return "touches parameters before it has called its closure"
+        return "touches parameters before calling its closure"
     if whole.drops_gradients:
-        return "drops gradients in its step"
+        return "clears gradients in its step"
     for name, value in vars(optimizer).items():
         is_put_there = name == "step" or isinstance(value, Announced)  # by a scheduler or an engine
         if callable(value) and hasattr(type(optimizer), name) and not is_put_there:
-            return f"has a {name!r} beside that of its class"
+            return f"has its own {name!r} instead of its class's"
     for number, entries in enumerate(outside_of(twin)):
         for key, value in entries.items():
             for leaf in tree_leaves(value):
@@ -212,9 +212,9 @@ def _kept_otherwise(whole: Trial, optimizer: Optimizer) -> str:
         for key, value in twin.state.get(toy, {}).items():
             for leaf in tree_leaves(value):
                 if not isinstance(leaf, _FOLLOWED):
-                    return f"keeps a {type(leaf).__name__} as {key!r} of a state"
+                    return f"keeps a {type(leaf).__name__} as {key!r} in a state"
                 if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape != toy.shape:
-                    return f"keeps {key!r} of a state in another shape than its parameter's"
+                    return f"keeps {key!r} in a state in a shape other than its parameter's"
     return _list_by_parameter(optimizer)
 
 
@@ -234,7 +234,7 @@ def _list_by_parameter(optimizer: Optimizer) -> str:
         num = sizes[number - 2] if number > 1 else sum(sizes)
         for key, value in entries.items():
             if isinstance(value, list) and len(value) == num > 1:
-                return f"keeps {name_of(number, key)}, a list as long as that of its parameters"
+                return f"keeps {name_of(number, key)}, a list with one entry per parameter"
     return ""
 
 
@@ -253,7 +253,7 @@ def _difference(whole: Trial, by_unit: Trial, bits: int) -> str:
         return ""
     one, other = (_of(trial.taint.trace, bits) for trial in (whole, by_unit))
     first = next((a for a, b in zip(one, other, strict=False) if str(a) != str(b)), None)
-    where = f" (from {first.operation} on)" if first else ""
+    where = f" (starting at {first.operation})" if first else ""
     return f"steps a parameter differently when others are stepped before or after it{where}"
 
 
@@ -265,5 +265,5 @@ def _outside_difference(whole: Trial, by_unit: Trial) -> str:
     """Return which of the things that toys share differs, if any."""
     for one, other in zip(whole.shared, by_unit.shared, strict=True):
         for _, place, key in [at for at in {**one, **other} if one.get(at) != other.get(at)]:
-            return f"changes {name_of(place, key)} by which parameters it steps"
+            return f"changes {name_of(place, key)} depending on the parameters it steps"
     return ""

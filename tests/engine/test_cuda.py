@@ -34,7 +34,7 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.control import Control
 from lightning_zero.engine import materialize
 from lightning_zero.engine.engine import Engine
-from lightning_zero.optimizer import Way, clip, way_of
+from lightning_zero.optimizer import Way, clip, verdict_of
 from lightning_zero.optimizer.pieces import state_bytes
 from lightning_zero.parameters import settle
 from lightning_zero.plan.plan import RECIPES, Offload
@@ -327,9 +327,9 @@ def test_an_optimizer_that_a_graph_may_capture(name: str) -> None:
     if name in ("Adam", "AdamW"):
         rate = torch.tensor(0.01)
         other = getattr(torch.optim, name)([weight], lr=rate, capturable=True, foreach=True)
-        assert way_of(other) is Way.BY_ELEMENT
+        assert verdict_of(other).way is Way.BY_ELEMENT
     optimizer = getattr(torch.optim, name)([weight], lr=0.01, capturable=True)
-    assert way_of(optimizer) is Way.BY_ELEMENT
+    assert verdict_of(optimizer).way is Way.BY_ELEMENT
     assert state_bytes(optimizer, optimizer.param_groups[0], torch.float32).per_element >= 4
 
 

@@ -300,7 +300,7 @@ def test_nothing_is_stepped_while_something_compiles(tmp_path: Path) -> None:
 def test_a_thread_never_waits_for_itself(name: str) -> None:
     thread = SteppingThread(torch.device("cpu"))
     thread.give(lambda: None, [getattr(thread, name)])
-    with pytest.raises(RuntimeError, match="asks for the end of such steps"):
+    with pytest.raises(RuntimeError, match="waits for such steps to end"):
         thread.wait()
     thread.close()
 

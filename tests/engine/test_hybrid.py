@@ -164,7 +164,7 @@ def test_copies_come_together_whatever_each_microbatch_uses(ranks: Pools, stage:
     for of_rank in ranks(4).run(_grads_after, 2, stage):
         for order in ORDERS[:-1]:
             assert of_rank[order] == plain[order], order
-        assert "is that of one copy of the model's states" in of_rank[ORDERS[-1]]
+        assert "is reduced within one copy of the model's states" in of_rank[ORDERS[-1]]
 
 
 def _edited(num_shards: int | None, stage: int, precision: str) -> dict[str, list[float]]:

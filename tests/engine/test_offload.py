@@ -740,7 +740,7 @@ def test_an_optimizer_that_mixes_elements_is_refused(tmp_path: Path) -> None:
     model = MODELS["transformer"].build()
     matrices = [p for p in model.parameters() if p.dim() == 2]
     engine = shard(model, **offload(3, str(tmp_path)))
-    words = r"Muon mixes the elements of a parameter .*_muon.py:.*unit by unit.*leave offload"
+    words = r"Muon mixes the elements of a parameter .*_muon.py:.*unit by unit.*remove offload"
     with pytest.raises(ValueError, match=words):
         engine.adopt(torch.optim.Muon(matrices))
     engine.close()
@@ -778,6 +778,6 @@ def test_sgd_is_not_fused_without_being_told(ranks: Pools, tmp_path: Path) -> No
 def test_fused_sgd_in_16_bits_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(8, 8).bfloat16()
     engine = shard(model, recipe=RECIPES["bf16-true"], **offload(3, str(tmp_path)))
-    with pytest.raises(ValueError, match="leaves most of one in 16 bits"):
+    with pytest.raises(ValueError, match="leaves most of a 16-bit parameter"):
         engine.adopt(torch.optim.SGD(model.parameters(), 0.1, fused=True))
     engine.close()

@@ -35,7 +35,7 @@ ELEMENTWISE = [
 ]
 OTHERS = {
     "Adafactor": "mixes the elements of a parameter .*_adafactor.py:",
-    "LBFGS": "lets values of several parameters meet .*lbfgs.py:",
+    "LBFGS": "combines values of several parameters .*lbfgs.py:",
     "Muon": "mixes the elements of a parameter .*_muon.py:",
     "SparseAdam": "does not support dense gradients",
 }
@@ -122,8 +122,8 @@ VERDICTS = {
     ),
 }
 LINES = {
-    "prodigy": "meet .*prodigy.py:",
-    "dadaptadam": "meet .*foreach.py:",
+    "prodigy": "combines values .*prodigy.py:",
+    "dadaptadam": "combines values .*foreach.py:",
     "gravity": "random numbers",
 }
 
@@ -347,7 +347,7 @@ class Noting(Stepped):
         p.sub_(grad, alpha=lr)
 
 
-_READ = "by which it may step another one"
+_READ = "which may change how it steps another one"
 HIDING = {
     Asking: (Way.BY_PARAMETER, "mixes the elements"),
     Adding: (Way.ALL_AT_ONCE, _READ),
@@ -355,7 +355,7 @@ HIDING = {
     Slowing: (Way.ALL_AT_ONCE, _READ),
     Noting: (Way.ALL_AT_ONCE, _READ),
     Normalizing: (Way.BY_PARAMETER, "mixes the elements"),
-    Remembering: (Way.ALL_AT_ONCE, "meet"),
+    Remembering: (Way.ALL_AT_ONCE, "combines values"),
     Counting: (Way.BY_PARAMETER, "mean"),
     DecayingMatrices: (Way.BY_PARAMETER, "differently from the whole"),
     ByRows: (Way.BY_PARAMETER, "differently from the whole"),
@@ -363,10 +363,10 @@ HIDING = {
     Listing: (Way.ALL_AT_ONCE, "on the host (tolist"),
     Arrays: (Way.ALL_AT_ONCE, "on the host (numpy"),
     Rolling: (Way.ALL_AT_ONCE, "random numbers"),
-    Exchanging: (Way.ALL_AT_ONCE, "exchanges the data"),
-    Blind: (Way.NOT_AT_ALL, "past its param groups"),
+    Exchanging: (Way.ALL_AT_ONCE, "replaces the data"),
+    Blind: (Way.NOT_AT_ALL, "outside of its param groups"),
     Twice: (Way.ALL_AT_ONCE, "closure more than once"),
-    Inventive: (Way.ALL_AT_ONCE, "cannot be followed"),
+    Inventive: (Way.ALL_AT_ONCE, "cannot be traced"),
 }
 
 

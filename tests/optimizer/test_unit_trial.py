@@ -35,7 +35,7 @@ def test_what_is_proved(cls: type[Own]) -> None:
 def test_what_is_not_is_refused_with_what_was_found(cls: type[Any]) -> None:
     groups = mixed(1 if cls.__name__ == "ByPlace" else 2)
     optimizer = cls(groups[0]["params"] if len(groups) == 1 else groups)
-    words = f"^{cls.__name__} .*{NOT_BY_UNIT[cls]}.*AdamW.*leave offload_optimizer"
+    words = f"^{cls.__name__} .*{NOT_BY_UNIT[cls]}.*AdamW.*remove offload_optimizer"
     with pytest.raises(ValueError, match=words):
         verdict_of(optimizer, by_unit=True)
     verdict_of(optimizer)
@@ -50,7 +50,7 @@ OF_PACKAGES: dict[str, tuple[Any, str]] = {
     "Muon": (lambda p: torch.optim.Muon(p[0]["params"][:1]), "mixes the elements"),
     "a wrapper": (
         lambda p: pytorch_optimizer.Lookahead(torch.optim.AdamW(p)),
-        "a state_dict of a form of its own",
+        "a state_dict with its own format",
     ),
 }
 

@@ -40,7 +40,7 @@ from lightning_zero.comm import StagedFile, StagingMemory
 from lightning_zero.comm.host_copies import HostCopies, Landing
 from lightning_zero.comm.scratch import Scratch
 from lightning_zero.optimizer import SteppingThread
-from lightning_zero.optimizer.operands import leaves_of
+from lightning_zero.optimizer.operations import leaves_of
 from lightning_zero.plan import Offload
 
 _COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}

@@ -181,10 +181,10 @@ def _optimizers_after_fit(stage: int) -> None:
     trainer.fit(module, rows())
     weights = [p.clone() for p in module.parameters()]
     module(torch.randn(2, 6)).sum().backward()
-    with pytest.raises(RuntimeError, match="Adam was used by a run that has ended"):
+    with pytest.raises(RuntimeError, match="Adam belongs to a run that has ended"):
         module.optimizer.step()
     for strategy in (stage, "ddp"):
-        with pytest.raises((ValueError, RuntimeError), match="has to return another for each run"):
+        with pytest.raises((ValueError, RuntimeError), match="Return a new optimizer from"):
             fit(module, strategy)
     assert all(map(torch.equal, module.parameters(), weights))
 
