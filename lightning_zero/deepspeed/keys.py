@@ -59,7 +59,7 @@ _OFFLOAD_SWITCH = "offload is set by blocks; use `offload_optimizer` and `offloa
 _ZENFLOW = "a step updates all parameters, none later than the rest; remove the key"
 _MEDIUM = "`none`, `cpu` (the host of an accelerator) or `nvme`"
 _MAPPED = "files are memory-mapped, and the system decides what stays in memory"
-_STAGED = "states in files are always read and written during the step, six batches in memory"
+_STAGED = "states in files are always read and written during the step, four batches in memory"
 _PATH = "`offload_path`; refused without offload to `nvme`"
 
 _OFFLOAD_BLOCK = {

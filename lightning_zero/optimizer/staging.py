@@ -26,13 +26,13 @@ from torch import Tensor
 
 from lightning_zero.comm import PAGE, Ledger, StagedFile, StagingMemory
 
-_BATCH_BYTES = 8 * 2**20
-"""The most bytes of pieces in a batch. Smaller requests are slower, and larger batches leave the
-disk idle in one direction for longer when a step begins and ends."""
+_BATCH_BYTES = 4 * 2**20
+"""The most bytes of pieces in a batch: one request for each of their states. Smaller requests are
+slower; larger batches take more memory, and its pages cost more than they gain."""
 
 _LARGEST_ELEMENT = 16
 
-NUM_SLOTS = 6
+NUM_SLOTS = 4
 _NUM_THREADS = 2
 _REQUEST = 4 * 2**20
 assert _REQUEST % PAGE == 0
