@@ -135,7 +135,7 @@ class Communicator:
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank sent in the last optimizer step, by unit and verb.
+        """Traffic that this rank sent in the last optimizer step, by unit and verb.
 
         Verbs along other axes than the shard axis are preceded by the axis' name.
         """
@@ -153,7 +153,7 @@ class Communicator:
 
     @property
     def is_in_first_copy(self) -> bool:
-        """Whether this rank is in the first copy, the one that counts where replicas count once."""
+        """Return whether this rank is in the first copy, which counts where replicas count once."""
         return self.mesh.replicate.rank == 0
 
     def sum_over_shards(self, tensor: Tensor, place: str = "a sum over the shards") -> None:

@@ -108,7 +108,7 @@ class Control:
 
     @property
     def has_notes(self) -> bool:
-        """Whether any events were noted, which only their order tells apart."""
+        """Return whether any events were noted, which only their order tells apart."""
         return self.course != 0
 
     def call(self, sync_point: SyncPoint, flags: bytes = b"", *, about: str = "") -> PendingSync:

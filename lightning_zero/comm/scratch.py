@@ -44,7 +44,7 @@ class Scratch:
 
     @property
     def is_memory(self) -> bool:
-        """Whether the folder's files are in memory, so that offload to it gains nothing."""
+        """Return whether the folder's files are in memory, so that offload to it gains nothing."""
         device = os.stat(self.folder).st_dev
         number = f"{os.major(device)}:{os.minor(device)}"
         for line in Path("/proc/self/mountinfo").read_text().splitlines():

@@ -158,7 +158,7 @@ class Watchdog:
 
     @property
     def has_given_up(self) -> bool:
-        """Whether this rank's connections can no longer be used."""
+        """Return whether this rank's connections can no longer be used."""
         return bool(self._log.verdict)
 
     def describe(self, place: str) -> str:

@@ -97,7 +97,7 @@ class ModelPlan:
 
     @property
     def has_activations(self) -> bool:
-        """Whether there is a batch to count activations with."""
+        """Return whether there is a batch to count activations with."""
         return self.microbatch.batch is not None
 
     def describe(self) -> str:

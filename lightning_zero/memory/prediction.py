@@ -123,7 +123,7 @@ class Estimate:
 
     @property
     def leaves_device(self) -> bool:
-        """Whether anything is offloaded, activations included."""
+        """Return whether anything is offloaded, activations included."""
         return self.offload is not None or (not self.is_on_host and self.host_peak > 0)
 
     @property

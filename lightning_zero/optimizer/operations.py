@@ -36,7 +36,9 @@ _NAMESPACES = _names("aten prims prim profiler")
 
 
 class Operation:
-    """What is known of an operation whatever its operands are.
+    """Facts about one of torch's operations that hold for any operands.
+
+    A record made once per overload, as trials look all of them up for each operation.
 
     Args:
         func: The operation, one overload of it.

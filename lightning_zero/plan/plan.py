@@ -187,7 +187,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Offload:
-    """What is offloaded from the device, and how much of it.
+    """The kinds of state that are offloaded from the device, and their share.
 
     Attributes:
         optimizer: ``"cpu"`` or ``"nvme"`` for masters and optimizer states, ``None`` if they stay.

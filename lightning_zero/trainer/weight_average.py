@@ -88,7 +88,7 @@ class Average:
 
     @property
     def is_filled(self) -> bool:
-        """Whether there is an average yet."""
+        """Return whether there is an average yet."""
         return bool(self._handles)
 
     # -- updates ---------------------------------------------------------------------------------

@@ -302,7 +302,7 @@ def _made_in_a_step(stage: int, keeps_windows: bool) -> Made:
 
 
 def _in_large_pages(width: int) -> list[bool]:
-    """Whether large pages were asked for: for whole weights, unreduced gradients and the shard."""
+    """Return whether large pages were asked for: for weights, unreduced gradients and the shard."""
     comm = Communicator(torch.device("cpu"), windows=False)
     engine = Engine(nn.Sequential(nn.Linear(width, width, bias=False)), Settings(), comm)
     optimizer = torch.optim.SGD(engine.module.parameters(), 1e-3)
