@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm import PAGE, Ledger, StagedFile, StagingMemory
+from lightning_zero.tensors import fault_in
 
 _BATCH_BYTES = 4 * 2**20
 """The most bytes of pieces in a batch: one request for each of their states. Smaller requests are
@@ -33,6 +34,9 @@ slower; larger batches take more memory, and its pages cost more than they gain.
 _LARGEST_ELEMENT = 16
 
 NUM_SLOTS = 4
+_NUM_AHEAD = 2
+"""How many batches ahead pages of masters are brought in: they may be dropped before their use."""
+
 _NUM_THREADS = 2
 _REQUEST = 4 * 2**20
 assert _REQUEST % PAGE == 0
@@ -197,7 +201,8 @@ class Slot:
 class Staging:
     """The slots and threads of a step from files.
 
-    1. :meth:`open` with the blocks of every batch, in the order of the step.
+    1. :meth:`open` with the blocks of every batch and the masters that it steps, in the order of
+       the step.
     2. :meth:`fetch` and :meth:`flush` around the step of each.
     3. :meth:`close`.
 
@@ -209,13 +214,15 @@ class Staging:
         self._ledger = ledger
         self._readers = Requests("fetch", StagedFile.read)
         self._writers = Requests("flush", StagedFile.write)
+        self._faults = ThreadPoolExecutor(1, "lightning_zero.fault")
         self._batches: Sequence[Sequence[Block]] = ()
+        self._masters: Sequence[Sequence[Tensor]] = ()
         self._slots: list[Slot] = []
         self._next = 0
 
-    def open(self, batches: Sequence[Sequence[Block]]) -> None:
+    def open(self, batches: Sequence[Sequence[Block]], masters: Sequence[Sequence[Tensor]]) -> None:
         """Make slots with room for the largest batch, and start to read the first batches."""
-        self._batches, self._next = batches, 0
+        self._batches, self._masters, self._next = batches, masters, 0
         sizes = [sum(block.nbytes for block in batch) for batch in batches]
         largest, num_slots = max(sizes), min(NUM_SLOTS, len(batches))
         self._ledger.stage(staging_bytes(sizes))
@@ -228,6 +235,8 @@ class Staging:
             ) from error
         for slot, blocks in zip(self._slots, batches, strict=False):
             slot.read(blocks, self._readers)
+        for tensors in masters[:_NUM_AHEAD]:
+            self._faults.submit(fault_in, tensors)
 
     @property
     def fetched(self) -> Slot:
@@ -236,6 +245,8 @@ class Staging:
 
     def fetch(self) -> None:
         """Go on to the slot of the next batch, and wait until it is read."""
+        for tensors in self._masters[self._next + _NUM_AHEAD :][:1]:
+            self._faults.submit(fault_in, tensors)
         self._next += 1
         self._wait(self.fetched)
 
@@ -259,7 +270,7 @@ class Staging:
         Raises:
             OSError: A read or write failed.
         """
-        slots, self._slots = self._slots, []
+        slots, self._slots, self._masters = self._slots, [], ()
         errors = []
         for slot in slots:
             try:

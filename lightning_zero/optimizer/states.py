@@ -210,7 +210,7 @@ class StateFiles(States):
         self._bring_home()
         batches = [self._blocks_in_use(number) for number in numbers]
         nbytes = sum(block.nbytes for batch in batches for block in batch)
-        self._staging.open(batches)
+        self._staging.open(batches, [self._masters_of(number) for number in numbers])
         for verb in ("read", "write"):
             self._comm.transport.ledger.note("optimizer", verb, nbytes, 1)
 
@@ -260,6 +260,11 @@ class StateFiles(States):
             for key, value in self._entries_of(part.piece)
         }
         return [*found]
+
+    def _masters_of(self, number: int) -> list[Tensor]:
+        """Return the values of a batch that its step changes, which may be in mapped files."""
+        parts, states = self._batches.get(number, ()), self.optimizer.state
+        return [_cut(part.piece.detach(), part) for part in parts if part.piece in states]
 
     @override
     @span("fetch")

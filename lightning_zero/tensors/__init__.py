@@ -6,7 +6,7 @@ nested      the tensors in nested values
 properties  torch's functions, grouped by what they need of a tensor's memory
 chunks      the chunk size in which large tensors are processed
 storages    storages, counted while they are alive
-large_pages host memory in huge pages
+pages       huge pages of host memory, and pages of files brought in ahead
 lent_memory host memory that is reused once nothing refers to it
 profiling   the package's verbs as named ranges in a profile
 internals   every private name of torch in use, with the reason
@@ -14,10 +14,10 @@ internals   every private name of torch in use, with the reason
 """
 
 from lightning_zero.tensors.chunks import numel_at_a_time
-from lightning_zero.tensors.large_pages import LARGE_BYTES, ask_for_large_pages
 from lightning_zero.tensors.lasting import lasting_tensors
 from lightning_zero.tensors.lent_memory import SECTOR, LentMemory
 from lightning_zero.tensors.nested import named_tensors, tensors_in
+from lightning_zero.tensors.pages import LARGE_BYTES, ask_for_large_pages, fault_in
 from lightning_zero.tensors.profiling import span, unseen
 from lightning_zero.tensors.storages import Storages
 
@@ -27,6 +27,7 @@ __all__ = [
     "LentMemory",
     "Storages",
     "ask_for_large_pages",
+    "fault_in",
     "lasting_tensors",
     "named_tensors",
     "numel_at_a_time",

@@ -9,6 +9,7 @@ import gc
 import inspect
 import os
 import resource
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -442,6 +443,48 @@ def test_pieces_that_are_cut_step_as_whole_ones(
         )
         assert len(in_files) == len(in_memory)
         assert all(map(torch.equal, in_files, in_memory)), cls
+
+
+def test_pages_of_masters_are_brought_in_before_their_batch_is_stepped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "_BATCH_BYTES", 1)
+    events: list[tuple[str, int]] = []
+    read, bring = staging.Staging.fetch, staging.fault_in
+    brought = threading.Event()
+
+    def fault_in(masters: list[Tensor]) -> None:
+        bring(masters)
+        events.extend(("brought in", master.data_ptr()) for master in masters)
+        brought.set()
+
+    def fetch(slots: staging.Staging) -> None:
+        # The thread goes on by itself; here the step lets it come first.
+        number = slots._next
+        while number < len(slots._masters) and not (
+            {("brought in", master.data_ptr()) for master in slots._masters[number]} <= {*events}
+        ):
+            assert brought.wait(10)
+            brought.clear()
+        events.extend(("stepped", master.data_ptr()) for master in slots._masters[number])
+        read(slots)
+
+    monkeypatch.setattr(staging, "fault_in", fault_in)
+    monkeypatch.setattr(staging.Staging, "fetch", fetch)
+    model = wide()
+    engine = Engine(model, Settings(units=(nn.Linear,), **offload(3, str(tmp_path))))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.1)
+    engine.adopt(optimizer)
+    for _ in range(2):
+        events.clear()
+        model(torch.full((3, 200), 0.1)).pow(2).sum().backward()
+        optimizer.step()
+    stepped = [address for what, address in events if what == "stepped"]
+    assert len(stepped) > NUM_SLOTS
+    assert sorted(stepped) == sorted(address for what, address in events if what == "brought in")
+    places = {event: place for place, event in enumerate(events)}
+    assert all(places["brought in", one] < places["stepped", one] for one in stepped)
+    engine.close()
 
 
 def stepped_with_loaded_states(

@@ -316,7 +316,7 @@ def _in_large_pages(width: int) -> list[bool]:
         return buffer
 
     with (
-        mock.patch("lightning_zero.tensors.large_pages._libc") as libc,
+        mock.patch("lightning_zero.tensors.pages._libc") as libc,
         mock.patch.object(type(comm.transport), "reduce_buffer", reduce_buffer),
     ):
         engine.module(torch.ones(1, width)).sum().backward()

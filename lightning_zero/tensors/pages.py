@@ -1,0 +1,46 @@
+"""Pages of host memory: huge ones, and those of mapped files ahead of their use."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from collections.abc import Sequence
+
+from torch import Tensor
+
+LARGE_BYTES = 4 * 2**20
+"""Size from which huge pages are asked for: smaller memory would get one at most."""
+
+_HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
+_POPULATE_WRITE = 23  # of Linux 5.14 and newer; not in Python's mmap
+_libc = ctypes.CDLL(None)
+
+
+def ask_for_large_pages(tensor: Tensor) -> None:
+    """Advise the system to use huge pages for host memory that is about to be filled.
+
+    Faulting in small pages costs more CPU time than reading a file into them. A system without
+    huge pages ignores the advice.
+    """
+    if _HUGE is not None and tensor.device.type == "cpu":
+        _advise(tensor, _HUGE)
+
+
+def fault_in(tensors: Sequence[Tensor]) -> None:
+    """Let the system bring in the pages of host memory that is about to be changed.
+
+    Those of a mapped file, once the system has written it, would each stop the thread that changes
+    them. Pages that are there cost nothing, and a system without this leaves all as it is.
+    """
+    for tensor in tensors:
+        if sys.platform == "linux" and tensor.device.type == "cpu":
+            _advise(tensor, _POPULATE_WRITE)
+
+
+def _advise(tensor: Tensor, advice: int) -> None:
+    """Give advice on the whole pages of a tensor."""
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    nbytes = (tensor.data_ptr() + tensor.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+    if nbytes > 0:
+        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), advice)
