@@ -80,6 +80,8 @@ def hosts(number: int, gbit: float) -> Iterator[list[str]]:
                 stack.callback(_call, "ip", "netns", "del", name)
                 end = f"v{index}-{os.getpid()}"
                 _call("ip", "link", "add", end, "type", "veth", "peer", INTERFACE, "netns", name)
+                # It would go with its namespace, but later: the next one of its name would fail.
+                stack.callback(_call, "ip", "link", "del", end)
                 _call("ip", "link", "set", end, "master", bridge, "up")
                 _call("ip", "-n", name, "addr", "add", f"{_address(index)}/24", "dev", INTERFACE)
                 for interface in ("lo", INTERFACE):

@@ -19,7 +19,9 @@ Each round measures, one after the other:
   write the bytes that the step's ledger counts. Masters in files are memory-mapped, and the system
   writes them back at any time: they are not in the limit, and pending writes are flushed before
   each measurement.
-* ``training in memory``, ``training in files``: forward and backward of one token, and the step.
+* ``training in memory``, ``training in files``, ``training in files, early``: forward and backward
+  of each number of ``--rows``, and the step. ``early`` is with ``step_in_backward=True``. The limit
+  is the larger of the disk's time and of training in memory.
 * ``fused step``, ``step by unit``: the same step of torch's own optimizer over the same pieces in
   memory, all at once and as it is done on an accelerator's host.
 
@@ -59,6 +61,7 @@ from lightning_zero.parameters import settle, unsettle
 from lightning_zero.plan import Offload, Settings
 
 STATES_ALONE = "with states in files"
+EARLY = "in files, early"
 ON_PIECES = ("fused step", "step by unit")
 DEEPSPEED = {"step": "DeepSpeed step", "train": "DeepSpeed training"}
 _REQUEST = 4 * 2**20
@@ -145,16 +148,22 @@ class Stepping:
         self.engine = Engine(model(width, depth), settings)
         self.optimizer = torch.optim.AdamW(self.engine.module.parameters(), 1e-4, fused=True)
         self.engine.adopt(self.optimizer)
-        self._token = torch.ones(1, width)
-        self.train()
+        self._width = width
+        self.train(1)
 
     def step(self) -> None:
         self.optimizer.step()
 
-    def train(self) -> None:
-        self.optimizer.zero_grad()
-        self.engine.module(self._token).sum().backward()
-        self.optimizer.step()
+    def train(self, rows: int) -> None:
+        """Take a step as Lightning's loop does, with forward and backward in its closure."""
+
+        def closure() -> None:
+            self.optimizer.zero_grad()
+            loss = self.engine.module(torch.ones(rows, self._width)).sum()
+            with self.engine.stepping_early():
+                loss.backward()
+
+        self.optimizer.step(closure)
 
     def on_pieces(self) -> tuple[Callable[[], object], Callable[[], object]]:
         """Return steps of another optimizer over the pieces: all at once, and unit by unit."""
@@ -247,25 +256,29 @@ class Predictions:
 class Steps:
     """Steps of an optimizer with masters and states in memory, and in files."""
 
-    def __init__(self, folder: str, width: int, depth: int) -> None:
+    def __init__(self, folder: str, width: int, depth: int, rows: Sequence[int]) -> None:
         self._disk = Disk(folder, 2 * 4 * depth * width**2)
         files = _in_files(folder)
         places = {
             "in memory": replace(files, offload=None),
             STATES_ALONE: replace(files, offload=Offload("nvme", None)),
             "in files": files,
+            EARLY: replace(files, step_in_backward=True),
         }
+        self._rows = rows
         self._in = {name: Stepping(settings, width, depth) for name, settings in places.items()}
         self._on_pieces = dict(zip(ON_PIECES, self._in["in memory"].on_pieces(), strict=True))
 
     def measure(self, rounds: Rounds) -> None:
         rounds.note("disk reads and writes", self._disk.read_and_write)
-        for name, stepping in self._in.items():
-            rounds.note(f"step {name}", stepping.step)
+        for name in ("in memory", STATES_ALONE, "in files"):
+            rounds.note(f"step {name}", self._in[name].step)
         for name, step in self._on_pieces.items():
             rounds.note(name, step)
-        for name in ("in memory", "in files"):
-            rounds.note(f"training {name}", self._in[name].train)
+        for count in self._rows:
+            for name in ("in memory", "in files", EARLY):
+                train = functools.partial(self._in[name].train, count)
+                rounds.note(training(name, count), train)
         for what, label in DEEPSPEED.items():
             rounds.note_other("deepspeed", label, what)
 
@@ -277,12 +290,15 @@ class Steps:
         times = self._in["in files"].engine.comm.step_times
         share = times.bytes_read / self._disk.nbytes
         disk = [share * seconds for seconds in found["disk reads and writes"]]
-        for name in (f"step {STATES_ALONE}", "step in files", "training in files"):
-            limit = map(max, disk, found[f"{name.split()[0]} in memory"])
-            compare(f"{name} to the limit", found[name], limit)
+        for name in (f"step {STATES_ALONE}", "step in files"):
+            compare(f"{name} to the limit", found[name], map(max, disk, found["step in memory"]))
+        for count in self._rows:
+            for name in ("in files", EARLY):
+                label, least = training(name, count), found[training("in memory", count)]
+                compare(f"{label} to the limit", found[label], map(max, disk, least))
         compare("step by unit to fused step", *(found[name] for name in reversed(ON_PIECES)))
         for doing, label in DEEPSPEED.items():
-            ours = {"step": "step in files", "train": "training in files"}[doing]
+            ours = {"step": "step in files", "train": training("in files", 1)}[doing]
             compare_other(label, ours, found)
         step, in_memory = (statistics.median(found[f"step in {at}"]) for at in ("files", "memory"))
         print(
@@ -291,6 +307,10 @@ class Steps:
             f" at {times.write_speed / 1e9:.2f} GB/s, and waits for files in"
             f" {times.waiting / times.stepping:.0%} of it"
         )
+
+
+def training(name: str, rows: int) -> str:
+    return f"training {name}, {rows} rows"
 
 
 def _in_files(folder: str) -> Settings:
@@ -334,6 +354,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", default=".", help="folder on the disk to measure")
     parser.add_argument("--tokens", type=int, nargs="+", default=(1, 512), help="of each forward")
+    parser.add_argument("--rows", type=int, nargs="+", default=(1, 64), help="of training steps")
     parser.add_argument("--predictions", action="store_true", help="skip the optimizer steps")
     for name in ("deepspeed", "accelerate"):
         parser.add_argument(f"--{name}", help=f"interpreter with {name}, to compare with it")
@@ -350,7 +371,8 @@ def main() -> None:
                 stack.callback(others[name].close)
         parts: list[Predictions | Steps] = [Predictions(folder, width, depth, options.tokens)]
         if not options.predictions:
-            parts.append(Steps(folder, width, depth))
+            rows = options.rows if options.deepspeed is None else sorted({1, *options.rows})
+            parts.append(Steps(folder, width, depth, rows))
         run(parts, options.rounds, others)
 
 
