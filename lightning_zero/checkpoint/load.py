@@ -239,9 +239,15 @@ def _mapped_archive(path: Path, *, weights_only: bool, maps: bool) -> Any:
         try:
             return _mapped_storages(path, archive, weights_only=weights_only)
         except RuntimeError as error:
-            if "unable to mmap" not in str(error) or not are_supported():
+            if "unable to mmap" not in str(error):
                 raise
             # The file is larger than memory, or than what a limit leaves of it.
+            if not are_supported():
+                raise MemoryError(
+                    f"{path} is too large to be mapped here, and torch {torch.__version__} cannot"
+                    " leave its tensors in the file, as 2.13 and newer do. Update torch, or load it"
+                    " on a machine with more memory."
+                ) from error
             try:
                 return unread(path, archive, weights_only=weights_only)
             except NeedsMapping as what:

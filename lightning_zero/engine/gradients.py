@@ -12,6 +12,8 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
+
 from lightning_zero.comm import Work
 from lightning_zero.parameters import FlatParameters, Reach
 from lightning_zero.tensors import span
@@ -71,7 +73,8 @@ class Gradients:
         """Take the gradient that autograd just finished; return whether all are there now."""
         reducer, place, view = self._places[index]
         grad = view.claim()
-        assert grad is not None
+        if grad is None:  # an autograd function returned none: zeros, as under DDP
+            grad = torch.zeros_like(self.parameters[index])
         self._num_missing -= not reducer.arrived[place]
         reducer.take(place, grad)
         self.are_complete = not self._num_missing

@@ -250,3 +250,6 @@ def test_what_is_neither_mapped_nor_left_in_its_file_is_named(
     monkeypatch.setattr(reading, "unread", needs_mapping)
     with pytest.raises(MemoryError, match=r"large\.ckpt is too large .* a storage without its own"):
         mapped(str(path))
+    monkeypatch.setattr(reading, "are_supported", lambda: False)
+    with pytest.raises(MemoryError, match=r"large\.ckpt is too large .* Update torch"):
+        mapped(str(path))

@@ -16,7 +16,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning, Timer, TQDMProgressBar
 from lightning.pytorch.plugins import MixedPrecision
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -330,7 +330,49 @@ def use_a_module_without_parameters(name: str, path: str) -> Any:
     return totals, trainer.predict(Bare(), data)
 
 
+class Gated(torch.autograd.Function):
+    """Scales values; the scale gets a gradient only on request."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, scale: Tensor, has_grad: bool) -> Tensor:
+        ctx.save_for_backward(values, scale)
+        ctx.has_grad = has_grad
+        return values * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        values, scale = ctx.saved_tensors
+        return grad * scale, (grad * values).sum(0) if ctx.has_grad else None, None
+
+
+class Sometimes(LightningModule):
+    """Steps in which all ranks have a gradient for the scale, one has, and none has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.scale = nn.Linear(4, 4), nn.Parameter(torch.rand(4))
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        has_grad = index == 0 or (index == 1 and self.global_rank == 0)
+        values = self.first(batch[0][:, :4] / 8.0)
+        return Gated.apply(values, self.scale, has_grad).pow(2).sum()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.01, momentum=0.5, weight_decay=0.5)
+
+
+def return_no_gradient(name: str, path: str) -> Any:
+    found = []
+    for accumulate in (1, 2):
+        module = Sometimes()
+        fit(name, module, max_steps=3, accumulate_grad_batches=accumulate)
+        found += module.scale.tolist()
+    return found
+
+
 CASES = [
+    return_no_gradient,
     use_a_module_without_parameters,
     use_a_trainer_before_it_is_set_up,
     train_without_an_optimizer,
