@@ -429,6 +429,15 @@ class _BackwardSync(internals.BackwardSyncControl):
         return module.engine.no_sync()
 
 
+_OPTIONS = (
+    "activation_checkpointing",
+    "activation_offload",
+    "async_checkpoint",
+    "verify_checkpoint",
+)
+"""Those of the Trainer's options that mean something in Fabric."""
+
+
 def chosen(stage: int, *, launcher: str, **given: Any) -> tuple[Settings, Options]:
     """Return the engine's settings and the options that a user's arguments ask for.
 
@@ -436,8 +445,11 @@ def chosen(stage: int, *, launcher: str, **given: Any) -> tuple[Settings, Option
         TypeError: An argument is unknown.
         ValueError: An argument is out of range or contradicts another.
     """
-    names = {field.name for field in dataclasses.fields(Options)} - {"launcher"}
-    options = Options(launcher=launcher, **{key: given.pop(key) for key in names & set(given)})
+    if unknown := set(given) & {"recipe", "device", "broadcast_in_calls"}:
+        raise TypeError(f"ZeROStrategy sets {', '.join(unknown)} itself. Remove it.")
+    options = Options(
+        launcher=launcher, **{name: given.pop(name) for name in _OPTIONS if name in given}
+    )
     path = given.pop("offload_path", None)
     media = [given.pop(f"offload_{what}", None) for what in ("optimizer", "weights")]
     offload = options.offload(media[0], media[1], path, 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.fabric import ZeROStrategy
+from tests.oracle.launch import run_script
 from tests.oracle.models import Block, Blocks
 from tests.oracle.ranks import Pools
 
@@ -319,6 +321,9 @@ def test_what_cannot_be_set_up_is_refused_by_name(ranks: Pools) -> None:
     assert "ReLU" in ranks(2).run(nothing_to_shard)[0]
     with pytest.raises(TypeError, match="unknown_setting"):
         ZeROStrategy(unknown_setting=1)
+    for name in ("checkpoint", "restore_weights", "device"):
+        with pytest.raises(TypeError, match=name):
+            ZeROStrategy(**{name: "dcp"})
     with pytest.raises(ValueError, match="stage"):
         ZeROStrategy(stage=4)
     with pytest.raises(TypeError, match="no_backward_sync"):
@@ -428,3 +433,53 @@ def other_optimizer(path: str) -> Any:
 
 def test_an_optimizer_that_does_not_fit_changes_nothing(ranks: Pools, tmp_path: Path) -> None:
     ranks(2).run(other_optimizer, str(tmp_path / "state.ckpt"))
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, torch, lightning_zero
+from lightning.fabric import Fabric
+
+def train(fabric):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), 0.1))
+    for step in range(4):
+        loss = model(torch.full((2, 8), 1.0 + fabric.global_rank)).square().mean()
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if os.environ.get("FAILS") and fabric.global_rank and step == 2:
+            raise ValueError("out of luck")
+    loss = round(fabric.all_reduce(loss.detach()).item(), 4)
+    print(f"<loss {loss} of {fabric.world_size}>", flush=True)
+
+if __name__ == "__main__":
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=os.environ["STRATEGY"])
+    if os.environ["STRATEGY"][5:]:
+        fabric.launch(train)
+    else:
+        fabric.launch()
+        train(fabric)
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "launcher"),
+    [("zero3", "lightning"), ("zero3", "torchrun"), ("zero2_spawn", "plain")],
+)
+def test_each_launcher_starts_and_ends_the_ranks(
+    strategy: str, launcher: Any, tmp_path: Path
+) -> None:
+    printed = run_script(SCRIPT, launcher=launcher, env={"STRATEGY": strategy}, cwd=tmp_path)
+    found = re.findall(r"<loss ([\d.]+) of 2>", printed.stdout)
+    assert len(found) == 2
+    assert len(set(found)) == 1
+
+
+def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
+    env = {"STRATEGY": "zero3", "FAILS": "1"}
+    ended = run_script(SCRIPT, launcher="torchrun", env=env, cwd=tmp_path, check=False)
+    assert ended.code != 0
+    assert "out of luck" in ended.output
