@@ -19,9 +19,8 @@ Each round measures, one after the other:
   write the bytes that the step's ledger counts. Masters in files are memory-mapped, and the system
   writes them back at any time: they are not in the limit, and pending writes are flushed before
   each measurement.
-* ``training in memory``, ``training in files``, ``training in files, early``: forward and backward
-  of each number of ``--rows``, and the step. ``early`` is with ``step_in_backward=True``. The limit
-  is the larger of the disk's time and of training in memory.
+* ``training in memory``, ``training in files``: forward and backward of each number of ``--rows``,
+  and the step. The limit is the larger of the disk's time and of training in memory.
 * ``fused step``, ``step by unit``: the same step of torch's own optimizer over the same pieces in
   memory, all at once and as it is done on an accelerator's host.
 
@@ -61,7 +60,6 @@ from lightning_zero.parameters import settle, unsettle
 from lightning_zero.plan import Offload, Settings
 
 STATES_ALONE = "with states in files"
-EARLY = "in files, early"
 ON_PIECES = ("fused step", "step by unit")
 DEEPSPEED = {"step": "DeepSpeed step", "train": "DeepSpeed training"}
 _REQUEST = 4 * 2**20
@@ -160,8 +158,7 @@ class Stepping:
         def closure() -> None:
             self.optimizer.zero_grad()
             loss = self.engine.module(torch.ones(rows, self._width)).sum()
-            with self.engine.stepping_early():
-                loss.backward()
+            loss.backward()
 
         self.optimizer.step(closure)
 
@@ -263,7 +260,6 @@ class Steps:
             "in memory": replace(files, offload=None),
             STATES_ALONE: replace(files, offload=Offload("nvme", None)),
             "in files": files,
-            EARLY: replace(files, step_in_backward=True),
         }
         self._rows = rows
         self._in = {name: Stepping(settings, width, depth) for name, settings in places.items()}
@@ -276,7 +272,7 @@ class Steps:
         for name, step in self._on_pieces.items():
             rounds.note(name, step)
         for count in self._rows:
-            for name in ("in memory", "in files", EARLY):
+            for name in ("in memory", "in files"):
                 train = functools.partial(self._in[name].train, count)
                 rounds.note(training(name, count), train)
         for what, label in DEEPSPEED.items():
@@ -293,9 +289,8 @@ class Steps:
         for name in (f"step {STATES_ALONE}", "step in files"):
             compare(f"{name} to the limit", found[name], map(max, disk, found["step in memory"]))
         for count in self._rows:
-            for name in ("in files", EARLY):
-                label, least = training(name, count), found[training("in memory", count)]
-                compare(f"{label} to the limit", found[label], map(max, disk, least))
+            label, least = training("in files", count), found[training("in memory", count)]
+            compare(f"{label} to the limit", found[label], map(max, disk, least))
         compare("step by unit to fused step", *(found[name] for name in reversed(ON_PIECES)))
         for doing, label in DEEPSPEED.items():
             ours = {"step": "step in files", "train": training("in files", 1)}[doing]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -209,22 +208,19 @@ class _Ascent:
 
 
 class Landing:
-    """A copy on its way to the host, for which several threads may wait."""
+    """A copy on its way to the host."""
 
     def __init__(self, event: torch.Event | None, then: Callable[[], object] | None) -> None:
         self._event, self._then = event, then
-        self._lock = threading.Lock()
 
     def wait(self) -> None:
         """Wait until it has landed and its follow-up, which runs once, is done."""
         if self._event is not None:
             self._event.synchronize()
-        with self._lock:
-            then, self._then = self._then, None
-            if then is not None:
-                then()
+        then, self._then = self._then, None
+        if then is not None:
+            then()
 
     def abandon(self) -> None:
         """Drop the follow-up, whether or not the copy has landed."""
-        with self._lock:
-            self._then = None
+        self._then = None

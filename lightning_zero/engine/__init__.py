@@ -11,7 +11,6 @@ backward_events           calls of a unit's forward, and the autograd events of 
 module_hook               hooks on modules and parameters, safe to copy and to compile
 schedule                  the order in which units are needed, and prefetching
 reduction_order           one order of reductions on all ranks
-early_step                optimizer steps of reduced units during the backward pass
 rank_check                models, settings and optimizers that must be equal on all ranks
 change_check              what a single rank may change later: trainability, hyperparameters
 unit_check, join          ranks that run different units: detected, or allowed

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 
 from lightning_zero.engine.backward_events import Call, Events, too_late, weakly
-from lightning_zero.engine.early_step import EarlyStep
 from lightning_zero.engine.join import Join
 from lightning_zero.engine.reduction_order import ReductionOrder
 from lightning_zero.engine.schedule import Prefetcher
@@ -38,14 +37,13 @@ class Backward:
         step: Step,
         prefetcher: Prefetcher,
         join: Join,
-        early_step: EarlyStep,
     ) -> None:
         self._sharded = sharded
         self._units = sharded.units
         self._step = step
         self._prefetcher = prefetcher
         self._join = join
-        self._order = ReductionOrder(sharded, early_step)
+        self._order = ReductionOrder(sharded)
         self.syncs = True
         self._always_reduces = any(flat.plan.reduces_every_microbatch for flat in sharded.flats)
         # Whether the current pass, or else the last one, reduces gradients.
@@ -113,7 +111,6 @@ class Backward:
             )
         if self._sharded.opened:
             self._sharded.keep_edits()
-        self._order.await_steps()
         self._step.begin_backward()
         self._prefetcher.last_backward = None
         self._reduces = self.syncs or self._always_reduces
@@ -122,8 +119,7 @@ class Backward:
             for unit in self._units:
                 unit.gradients.expect(reach)
         if self._reduces:
-            is_last = self.syncs and not self._step.keeps_graph
-            self._order.begin(self._prefetcher.units_in_forward(), is_last=is_last)
+            self._order.begin(self._prefetcher.units_in_forward())
         internals.queue_callback(self._finish)
 
     def _on_outputs_grad(self, call: Call, _: Any) -> None:

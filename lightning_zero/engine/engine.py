@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 from lightning_zero.comm import Communicator, SyncPoint, default_world_size
 from lightning_zero.engine import rank_check
 from lightning_zero.engine.backward import Backward
-from lightning_zero.engine.early_step import EarlyStep
 from lightning_zero.engine.forward import Forward
 from lightning_zero.engine.join import Join
 from lightning_zero.engine.module_hook import Hooks
@@ -94,8 +93,7 @@ class Engine:
         self._join = Join(sharded)
         self._prefetcher = Prefetcher(sharded, self._join)
         parts = (sharded, self._step, self._prefetcher, self._join)
-        self._early_step = EarlyStep(sharded)
-        self._backward = Backward(*parts, self._early_step)
+        self._backward = Backward(*parts)
         self._hooks = Hooks(sharded.units, self._backward.on_grad)
         self._forward = Forward(*parts, self._backward, self._hooks)
         self._step_access = comm.exclusive(SyncPoint.STEP, SyncPoint.STEPPED)
@@ -138,14 +136,6 @@ class Engine:
     def prepare_backward(self) -> None:
         """Note a backward under manual optimization, after which DDP would broadcast buffers."""
         self._forward.buffers.is_due = self._forward.sends
-
-    def stepping_early(self) -> contextlib.AbstractContextManager[None]:
-        """Enter a context for a backward pass that only the optimizer's step follows.
-
-        Units may then be stepped as soon as their gradients are reduced, if the settings say so and
-        the pass runs in the closure of the only optimizer's step.
-        """
-        return self._early_step.allowed()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Enter a context in which gradients of microbatches may stay local, if the plan allows."""
@@ -196,13 +186,13 @@ class Engine:
         if offload is None:
             return UnitStep(units, RoundedStates(optimizer))
         units = [[piece for piece in pieces if not piece.stays] for pieces in units]
-        ledger, device = self.comm.transport.ledger, self.sharded.settings.device
+        ledger = self.comm.transport.ledger
         if offload.optimizer != "nvme" or scratch is None:
-            return UnitStep(units, States(optimizer), ledger, device)
+            return UnitStep(units, States(optimizer), ledger)
         batches = batches_of(units)
         states = StateFiles(optimizer, batches, scratch, self.comm)
         pieces_of_batches = [[part.piece for part in batch] for batch in batches]
-        return UnitStep(pieces_of_batches, states, ledger, device)
+        return UnitStep(pieces_of_batches, states, ledger)
 
     def _compare_optimizers(self, *new: Optimizer) -> None:
         """Raise on all ranks if the optimizers differ; all call it when groups have changed."""
@@ -213,7 +203,6 @@ class Engine:
 
     def _before_step(self) -> None:
         """Wait until no rank reads this one's masters or reduce buffers any more."""
-        self._early_step.check()
         self.sharded.keep_edits()
         self._step_access.begin()
         for transport in self.comm.transports.values():
@@ -222,7 +211,6 @@ class Engine:
     def _after_step(self, pieces: Iterable[Piece]) -> None:
         """Refresh weights from the stepped masters."""
         self._step_access.end()
-        self._early_step.end()
         self._step.keeps_graph = False
         if not self._step.is_inside:
             self._step.close()

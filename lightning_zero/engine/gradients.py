@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from lightning_zero.comm import Work
 from lightning_zero.parameters import FlatParameters, Reach
 from lightning_zero.tensors import span
 
@@ -106,14 +105,6 @@ class Gradients:
         finishes, self._finishes = self._finishes, []
         for finish in finishes:
             finish()
-
-    def lend(self) -> list[Work]:
-        """Give the pieces their reduced gradients before the pass has ended.
-
-        Returns:
-            The transfers to wait for before the gradients are read.
-        """
-        return [flat.reducer.lend() for flat in self._flats]
 
     @property
     def held(self) -> list[bool]:

@@ -20,27 +20,19 @@ from collections.abc import Iterable
 
 from lightning_zero.comm import PendingSync, SyncPoint
 from lightning_zero.engine.change_check import ChangeCheck
-from lightning_zero.engine.early_step import EarlyStep
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.unit_check import UnitCheck
 
 
 class ReductionOrder:
-    """The reductions of a backward pass, in one order on all ranks.
+    """The reductions of a backward pass, in one order on all ranks."""
 
-    Args:
-        sharded: The model.
-        early_step: Notified when a reduction begins and, except for the last, when it has ended.
-    """
-
-    def __init__(self, sharded: ShardedModel, early_step: EarlyStep) -> None:
+    def __init__(self, sharded: ShardedModel) -> None:
         self._units = units = sharded.units
         self._control = sharded.comm.control
-        self._early_step = early_step
         num_parameters = sum(len(unit.gradients.parameters) for unit in units)
-        most = max(num_parameters, len(units) + ChangeCheck.NUM_FLAGS + 1)
-        self._control.reserve(2 * len(units) + most)
+        self._control.reserve(len(units) + max(num_parameters, len(units) + ChangeCheck.NUM_FLAGS))
         self._change_check = ChangeCheck(sharded)
         self._unit_check = UnitCheck(sharded)
         self._order: list[Unit] | None = None
@@ -48,15 +40,10 @@ class ReductionOrder:
         self._under_way: Unit | None = None
         self._work: PendingSync | None = None
 
-    def await_steps(self) -> None:
-        """Wait for units that an earlier pass still steps, as this one changes gradients."""
-        self._early_step.wait()
-
-    def begin(self, forward_order: Iterable[int], *, is_last: bool) -> None:
+    def begin(self, forward_order: Iterable[int]) -> None:
         """Begin a backward pass, and start to exchange which units each rank ran.
 
-        Rank 0's first ``forward_order`` sets the order of reductions. ``is_last`` if no other pass
-        adds to the gradients, as far as the engine knows.
+        Rank 0's first ``forward_order`` sets the order of reductions.
         """
         if self._order is None:
             ran = [index for index in dict.fromkeys(forward_order) if index < len(self._units) - 1]
@@ -67,8 +54,7 @@ class ReductionOrder:
         self._left = None
         have_run = [unit.calls.have_run for unit in self._units]
         have_run[-1] = True
-        steps_after = not (is_last and self._early_step.is_wanted)
-        flags = [steps_after, *self._change_check.flags(), *self._unit_check.flags(have_run)]
+        flags = [*self._change_check.flags(), *self._unit_check.flags(have_run)]
         self._work = self._control.call(SyncPoint.BEGIN, bytes(flags))
         if self._change_check.has_frozen:
             self._turns_left()  # now: this rank may have no gradients that would ask for it
@@ -88,15 +74,12 @@ class ReductionOrder:
             assert self._order is not None
             assert self._work is not None
             maxima = self._work.wait()
-            steps_after, changes = maxima[0], maxima[1 : 1 + ChangeCheck.NUM_FLAGS]
-            has_turn = maxima[1 + ChangeCheck.NUM_FLAGS :]
-            self._change_check.compare(changes, self._work.exchange)
+            has_turn = maxima[ChangeCheck.NUM_FLAGS :]
+            self._change_check.compare(maxima[: ChangeCheck.NUM_FLAGS], self._work.exchange)
             self._unit_check.compare(has_turn)
             self._left = [
                 unit for unit in self._order if has_turn[unit.index] and unit.gradients.is_wanted
             ]
-            if not steps_after:
-                self._early_step.begin(self._left)
         return self._left
 
     def _reduce(self, unit: Unit) -> None:
@@ -104,11 +87,7 @@ class ReductionOrder:
         before, self._under_way = self._under_way, unit
         if before is not None:
             before.gradients.finish()
-        if self._early_step.is_on:
-            self._early_step.note(unit)
         unit.gradients.reduce()
-        if before is not None and self._early_step.is_on:
-            self._early_step.step(before)
 
     def finish(self) -> None:
         """Take the remaining turns and show the gradients to the optimizer.
@@ -121,25 +100,19 @@ class ReductionOrder:
         flags = [unit.gradients.are_pending for unit in self._units]
         for unit in self._units:
             flags += unit.gradients.held
-        if self._early_step.is_on:
-            flags += self._early_step.stepped
         maxima = self._control.call(SyncPoint.END, bytes(flags)).wait()
         agreed = [flag > 0 for flag in maxima]
-        again = [unit for unit in self._units if agreed[unit.index]]
-        if again and self._early_step.is_on:
-            self._early_step.stop(again, agreed[-len(self._units) :])
-        for unit in again:
-            self._reduce(unit)
+        for unit in self._units:
+            if agreed[unit.index]:
+                self._reduce(unit)
         if self._under_way is not None:
             self._under_way.gradients.finish()
         self._under_way = None
         held = iter(agreed[len(self._units) :])
         for unit in self._units:
             unit.gradients.install(held)
-        self._early_step.end_pass()
 
     def abandon(self) -> None:
         """Drop a backward pass that an exception ended."""
-        self._early_step.abandon()
         # Not waited for: the others may be gone, or be waiting for this rank.
         self._under_way = self._left = self._work = None

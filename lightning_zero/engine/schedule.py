@@ -15,7 +15,7 @@ from typing import NamedTuple
 from lightning_zero.engine.join import Join
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.unit import Unit
-from lightning_zero.engine.weights import Masters, State
+from lightning_zero.engine.weights import State
 
 
 class Need(NamedTuple):
@@ -125,6 +125,4 @@ class Prefetcher:
         """Start to gather the units that are needed next."""
         if not self._join.asks:
             for need in self.schedule.ahead(self._count):
-                weights = self._units[need.unit].weights
-                if weights.masters is Masters.OLD:
-                    weights.unshard()
+                self._units[need.unit].weights.unshard()

@@ -383,8 +383,7 @@ class ShardedModel:
             piece: flat.store.row("states", piece) for flat in self.flats for piece in flat.pieces
         }
         kinds.update(dict.fromkeys(rows.values(), 0))
-        # A snapshot: during a backward pass, a thread may be stepping.
-        states = [item for optimizer in self.optimizers for item in [*optimizer.state.items()]]
+        states = [item for optimizer in self.optimizers for item in optimizer.state.items()]
         for member, state in states:
             kinds[rows.get(member, "states")] += sum(
                 value.nbytes for value in tree_leaves(state) if isinstance(value, Tensor)

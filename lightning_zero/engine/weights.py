@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import NoReturn
 
 from torch import Tensor
 
@@ -46,17 +45,6 @@ class State(Enum):
     """The same for code between steps; what each rank changes in its own part is kept."""
 
 
-class Masters(Enum):
-    """The state of a unit's masters before the optimizer's step is over."""
-
-    OLD = "old"
-    """Not stepped: weights may be gathered from them."""
-    PASSING = "passing"
-    """This rank has sent the last gradients of them, so some rank may have stepped its part."""
-    STEPPED = "stepped"
-    """This rank has stepped its part."""
-
-
 class Weights:
     """The whole weights of one unit.
 
@@ -72,7 +60,6 @@ class Weights:
         gives_back: Whether they are released after use.
         are_copies: Whether some are copies of more precise masters.
         must_open: Whether code between steps sees the masters only after :meth:`open`.
-        masters: Whether the masters may be stepped already, in a backward pass.
     """
 
     def __init__(self, label: str, flats: Sequence[FlatParameters], first_tag: int) -> None:
@@ -82,7 +69,6 @@ class Weights:
         self.gives_back = any(flat.plan.gives_weights_back for flat in flats)
         self.are_copies = any(flat.plan.are_copies for flat in flats)
         self.must_open = self.gives_back or self.are_copies
-        self.masters = Masters.OLD
         self._flats = flats
         self._first_tag = first_tag
         self._works: list[Work] = []
@@ -116,25 +102,12 @@ class Weights:
 
     @span("unshard")
     def _gather(self, *, only_stepped: bool = False) -> None:
-        if self.masters is not Masters.OLD:  # inlined, as each unit comes here in each step
-            self._refuse_new()
         self._rest_beneath = False
         self._works = []
         for tag, flat in enumerate(self._flats, self._first_tag):
             if not only_stepped or flat.may_be_stepped:
                 self._works.append(flat.gather(self.label, tag))
         self.state = State.IN_FLIGHT
-
-    def _require_old(self) -> None:
-        """Raise if some rank may have stepped its part of the masters, which would be read."""
-        if self.masters is not Masters.OLD:
-            self._refuse_new()
-
-    def _refuse_new(self) -> NoReturn:
-        raise RuntimeError(
-            f"The weights of {self.label!r} are needed again in a step in which"
-            " step_in_backward=True may already have updated them. Remove step_in_backward."
-        )
 
     def wait(self) -> None:
         """Make the weights readable; they must be whole or in flight."""
@@ -229,8 +202,6 @@ class Weights:
     def keep_edits(self) -> None:
         """Copy users' changes of whole weights to the masters, on all ranks."""
         if self.is_edited:
-            if self.masters is Masters.STEPPED:
-                self._refuse_new()
             with self._flats[0].store.comm.exclusive(SyncPoint.EDIT):
                 self.store_edits()
 
@@ -253,7 +224,6 @@ class Weights:
 
     def open(self) -> None:
         """Show whole masters to code between steps, which may change them, until :meth:`close`."""
-        self._require_old()
         tagged = enumerate(self._flats, self._first_tag)
         works = [flat.open(self.label, tag) for tag, flat in tagged]
         for flat, work in zip(self._flats, works, strict=True):
@@ -274,7 +244,6 @@ class Weights:
 
     def begin_gathered(self) -> None:
         """Show whole parameters in the master's precision until :meth:`end_gathered`."""
-        self._require_old()
         is_guarded = self.state in (State.GUARDED, State.IN_FLIGHT)
         self._guard_beneath = is_guarded and self.are_copies and not self.gives_back
         self.wait_if_in_flight()

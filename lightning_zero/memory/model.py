@@ -167,7 +167,6 @@ class ModelPlan:
         num_microbatches: int = 1,
         shares_memory: bool = False,
         offload: Offload | None = None,
-        step_in_backward: bool = False,
         timeline: Timeline | None = None,
         **settings: Any,
     ) -> list[Snapshot]:
@@ -212,7 +211,6 @@ class ModelPlan:
             terms,
             buffers=self._buffers,
             staged=self._states.staged([unit.pieces for unit in terms]) if stages_states else 0,
-            is_early=step_in_backward,
             stepped=self._states.stepped(place, num_shards) + max(unit.lent for unit in terms),
             num_microbatches=num_microbatches,
             adds_gradients=num_microbatches > 1 and not is_local,

@@ -27,7 +27,6 @@ STEP_SETTINGS = (
     "reduce_bits",
     "error_feedback",
     "stochastic_rounding",
-    "step_in_backward",
 )
 """The arguments of the strategy that a step's memory depends on, as ``estimate_of`` takes them."""
 
@@ -163,7 +162,6 @@ def estimate(
     reduce_bits: int | None = None,
     error_feedback: bool = False,
     stochastic_rounding: bool = False,
-    step_in_backward: bool = False,
     shares_memory: bool = False,
     rank: int = 0,
     device: torch.device | str = "cpu",
@@ -205,7 +203,6 @@ def estimate(
         reduce_bits: As in ``ZeROStrategy``.
         error_feedback: As in ``ZeROStrategy``.
         stochastic_rounding: As in ``ZeROStrategy``.
-        step_in_backward: As in ``ZeROStrategy``, assuming that nothing prevents it for any unit.
         shares_memory: The ranks are on one host's CPUs and read each other's reduce buffers, which
             then persist from step to step; ``unreduced`` is an upper bound.
         rank: The rank to estimate. Ranks differ in padding and, if a ratio is offloaded, in which
@@ -223,7 +220,7 @@ def estimate(
         reshard_after_forward=reshard_after_forward, offload=offload, shares_memory=shares_memory,
         shard=shard, backward_shard=backward_shard, gather_bits=gather_bits,
         reduce_bits=reduce_bits, error_feedback=error_feedback,
-        stochastic_rounding=stochastic_rounding, step_in_backward=step_in_backward,
+        stochastic_rounding=stochastic_rounding,
     )  # fmt: skip
 
 

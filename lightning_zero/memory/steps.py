@@ -19,14 +19,14 @@ With offload from another device, some bytes are in transit between it and its h
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from lightning_zero.comm import DryCommunicator
 from lightning_zero.memory.cluster import Timeline
 from lightning_zero.memory.replay import replay
-from lightning_zero.memory.snapshots import Segment, Segments, Snapshot
+from lightning_zero.memory.snapshots import Segments, Snapshot
 from lightning_zero.memory.terms import KINDS, RESTING, Kinds, UnitTerms
 from lightning_zero.memory.trace import Event, Kind
 from lightning_zero.plan import Medium, Settings
@@ -44,7 +44,6 @@ def sharded_step(
     buffers: int,
     stepped: int,
     staged: int,
-    is_early: bool,
     num_microbatches: int,
     adds_gradients: bool,
     timeline: Timeline | None,
@@ -53,10 +52,9 @@ def sharded_step(
 
     Events, module and settings are as in :func:`replay`; ``units`` are the terms of all units, the
     root last. ``stepped`` are the device bytes that the optimizer's step needs in addition to those
-    at rest, ``staged`` the bytes of host memory in which it stages states from files, with
-    ``is_early`` from the end of the first unit's backward on. ``adds_gradients`` if reduced
-    gradients are added to those of earlier microbatches. ``timeline`` records what the rank does;
-    it must be the one that ``comm`` reports its messages to.
+    at rest, ``staged`` the bytes of host memory in which it stages states from files.
+    ``adds_gradients`` if reduced gradients are added to those of earlier microbatches. ``timeline``
+    records what the rank does; it must be the one that ``comm`` reports its messages to.
     """
     timeline = timeline or Timeline()
     timeline.optimizer_bytes = _optimizer_bytes(units)
@@ -85,9 +83,9 @@ def sharded_step(
     segments = run(num_microbatches=num_microbatches, held=held, timeline=timeline)
     added = sum(sorted(unit.flushed for unit in units)[-_IN_FLIGHT:]) if adds_gradients else 0
     found = []
-    for segment, is_stepping in zip(segments, _are_stepping(segments), strict=True):
-        staging = segment.is_backward * added + (staged if is_early and is_stepping else 0)
-        found.append(segment.snapshot({**host, "staging": staging + segment.away}, disk))
+    for segment in segments:
+        staging = segment.is_backward * added + segment.away
+        found.append(segment.snapshot({**host, "staging": staging}, disk))
     rest = held(cast=0)
     if stepped or staged:
         kinds = {**rest, "gathered": rest["gathered"] + stepped}
@@ -98,15 +96,6 @@ def sharded_step(
 def _share_of(shares: Mapping[str, float], nbytes: Mapping[str, int]) -> int:
     """Return the sum over units of each unit's share of its bytes."""
     return sum(round(shares[unit] * count) for unit, count in nbytes.items())
-
-
-def _are_stepping(segments: Sequence[Segment]) -> Iterator[bool]:
-    """Yield for each segment whether a unit whose backward is over may be stepped in it."""
-    gone_backward = set[str]()
-    for segment in segments:
-        if segment.is_backward and segment.unit is not None:
-            gone_backward.add(segment.unit)
-        yield segment.is_backward and len(gone_backward) > 1
 
 
 def replicated_step(

@@ -4,7 +4,6 @@
 pieces          pointing an optimizer's groups at pieces, and cutting its states
 owners          steps of whole parameters, for optimizers that mix their elements
 unit_step       steps unit by unit
-stepping_thread the thread that takes such steps during a backward pass
 states          where the states of such steps rest: in memory or in files
 staging         batches stepped from files, and the memory and threads that read and write them
 rounding        steps by unit in fp32 of values that rest in bf16, with stochastic rounding
@@ -50,7 +49,6 @@ from lightning_zero.optimizer.probe import verdict_of
 from lightning_zero.optimizer.rounding import RoundedStates
 from lightning_zero.optimizer.staging import Part, batches_of, staging_bytes
 from lightning_zero.optimizer.states import StateFiles, States
-from lightning_zero.optimizer.stepping_thread import SteppingThread
 from lightning_zero.optimizer.taint import Way
 from lightning_zero.optimizer.twin import bare, with_inner
 from lightning_zero.optimizer.unit_step import UnitStep
@@ -65,7 +63,6 @@ __all__ = [
     "StateBytes",
     "StateFiles",
     "States",
-    "SteppingThread",
     "UnitStep",
     "Way",
     "are_torn",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from operator import is_
 from typing import Any, NoReturn, Protocol
 
@@ -166,8 +165,7 @@ class OptimizerHooks:
 
         def closure_and_begin() -> Any:
             self._end()
-            with self._sure():
-                result = closure()
+            result = closure()
             if isinstance(self._step, WholeStep):
                 result = self._step.mean_of(result)
             self._point(optimizer)
@@ -181,17 +179,6 @@ class OptimizerHooks:
         """Raise if a step by unit ended half-way; undo such a step of whole parameters."""
         if self._step is not None:
             self._step.check()
-
-    @contextlib.contextmanager
-    def _sure(self) -> Iterator[None]:
-        """Enter a closure that the step is certain to follow."""
-        if isinstance(self._step, UnitStep):
-            self._step.is_sure = True
-        try:
-            yield
-        finally:
-            if isinstance(self._step, UnitStep):
-                self._step.is_sure = False
 
     def begin(self, optimizer: Optimizer) -> None:
         """Prepare for the optimizer to change masters."""

@@ -17,11 +17,6 @@ goes on, and those that belong to no engine.
 
 Around each batch's step its states are fetched from where they rest, and flushed (``states.py``).
 
-While the closure runs, a caller that knows a unit's gradients to be final may have its batches
-stepped **ahead** by a thread (``stepping_thread.py``), in an order that is fixed with the first
-unit and ends with the others. The pre-hook waits for the thread, and goes on from there. Anything
-kept for all members that has changed since the first batch was stepped is an error.
-
 An error part way through the batches leaves some stepped and others not. Such a step is **torn**:
 nothing may be stepped or saved any more.
 """
@@ -29,7 +24,6 @@ nothing may be stepped or saved any more.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,10 +39,7 @@ from lightning_zero.optimizer.known import FUSED, is_known
 from lightning_zero.optimizer.outside import Outside, outside_of
 from lightning_zero.optimizer.pieces import cut_state, pieces_of
 from lightning_zero.optimizer.states import States
-from lightning_zero.optimizer.stepping_thread import SteppingThread
 from lightning_zero.parameters import Piece
-
-_CPU = torch.device("cpu")
 
 _OTHERS = -1
 """Stands for the members in no batch."""
@@ -70,12 +61,10 @@ class UnitStep:
             batches is stepped part by part.
         states: The states of an optimizer that may be stepped unit by unit.
         ledger: Counts the time of steps on the host; ``None`` for steps on the device.
-        device: The device that computes meanwhile: an accelerator, or the host itself.
 
     Attributes:
         states: The optimizer's states.
         step: The ``step`` of the optimizer's class, without hooks.
-        is_sure: Whether a step is under way that only waits for its closure.
         is_torn: Whether some units are stepped and others not: during a step, and for good after
             one that ended half-way.
     """
@@ -85,12 +74,9 @@ class UnitStep:
         batches: Sequence[Sequence[Piece]],
         states: States,
         ledger: Ledger | None = None,
-        device: torch.device = _CPU,
     ) -> None:
         self.states = states
-        self.is_sure = False
         self._ledger = ledger
-        self._thread = SteppingThread(device)
         self._begin = 0.0
         self._numbers: dict[int, list[int]] = {}
         for number, batch in enumerate(batches):
@@ -125,8 +111,6 @@ class UnitStep:
             ValueError: Torch would step some of them wrongly on the host.
         """
         self._require_right_steps()
-        if self._under_way is not None:  # a step begun ahead cannot take in new ones
-            self.check()
         self.states.take(pieces)
 
     def _require_right_steps(self) -> None:
@@ -149,22 +133,24 @@ class UnitStep:
     # -- a step ----------------------------------------------------------------------------------
 
     def enter(self, call: Call | None = None) -> None:
-        """Set what is called for each batch, by default the step, and follow this thread."""
+        """Set what is called for each batch, by default the step."""
         self._call = call or self.step
-        self._thread.follow()
 
     def check(self) -> None:
         """Raise a ``RuntimeError`` if a step ended half-way."""
-        self._give_up()
+        self.abandon()
         if self.is_torn:
             raise RuntimeError(
                 f"A step of {type(self.states.optimizer).__name__} ended half-way: some units have"
                 " been stepped, others not. Resume from the last checkpoint."
             )
 
-    def _give_up(self) -> None:
+    def remove(self) -> None:
+        """Stop stepping: an engine has ended."""
+        self.abandon()
+
+    def abandon(self) -> None:
         """Restore the param groups, even after a step that ended half-way."""
-        self.stop_ahead()
         if self._under_way is not None:
             self._under_way.restore(self.states.optimizer)
             self._under_way = None
@@ -172,52 +158,14 @@ class UnitStep:
                 self.states.close()
         self._call = self.step
 
-    def remove(self) -> None:
-        """Stop stepping, and restore the param groups."""
-        self._give_up()
-        self._thread.close()
-
-    def step_ahead(self, order: Sequence[Sequence[Piece]], landed: Callable[[], None]) -> None:
-        """Let the thread step the batches of the first unit of ``order``.
-
-        Args:
-            order: The pieces of each unit that is not stepped yet, in the order of the whole step.
-                Other batches follow.
-            landed: Returns when the gradients of the first unit may be read.
-        """
-        step = self._under_way
-        if step is None:
-            step = self._open([piece for unit in order for piece in unit])
-        first, steps = set(map(id, order[0])), list[Callable[[], None]]()
-        while len(step.left) > 1 and first.issuperset(_ids(next(iter(step.left.values())))):
-            steps.append(functools.partial(self._step_ahead, step, *step.next()))
-            self.is_torn = True
-        self._thread.give(landed, steps)
-
-    def _step_ahead(self, step: _UnderWay, number: int, members: Groups) -> None:
-        begin = time.perf_counter()
-        self._step_batch(step, number, members)
-        self._spend(begin)
-
-    def wait_ahead(self) -> None:
-        """Wait until the thread has taken all steps; raise what one of them has raised."""
-        self._thread.wait()
-
-    def changed_meanwhile(self) -> str:
-        """Return what changed for all members since the first batch was stepped ahead, if any."""
-        outside = None if self._under_way is None else self._under_way.outside
-        return "" if outside is None else outside.changed(self.states.optimizer)
-
-    def stop_ahead(self) -> None:
-        """Step nothing more ahead, and wait for the step under way."""
-        self._thread.stop()
-
     def begin(self) -> None:
         """Step all batches but the last, and leave that one to the call under way."""
-        self.wait_ahead()
         self._begin = time.perf_counter()
-        step = self._under_way or self._open([])
-        self.is_torn = True
+        batches = self._cut()
+        # Not torn yet: if memory is lacking, the step may be tried again.
+        self.states.open([*batches])
+        step = _UnderWay(self.states.optimizer, batches, self._open_groups())
+        self._under_way, self.is_torn = step, True
         while len(step.left) > 1:
             self._step_batch(step, *step.next())
         self._fetch(step, self.states.optimizer, *step.next())
@@ -231,25 +179,8 @@ class UnitStep:
         self._under_way = None
         self._call = self.step
         self.is_torn = False
-        self._spend(self._begin)
-
-    def _open(self, order: Sequence[Piece]) -> _UnderWay:
-        """Begin a step of all batches, sorted by the first of their pieces in ``order``, if any."""
-        batches = self._cut()
-        if order:
-            places = {id(piece): place for place, piece in enumerate(order)}
-
-            def place_of(number: int) -> int:
-                if number == _OTHERS:
-                    return len(places)  # last: it has members of every unit
-                ids = _ids(batches[number])
-                return min((places.get(one, len(places)) for one in ids), default=len(places))
-
-            batches = {number: batches[number] for number in sorted(batches, key=place_of)}
-        # Not torn yet: if memory is lacking, the step may be tried again.
-        self.states.open([*batches])
-        self._under_way = _UnderWay(self.states.optimizer, batches, self._open_groups())
-        return self._under_way
+        if self._ledger is not None:
+            self._ledger.spend("stepping", time.perf_counter() - self._begin)
 
     @torch.no_grad()
     def _step_batch(self, step: _UnderWay, number: int, members: Groups) -> None:
@@ -264,10 +195,6 @@ class UnitStep:
         step.narrow(who, members, fuses=number != _OTHERS)
         _move_counts(who)
         self.states.fetch(number, who.param_groups)
-
-    def _spend(self, begin: float) -> None:
-        if self._ledger is not None:
-            self._ledger.spend("stepping", time.perf_counter() - begin)
 
     def _cut(self) -> dict[int, Groups]:
         """Return the members of the param groups by batch; those in none come first."""
@@ -302,7 +229,7 @@ class _UnderWay:
     Attributes:
         left: The batches that have not begun; the last is for the user's own call.
         stand_in: Steps all but the last. It has the optimizer's options and states but its own
-            groups, as other threads may read the optimizer's during a backward pass.
+            groups.
         outside: What the optimizer keeps for all members; ``None`` if a step changes none of it.
     """
 
@@ -352,7 +279,3 @@ def _move_counts(optimizer: Optimizer) -> None:
         count = optimizer.state.get(member, {}).get("step")
         if isinstance(count, Tensor) and count.device != member.device:
             optimizer.state[member]["step"] = count.to(member.device, torch.float32)
-
-
-def _ids(groups: Groups) -> list[int]:
-    return [id(member) for members in groups for member in members]

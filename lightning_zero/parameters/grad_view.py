@@ -18,7 +18,7 @@ which :meth:`~GradientView.follow` repeats on the piece.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from sys import getrefcount
 from types import SimpleNamespace
@@ -82,7 +82,6 @@ class GradientView:
         arrival: A gradient that autograd added to :attr:`shown` before that was hidden.
         is_of_copy: Whether the average is over the ranks of one copy only (hybrid sharding).
         is_settled: Whether an optimizer is stepping, so that nothing else changes gradients.
-        landing: Waits until the piece's part has its values; ``None`` if it has them.
     """
 
     def __init__(self, piece: Piece, sharded: ShardedGrad) -> None:
@@ -92,11 +91,10 @@ class GradientView:
         self.shown: Tensor | None = None
         self.arrival: Tensor | None = None
         self.is_of_copy = self.is_settled = False
-        self.landing: Callable[[], None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Without gradients, like a pickled parameter; reading one would be a collective.
-        none = dict.fromkeys(("sharded", "shown", "arrival", "landing"))
+        none = dict.fromkeys(("sharded", "shown", "arrival"))
         flags = dict.fromkeys(("is_of_copy", "is_settled"), False)
         return {"piece": self.piece, "state": GradState.NONE, **flags, **none}
 
@@ -169,8 +167,6 @@ class GradientView:
 
         Only then is a new stand-in made: one per step would cost as much as all the rest.
         """
-        if self.landing is not None:
-            self.landing()
         part = self.piece.kept
         self.sharded.kept = torch.zeros_like(self.piece.detach()) if part is None else part.clone()
         self.sharded = self.sharded.another()

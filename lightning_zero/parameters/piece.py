@@ -129,8 +129,6 @@ class Piece(Parameter):
             with internals.as_plain_tensors():
                 if _GRAD.__get__(self.parameter) is not view.shown:
                     view.follow()
-        if (landing := view.landing) is not None:  # read once: another thread may end it
-            landing()
         return view.shown if view.state.is_unsynced else _GRAD.__get__(self)
 
     @grad.setter
@@ -146,14 +144,12 @@ class Piece(Parameter):
 
     @property
     def reduced(self) -> Tensor | None:
-        """This rank's part of the averaged gradient; reading it waits until it has landed."""
+        """This rank's part of the averaged gradient."""
         view = self.gradient
         if not view.is_settled:
             with internals.as_plain_tensors():
                 if _GRAD.__get__(self.parameter) is not view.shown:
                     view.follow()
-        if (landing := view.landing) is not None:  # read once: another thread may end it
-            landing()
         with internals.as_plain_tensors():
             return _GRAD.__get__(self)  # type: ignore[no-any-return]
 

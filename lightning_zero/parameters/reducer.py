@@ -22,7 +22,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from lightning_zero.comm import Arrived, ReduceBuffer, Work
+from lightning_zero.comm import ReduceBuffer, Work
 from lightning_zero.parameters.grad_view import GradState, averages
 from lightning_zero.parameters.piece import Piece
 from lightning_zero.parameters.shards import Shard, is_part
@@ -209,10 +209,6 @@ class Reducer:
         """Return whether this pass has to join gradients over the copies, even if none comes."""
         return self._reach is Reach.ALL and self.shard.is_of_copy
 
-    def lend(self) -> Work:
-        """Give pieces their reduced gradients in a backward pass; see :meth:`GradShard.lend`."""
-        return self.shard.lend(self.used)
-
     def install(self, has_grads: Sequence[bool]) -> None:
         """End a backward pass: show optimizer and user the gradients that any rank has."""
         self.arrived = [False] * len(self._pieces)
@@ -315,21 +311,6 @@ class GradShard:
         if self._fresh is not None:
             return self._fresh[0]
         return self._installed()
-
-    def lend(self, are_used: Sequence[bool]) -> Work:
-        """Give pieces that have gradients their parts of the shard that is not installed yet.
-
-        Returns:
-            The work to wait for before the parts are read.
-        """
-        if self._fresh is None:
-            return Arrived()
-        fresh, flush = self._fresh
-        for piece, is_used in zip(self._pieces, are_used, strict=True):
-            # An optimizer would make a state for a gradient without elements.
-            if (is_used or piece.reduced is not None) and piece.numel():
-                piece.reduced = fresh[piece.range.in_shard]
-        return flush
 
     def install(self, has_grads: Sequence[bool]) -> bool:
         """Give the pieces their parts where any rank has a gradient; return whether any is new."""

@@ -48,7 +48,6 @@ class Settings:
     stochastic_rounding: bool = False
     offload: Offload | None = None
     offload_path: str = "."
-    step_in_backward: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
@@ -94,13 +93,6 @@ class Settings:
             )
         if self.offload is not None:
             self._check_offload(self.offload)
-        if self.step_in_backward and (self.offload is None or self.offload.optimizer is None):
-            raise ValueError(
-                "step_in_backward=True hides the time of optimizer steps that run on an"
-                " accelerator's host or read states from files, so it has no effect without"
-                " offload_optimizer. Pass offload_optimizer='cpu' or 'nvme', or remove"
-                " step_in_backward."
-            )
         if self.backward_shard is not None:
             self._check_backward_shard(f"backward_shard={self.backward_shard!r}")
 

@@ -12,7 +12,6 @@ from inspect import isabstract
 from typing import Any
 
 import torch
-import torch._dynamo.convert_frame as _convert_frame
 import torch.optim.optimizer as _optimizers
 import torch.utils._foreach_utils as _foreach_utils
 import torch.utils._python_dispatch as _python_dispatch
@@ -60,13 +59,6 @@ profiler_is_enabled = torch.autograd._profiler_enabled
 
 enable_profiler_ranges = torch.autograd._enable_record_function
 """Turns the profiler ranges of torch's own works on and off; there is no public switch."""
-
-compile_lock = _convert_frame.compile_lock
-"""The reentrant lock that torch holds while any thread of the process compiles.
-
-Meanwhile ``torch.compiler.is_compiling()`` is true in all threads, and torch's optimizers compute
-with tensors instead of numbers. There is no public way to detect or prevent that.
-"""
 
 
 def is_called_by(package: str) -> bool:

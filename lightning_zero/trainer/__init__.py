@@ -4,7 +4,6 @@
 - ``checkpointing``: ``SavingStrategy``, its base class, saves and loads checkpoints
 - ``steps``: ``SteppingStrategy``, the next base class, runs the Trainer's steps in the engine
 - ``ranks``: ``RankStrategy``, the next, joins and leaves the process group
-- ``early_step``: what keeps units from being stepped during backward
 - ``run``: the strategy's state for one call of the Trainer
 - ``options``: the arguments that the engine does not need
 - ``deepspeed_config``: demands of a DeepSpeed configuration on the Trainer and the module

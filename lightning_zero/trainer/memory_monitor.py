@@ -31,7 +31,6 @@ from lightning_zero.memory import (
     write_report,
 )
 from lightning_zero.trainer import internals
-from lightning_zero.trainer.early_step import obstacle_to_early_steps
 from lightning_zero.trainer.strategy import ZeROStrategy
 
 if TYPE_CHECKING:
@@ -149,8 +148,6 @@ class MemoryMonitor(Callback):
         self._settings: dict[str, Any] = {
             **{name: getattr(chosen, name) for name in STEP_SETTINGS},
             "num_microbatches": trainer.accumulate_grad_batches,
-            "step_in_backward": chosen.step_in_backward
-            and obstacle_to_early_steps(trainer) is None,
             "shard": mesh.shard.size if mesh.replicate.size > 1 else "all",
             "backward_shard": None if mesh.backward is None else mesh.backward.size,
             "shares_memory": engine.comm.transport.reads_peers,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -14,7 +13,6 @@ from typing_extensions import override
 from lightning_zero.comm import StepTimes, Traffic
 from lightning_zero.engine import Engine
 from lightning_zero.trainer.dataloader import SameLength
-from lightning_zero.trainer.early_step import obstacle_to_early_steps
 from lightning_zero.trainer.ranks import RankStrategy
 
 if TYPE_CHECKING:
@@ -31,7 +29,6 @@ class SteppingStrategy(RankStrategy):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.engine: Engine | None = None
-        self._obstacles: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         # For copies of a module that holds its Trainer: the copy belongs to no run.
@@ -67,16 +64,7 @@ class SteppingStrategy(RankStrategy):
         assert self.engine is not None
         if not self._module.automatic_optimization:
             self.engine.prepare_backward()
-        context: AbstractContextManager[None] = nullcontext()
-        if self.engine.sharded.settings.step_in_backward:
-            obstacle = obstacle_to_early_steps(self._module.trainer)
-            if obstacle is None:
-                context = self.engine.stepping_early()
-            elif obstacle not in self._obstacles:
-                self._obstacles.add(obstacle)
-                rank_zero_info(f"step_in_backward: steps begin after backward, since {obstacle}.")
-        with context:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

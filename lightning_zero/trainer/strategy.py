@@ -96,8 +96,6 @@ class ZeROStrategy(SavingStrategy):
             unit's parameters and steps them while its host steps the offloaded ones.
         offload_path: Folder for the files, which have no names and vanish with the process; by
             default the Trainer's ``default_root_dir``.
-        step_in_backward: Step each offloaded unit in a thread as soon as its gradients are reduced,
-            while others run backward. An exception there leaves a state that cannot be saved.
         restore_weights: Make the module whole again after a run, in host memory on every rank.
         checkpoint: Format to save: ``"file"``, one plain ``.ckpt``, or ``"dcp"``, a directory of
             torch.distributed.checkpoint. Both can be loaded either way.
@@ -143,7 +141,6 @@ class ZeROStrategy(SavingStrategy):
         offload_weights: Literal["cpu", "nvme"] | None = None,
         offload_ratio: float = 1.0,
         offload_path: str | Path | None = None,
-        step_in_backward: bool = False,
         restore_weights: bool = True,
         checkpoint: Literal["file", "dcp"] = "file",
         async_checkpoint: bool = False,
@@ -202,7 +199,6 @@ class ZeROStrategy(SavingStrategy):
             stochastic_rounding=stochastic_rounding,
             offload=offload,
             offload_path="" if path is None else str(path),
-            step_in_backward=step_in_backward,
         )
         self.options = options
         self._announced = ""

@@ -60,7 +60,6 @@ def test_arguments_are_frozen() -> None:
         "offload_weights",
         "offload_ratio",
         "offload_path",
-        "step_in_backward",
         "restore_weights",
         "checkpoint",
         "async_checkpoint",

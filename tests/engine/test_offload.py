@@ -288,6 +288,20 @@ def test_a_torn_step_is_neither_gone_on_from_nor_saved(
     assert len(optimizer.param_groups[0]["params"]) == len(engine.sharded.pieces)
 
 
+def test_a_step_that_lacks_memory_may_be_taken_again(tmp_path: Path) -> None:
+    expected, engine, optimizer = stepped_once(tmp_path)
+    step(engine, optimizer)
+    engine.close()
+    model, engine, optimizer = stepped_once(tmp_path)
+    lacking = mock.patch.object(staging, "Slot", side_effect=OSError("no memory"))
+    with lacking, pytest.raises(MemoryError, match="Not enough memory for a step from files"):
+        step(engine, optimizer)
+    optimizer.step()
+    engine.close()
+    pairs = zip(model.parameters(), expected.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
 # ---------------------------------------------------------------------------- staging
 
 

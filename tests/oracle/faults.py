@@ -44,11 +44,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.plan import Offload
 from tests.oracle.forks import server
-from tests.oracle.in_closures import Run
 from tests.oracle.models import Blocks
-from tests.oracle.painted import beside_the_host, late_landings
 from tests.oracle.projects import WAYS, WIDTH, Regression, make_trainer, rows, wired
 from tests.oracle.ranks import _environment
 from tests.oracle.sharded import CPU, adamw, shard
@@ -445,14 +442,6 @@ def accumulate(way: str, folder: str) -> str:
     return ""
 
 
-def early(way: str, folder: str) -> str:
-    """Take three steps of which units are stepped amid backward, on the host of a device."""
-    comm = Communicator(CPU, **WAYS[way])
-    with beside_the_host(painted=False), late_landings():
-        run = Run("recomputed", folder, is_early=True, offload=Offload("cpu", "cpu"), comm=comm)
-        return digest_of(run.result()[1].values())
-
-
 def digest_of(tensors: Iterable[Tensor]) -> str:
     """A few characters that are equal for equal bits."""
     content = b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)
@@ -463,7 +452,6 @@ PROGRAMS: dict[str, Callable[[str, str], str]] = {
     "fit": fit,
     "loop": loop,
     "accumulate": accumulate,
-    "early": early,
 }
 
 

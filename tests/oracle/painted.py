@@ -8,8 +8,7 @@ it would between a host and a real device. What copies move is counted.
         ...                                # under offload to "cpu"
     assert memories.crossed == {"up": ..., "down": ...}
 
-A thread that steps on the host works on its memory alone. Copies are made at once; those to the
-host later, if at all, within
+Copies are made at once; those to the host later, if at all, within
 
     with late_landings() as stream:
         ...
@@ -27,7 +26,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -39,7 +38,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_zero.comm import StagedFile, StagingMemory
 from lightning_zero.comm.host_copies import HostCopies, Landing
 from lightning_zero.comm.scratch import Scratch
-from lightning_zero.optimizer import SteppingThread
 from lightning_zero.optimizer.operations import leaves_of
 from lightning_zero.plan import Offload
 
@@ -105,24 +103,6 @@ class Memories(TorchDispatchMode):
         return result
 
 
-class OnHost(TorchDispatchMode):
-    """The operations of a thread that has only the host's memory."""
-
-    def __init__(self, memories: Memories) -> None:
-        super().__init__()
-        self._memories = memories
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for one in leaves_of((*args, *(kwargs or {}).values())):
-            if is_memory(one) and self._memories.colour(one) != "host":
-                raise AssertionError(f"{func} of a thread works on a tensor of the device")
-        result = func(*args, **(kwargs or {}))
-        for one in leaves_of([result]):
-            if is_memory(one):
-                self._memories.paint(one, "host")
-        return result
-
-
 def is_memory(value: Any) -> bool:
     """Return whether a value lies in one memory only; single numbers travel with an operation."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 0
@@ -155,13 +135,6 @@ def beside_the_host(*, painted: bool = True) -> Iterator[Memories]:
             memories.paint(getattr(one, name), "host")
 
         patches.append(mock.patch.object(kind, "__init__", made))
-    give = SteppingThread.give
-
-    def give_painted(thread: Any, landed: Call, steps: Sequence[Call]) -> None:
-        give(thread, _within(memories, landed), [_within(memories, step) for step in steps])
-
-    if painted:
-        patches.append(mock.patch.object(SteppingThread, "give", give_painted))
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
@@ -170,29 +143,16 @@ def beside_the_host(*, painted: bool = True) -> Iterator[Memories]:
         yield memories
 
 
-Call = Callable[[], None]
-
-
-def _within(memories: Memories, call: Call) -> Call:
-    def run() -> None:
-        with OnHost(memories):  # modes are a thread's own
-            call()
-
-    return run
-
-
 class LateStream:
     """Makes copies in their order, each some time after it was asked for.
 
     Attributes:
         gate: None is made while it is closed.
-        waiting: The threads that have waited for one, by name.
     """
 
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.gate.set()
-        self.waiting: set[str] = set()
         self._thread = ThreadPoolExecutor(1)
 
     def copy(self, out: Tensor, source: Tensor) -> Any:
@@ -205,7 +165,7 @@ class LateStream:
             time.sleep(0.002)
             out.copy_(source)
 
-        return LateEvent(self, self._thread.submit(arrive))
+        return LateEvent(self._thread.submit(arrive))
 
     def read(self, source: Tensor) -> Any:
         """Read one that goes the other way; returns the end, which raises if it was changed."""
@@ -215,17 +175,16 @@ class LateStream:
             assert self.gate.wait(20), "a copy was waited for that cannot begin"
             assert torch.equal(source, sent), "what goes up was written to meanwhile"
 
-        return LateEvent(self, self._thread.submit(read))
+        return LateEvent(self._thread.submit(read))
 
 
 class LateEvent:
     """The end of a copy."""
 
-    def __init__(self, stream: LateStream, copy: Future[None]) -> None:
-        self._stream, self._copy = stream, copy
+    def __init__(self, copy: Future[None]) -> None:
+        self._copy = copy
 
     def synchronize(self) -> None:
-        self._stream.waiting.add(threading.current_thread().name)
         self._copy.result()
 
 

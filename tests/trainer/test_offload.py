@@ -144,8 +144,8 @@ class Torn(Exception):
     pass
 
 
-def torn(folder: str, files: dict[str, Any]) -> list[str]:
-    """The names of the checkpoints that are left by a step that fails."""
+def torn(folder: str, files: dict[str, Any]) -> tuple[list[str], bool]:
+    """The checkpoints that are left by a step that fails, and whether the module is whole."""
     kernel = torch._fused_adamw_
     calls = iter(range(100))
 
@@ -154,11 +154,12 @@ def torn(folder: str, files: dict[str, Any]) -> list[str]:
             raise Torn
         kernel(*args, **kwargs)
 
+    strategy = ZeROStrategy(units={torch.nn.Linear, torch.nn.Embedding}, **files)
     torch._fused_adamw_ = fail
     try:
         with pytest.raises((Torn, RuntimeError)):
             fit(
-                ZeROStrategy(units={torch.nn.Linear, torch.nn.Embedding}, **files),
+                strategy,
                 folder,
                 OnExceptionCheckpoint(folder),
                 enable_checkpointing=True,
@@ -166,13 +167,17 @@ def torn(folder: str, files: dict[str, Any]) -> list[str]:
     finally:
         torch._fused_adamw_ = kernel
     assert next(calls) == 4
-    return [path.name for path in Path(folder).glob("**/*.ckpt")]
+    assert strategy.engine is not None
+    names = [path.name for path in Path(folder).glob("**/*.ckpt")]
+    return names, strategy.engine.is_restored
 
 
-def test_a_torn_step_is_not_saved_for_its_exception(ranks: Pools, tmp_path: Path) -> None:
+def test_a_torn_step_is_neither_saved_for_its_exception_nor_made_whole(
+    ranks: Pools, tmp_path: Path
+) -> None:
     files = {"offload_optimizer": "nvme", "offload_weights": "nvme"}
-    assert ranks(1).run(torn, str(tmp_path), files) == [[]]
-    assert ranks(1).run(torn, str(tmp_path), {}) == [["on_exception.ckpt"]]
+    assert ranks(1).run(torn, str(tmp_path), files) == [([], False)]
+    assert ranks(1).run(torn, str(tmp_path), {}) == [(["on_exception.ckpt"], True)]
 
 
 @pytest.mark.parametrize(

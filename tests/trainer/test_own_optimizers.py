@@ -58,14 +58,11 @@ def fit(
     *callbacks: Any,
     files: bool = True,
     path: str | None = None,
-    early: bool = False,
     **more: Any,
 ) -> tuple[dict[str, Tensor], Any]:
     """Returns weights, and what the optimizer counted."""
     homes: Any = {"offload_optimizer": "nvme", "offload_weights": "nvme", "offload_path": folder}
-    strategy = ZeROStrategy(
-        3, units=(nn.Linear,), min_num_params=0, step_in_backward=early, **(homes if files else {})
-    )
+    strategy = ZeROStrategy(3, units=(nn.Linear,), min_num_params=0, **(homes if files else {}))
     module = Module()
     module.optimizer_class = cls
     options = {"enable_checkpointing": False, "max_steps": 4, **more}
@@ -97,17 +94,17 @@ def test_resumed_with_and_without_files(ranks: Pools, tmp_path: Path, num_ranks:
     ranks(num_ranks).run(resumed, str(tmp_path))
 
 
-def amid_backward(folder: str) -> None:
-    """It counts before its closure, in which units are stepped."""
+def counted(folder: str) -> None:
+    """It counts before its closure."""
     monitor = MemoryMonitor()
-    found = fit(SelfCounting, folder, monitor, early=True)
+    found = fit(SelfCounting, folder, monitor)
     assert_equal(found, fit(SelfCounting, folder, files=False))
     assert found[1][0]["k"] == "4"
     assert monitor.differences == []
 
 
-def test_stepped_amid_backward(ranks: Pools, tmp_path: Path) -> None:
-    ranks(2).run(amid_backward, str(tmp_path))
+def test_what_is_counted_before_the_closure(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2).run(counted, str(tmp_path))
 
 
 def refused(folder: str) -> str:
