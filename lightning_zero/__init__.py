@@ -15,6 +15,8 @@ from lightning_zero.engine import full_grad, gathered, grad_norm, join
 from lightning_zero.memory import estimate
 from lightning_zero.trainer import MemoryMonitor, TrafficMonitor, ZeROPrecision, ZeROStrategy
 
+__version__ = "0.1.0"
+
 __all__ = [
     "MemoryMonitor",
     "TrafficMonitor",
