@@ -24,10 +24,7 @@ class Cargo(Enum):
     WEIGHTS = "gathered"
     """Rounded to nearest: the same masters always give the same weights."""
     GRADIENTS = "unreduced"
-    """Rounded stochastically, so that errors have no direction in which they add up.
-
-    With error feedback, rounded to nearest, and the error is added to the next gradients.
-    """
+    """Rounded stochastically, so that errors have no direction in which they add up."""
 
 
 class Coded:
@@ -37,21 +34,16 @@ class Coded:
         transport: Carries the codes.
         bits: As in :class:`Codec`.
         cargo: What is sent.
-        keeps_errors: Whether the error of a reduction is added to the next one.
 
     Attributes:
         size: Ranks along the axis.
     """
 
-    def __init__(
-        self, transport: Transport, bits: int, cargo: Cargo, *, keeps_errors: bool = False
-    ) -> None:
+    def __init__(self, transport: Transport, bits: int, cargo: Cargo) -> None:
         self.size = transport.size
         self._transport = transport
         self._bits, self._cargo = bits, cargo
         self._num_coded = 0
-        self._keeps_errors = keeps_errors
-        self._lost: Tensor | None = None
 
     def gather(self, out: Tensor, source: Shared, *, unit: str, tag: int) -> Work:
         """Gather like :meth:`Transport.gather`, in code."""
@@ -70,24 +62,10 @@ class Coded:
         """Reduce like :meth:`Transport.reduce`, in code; ``source`` has been read on return."""
         codec = Codec(self._bits, out.numel())
         sent = self._buffer(self.size * codec.nbytes)
-        if self._keeps_errors:
-            self._encode_with_lost(codec, source.tensor, sent)
-        else:
-            codec.encode(source.tensor, sent, self._noise(unit, tag, sent.device))
+        codec.encode(source.tensor, sent, self._noise(unit, tag, sent.device))
         received = self._buffer(sent.numel())
         work = self._transport.trade(received, sent, out, unit=unit, tag=tag)
         return _Then(work, lambda: codec.add_up(received, out), sent)
-
-    def _encode_with_lost(self, codec: Codec, values: Tensor, codes: Tensor) -> None:
-        """Encode ``values`` plus the error of the last ones; ``values`` may be overwritten."""
-        if self._lost is None:
-            kind, numel = self._cargo.value, values.numel()
-            self._lost = self._transport.passing_buffer(numel, torch.float32, kind).zero_()
-        values = values.float().add_(self._lost)
-        codec.encode(values, codes)
-        codec.decode(codes, self._lost)
-        # A non-finite gradient is lost on all ranks, but must not spoil the next.
-        torch.sub(values, self._lost, out=self._lost).nan_to_num_(0.0, 0.0, 0.0)
 
     def _buffer(self, nbytes: int) -> Tensor:
         return self._transport.passing_buffer(nbytes, torch.uint8, self._cargo.value)

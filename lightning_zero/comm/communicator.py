@@ -111,12 +111,10 @@ class Communicator:
         *,
         bits: int | None = None,
         cargo: Cargo = Cargo.WEIGHTS,
-        keeps_errors: bool = False,
     ) -> Redistribute:
         """Return the verb that brings a buffer from one placement to another.
 
-        With ``bits``, ``cargo`` is sent quantized. With ``keeps_errors``, the error of a reduction
-        is added to the next one.
+        With ``bits``, ``cargo`` is sent quantized.
 
         Raises:
             ValueError: There is no path, or ranks read each other's memory but ``bits`` are given.
@@ -130,7 +128,7 @@ class Communicator:
                 "Quantized weights and gradients are sent as messages, but ranks on this host read"
                 " each other's memory. Use Communicator(windows=False), as the strategy does."
             )
-        code = partial(Coded, bits=bits, cargo=cargo, keeps_errors=keeps_errors)
+        code = partial(Coded, bits=bits, cargo=cargo)
         return along([(code(transport), verb) for transport, verb in taken])
 
     @property

@@ -73,7 +73,7 @@ _BACKS_OFF = "the loss scale backs off on every overflow"
 _COMPRESSION = "compression belongs to the model; remove the key"
 _SAMPLING = "sampling belongs to the DataLoader; remove the key"
 _NO_QUANTIZED = "`zero_quantized_weights` applies to all weights; remove the key"
-_NO_FEEDBACK = "`error_feedback=True` adds the full errors to the next gradients; remove the key"
+_NO_FEEDBACK = "gradients are rounded stochastically, without a bias to make up for; remove the key"
 
 _ZERO_OPTIMIZATION = {
     "stage": _acts(Kind.NUMBER, "`stage`; for 0, use `strategy='ddp'`"),

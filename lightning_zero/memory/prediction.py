@@ -25,7 +25,6 @@ STEP_SETTINGS = (
     "shard",
     "gather_bits",
     "reduce_bits",
-    "error_feedback",
     "stochastic_rounding",
 )
 """The arguments of the strategy that a step's memory depends on, as ``estimate_of`` takes them."""
@@ -160,7 +159,6 @@ def estimate(
     backward_shard: int | str | None = None,
     gather_bits: int | None = None,
     reduce_bits: int | None = None,
-    error_feedback: bool = False,
     stochastic_rounding: bool = False,
     shares_memory: bool = False,
     rank: int = 0,
@@ -201,7 +199,6 @@ def estimate(
         backward_shard: As in ``ZeROStrategy``, a number of ranks.
         gather_bits: As in ``ZeROStrategy``.
         reduce_bits: As in ``ZeROStrategy``.
-        error_feedback: As in ``ZeROStrategy``.
         stochastic_rounding: As in ``ZeROStrategy``.
         shares_memory: The ranks are on one host's CPUs and read each other's reduce buffers, which
             then persist from step to step; ``unreduced`` is an upper bound.
@@ -219,7 +216,7 @@ def estimate(
         prefetch=prefetch, accumulate=accumulate, reduce_dtype=reduce_dtype,
         reshard_after_forward=reshard_after_forward, offload=offload, shares_memory=shares_memory,
         shard=shard, backward_shard=backward_shard, gather_bits=gather_bits,
-        reduce_bits=reduce_bits, error_feedback=error_feedback,
+        reduce_bits=reduce_bits,
         stochastic_rounding=stochastic_rounding,
     )  # fmt: skip
 

@@ -76,11 +76,9 @@ class Reducer:
         self._reach = Reach.ALL
         # Gradients are divided while they are moved, as in DDP, where that costs nothing. A move
         # that casts cannot multiply too, so then the reduced shard is scaled, which is N times
-        # smaller. The same goes for a rank's own gradients that are shown before they are reduced,
-        # and for error feedback: errors are kept for later passes, which may not scale.
+        # smaller. The same goes for a rank's own gradients that are shown before they are reduced.
         casts = store.plan.grad.dtype != store.plan.weight.dtype
-        is_late = casts or store.plan.error_feedback
-        self._early_scale = 1.0 if is_late else 1 / store.comm.mesh.size
+        self._early_scale = 1.0 if casts else 1 / store.comm.mesh.size
 
     # -- from autograd to the partial buffer -----------------------------------------------------
 

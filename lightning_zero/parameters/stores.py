@@ -100,7 +100,7 @@ class Store:
         redistribution = functools.partial(
             comm.redistribution, bits=plan.reduce_bits, cargo=Cargo.GRADIENTS
         )
-        self.reduce = redistribution(Placement.PARTIAL, of_copy, keeps_errors=plan.error_feedback)
+        self.reduce = redistribution(Placement.PARTIAL, of_copy)
         self._join = redistribution(of_copy, plan.master.placement)
         self._gather_weights = comm.redistribution(
             plan.master.placement, Placement.REPLICATED, bits=plan.gather_bits

@@ -103,9 +103,8 @@ class Plan:
     ``grad`` is the home of gradients between microbatches; they are reduced in its dtype. A reduced
     gradient has the master's dtype, because the optimizer reads it. ``states`` is the medium of
     optimizer states, by default that of the masters. ``gather_bits`` and ``reduce_bits`` are the
-    bits per element of weights and gradients that travel in code; ``error_feedback`` adds what the
-    code loses of a gradient to the next one. ``stochastic_rounding`` lends masters and states to
-    the optimizer in fp32.
+    bits per element of weights and gradients that travel in code. ``stochastic_rounding`` lends
+    masters and states to the optimizer in fp32.
     """
 
     weight: Home
@@ -114,7 +113,6 @@ class Plan:
     states: Medium | None = None
     gather_bits: int | None = None
     reduce_bits: int | None = None
-    error_feedback: bool = False
     stochastic_rounding: bool = False
 
     @property

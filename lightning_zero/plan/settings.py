@@ -44,7 +44,6 @@ class Settings:
     backward_shard: int | str | None = None
     gather_bits: int | None = None
     reduce_bits: int | None = None
-    error_feedback: bool = False
     stochastic_rounding: bool = False
     offload: Offload | None = None
     offload_path: str = "."
@@ -125,16 +124,6 @@ class Settings:
             raise ValueError(
                 f"reduce_dtype={self.reduce_dtype} contradicts reduce_bits={self.reduce_bits},"
                 " which encodes gradients and sums them in fp32. Remove one of them."
-            )
-        if self.error_feedback and self.reduce_bits is None:
-            raise ValueError(
-                "error_feedback=True makes up for what reduce_bits loses, so it has no effect"
-                " without reduce_bits. Pass reduce_bits=8 or 4, or remove error_feedback."
-            )
-        if self.error_feedback and self.recipe.loss_scaled:
-            raise ValueError(
-                "error_feedback=True adds what one step loses to the next, whose loss scale may"
-                " differ. Use precision='bf16-mixed', or remove error_feedback."
             )
 
     @property
@@ -248,7 +237,6 @@ class Settings:
             # Weights that are the masters may not lose precision.
             gather_bits=self.gather_bits if is_floating and plan.rests_apart else None,
             reduce_bits=self.reduce_bits if is_floating else None,
-            error_feedback=self.error_feedback and is_floating,
             stochastic_rounding=self.stochastic_rounding and dtype is torch.bfloat16,
         )
 

@@ -83,8 +83,6 @@ class ZeROStrategy(SavingStrategy):
             backward (hpZ of *ZeRO++*, 2023). Stage 3 only.
         gather_bits: Send weights in ``8`` bits (qwZ of *ZeRO++*); masters keep full precision.
         reduce_bits: Send gradients in ``8`` or ``4`` bits (qgZ): stochastic rounding, fp32 sums.
-        error_feedback: With ``reduce_bits``, round to nearest and add the rounding error to the
-            next gradients. Takes as much memory as whole gradients.
         stochastic_rounding: Under ``bf16-true``, step bf16 weights and states in fp32, one unit at
             a time, and round the results stochastically, so that small updates are not lost.
         offload_optimizer: Keep masters and optimizer states in the memory of the accelerator's host
@@ -135,7 +133,6 @@ class ZeROStrategy(SavingStrategy):
         backward_shard: int | Literal["node"] | None = None,
         gather_bits: Literal[8] | None = None,
         reduce_bits: Literal[4, 8] | None = None,
-        error_feedback: bool = False,
         stochastic_rounding: bool = False,
         offload_optimizer: Literal["cpu", "nvme"] | None = None,
         offload_weights: Literal["cpu", "nvme"] | None = None,
@@ -195,7 +192,6 @@ class ZeROStrategy(SavingStrategy):
             backward_shard=self.config.argument("backward_shard", backward_shard),
             gather_bits=self.config.argument("gather_bits", gather_bits),
             reduce_bits=self.config.argument("reduce_bits", reduce_bits),
-            error_feedback=error_feedback,
             stochastic_rounding=stochastic_rounding,
             offload=offload,
             offload_path="" if path is None else str(path),

@@ -54,7 +54,6 @@ def test_arguments_are_frozen() -> None:
         "backward_shard",
         "gather_bits",
         "reduce_bits",
-        "error_feedback",
         "stochastic_rounding",
         "offload_optimizer",
         "offload_weights",

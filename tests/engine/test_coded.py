@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.comm.coded import Cargo, Coded
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.engine import Engine
-from lightning_zero.plan.plan import RECIPES, Offload, Placement
+from lightning_zero.plan.plan import RECIPES, Offload
 from lightning_zero.plan.settings import Settings
 from tests.oracle.checkpoints import told
 from tests.oracle.models import MODELS
@@ -197,85 +194,7 @@ def test_what_is_not_finite_arrives(ranks: Pools) -> None:
     assert all(is_seen for is_seen, _ in ranks(2).run(_overflows))
 
 
-# ---------------------------------------------------------------------------- what is lost
-
-
-def _sums(*, keeps_errors: bool) -> tuple[Tensor, Tensor, float]:
-    """Sums of nine gradients, as they arrive and as they are, and a step of 4 bits."""
-    comm = Communicator(CPU, windows=False)
-    rank, numel = comm.control.rank, 256
-    reduce = comm.redistribution(
-        Placement.PARTIAL, Placement.SHARDED, bits=4, cargo=Cargo.GRADIENTS,
-        keeps_errors=keeps_errors,
-    )  # fmt: skip
-    every = [torch.randn(numel, generator=torch.Generator().manual_seed(one)) for one in range(2)]
-    half = slice(rank * numel // 2, (rank + 1) * numel // 2)
-    arrived = torch.zeros(numel // 2)
-    for step in range(10):
-        # One that is not finite is lost, and nothing of those behind it.
-        sent = torch.full((numel,), torch.inf) if step == 4 else every[rank].clone()
-        buffer = comm.transport.reduce_buffer(numel, torch.float32)
-        buffer.tensor.copy_(sent)
-        out = torch.empty(numel // 2)
-        reduce(out, buffer, unit="unit", tag=0).wait()
-        assert out.isfinite().all() == (step != 4)
-        arrived += out.nan_to_num(0.0, 0.0, 0.0)
-    largest = max(float(one.abs().max()) for one in every)
-    return arrived, 9 * (every[0] + every[1])[half], largest / 7
-
-
-def test_with_feedback_nothing_is_lost_for_good(ranks: Pools) -> None:
-    # Half a step of either rank now, and as much that the one not finite has taken with it. With
-    # errors in it a block may be a little larger.
-    bound = 1.2 * 2
-    for arrived, expected, step in ranks(2).run(_sums, keeps_errors=True):
-        assert (arrived - expected).abs().max() < bound * step
-    for arrived, expected, step in ranks(2).run(_sums, keeps_errors=False):
-        assert (arrived - expected).abs().max() > bound * step
-
-
-def test_feedback_is_the_same_in_every_run(ranks: Pools) -> None:
-    way: Way = (3, "32-true", 2, {"reduce_bits": 4, "error_feedback": True})
-    first, *others = ranks(4).run(_train, way)
-    assert all(other["masters"] == first["masters"] for other in others)
-    assert ranks(4).run(_train, way)[0]["masters"] == first["masters"]
-    without: Way = (3, "32-true", 2, {"reduce_bits": 4})
-    assert ranks(4).run(_train, without)[0]["masters"] != first["masters"]
-
-
-def _encoded(stage: int, num_shards: int | None) -> list[float]:
-    """Norms of what is coded for the same gradients of a step of two microbatches and of one."""
-    way: Way = (stage, "32-true", num_shards, {"reduce_bits": 8, "error_feedback": True})
-    engine = _engine(way, accumulate="local" if stage == 2 else None)
-    norms: list[float] = []
-    encode = Coded._encode_with_lost
-
-    def watched(self: Coded, codec: Any, values: Tensor, codes: Tensor) -> None:
-        if self._transport is engine.comm.transport:
-            norms[-1] += float(values.square().sum())
-        encode(self, codec, values, codes)
-
-    batch = MODELS["nested"].batch(4, 0)
-    with mock.patch.object(Coded, "_encode_with_lost", watched):
-        for window in (2, 1, 2):
-            norms.append(0.0)
-            for number in range(window):
-                last = number == window - 1
-                with contextlib.nullcontext() if last else engine.no_sync():
-                    MODELS["nested"].loss(engine.module, batch).backward()
-    engine.close()
-    return [norm**0.5 for norm in norms]
-
-
-@pytest.mark.parametrize(("stage", "num_shards"), [(1, None), (2, None), (3, None), (3, 2)])
-def test_what_was_lost_has_the_scale_of_the_next(
-    ranks: Pools, stage: int, num_shards: int | None
-) -> None:
-    for two, one, again in ranks(4).run(_encoded, stage, num_shards):
-        # Where every microbatch is reduced a step codes two gradients, and not one twice as large.
-        times = 2**0.5 if stage == 3 else 2
-        assert two == pytest.approx(times * one, rel=0.1)
-        assert again == pytest.approx(times * one, rel=0.1)
+# ---------------------------------------------------------------------------- what is refused
 
 
 def _refused() -> list[str]:
@@ -298,7 +217,3 @@ def test_what_cannot_be_coded_is_refused(ranks: Pools) -> None:
         away.plan(torch.float32)
     with pytest.raises(ValueError, match="contradicts"):
         Settings(reduce_bits=8, reduce_dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="Pass reduce_bits=8 or 4"):
-        Settings(error_feedback=True)
-    with pytest.raises(ValueError, match="whose loss scale may differ"):
-        Settings(reduce_bits=8, error_feedback=True, recipe=RECIPES["16-mixed"])

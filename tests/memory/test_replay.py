@@ -65,7 +65,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "prefetch_far": {"prefetch": 3},
     "kept": {"reshard_after_forward": False},
     "stage_2": {"stage": 2},
-    "coded": {"gather_bits": 8, "reduce_bits": 8, "error_feedback": True},
+    "coded": {"gather_bits": 8, "reduce_bits": 8},
     "second_copy": {"backward_shard": 1},
 }
 UNITS = {"outer": (Outer,), "both": (Outer, Inner)}
