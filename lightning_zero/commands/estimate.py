@@ -117,9 +117,6 @@ def add_estimate_command(commands: Any) -> None:
         " zero3_nvme (nvme)",
     )
     parser.add_argument(
-        "--offload-ratio", type=float, help="share to offload (default: as in the YAML, else 1)"
-    )
-    parser.add_argument(
         "--cluster",
         type=option(Cluster.parse),
         metavar="TERMS",
@@ -181,7 +178,7 @@ def _asked(options: argparse.Namespace) -> _Asked:
 
 def _print_times(options: argparse.Namespace, asked: _Asked) -> int:
     """Print the times of a step on ``--cluster``; return the exit code."""
-    names = ("offload", "offload_ratio", "host_memory", "ranks", "report")
+    names = ("offload", "host_memory", "ranks", "report")
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
     given += [_AWAY] if asked.subject.microbatch.offloading else []
     given += [name for name in ("offload_optimizer", "offload_weights") if asked.chosen.get(name)]
@@ -233,19 +230,11 @@ def run(options: argparse.Namespace) -> int:
 
 def _offloads(options: argparse.Namespace, chosen: dict[str, Any]) -> list[tuple[int, Offload]]:
     """Return the offloads of the options and of the configuration, with their stages."""
-    ratio, of_config = options.offload_ratio, chosen.pop("offload_ratio", 1.0)
-    offloads = named_offloads(
-        *dict.fromkeys(options.offload), ratio=1.0 if ratio is None else ratio
-    )
+    offloads = named_offloads(*dict.fromkeys(options.offload))
     media = [chosen.pop(name, None) for name in ("offload_optimizer", "offload_weights")]
     if any(media):
-        offload = Offload(media[0], media[1], of_config if ratio is None else ratio)
-        own = (chosen.get("stage", 3), offload)
+        own = (chosen.get("stage", 3), Offload(*media))
         offloads += [own] if own not in offloads else []
-    if ratio is not None and not offloads:
-        raise ValueError(
-            f"--offload-ratio {ratio} has no effect without offload. Remove it, or pass --offload."
-        )
     return offloads
 
 
@@ -263,10 +252,6 @@ def _beside_the_device(found: list[Estimate], limits: Limits) -> Iterator[str]:
             f"{offloaded.name}, {format_ranks(offloaded.world_size)}: {num} per node, which need"
             f" {format_bytes(num * offloaded.host_peak)} of host memory in a step{files}."
         )
-        least, most = offloaded.shares_away
-        if least < most:
-            yield f"Its ranks offload {least:.1%} to {most:.1%} of masters and states; the figures"
-            yield "are those of rank 0."
 
 
 def _texts(subject: ModelPlan, found: list[Estimate]) -> list[str]:

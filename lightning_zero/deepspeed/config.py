@@ -25,7 +25,6 @@ _DEFAULTS = {
     "offload_optimizer": None,
     "offload_weights": None,
     "offload_path": None,
-    "offload_ratio": 1.0,
 }
 """Defaults of the strategy's arguments."""
 _PRECISIONS = {"bf16": ("bf16-mixed", "bf16-true"), "fp16": ("16-mixed", "16-true")}
@@ -145,13 +144,12 @@ class Config:
             self.arguments[argument] = value
 
     def _take_ratio(self, value: Any) -> None:
-        if not 0 < value <= 1:
-            raise ValueError(
-                "Expected zero_optimization.offload_optimizer.ratio in the DeepSpeed configuration"
-                f" to be above 0 and at most 1, got {value!r}. Remove the block to offload nothing."
-            )
         if value != 1:
-            self.arguments["offload_ratio"] = float(value)
+            raise ValueError(
+                "zero_optimization.offload_optimizer.ratio in the DeepSpeed configuration is"
+                f" {_shown(value)}, but the optimizer is offloaded as a whole or not at all. Remove"
+                " the key, or the block to offload nothing."
+            )
 
     def _take_path(self, value: Any) -> None:
         if self.arguments.setdefault("offload_path", value) != value:
@@ -192,20 +190,6 @@ class Config:
                 " configuration."
             )
         return stage
-
-    def ratio(self, given: float, optimizer: str | None) -> float:
-        """Return the strategy's ``offload_ratio``, which was ``given``.
-
-        Warns of a ratio in the configuration where ``optimizer``, the medium, is ``None``.
-        """
-        if optimizer is None and (value := self.arguments.pop("offload_ratio", None)) is not None:
-            self.warnings.append(
-                "zero_optimization.offload_optimizer.ratio in the DeepSpeed configuration is"
-                f" {_shown(value)} and has no effect: offload_optimizer has no device, so no states"
-                " are offloaded."
-            )
-        ratio: float = self.argument("offload_ratio", given)
-        return ratio
 
     def check_precision(self, precision: str) -> None:
         """Raise a ``ValueError`` if the Trainer's ``precision`` contradicts the configuration."""

@@ -133,7 +133,7 @@ _ZERO_OPTIMIZATION = {
     "offload_optimizer.pipeline_read": _replaced(Kind.SWITCH, _STAGED),
     "offload_optimizer.pipeline_write": _replaced(Kind.SWITCH, _STAGED),
     "offload_optimizer.fast_init": _replaced(Kind.SWITCH, "files are allocated, not written"),
-    "offload_optimizer.ratio": _acts(Kind.NUMBER, "`offload_ratio`, at every stage"),
+    "offload_optimizer.ratio": _acts(Kind.NUMBER, "1 only: all or nothing is offloaded"),
     "offload_param.device": _acts(Kind.TEXT, f"`offload_weights`: {_MEDIUM}"),
     **{f"offload_param.{name}": key for name, key in _OFFLOAD_BLOCK.items()},
     "offload_param.buffer_count": _replaced(Kind.NUMBER, _MAPPED),

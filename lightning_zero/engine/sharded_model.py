@@ -30,7 +30,7 @@ from lightning_zero.parameters import (
     store_for,
     stream_for,
 )
-from lightning_zero.plan import FlatSpec, Settings, specify_units, with_cuts
+from lightning_zero.plan import FlatSpec, Settings, specify_units
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are done, and their total."""
@@ -98,8 +98,6 @@ class ShardedModel:
         settings = replace(self.settings, gather_bits=None) if streams else self.settings
         specs, mesh = specify_units(self.module, settings), self.comm.mesh
         divided = {"num_shards": mesh.shard.size, "num_copies": mesh.replicate.size}
-        if settings.offload is not None:
-            specs = with_cuts(specs, settings.offload.ratio, **divided, rank=mesh.shard.rank)
         written, nbytes, sizes = 0, 0, [0] * len(specs)
         if self.scratch is not None and not streams:
             sizes = [spec.bytes_in_files(**divided) for spec in specs]
@@ -114,7 +112,7 @@ class ShardedModel:
             read = [sources[id(p)] for _, p in flat.named if streams]
             if read:
                 return functools.partial(stream_for(flat.plan), sources=read, reader=self.reader)
-            return functools.partial(store_for, num_away=flat.num_away, shared=shared)
+            return functools.partial(store_for, shared=shared)
 
         # An exception's traceback keeps this frame, which must not keep memory for later units.
         with contextlib.closing(shared):
@@ -380,7 +378,7 @@ class ShardedModel:
             kinds["unreduced"] += transport.scratch_bytes
             kinds.update({kind: held.nbytes for kind, held in transport.passing.items()})
         rows: dict[Tensor, str] = {
-            piece: flat.store.row("states", piece) for flat in self.flats for piece in flat.pieces
+            piece: flat.plan.row("states") for flat in self.flats for piece in flat.pieces
         }
         kinds.update(dict.fromkeys(rows.values(), 0))
         states = [item for optimizer in self.optimizers for item in optimizer.state.items()]

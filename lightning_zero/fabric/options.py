@@ -69,7 +69,7 @@ class Options:
             until.callback(ActivationOffload.beside(engine.comm, units).remove)
 
     def offload(
-        self, optimizer: str | None, weights: str | None, path: str | Path | None, ratio: float
+        self, optimizer: str | None, weights: str | None, path: str | Path | None
     ) -> Offload | None:
         """Return the offload that the arguments ``offload_*`` ask for, or ``None``."""
         for name, medium in (("offload_optimizer", optimizer), ("offload_weights", weights)):
@@ -81,18 +81,13 @@ class Options:
                 " set offload_optimizer='nvme'."
             )
         if optimizer is None and weights is None:
-            if ratio != 1:
-                raise ValueError(
-                    f"offload_ratio={ratio!r} has no effect without offload. Remove it, or set"
-                    " offload_optimizer='cpu'."
-                )
             return None
         if self.async_checkpoint:
             raise ValueError(
                 "async_checkpoint=True copies masters and optimizer states to host memory, which"
                 " defeats offload. Remove one of them."
             )
-        return Offload(optimizer, weights, ratio)
+        return Offload(optimizer, weights)
 
 
 _OPTIONS = (
@@ -118,7 +113,7 @@ def chosen(stage: int, *, launcher: str, **given: Any) -> tuple[Settings, Option
     )
     path = given.pop("offload_path", None)
     media = [given.pop(f"offload_{what}", None) for what in ("optimizer", "weights")]
-    offload = options.offload(media[0], media[1], path, 1.0)
+    offload = options.offload(media[0], media[1], path)
     reduce_dtype = as_dtype(given.pop("reduce_dtype", None))
     settings = Settings(
         stage=stage,

@@ -75,12 +75,12 @@ def _causes(model: ModelPlan, engine: Engine) -> Iterator[Cause]:
                 kinds["gradients"] = 0
             if flat.store.is_stream:
                 kinds["weights"] = kinds["master"] = 0  # they rest in a checkpoint
-            for row, count in flat.store.rows(kinds).items():
+            for row, count in flat.plan.rows(kinds).items():
                 yield Cause(row, where, count, held.get(row, 0))
             for name, piece in zip(names, flat.pieces, strict=True):
                 foreseen = model.state_bytes(piece.parameter, piece.numel(), axis.rank, axis.size)
                 of_piece = _states_of(piece, engine.sharded.optimizers)
-                yield Cause(flat.store.row("states", piece), name, foreseen, of_piece)
+                yield Cause(flat.plan.row("states"), name, foreseen, of_piece)
     expected = model.buffer_bytes
     actual = {name: buffer.nbytes for name, buffer in engine.module.named_buffers()}
     for name in {**expected, **actual}:

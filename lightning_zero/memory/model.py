@@ -26,9 +26,7 @@ from lightning_zero.plan import (
     Offload,
     Settings,
     UnitPolicy,
-    shares_away,
     specify_units,
-    with_cuts,
 )
 from lightning_zero.tensors import tensors_in
 
@@ -186,8 +184,6 @@ class ModelPlan:
         place = rank % num_shards
         specs = specify_units(self.module, chosen)
         on_rank = {"num_shards": num_shards, "num_copies": world_size // num_shards, "rank": place}
-        if offload is not None and self.has_units:
-            specs = with_cuts(specs, offload.ratio, **on_rank)
         terms = terms_of_specs(
             specs,
             lambda parameter, numel: self.state_bytes(parameter, numel, place, num_shards),
@@ -234,13 +230,6 @@ class ModelPlan:
         if self.device.type != "cpu":
             return DryTransport()
         return DrySharedMemory() if reads_peers else DryMessages()
-
-    def shares_away(self, ratio: float, num_shards: int, num_copies: int = 1) -> list[float]:
-        """Return the share of masters and states that each rank of a copy offloads."""
-        if not self.has_units:
-            return [ratio]  # a bare number of parameters may be cut anywhere
-        specs = specify_units(self.module, Settings(3, **self._cut))
-        return shares_away(specs, ratio, num_shards=num_shards, num_copies=num_copies)
 
     def _under_ddp(self, *, adds_gradients: bool) -> list[Snapshot]:
         parameters = list(self.module.parameters())

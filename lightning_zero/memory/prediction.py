@@ -14,7 +14,7 @@ from lightning_zero.memory.model import ModelPlan
 from lightning_zero.memory.snapshots import Snapshot
 from lightning_zero.memory.states import Optimizers
 from lightning_zero.memory.terms import AWAY_ROWS, HOST_KINDS, KINDS, RESTING, Kinds
-from lightning_zero.plan import MIN_NUMEL, Offload, Settings, UnitPolicy
+from lightning_zero.plan import MIN_NUMEL, Offload, UnitPolicy
 
 _OF_STAGE_3 = ("reshard_after_forward", "backward_shard")
 STEP_SETTINGS = (
@@ -46,8 +46,6 @@ class Estimate:
             is built on ``meta``, and after ``fit``, unless ``restore_weights=False``.
         is_on_host: Whether the device is the host itself.
         offload: What rests outside the device.
-        shares_away: The smallest and largest share of its masters and states that a rank offloads.
-            Pieces of parameters are not cut, so ranks differ; all other figures are of one rank.
     """
 
     stage: int
@@ -60,7 +58,6 @@ class Estimate:
     whole: int = 0
     is_on_host: bool = False
     offload: Offload | None = None
-    shares_away: tuple[float, float] = (1.0, 1.0)
 
     @property
     def rests(self) -> Kinds:
@@ -77,14 +74,12 @@ class Estimate:
         """The strategy's name, or its stage and what is offloaded where no strategy has a name."""
         if self.offload is None:
             return f"zero{self.stage}" if self.stage else "ddp"
-        ratio = "" if self.offload.ratio == 1 else f" {self.offload.ratio:.0%}"
         for medium, word in (("cpu", "offload"), ("nvme", "nvme")):
-            named = named_offloads(medium, ratio=self.offload.ratio)
-            if (self.stage, self.offload) in named:
-                return f"zero{self.stage}_{word}{ratio}"
+            if (self.stage, self.offload) in named_offloads(medium):
+                return f"zero{self.stage}_{word}"
         homes = {"optimizer": self.offload.optimizer, "weights": self.offload.weights}
         moved = [f"{kind} on {medium}" for kind, medium in homes.items() if medium]
-        return f"zero{self.stage}, {', '.join(moved)}{ratio}"
+        return f"zero{self.stage}, {', '.join(moved)}"
 
     @property
     def resting(self) -> Kinds:
@@ -202,8 +197,7 @@ def estimate(
         stochastic_rounding: As in ``ZeROStrategy``.
         shares_memory: The ranks are on one host's CPUs and read each other's reduce buffers, which
             then persist from step to step; ``unreduced`` is an upper bound.
-        rank: The rank to estimate. Ranks differ in padding and, if a ratio is offloaded, in which
-            pieces they have (``Estimate.shares_away``).
+        rank: The rank to estimate. Ranks differ in padding.
         device: Where the model will run: ``"cpu"`` or ``"cuda"``.
     """
     model = ModelPlan(
@@ -233,11 +227,6 @@ def estimate_of(
     if isinstance(offload, str):
         offload = Offload.of_stage(stage, offload)
     snapshots = tuple(model.snapshots(stage, world_size, offload=offload, **settings))
-    shares = [1.0]
-    if offload is not None and offload.ratio < 1:
-        division = Settings(stage, shard=settings.get("shard", "all")).division(world_size)
-        num_shards = division["num_shards"]
-        shares = model.shares_away(offload.ratio, num_shards, world_size // num_shards)
     return Estimate(
         stage,
         world_size,
@@ -251,7 +240,6 @@ def estimate_of(
         and not (model.microbatch.offloading and stage)
         and (offload is None or offload.is_mapped(model.device)),
         offload=offload,
-        shares_away=(min(shares), max(shares)),
     )
 
 
@@ -278,11 +266,9 @@ def compare(
     ]
 
 
-def named_offloads(*media: str, ratio: float = 1.0) -> list[tuple[int, Offload]]:
+def named_offloads(*media: str) -> list[tuple[int, Offload]]:
     """Return the offloads that the names ``"cpu"`` and ``"nvme"`` mean, each with its stage."""
     stages = {"cpu": (2, 3), "nvme": (3,)}
     return [
-        (stage, Offload.of_stage(stage, medium, ratio=ratio))
-        for medium in media
-        for stage in stages[medium]
+        (stage, Offload.of_stage(stage, medium)) for medium in media for stage in stages[medium]
     ]

@@ -58,7 +58,6 @@ class UnitTerms:
         partial: Bytes of whole gradients before their reduction.
         cast: Bytes on the device of the masters' shard from which offloaded weights are cast.
         flushed: Bytes of reduced gradients that are sent to host memory.
-        sent: Bytes on the device of the shards these are sent from, including the part that stays.
         lent: Bytes of fp32 masters, gradients and states while the unit is stepped, if they rest in
             bf16 with stochastic rounding.
         pieces: The rank's pieces of parameters that are offloaded, frozen ones included.
@@ -71,37 +70,24 @@ class UnitTerms:
     partial: int = 0
     cast: int = 0
     flushed: int = 0
-    sent: int = 0
     lent: int = 0
     pieces: list[PieceTerms] = field(default_factory=list)
 
     def add(
-        self,
-        layout: Layout,
-        plan: Plan,
-        share: float,
-        states: tuple[int, int],
-        *,
-        trainable: bool,
-        on_host: bool,
+        self, layout: Layout, plan: Plan, states: int, *, trainable: bool, on_host: bool
     ) -> None:
-        """Count a group of flat parameters: a ``share`` rests where ``plan`` says, the rest stays.
+        """Count a group of flat parameters, and the bytes of this rank's optimizer ``states``.
 
-        ``states`` are the bytes of this rank's optimizer states: of what goes, and of what stays.
         If the device is the host (``on_host``), files are memory-mapped and nothing is staged.
         """
         kinds = plan.resting_bytes(layout.numel, layout.world_size, trainable=trainable)
-        away = {kind: round(share * count) for kind, count in kinds.items()}
-        rests = [(kind, away[kind], count - away[kind]) for kind, count in kinds.items()]
-        for kind, goes, stays in (*rests, ("states", *states)):
-            self.resting[plan.media[kind]][kind] += goes
-            self.resting[Medium.DEVICE][kind] += stays
+        for kind, count in (*kinds.items(), ("states", states)):
+            self.resting[plan.media[kind]][kind] += count
         if plan.master.medium is Medium.DEVICE or on_host:
             return
         if plan.master.dtype is not plan.weight.dtype:
-            self.cast += round(share * layout.shard_numel * plan.master.dtype.itemsize)
-        self.flushed += away["gradients"]
-        self.sent += kinds["gradients"] if share else 0
+            self.cast += layout.shard_numel * plan.master.dtype.itemsize
+        self.flushed += kinds["gradients"]
 
     @property
     def kept_share(self) -> float:
@@ -110,8 +96,8 @@ class UnitTerms:
 
     @property
     def sent_share(self) -> float:
-        """The share of the unit's gradients in shards that are at least partly sent."""
-        return self.sent / max(1, self._gradients)
+        """The share of the unit's gradients that is sent to host memory."""
+        return self.flushed / max(1, self._gradients)
 
     @property
     def _gradients(self) -> int:
@@ -140,23 +126,18 @@ def terms_of_specs(
             if offload is not None:
                 plan = offload.of(plan, trainable=trainable, on_host=on_host)
             layout, itemsize = flat.layout(num_shards, num_copies), plan.master.dtype.itemsize
-            states = {True: 0, False: 0}
+            states = 0
             for index, (_, parameter) in enumerate(flat.named):
                 start, stop = layout.piece(index, rank)
-                numel, stays = stop - start, flat.stays(layout, index, rank)
-                if plan.states is not Medium.DEVICE and not stays:
+                numel = stop - start
+                if plan.states is not Medium.DEVICE:
                     terms.pieces.append(PieceTerms(parameter, numel, numel * itemsize))
-                states[stays] += state_of(parameter, numel)
+                states += state_of(parameter, numel)
                 if plan.stochastic_rounding and trainable:
                     # Twice the elements have twice the states, but not twice the step count.
                     of_elements = state_of(parameter, 2 * numel) - state_of(parameter, numel)
                     terms.lent += 2 * (of_elements + 2 * numel * itemsize)
-            share, parts = flat.share_away(layout), (states[False], states[True])
-            if offload is not None and flat.num_away is None:
-                # Everything is offloaded, or a bare number of parameters may be cut anywhere.
-                share, goes = offload.ratio, round(offload.ratio * states[False])
-                parts = goes, states[False] - goes
-            terms.add(layout, plan, share, parts, trainable=trainable, on_host=on_host)
+            terms.add(layout, plan, states, trainable=trainable, on_host=on_host)
             if trainable:
                 terms.partial += layout.numel * plan.grad.dtype.itemsize
         found.append(terms)

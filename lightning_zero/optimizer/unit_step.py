@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from lightning_zero.comm import Ledger
 from lightning_zero.optimizer.known import FUSED, is_known
 from lightning_zero.optimizer.outside import Outside, outside_of
-from lightning_zero.optimizer.pieces import cut_state, pieces_of
+from lightning_zero.optimizer.pieces import cut_state
 from lightning_zero.optimizer.states import States
 from lightning_zero.parameters import Piece
 
@@ -211,11 +211,7 @@ class UnitStep:
         name = type(self.states.optimizer).__name__
         unset = " Units are stepped with fused=True, as neither fused nor foreach is set."
         fused = unset if self._open_groups() else ""
-        pieces = pieces_of(self.states.optimizer)
-        staying = sum(piece.numel() for piece in pieces if piece.stays)
-        share = staying / max(1, sum(piece.numel() for piece in pieces))
-        here = f" On this rank {share:.1%} of them stay on the device." if staying else ""
-        return f"{name} steps unit by unit; its states rest in {self.states.place}.{here}{fused}"
+        return f"{name} steps unit by unit; its states rest in {self.states.place}.{fused}"
 
 
 class _UnderWay:

@@ -23,7 +23,6 @@ from lightning_zero.parameters.ownership import Owner, ownership_of
 from lightning_zero.parameters.piece import Piece, PieceRange
 from lightning_zero.parameters.reducer import Reducer
 from lightning_zero.parameters.sharded_grad import ShardedGrad
-from lightning_zero.parameters.shards import Shard
 from lightning_zero.parameters.stores import Store
 from lightning_zero.plan import Layout, Plan
 from lightning_zero.tensors import internals, lasting_tensors, properties
@@ -91,7 +90,7 @@ class FlatParameters:
         self.show_whole()
 
     @property
-    def master(self) -> Shard:
+    def master(self) -> Tensor:
         """This rank's shard of the masters."""
         return self.store.master
 
@@ -129,9 +128,8 @@ class FlatParameters:
         place = index, comm.mesh.shard.rank
         in_shard = slice(*layout.piece_in_shard(*place))
         range_ = PieceRange(layout.slots[index], *layout.piece(*place), in_shard)
-        stays = self.store.stays(in_shard)
         parameter, weights = self.parameters[index], self.weight.tensor
-        piece = Piece.cut(parameter, range_, self.master, weights.dtype, stays=stays)
+        piece = Piece.cut(parameter, range_, self.master, weights.dtype, stays=self.plan.stays)
         assemble = functools.partial(self.full_of, index)
         stand_in = ShardedGrad(piece, self._grad_dtype, weights.device, comm, assemble)
         piece.gradient = GradientView(piece, stand_in)
@@ -337,7 +335,7 @@ class FlatParameters:
         rows["gathered" if self.plan.gives_weights_back else "weights"] += self.weight.nbytes
         if self.plan.rests_apart and not self.store.is_stream:
             kind = "master" if self.plan.has_master else "weights"
-            rows.update(self.store.rows({kind: self.master.nbytes}))
+            rows.update(self.plan.rows({kind: self.master.nbytes}))
         return rows
 
 

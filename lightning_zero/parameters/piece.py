@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_zero.parameters.grad_view import GradientView, GradState, averages
 from lightning_zero.parameters.guards import Resting
-from lightning_zero.parameters.shards import Shard
 from lightning_zero.plan import Slot
 from lightning_zero.tensors import internals, lasting_tensors, properties
 
@@ -80,7 +79,7 @@ class Piece(Parameter):
         range: The range of the parameter's elements.
         gradient: What the parameter's ``grad`` shows.
         weight_dtype: The dtype in which the parameter computes.
-        stays: Whether it rests on the device although others are offloaded.
+        stays: Whether it and its states rest on the device, where others may be offloaded.
     """
 
     parameter: Parameter
@@ -94,7 +93,7 @@ class Piece(Parameter):
         cls,
         parameter: Parameter,
         range: PieceRange,
-        shard: Shard,
+        shard: Tensor,
         weight_dtype: torch.dtype,
         *,
         stays: bool,

@@ -25,7 +25,6 @@ from torch import Tensor
 from lightning_zero.comm import ReduceBuffer, Work
 from lightning_zero.parameters.grad_view import GradState, averages
 from lightning_zero.parameters.piece import Piece
-from lightning_zero.parameters.shards import Shard, is_part
 from lightning_zero.parameters.stores import Store
 from lightning_zero.tensors import internals
 
@@ -257,8 +256,8 @@ class GradShard:
         self._store = store
         self.is_of_copy = False
         # The shard while its gradients are not installed yet, and the work that fills it.
-        self._fresh: tuple[Shard, Work] | None = None
-        self._installed: Callable[[], Shard | None] = _nothing
+        self._fresh: tuple[Tensor, Work] | None = None
+        self._installed: Callable[[], Tensor | None] = _nothing
 
     def add(self, reach: Reach, scale: float, reduced: Tensor, *, unit: str, tag: int) -> None:
         """Start to move an average to where gradients rest, added to earlier ones not yet dropped.
@@ -285,7 +284,7 @@ class GradShard:
         """Discard gradients that are not installed yet."""
         self._fresh = None
 
-    def _earlier(self) -> Shard | None:
+    def _earlier(self) -> Tensor | None:
         """Return the shard to which new gradients are added; ``None`` if there is none."""
         if self._fresh is not None:
             return self._fresh[0]
@@ -304,7 +303,7 @@ class GradShard:
         return shard
 
     @property
-    def _living(self) -> Shard | None:
+    def _living(self) -> Tensor | None:
         """The shard that pieces hold parts of, or are about to."""
         if self._fresh is not None:
             return self._fresh[0]
@@ -319,8 +318,7 @@ class GradShard:
             return False
         (fresh, flush), self._fresh = self._fresh, None
         flush.wait()
-        # Without a call where possible: each unit comes here in each step.
-        self._installed = weakref.ref(fresh) if isinstance(fresh, Tensor) else fresh.while_viewed()
+        self._installed = weakref.ref(fresh)
         for piece, has_grad in zip(self._pieces, has_grads, strict=True):
             if has_grad:
                 part = piece.range.in_shard
@@ -331,11 +329,11 @@ class GradShard:
     def memory(self) -> Counter[str]:
         """Return the bytes of the shard, and of gradients that users put in place of its parts."""
         store, shard = self._store, self._living
-        rows = store.rows({"gradients": 0 if shard is None else shard.nbytes})
+        rows = store.plan.rows({"gradients": 0 if shard is None else shard.nbytes})
         for piece in self._pieces:
             grad = piece.kept
-            if grad is not None and (shard is None or not is_part(grad, shard)):
-                rows[store.row("gradients", piece)] += grad.nbytes
+            if grad is not None and (shard is None or grad._base is not shard):
+                rows[store.plan.row("gradients")] += grad.nbytes
         return rows
 
 

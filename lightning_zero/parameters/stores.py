@@ -9,8 +9,7 @@ reduced gradients down; its callers see no difference.
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import ClassVar
 
 import torch
@@ -29,8 +28,6 @@ from lightning_zero.comm import (
     Work,
 )
 from lightning_zero.parameters.buffer import Buffer
-from lightning_zero.parameters.piece import Piece
-from lightning_zero.parameters.shards import Shard, SplitShard
 from lightning_zero.plan import Layout, Medium, Placement, Plan
 from lightning_zero.tensors import LARGE_BYTES, ask_for_large_pages, lasting_tensors
 
@@ -68,11 +65,9 @@ class Store:
         gather: The verb that makes shards whole.
         reduce: The verb that sums gradients within a copy, and leaves this rank its shard.
         is_stream: Whether there are no masters, and weights are read from a checkpoint.
-        share_away: The share of the shard that rests where the plan says, and not on the device.
     """
 
     is_stream = False
-    share_away = 1.0
     keeps_weights: ClassVar[bool] = False
     """Whether a part of whole weights is kept between forward and backward."""
 
@@ -113,21 +108,9 @@ class Store:
         return self.comm.mesh.replicate.size > 1
 
     @property
-    def master(self) -> Shard:
+    def master(self) -> Tensor:
         """This rank's shard of the masters."""
         return self.shared.own
-
-    def stays(self, in_shard: slice) -> bool:
-        """Return whether a piece and its states stay on the device although others do not."""
-        return self.plan.states is self.plan.master.medium is Medium.DEVICE
-
-    def row(self, kind: str, piece: Piece) -> str:
-        """Return the name under which a kind of bytes of a piece is counted."""
-        return kind if piece.stays else self.plan.row(kind)
-
-    def rows(self, kinds: Mapping[str, int]) -> Counter[str]:
-        """Return bytes by name, from bytes by kind, counted over all pieces."""
-        return self.plan.rows(kinds, self.share_away)
 
     def settle(self) -> bool:
         """Bring masters here to be changed; return whether they were elsewhere; a collective."""
@@ -177,7 +160,7 @@ class Store:
         """Return memory for this rank's shard of a reduction's result; its content is undefined."""
         return self._shard(self.plan.weight.device)
 
-    def gradients(self) -> Shard:
+    def gradients(self) -> Tensor:
         """Return memory for this rank's shard of resting gradients; its content is undefined."""
         return self._shard(self.plan.master.device)
 
@@ -189,19 +172,17 @@ class Store:
             ask_for_large_pages(shard)
         return shard
 
-    def flush(self, source: Tensor, resting: Shard | None, *, unit: str) -> tuple[Shard, Work]:
+    def flush(self, source: Tensor, resting: Tensor | None, *, unit: str) -> tuple[Tensor, Work]:
         """Start to move a unit's reduced shard to where gradients rest, added to ``resting``.
 
         Returns the resting shard, and the work to wait for before it is read.
         """
         if resting is None:
             return source, Arrived()
-        assert isinstance(resting, Tensor)
         return resting.add_(source), Arrived()
 
-    def join(self, resting: Shard, *, unit: str, tag: int) -> Work:
+    def join(self, resting: Tensor, *, unit: str, tag: int) -> Work:
         """Start to sum resting gradients over the copies, in place."""
-        assert isinstance(resting, Tensor)
         return self._join(resting, Shared(resting), unit=unit, tag=tag)
 
     def keep(self, whole: Tensor) -> None:
@@ -221,87 +202,46 @@ class Store:
 class HostStore(Store):
     """A device's store for what rests in its host's memory, or in files that the host maps.
 
-    Every rank copies its own shard up to its place in the whole, and the devices gather. If
-    ``num_away`` is given, the elements of the shard from there on stay on the device.
+    Every rank copies its own shard up to its place in the whole, and the devices gather.
     """
-
-    def __init__(
-        self,
-        layout: Layout,
-        plan: Plan,
-        comm: Communicator,
-        scratch: Scratch | None = None,
-        num_away: int | None = None,
-    ) -> None:
-        self._num_away = layout.shard_numel if num_away is None else num_away
-        self.share_away = self._num_away / max(1, layout.shard_numel)
-        with lasting_tensors():
-            num_here, home = layout.shard_numel - self._num_away, plan.weight
-            self._here = torch.zeros(num_here, dtype=plan.master.dtype, device=home.device)
-        super().__init__(layout, plan, comm, scratch)
 
     @override
     def _masters(self, shared: Iterator[Shared]) -> Shared:
         # Not shared with peers, which get it from this rank's device.
         files, copies = self._extent.scratch, self.comm.host_copies
         allocate = copies.lasting_memory if files is None else files.tensor
-        return Shared(allocate(self._num_away, self.plan.master.dtype))
-
-    @property
-    @override
-    def master(self) -> Shard:
-        return SplitShard(self.shared.own, self._here)
+        return Shared(allocate(self.layout.shard_numel, self.plan.master.dtype))
 
     @override
-    def stays(self, in_shard: slice) -> bool:
-        return int(in_shard.stop) > self._num_away
-
     def _rest(self, shared: Shared) -> None:
         self.shared = shared
         self.fetch = self.fetch_weights = self._fetch
 
     def _fetch(self, out: Tensor, *, unit: str, tag: int) -> Work:
-        axis, away = self.comm.mesh.shard, self.shared.own
+        axis, master = self.comm.mesh.shard, self.shared.own
         own = out.view(axis.size, -1)[axis.rank]
-        if self._here.numel():
-            own[self._num_away :].copy_(self._here)
-        self.comm.transport.ledger.note(unit, "up", self._num_away, away.element_size())
+        self.comm.transport.ledger.note(unit, "up", master.numel(), master.element_size())
         gather = functools.partial(self.gather, out, Shared(own), unit=unit, tag=tag)
-        return self.comm.host_copies.up(own[: self._num_away], away, gather)
+        return self.comm.host_copies.up(own, master, gather)
 
     @override
-    def gradients(self) -> Shard:
-        with lasting_tensors():
-            return SplitShard(self._landing(), torch.empty_like(self._here))
-
-    def _landing(self) -> Tensor:
-        copies, dtype = self.comm.host_copies, self.plan.master.dtype
-        return copies.recurring_memory(self._num_away, dtype)
+    def gradients(self) -> Tensor:
+        dtype = self.plan.master.dtype
+        return self.comm.host_copies.recurring_memory(self.layout.shard_numel, dtype)
 
     @override
-    def flush(self, source: Tensor, resting: Shard | None, *, unit: str) -> tuple[Shard, Work]:
+    def flush(self, source: Tensor, resting: Tensor | None, *, unit: str) -> tuple[Tensor, Work]:
         """Start to copy a unit's reduced shard down, added to ``resting`` as in every store."""
-        copies, num_away = self.comm.host_copies, self._num_away
-        self.comm.transport.ledger.note(unit, "down", num_away, source.element_size())
-        landing, here, leaving = self._landing(), self._here, source
-        if here.numel():
-            leaving, here = source[:num_away], source[num_away:]
-        if resting is not None:
-            assert isinstance(resting, SplitShard)
-            if here.numel():
-                resting.here.add_(here)
-            add = functools.partial(resting.away.add_, landing)
-            return resting, copies.down(landing, leaving, add)
-        if here.numel():
-            # A view would keep the memory of the part that has left.
-            here = here.clone() if num_away else source
-        return SplitShard(landing, here), copies.down(landing, leaving)
+        copies, landing = self.comm.host_copies, self.gradients()
+        self.comm.transport.ledger.note(unit, "down", source.numel(), source.element_size())
+        if resting is None:
+            return landing, copies.down(landing, source)
+        return resting, copies.down(landing, source, functools.partial(resting.add_, landing))
 
     @override
-    def join(self, resting: Shard, *, unit: str, tag: int) -> Work:
+    def join(self, resting: Tensor, *, unit: str, tag: int) -> Work:
         """Sum resting gradients over the copies, which only devices can, and copy them back."""
-        assert isinstance(resting, SplitShard)
-        on_device = resting.copy_to(self.reduced())
+        on_device = self.reduced().copy_(resting)
         self._join(on_device, Shared(on_device), unit=unit, tag=tag).wait()
         resting.copy_(on_device)
         return Arrived()
@@ -359,17 +299,15 @@ def store_for(
     plan: Plan,
     comm: Communicator,
     scratch: Scratch | None = None,
-    num_away: int | None = None,
     shared: Iterator[Shared] | None = None,
 ) -> Store:
     """Return the store that a plan and the division of the ranks call for.
 
-    With offload to a device's host, ``num_away`` elements of the shard are offloaded, by default
-    all; ``Settings`` rules out second shards there. Without, ``shared`` yields the memory for the
-    masters next, if given.
+    ``Settings`` rules out second shards with offload to a device's host. Without such an offload,
+    ``shared`` yields the memory for the masters next, if given.
     """
     if plan.grad.medium is Medium.HOST:
-        return HostStore(layout, plan, comm, scratch, num_away)
+        return HostStore(layout, plan, comm, scratch)
     has_second = plan.gives_weights_back and comm.mesh.backward is not None
     return (SecondShards if has_second else Store)(layout, plan, comm, scratch, shared)
 

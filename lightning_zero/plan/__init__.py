@@ -15,9 +15,7 @@ from lightning_zero.plan.settings import Settings, as_dtype
 from lightning_zero.plan.unit_specs import (
     FlatSpec,
     UnitSpec,
-    shares_away,
     specify_units,
-    with_cuts,
 )
 from lightning_zero.plan.units import MIN_NUMEL, UnitPolicy, find_units
 
@@ -40,7 +38,5 @@ __all__ = [
     "UnitSpec",
     "as_dtype",
     "find_units",
-    "shares_away",
     "specify_units",
-    "with_cuts",
 ]

@@ -111,12 +111,6 @@ class Layout:
         shift = self.slots[index].offset - self.shard(rank)[0] if stop else 0
         return start + shift, stop + shift
 
-    def ends(self, rank: int) -> list[int]:
-        """Return where a rank's shard may be cut: at either end, or between two of its pieces."""
-        pieces = (self.piece_in_shard(index, rank) for index in range(len(self.slots)))
-        starts = [start for start, stop in pieces if start < stop]
-        return [0, *starts[1:], self.shard_numel]
-
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple

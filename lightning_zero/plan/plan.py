@@ -154,13 +154,16 @@ class Plan:
         """Return the name under which a kind of resting bytes is counted, with its medium."""
         return _PREFIXES[self.media.get(kind, Medium.DEVICE)] + kind
 
-    def rows(self, kinds: Mapping[str, int], share_away: float = 1.0) -> Counter[str]:
-        """Return bytes by name, from bytes by kind, if only a share rests where the plan says."""
+    @property
+    def stays(self) -> bool:
+        """Return whether masters and states rest on the device, whatever else is offloaded."""
+        return self.states is self.master.medium is Medium.DEVICE
+
+    def rows(self, kinds: Mapping[str, int]) -> Counter[str]:
+        """Return bytes by name, from bytes by kind."""
         rows: Counter[str] = Counter()
         for kind, count in kinds.items():
-            away = round(share_away * count)
-            rows.update({self.row(kind): away})
-            rows.update({kind: count - away})
+            rows.update({self.row(kind): count})
         return rows
 
     def resting_bytes(
@@ -185,17 +188,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class Offload:
-    """The kinds of state that are offloaded from the device, and their share.
+    """The kinds of state that are offloaded from the device.
 
     Attributes:
         optimizer: ``"cpu"`` or ``"nvme"`` for masters and optimizer states, ``None`` if they stay.
         weights: The same for sharded weights, and for the masters of frozen ones.
-        ratio: The share that is offloaded, above 0 and up to 1; the rest stays on the device.
     """
 
     optimizer: str | None = None
     weights: str | None = None
-    ratio: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("optimizer", "weights"):
@@ -206,32 +207,19 @@ class Offload:
             raise ValueError(
                 "Expected an offload of the optimizer, the weights or both, got neither."
             )
-        is_number = isinstance(self.ratio, (int, float)) and not isinstance(self.ratio, bool)
-        if not is_number or not 0 < self.ratio <= 1:
-            raise ValueError(
-                f"Expected offload_ratio to be above 0 and at most 1, got {self.ratio!r}. To"
-                " offload nothing, remove offload_optimizer and offload_weights."
-            )
-        if self.ratio != 1 and self.optimizer is None:
-            raise ValueError(
-                f"offload_ratio={self.ratio!r} leaves a share of the host's optimizer step to the"
-                " device, so it has no effect without offload_optimizer. Remove offload_ratio, or"
-                " pass offload_optimizer='cpu'."
-            )
 
     @classmethod
-    def of_stage(cls, stage: int, medium: str, *, ratio: float = 1.0) -> Offload:
+    def of_stage(cls, stage: int, medium: str) -> Offload:
         """Return the offload for ``zero2_offload``, ``zero3_offload`` or ``zero3_nvme``."""
-        return cls(medium, medium if stage == 3 else None, ratio)
+        return cls(medium, medium if stage == 3 else None)
 
     def runs_on(self, device: torch.device) -> bool:
         """Return whether the engine supports this offload on ``device``.
 
-        On a CPU there are only files to offload to, and no other device to step a share.
+        On a CPU there are only files to offload to.
         """
         media = {self.optimizer, self.weights} - {None}
-        is_for_host = media == {"nvme"} and self.ratio == 1
-        return len(media) == 1 and (device.type != "cpu" or is_for_host)
+        return len(media) == 1 and (device.type != "cpu" or media == {"nvme"})
 
     def is_mapped(self, device: torch.device) -> bool:
         """Return whether ``device`` is the host itself, and maps the files as its own memory."""

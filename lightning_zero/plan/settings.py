@@ -194,16 +194,11 @@ class Settings:
     def check_device(self) -> None:
         """Raise a ``ValueError`` if the device, now that it is known, does not allow the offload.
 
-        Offload to host memory, or of a share, needs a device beside the host.
+        Offload to host memory needs a device beside the host.
         """
         if self.offload is not None and self.device.type != "cpu":
             self._check_both(self.offload)
         if self.offload is not None and not self.offload.runs_on(self.device):
-            if self.offload.ratio != 1:
-                raise ValueError(
-                    f"offload_ratio={self.offload.ratio!r} leaves a share on a device other than"
-                    " the host, but accelerator='cpu' has none. Remove it."
-                )
             raise ValueError(
                 "Offload to 'cpu' needs a device other than the host, but accelerator='cpu' has"
                 " none: there is nothing to move. To offload to files, set"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from torch import nn
@@ -17,14 +15,10 @@ from lightning_zero.plan.units import MIN_NUMEL, assign_parameters, find_units
 
 
 class FlatSpec(NamedTuple):
-    """Parameters that will share flat buffers, and their plan.
-
-    If only a share is offloaded, ``num_away`` is the number of elements of a rank's shard that are.
-    """
+    """Parameters that will share flat buffers, and their plan."""
 
     named: list[tuple[str, Parameter]]
     plan: Plan
-    num_away: int | None = None
 
     @property
     def trainable(self) -> bool:
@@ -36,20 +30,11 @@ class FlatSpec(NamedTuple):
         slots = [(name, tuple(p.shape), tuple(p.stride())) for name, p in self.named]
         return Layout.build(slots, num_shards, num_copies)
 
-    def share_away(self, layout: Layout) -> float:
-        """Return the share of the shard that the plan offloads."""
-        return 1.0 if self.num_away is None else self.num_away / max(1, layout.shard_numel)
-
-    def stays(self, layout: Layout, index: int, rank: int) -> bool:
-        """Return whether a piece stays on the device although others are offloaded."""
-        return self.num_away is not None and layout.piece_in_shard(index, rank)[1] > self.num_away
-
     def bytes_in_files(self, num_shards: int, num_copies: int) -> int:
         """Return the bytes of weights and masters that a rank will have in files."""
         layout = self.layout(num_shards, num_copies)
         kinds = self.plan.resting_bytes(layout.numel, num_shards, trainable=False)
-        share, media = self.share_away(layout), self.plan.media
-        return sum(round(share * kinds[kind]) for kind in kinds if media[kind] is Medium.DISK)
+        return sum(kinds[kind] for kind in kinds if self.plan.media[kind] is Medium.DISK)
 
 
 class UnitSpec(NamedTuple):
@@ -62,62 +47,6 @@ class UnitSpec(NamedTuple):
     def bytes_in_files(self, num_shards: int, num_copies: int) -> int:
         """Return the bytes of weights and masters that a rank will have in files."""
         return sum(flat.bytes_in_files(num_shards, num_copies) for flat in self.flat_parameters)
-
-
-def cuts_of(layouts: Sequence[Layout], ratio: float, rank: int) -> list[int]:
-    """Return how many elements of each of a rank's shards to offload, ``ratio`` of all in total.
-
-    The first elements of a shard go, the others stay. A piece is never split, since an optimizer
-    keeps one state for it: cuts are at the nearest boundary between pieces. Shards with large
-    pieces are cut first, and the others make up for the error in proportion to their sizes::
-
-        ratio 0.3   | go |  stay        | go      | stay     | stay      |
-        shards      | unit 0            | unit 1             | embedding |
-    """
-    ends = [sorted(layout.ends(rank), reverse=True) for layout in layouts]
-    largest = [max(b - a for b, a in pairwise(places)) for places in ends]
-    found = [0] * len(layouts)
-    rest = sum(layout.shard_numel for layout in layouts)
-    to_go = ratio * rest
-    for number in sorted(range(len(layouts)), key=largest.__getitem__, reverse=True):
-        numel = layouts[number].shard_numel
-        wanted = to_go * numel / max(1, rest)
-        # Of two equally near ends the later: what is offloaded was too large for the device.
-        found[number] = min(ends[number], key=lambda end: abs(end - wanted))
-        to_go, rest = to_go - found[number], rest - numel
-    return found
-
-
-def with_cuts(
-    specs: list[UnitSpec], ratio: float, *, num_shards: int, num_copies: int, rank: int
-) -> list[UnitSpec]:
-    """Return the units with a share of their shards offloaded, for one rank of a copy.
-
-    The share holds for trainable and for frozen parameters separately.
-    """
-    if ratio == 1:
-        return specs
-    found: dict[int, int] = {}
-    for trainable in (True, False):
-        flats = [f for spec in specs for f in spec.flat_parameters if f.trainable is trainable]
-        layouts = [flat.layout(num_shards, num_copies) for flat in flats]
-        cuts = cuts_of(layouts, ratio, rank)
-        found.update((id(flat), cut) for flat, cut in zip(flats, cuts, strict=True))
-
-    def cut(flat: FlatSpec) -> FlatSpec:
-        return flat._replace(num_away=found[id(flat)])
-
-    return [spec._replace(flat_parameters=[*map(cut, spec.flat_parameters)]) for spec in specs]
-
-
-def shares_away(
-    specs: list[UnitSpec], ratio: float, *, num_shards: int, num_copies: int
-) -> list[float]:
-    """Return, for each rank of a copy, the share of its trainable shards that it offloads."""
-    flats = [flat for spec in specs for flat in spec.flat_parameters if flat.trainable]
-    layouts = [flat.layout(num_shards, num_copies) for flat in flats]
-    numel = sum(layout.shard_numel for layout in layouts)
-    return [sum(cuts_of(layouts, ratio, rank)) / max(1, numel) for rank in range(num_shards)]
 
 
 def specify_units(module: nn.Module, settings: Settings) -> list[UnitSpec]:

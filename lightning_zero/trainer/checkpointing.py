@@ -222,7 +222,7 @@ class SavingStrategy(SteppingStrategy):
     def _may_stream(self) -> bool:
         """Return whether weights may stay in the checkpoint: all in files, and only read."""
         offload = self.settings.offload
-        has_files = offload is not None and offload.weights == "nvme" and offload.ratio == 1
+        has_files = offload is not None and offload.weights == "nvme"
         return has_files and not self._is_fitting and self._current.pending is not None
 
     def _note_load(self, engine: Callable[[], Engine]) -> Mapping[int, Source]:

@@ -90,8 +90,6 @@ class ZeROStrategy(SavingStrategy):
             host. With an accelerator, stage 3 needs the same ``offload_weights``; on CPUs either
             may be given alone, and masters rest with the weights.
         offload_weights: The same for sharded weights. Stage 3 only.
-        offload_ratio: Share of each unit to offload, above 0. The accelerator keeps the rest of the
-            unit's parameters and steps them while its host steps the offloaded ones.
         offload_path: Folder for the files, which have no names and vanish with the process; by
             default the Trainer's ``default_root_dir``.
         restore_weights: Make the module whole again after a run, in host memory on every rank.
@@ -136,7 +134,6 @@ class ZeROStrategy(SavingStrategy):
         stochastic_rounding: bool = False,
         offload_optimizer: Literal["cpu", "nvme"] | None = None,
         offload_weights: Literal["cpu", "nvme"] | None = None,
-        offload_ratio: float = 1.0,
         offload_path: str | Path | None = None,
         restore_weights: bool = True,
         checkpoint: Literal["file", "dcp"] = "file",
@@ -163,10 +160,9 @@ class ZeROStrategy(SavingStrategy):
         )
         self.config = Config.read(config)
         offload = options.offload(
-            optimizer := self.config.argument("offload_optimizer", offload_optimizer),
+            self.config.argument("offload_optimizer", offload_optimizer),
             self.config.argument("offload_weights", offload_weights),
             path := self.config.argument("offload_path", offload_path),
-            self.config.ratio(offload_ratio, optimizer),
         )
         super().__init__(
             accelerator=accelerator,

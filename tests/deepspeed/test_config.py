@@ -90,7 +90,7 @@ ACTING = {
         {"arguments": {"offload_optimizer": "nvme"}},
     ),
     "zero_optimization.offload_optimizer.nvme_path": ("/a", {"arguments": {"offload_path": "/a"}}),
-    "zero_optimization.offload_optimizer.ratio": (0.3, {"arguments": {"offload_ratio": 0.3}}),
+    "zero_optimization.offload_optimizer.ratio": (1, {}),
     "zero_optimization.offload_param.device": ("nvme", {"arguments": {"offload_weights": "nvme"}}),
     "zero_optimization.offload_param.nvme_path": ("/a", {"arguments": {"offload_path": "/a"}}),
     "communication_data_type": ("bf16", {"arguments": {"reduce_dtype": torch.bfloat16}}),
@@ -124,7 +124,7 @@ def test_offload_blocks_act_refuse_or_ask_for_nothing() -> None:
         blocks = {"offload_optimizer": optimizer, "offload_param": param}
         return Config.read({"zero_optimization": {"stage": 3, **blocks}})
 
-    off = {"device": "none", "ratio": 0.5, "pin_memory": True}
+    off = {"device": "none", "ratio": 1, "pin_memory": True}
     assert read(off, {"device": "none"}) == Config(arguments={"stage": 3})
     on = {"device": "nvme", "nvme_path": "/a"}
     arguments = {"offload_optimizer": "nvme", "offload_weights": "nvme", "offload_path": "/a"}
@@ -139,20 +139,8 @@ def test_offload_blocks_act_refuse_or_ask_for_nothing() -> None:
     assert host == {"stage": 3, "offload_optimizer": "cpu", "offload_weights": "cpu"}
     with pytest.raises(ValueError, match=r"offload_param\.device .* none, cpu, nvme, got 'disk'"):
         read(on, {"device": "disk"})
-    assert "offload_ratio" not in read({**on, "ratio": 1}, on).arguments
-    blocks["offload_optimizer"] = {**on, "ratio": 0.5}
-    settings = ZeROStrategy(config={"zero_optimization": blocks}).settings
-    assert settings.offload == Offload("nvme", "nvme", 0.5)
-    for device in ({}, {"device": "auto"}):
-        blocks["offload_optimizer"] = {**device, "ratio": 0.5}
-        strategy = ZeROStrategy(config={"zero_optimization": blocks})
-        assert strategy.settings.offload == Offload(weights="nvme")
-        assert (
-            "offload_optimizer.ratio in the DeepSpeed configuration is 0.5 and has no effect"
-            in (" ".join(strategy.config.warnings))
-        )
-    for ratio in (0, 1.5):
-        with pytest.raises(ValueError, match=r"offload_optimizer\.ratio .* above 0 and at most 1"):
+    for ratio in (0, 0.5, 1.5):
+        with pytest.raises(ValueError, match=r"offloaded as a whole or not at all. Remove the key"):
             read({**on, "ratio": ratio}, on)
     with pytest.raises(ValueError, match="but all files go into one folder"):
         read(on, {**on, "nvme_path": "/b"})

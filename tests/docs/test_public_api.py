@@ -57,7 +57,6 @@ def test_arguments_are_frozen() -> None:
         "stochastic_rounding",
         "offload_optimizer",
         "offload_weights",
-        "offload_ratio",
         "offload_path",
         "restore_weights",
         "checkpoint",

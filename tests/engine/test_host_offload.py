@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -32,7 +31,6 @@ from tests.oracle.painted import beside_the_host, late_landings, late_readings
 from tests.oracle.parity import assert_parity
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import CPU, shard, train
-from tests.oracle.turns import turn_of
 
 STEPS, MICRO = 3, 2
 
@@ -49,33 +47,23 @@ def own(model: nn.Module) -> Optimizer:
     return GroupCounting(model.parameters())
 
 
-def compare(
-    stage: int,
-    make: Callable[[nn.Module], Optimizer],
-    ratios: Iterable[float] = (1.0, 0.3),
-    **how: Any,
-) -> None:
+def compare(stage: int, make: Callable[[nn.Module], Optimizer], **how: Any) -> None:
     run = partial(train, "transformer", make, stage=stage, **how)
     expected = run()
-    for ratio in ratios:
-        with beside_the_host():
-            actual = run(offload=Offload.of_stage(stage, "cpu", ratio=ratio))
-        assert_parity(actual, expected, ulps=0)
+    with beside_the_host():
+        actual = run(offload=Offload.of_stage(stage, "cpu"))
+    assert_parity(actual, expected, ulps=0)
 
 
 def compare_all() -> None:
-    """One rank runs each case with one of the ratios, two run it with the other one."""
-    world, ratios = dist.get_world_size(), (1.0, 0.3)
-    cases = itertools.product((1, 2, 3), ("32-true", "bf16-mixed"))
-    for number, (stage, precision) in enumerate(cases):
-        turn = turn_of(world + stage + number, ratios)
-        compare(stage, adamw, turn, precision=precision, accumulate=2, clip_norm=0.1)
-    for number, precision in enumerate(("16-mixed", "bf16-true")):
-        compare(3, momentum, turn_of(world + number, ratios), precision=precision, steps=4)
-    compare(2, adamw, [0.3], accumulate=2, policy="local")
-    compare(3, own, [0.3], accumulate=2, clip_norm=0.1)
+    for stage, precision in itertools.product((1, 2, 3), ("32-true", "bf16-mixed")):
+        compare(stage, adamw, precision=precision, accumulate=2, clip_norm=0.1)
+    for precision in ("16-mixed", "bf16-true"):
+        compare(3, momentum, precision=precision, steps=4)
+    compare(2, adamw, accumulate=2, policy="local")
+    compare(3, own, accumulate=2, clip_norm=0.1)
     for wires in ({"direct": True, "windows": False}, {"direct": False}):
-        compare(3, momentum, [0.3], comm=Communicator(CPU, **wires))
+        compare(3, momentum, comm=Communicator(CPU, **wires))
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -83,16 +71,11 @@ def test_the_bits_are_those_of_the_device(ranks: Pools, world: int) -> None:
     ranks(world).run(compare_all)
 
 
-def crossed(
-    stage: int, folder: str | None = None, ratio: float = 1.0
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Return what copies moved in a step, and must have: a shard for each gather and reduction.
-
-    Of that the share which is offloaded.
-    """
+def crossed(stage: int, folder: str | None = None) -> tuple[dict[str, int], dict[str, int]]:
+    """Return what copies moved in a step, and must have: a shard for each gather and reduction."""
     case = MODELS["transformer"]
     model = case.build()
-    offload = Offload.of_stage(stage, "cpu" if folder is None else "nvme", ratio=ratio)
+    offload = Offload.of_stage(stage, "cpu" if folder is None else "nvme")
     with beside_the_host() as memories:
         engine = shard(model, stage=stage, offload=offload, offload_path=folder or ".")
         optimizer = momentum(model)
@@ -105,13 +88,9 @@ def crossed(
             optimizer.zero_grad()
         moved, sent = dict(memories.crossed), engine.comm.traffic
         held = engine.sharded.memory()
-        if ratio == 1:
-            assert held["master"] == held["states"] == held["gradients"] == 0
-            assert (held["weights"] > 0) == (stage < 3)
-        else:
-            near_the_ratio(engine, optimizer, ratio, held, "host" if folder is None else "disk")
+        assert held["master"] == held["states"] == held["gradients"] == 0
+        assert (held["weights"] > 0) == (stage < 3)
         assert held["host states" if folder is None else "disk states"] > 0
-        shares = {u.label: u.flat_parameters[0].store.share_away for u in engine.sharded.units}
         assert all(len(unit.flat_parameters) == 1 for unit in engine.sharded.units)
         engine.close()
     for way, nbytes in moved.items():
@@ -119,59 +98,10 @@ def crossed(
     # With two ranks each sends its shard once.
     ways = {"gather": "up", "reduce": "down"}
     expected = dict.fromkeys(ways.values(), 0)
-    for (unit, verb), sum_ in sent.items():
+    for (_, verb), sum_ in sent.items():
         if verb in ways:
-            expected[ways[verb]] += round(shares[unit] * sum_.bytes)
+            expected[ways[verb]] += sum_.bytes
     return moved, expected
-
-
-def near_the_ratio(
-    engine: Engine, optimizer: Optimizer, ratio: float, held: dict[str, int], where: str
-) -> None:
-    """Masters, states and gradients are divided alike, by whole pieces, as near as these allow."""
-    pieces = engine.sharded.pieces
-    largest = max(piece.part.nbytes for piece in pieces)
-    kind = "weights" if engine.sharded.settings.stage == 3 else "master"
-    away, here = held[f"{where} {kind}"], held[kind]
-    padded = 64 * 4
-    assert abs(away - ratio * (away + here)) <= largest / 2 + padded
-    staying = [piece for piece in pieces if piece.stays]
-    assert 0 < len(staying) < len(pieces)
-    momenta = [optimizer.state[piece]["momentum_buffer"] for piece in staying if piece.range.numel]
-    assert held["states"] == sum(state.nbytes for state in momenta)
-    assert held["gradients"] == held["host gradients"] == 0
-
-
-def stepped(fused: bool | None) -> list[set[str]]:
-    """The memories of each call of the fused kernel in a step."""
-    found: list[set[str]] = []
-    case = MODELS["transformer"]
-    model = case.build()
-    kernel = torch._fused_adam_
-    with beside_the_host() as memories:
-
-        def noting(params: list[Tensor], *args: Any, **more: Any) -> Any:
-            found.append({memories.colour(one) for one in params})
-            return kernel(params, *args, **more)
-
-        engine = shard(model, offload=Offload("cpu", "cpu", 0.5))
-        optimizer = torch.optim.Adam(model.parameters(), 0.1, fused=fused)
-        engine.adopt(optimizer)
-        case.loss(model, case.batch(4, 0)).backward()
-        with mock.patch.object(torch, "_fused_adam_", noting):
-            optimizer.step()
-        assert optimizer.param_groups[0]["fused"] is fused
-        engine.close()
-    return found
-
-
-def test_the_devices_share_is_stepped_first_as_torch_would(ranks: Pools) -> None:
-    """Only what is stepped on the host is fused, unless the user says so."""
-    [[first, *others]] = ranks(1).run(stepped, True)
-    assert first == {"device"}
-    assert len(others) > 1
-    assert all(memories == {"host"} for memories in others)
-    assert ranks(1).run(stepped, None) == [others]
 
 
 @pytest.mark.parametrize("fused", [True, None])
@@ -268,23 +198,21 @@ def test_what_is_unfrozen_later_stays(ranks: Pools, tmp_path: Any, stage: int) -
 
 def in_copies() -> None:
     for stage, policy in ((2, "reduce"), (3, "local")):
-        compare(stage, momentum, [0.6], shard=2, accumulate=2, policy=policy)
+        compare(stage, momentum, shard=2, accumulate=2, policy=policy)
 
 
 def test_copies_are_joined_on_the_devices(ranks: Pools) -> None:
     ranks(4).run(in_copies)
 
 
-@pytest.mark.parametrize("ratio", [1.0, 0.3])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_what_crosses_is_the_formulas(ranks: Pools, stage: int, ratio: float) -> None:
-    for actual, expected in ranks(2).run(crossed, stage, None, ratio):
+def test_what_crosses_is_the_formulas(ranks: Pools, stage: int) -> None:
+    for actual, expected in ranks(2).run(crossed, stage):
         assert actual == expected
 
 
-@pytest.mark.parametrize("ratio", [1.0, 0.3])
-def test_files_are_of_the_host_too(ranks: Pools, tmp_path: Any, ratio: float) -> None:
-    for actual, expected in ranks(2).run(crossed, 3, str(tmp_path), ratio):
+def test_files_are_of_the_host_too(ranks: Pools, tmp_path: Any) -> None:
+    for actual, expected in ranks(2).run(crossed, 3, str(tmp_path)):
         assert actual == expected
 
 
@@ -345,10 +273,9 @@ def compare_edited() -> None:
         return late(down, copies, out, source, then)
 
     # Nothing is painted: on a CPU an edit's copy to the host is none.
-    for ratio in (1.0, 0.5):
-        with beside_the_host(painted=False), mock.patch.object(HostCopies, "down", slow):
-            actual = trained(offload=Offload("cpu", "cpu", ratio))
-        assert all(torch.equal(value, expected[name]) for name, value in actual.items())
+    with beside_the_host(painted=False), mock.patch.object(HostCopies, "down", slow):
+        actual = trained(offload=Offload("cpu", "cpu"))
+    assert all(torch.equal(value, expected[name]) for name, value in actual.items())
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -360,7 +287,6 @@ def test_a_host_without_a_device_is_refused() -> None:
     for offload, message in (
         (Offload("cpu", "cpu"), r"Offload to 'cpu' needs a device other than the host"),
         (Offload("cpu"), r"Offload to 'cpu' needs a device other than the host"),
-        (Offload("nvme", "nvme", 0.5), r"offload_ratio=0\.5 leaves a share on a device other"),
     ):
         settings = Settings(stage=3 if offload.weights else 2, offload=offload)
         with pytest.raises(ValueError, match=message):

@@ -776,7 +776,6 @@ def test_states_that_exceed_a_limit_of_memory_train_from_files(
     ("change", "words"),
     [
         ({"offload": Offload("cpu", "nvme")}, "weights rest beside their masters"),
-        ({"offload": Offload("nvme", "nvme", 0.5)}, "accelerator='cpu' has none"),
         ({"offload": Offload("nvme", "nvme"), "stage": 2}, "so offload_weights has no effect"),
         (
             {"offload": Offload("nvme"), "device": torch.device("cuda")},

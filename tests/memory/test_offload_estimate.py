@@ -70,8 +70,7 @@ def test_what_rests_where(
         (Offload("nvme"), 8 / N, 0, 8 / N),
         (Offload(weights="nvme"), 12 / N, 0, 4 / N),
         # Beside an accelerator, which the device is assumed to be.
-        (Offload("cpu", "cpu", 0.25), 12 / N, 4 / N, 0),
-        (Offload("nvme", "nvme", 0.25), 12 / N, 1 / N, 3 / N),
+        (Offload("cpu", "cpu"), 0, 16 / N, 0),
     ],
 )
 def test_homes_move_in_part(offload: Offload, device: float, host: float, disk: float) -> None:
@@ -199,34 +198,6 @@ def test_a_bad_offload_is_named(change: dict[str, Any], message: str) -> None:
 def test_an_offload_of_nothing_is_named() -> None:
     with pytest.raises(ValueError, match="Expected an offload of the optimizer, the weights"):
         Offload()
-    for ratio in (0, "0.5", None, True, float("nan")):
-        text = f"Expected offload_ratio to be above 0 and at most 1, got {ratio!r}. To"
-        with pytest.raises(ValueError, match=re.escape(text)):
-            Offload("cpu", ratio=ratio)  # type: ignore[arg-type]
-
-
-def test_ranks_differ_by_their_pieces(capsys: Any) -> None:
-    half = Offload("cpu", "cpu", 0.5)
-
-    def of_rank(rank: int) -> Estimate:
-        return estimate(
-            lambda: nn.Linear(64, 40), world_size=2, offload=half, optimizer="sgd", rank=rank
-        )
-
-    ranks = [of_rank(rank) for rank in range(2)]
-    away = [one.host["weights"] / (one.host["weights"] + one.resting["weights"]) for one in ranks]
-    assert ranks[0].shares_away == ranks[1].shares_away == (min(away), max(away))
-    assert away[0] != away[1]
-    assert estimate(P, offload=half).shares_away == (0.5, 0.5)
-    words = ["torch.nn:Linear", "--args", "in_features=64", "out_features=40", "--optimizer", "sgd"]
-    words += ["--ranks", "2", "--offload", "cpu"]
-    _, out, _ = run(capsys, *words, "--offload-ratio", "0.5")
-    line = (
-        f"Its ranks offload {min(away):.1%} to {max(away):.1%} of masters and states; the figures\n"
-        "are those of rank 0."
-    )
-    assert out.count(line) == 2
-    assert "the figures" not in run(capsys, *words)[1]
 
 
 def test_columns_have_the_strategies_names() -> None:
@@ -235,8 +206,6 @@ def test_columns_have_the_strategies_names() -> None:
         one.name for one in compare(subject, (3,), [2], offloads=named_offloads("cpu", "nvme"))
     ]
     assert names == ["zero3", "zero2_offload", "zero3_offload", "zero3_nvme"]
-    half = compare(subject, (), [2], offloads=named_offloads("nvme", ratio=0.5))
-    assert [one.name for one in half] == ["zero3_nvme 50%"]
     assert estimate(P, offload=Offload("nvme")).name == "zero3, optimizer on nvme"
 
 
@@ -344,16 +313,15 @@ def test_command_knows_the_nodes_of_a_configuration(capsys: Any, tmp_path: Any) 
 
 def test_command_reads_the_offload_of_a_configuration(capsys: Any, tmp_path: Any) -> None:
     config = tmp_path / "config.yaml"
-    files = "offload_optimizer: nvme, offload_weights: nvme, offload_path: /a, offload_ratio: 0.5"
+    files = "offload_optimizer: nvme, offload_weights: nvme, offload_path: /a"
     config.write_text(
         "trainer: {devices: 2, strategy: {class_path: lightning_zero.ZeROStrategy, init_args:"
         f" {{stage: 3, {files}}}}}}}\n"
     )
     words = [str(config), "--model", "torch.nn:Linear", "--args", "in_features=8"]
-    for more, name in (([], "zero3_nvme 50%"), (["--offload-ratio", "1"], "zero3_nvme")):
-        code, out, _ = run(capsys, *words, "out_features=8", *more)
-        assert code == 0
-        assert f"{name}, 2 ranks: 2 per node, which need" in out
+    code, out, _ = run(capsys, *words, "out_features=8")
+    assert code == 0
+    assert "zero3_nvme, 2 ranks: 2 per node, which need" in out
     assert "disk states" in out
     assert "Not read" not in out
 
@@ -362,8 +330,6 @@ def test_command_reads_the_offload_of_a_configuration(capsys: Any, tmp_path: Any
     ("words", "message"),
     [
         (["10B", "--host-memory", "1TB"], "only with --device-memory"),
-        (["10B", "--offload", "cpu", "--offload-ratio", "2"], "Expected offload_ratio to be"),
-        (["10B", "--offload-ratio", "0.5"], "--offload-ratio 0.5 has no effect without offload"),
         (["10B", "--ranks-per-node", "0"], "Expected ranks_per_node >= 1, got 0."),
     ],
 )
@@ -377,9 +343,9 @@ def test_command_names_a_mistake(capsys: Any, words: list[str], message: str) ->
 MIXED = RECIPES["bf16-mixed"]
 
 
-def of_a_share(folder: str, stage: int, medium: str, ratio: float) -> list[tuple[Any, Any]]:
+def beside_a_run(folder: str, stage: int, medium: str) -> list[tuple[Any, Any]]:
     """Bytes at rest and on their way in files, of a run beside a host and as predicted."""
-    offload = Offload.of_stage(stage, medium, ratio=ratio)
+    offload = Offload.of_stage(stage, medium)
     with beside_the_host(painted=False):
         model = large()
         settings = Settings(stage, MIXED, (nn.Linear,), offload=offload, offload_path=folder)
@@ -414,9 +380,9 @@ def of_a_share(folder: str, stage: int, medium: str, ratio: float) -> list[tuple
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_share_is_what_a_run_has(ranks: Pools, tmp_path: Path, world: int) -> None:
-    for stage, medium, ratio in ((1, "cpu", 0.5), (2, "nvme", 0.3), (3, "nvme", 0.6)):
-        for pairs in ranks(world).run(of_a_share, str(tmp_path), stage, medium, ratio):
+def test_an_offload_is_what_a_run_has(ranks: Pools, tmp_path: Path, world: int) -> None:
+    for stage, medium in ((1, "cpu"), (2, "nvme"), (3, "nvme")):
+        for pairs in ranks(world).run(beside_a_run, str(tmp_path), stage, medium):
             assert [held for held, _ in pairs] == [count for _, count in pairs]
 
 

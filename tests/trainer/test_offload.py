@@ -194,13 +194,6 @@ def test_a_torn_step_is_neither_saved_for_its_exception_nor_made_whole(
             {"stage": 2, "offload_optimizer": "nvme", "async_checkpoint": True},
             "async_checkpoint=True copies",
         ),
-        (
-            {"offload_optimizer": "cpu", "stage": 2, "offload_ratio": 1.5},
-            "offload_ratio to be above 0 and",
-        ),
-        ({"offload_optimizer": "cpu", "stage": 2, "offload_ratio": 0}, "ratio to be above 0 and"),
-        ({"offload_weights": "nvme", "offload_ratio": 0.5}, "no effect without offload_optimizer"),
-        ({"offload_ratio": 0.5}, "offload_ratio=0.5 has no effect without offload. Remove it"),
     ],
 )
 def test_what_contradicts_is_refused(arguments: dict[str, Any], words: str) -> None:
@@ -211,57 +204,31 @@ def test_what_contradicts_is_refused(arguments: dict[str, Any], words: str) -> N
 # ---------------------------------------------------------------------------- host memory
 
 
-def strategy_of(name: str, ratio: float) -> Any:
-    media = ("cpu", "cpu" if "3" in name else None)
-    if ratio == 1:
-        return name
-    return ZeROStrategy(
-        int(name[4]), offload_optimizer=media[0], offload_weights=media[1], offload_ratio=ratio
-    )
-
-
-def on_host(
-    folder: str, name: str, precision: str, ratio: float, other_ratio: float
-) -> tuple[list[str], dict[str, int]]:
-    """Resumes beside a host from a run without, or with another ratio, and the other way round."""
+def on_host(folder: str, name: str, precision: str) -> tuple[list[str], dict[str, int]]:
+    """Resumes beside a host from a run without, and the other way round."""
     stage = "zero2" if "2" in name else "zero3"
     whole = fit(stage, folder, precision=precision).state_dict()
     monitor = MemoryMonitor()
     with beside_the_host(painted=False):
         stop = Stop(f"{folder}/host.ckpt", 5)
-        fit(strategy_of(name, ratio), folder, stop, precision=precision)
-        path, other = f"{folder}/host.ckpt", strategy_of(name, other_ratio)
-        if ratio != other_ratio:
-            found = fit(other, folder, path=path, precision=precision).state_dict()
-            assert all(torch.equal(value, whole[key]) for key, value in found.items())
+        fit(name, folder, stop, precision=precision)
     found = fit(stage, folder, Stop(f"{folder}/device.ckpt", 5), precision=precision)
     found = fit(stage, folder, path=f"{folder}/host.ckpt", precision=precision).state_dict()
     assert all(torch.equal(value, whole[key]) for key, value in found.items())
     with beside_the_host(painted=False):
         path = f"{folder}/device.ckpt"
-        strategy = strategy_of(name, ratio)
-        found = fit(strategy, folder, monitor, path=path, precision=precision).state_dict()
+        found = fit(name, folder, monitor, path=path, precision=precision).state_dict()
     assert all(torch.equal(value, whole[key]) for key, value in found.items())
     return monitor.differences, monitor.measured["step"]
 
 
 @pytest.mark.parametrize("name", ["zero2_offload", "zero3_offload"])
 def test_states_on_the_host(ranks: Pools, tmp_path: Path, name: str) -> None:
-    for differences, held in ranks(2).run(on_host, str(tmp_path), name, "bf16-mixed", 1.0, 1.0):
+    for differences, held in ranks(2).run(on_host, str(tmp_path), name, "bf16-mixed"):
         assert differences == []
         assert held["states"] == held["master"] == 0
         assert held["host states"] > 0
         assert held["host master"] > 0
-
-
-@pytest.mark.parametrize(("name", "precision"), [("zero2", "32-true"), ("zero3", "bf16-mixed")])
-def test_a_share_of_states_on_the_host(
-    ranks: Pools, tmp_path: Path, name: str, precision: str
-) -> None:
-    for differences, held in ranks(2).run(on_host, str(tmp_path), name, precision, 0.5, 0.3):
-        assert differences == []
-        assert held["host states"] > 0
-        assert held["states"] > 0
 
 
 def refused(folder: str) -> None:

@@ -16,7 +16,6 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_zero import ZeROStrategy
 from lightning_zero.checkpoint import load, write_safetensors
 from lightning_zero.comm import Control, HostCopies, Scratch
 from lightning_zero.parameters import streams
@@ -395,21 +394,6 @@ def test_a_device_gets_it_from_threads_of_its_host(
     ranks(num_ranks).run(written, str(tmp_path))
     path = str(LAYOUTS[layout](tmp_path))
     ranks(num_ranks).run(beside, str(tmp_path), path, precision)
-
-
-def shared(folder: str, path: str) -> None:
-    """A share that stays on the device is copied there, and what goes to files is in files."""
-    [expected, *_] = outputs("zero3", folder, path)
-    how = {"offload_optimizer": "nvme", "offload_weights": "nvme", "offload_ratio": 0.5}
-    with beside_the_host():
-        strategy: Any = ZeROStrategy(3, **how)
-        [found, _, is_stream] = outputs(strategy, folder, path)
-    assert not is_stream
-    assert all(map(torch.equal, found, expected))
-
-
-def test_a_share_is_copied(ranks: Pools, tmp_path: Path) -> None:
-    ranks(1).run(shared, str(tmp_path), str(as_lightning(tmp_path)))
 
 
 # ---------------------------------------------------------------------------- changes, damage
