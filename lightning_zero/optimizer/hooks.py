@@ -15,7 +15,7 @@ from lightning_zero.optimizer import pieces
 from lightning_zero.optimizer.outside import Announced
 from lightning_zero.optimizer.owners import WholeStep
 from lightning_zero.optimizer.probe import Verdict, verdict_of
-from lightning_zero.optimizer.steppers import Stepper
+from lightning_zero.optimizer.steppers import Call, Stepper
 from lightning_zero.optimizer.taint import Way
 from lightning_zero.optimizer.unit_step import call_as
 from lightning_zero.parameters import Piece, drop_gradients, settle, unsettle
@@ -144,26 +144,25 @@ class OptimizerHooks:
                 f"A step pre-hook of {type(optimizer).__name__} would run after units have been"
                 " stepped. Register it with the optimizer's own register_step_pre_hook()."
             )
-        self._stepper.enter()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            self.begin(optimizer)
+            self._begin(optimizer)
             return args, kwargs
         if not self.verdict.waits_for_closure:
-            self.begin(optimizer)
+            self._begin(optimizer)
 
         def closure_and_begin() -> Any:
             self._end()
             result = self._stepper.mean_of(closure())
             self._point(optimizer)
-            self.begin(optimizer)
+            self._begin(optimizer)
             return result
 
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
         return (args[0], *args[2:]), {**rest, "closure": closure_and_begin}
 
-    def begin(self, optimizer: Optimizer) -> None:
-        """Prepare for the optimizer to change masters."""
+    def _begin(self, optimizer: Optimizer, call: Call | None = None) -> None:
+        """Prepare for the optimizer to change masters, by ``call`` or in a step."""
         for piece in self._pieces:
             view = piece.gradient
             is_own = view.state.is_unsynced and piece.grad is view.shown
@@ -179,7 +178,7 @@ class OptimizerHooks:
         self._before()
         settle(self._pieces)
         self._is_begun = True
-        self._stepper.begin()
+        self._stepper.begin(call)
 
     def _end(self) -> None:
         """Refresh the weights, if the optimizer could have changed masters."""
@@ -196,8 +195,7 @@ class OptimizerHooks:
             return method(*args)
         self._stepper.check()
         self._point(optimizer)
-        self._stepper.enter(lambda stand_in: call_as(method, stand_in, *args))
-        self.begin(optimizer)
+        self._begin(optimizer, lambda stand_in: call_as(method, stand_in, *args))
         try:
             result = method(*args)
         except BaseException:

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from lightning_zero.comm import Communicator, SyncPoint
 from lightning_zero.optimizer.pieces import owned
-from lightning_zero.optimizer.steppers import Stepper, exchange
+from lightning_zero.optimizer.steppers import Call, Stepper, exchange
 from lightning_zero.optimizer.taint import Way
 from lightning_zero.parameters import Piece
 from lightning_zero.tensors import lasting_tensors
@@ -152,7 +152,7 @@ class WholeStep(Stepper):
         return mean.to(loss) if isinstance(loss, Tensor) else mean.item()
 
     @override
-    def begin(self) -> None:
+    def begin(self, call: Call | None = None) -> None:
         """Put whole parameters into the param groups; a collective."""
         wholes = list(self._wholes.values())
         have_grads = bytes([whole.piece.reduced is not None for whole in wholes])

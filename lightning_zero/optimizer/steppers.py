@@ -94,15 +94,15 @@ class Stepper(OfOptimizer):
 
     # -- a step ----------------------------------------------------------------------------------
 
-    def enter(self, call: Call | None = None) -> None:
-        """Prepare for ``call`` on all members, by default for a step."""
-
     def mean_of(self, loss: Any) -> Any:
         """Return what a closure's loss is to the optimizer."""
         return loss
 
-    def begin(self) -> None:
-        """Prepare for the user's own call to step what is in the param groups."""
+    def begin(self, call: Call | None = None) -> None:
+        """Prepare for the user's own call on what is then in the param groups.
+
+        ``call`` does the same to a stand-in of the optimizer; by default it is a step.
+        """
 
     def end(self) -> None:
         """Take in what that call has stepped."""

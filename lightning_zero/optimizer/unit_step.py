@@ -88,7 +88,6 @@ class UnitStep(Stepper):
         # Torch wraps the step of a class to call the hooks; unwrap it.
         kind = type(self.optimizer)
         self.step: Call = getattr(kind.step, "__wrapped__", kind.step)
-        self._call: Call = self.step
 
     def _open_groups(self) -> list[int]:
         """Return the groups that may be stepped fused, as the user has not chosen otherwise.
@@ -143,11 +142,6 @@ class UnitStep(Stepper):
     # -- a step ----------------------------------------------------------------------------------
 
     @override
-    def enter(self, call: Call | None = None) -> None:
-        """Set what is called for each batch, by default the step."""
-        self._call = call or self.step
-
-    @override
     def check(self) -> None:
         super().check()
         if self.is_torn:
@@ -163,20 +157,20 @@ class UnitStep(Stepper):
             self._under_way = None
             with contextlib.suppress(OSError):  # already raised by the step
                 self.states.close()
-        self._call = self.step
 
     @override
-    def begin(self) -> None:
+    def begin(self, call: Call | None = None) -> None:
         """Step all batches but the last, and leave that one to the call under way."""
         self._begin = time.perf_counter()
         batches = self._cut()
         # Not torn yet: if memory is lacking, the step may be tried again.
         self.states.open([*batches])
-        step = _UnderWay(self.optimizer, batches, self._open_groups())
+        step = _UnderWay(self.optimizer, self._open_groups())
         self._under_way, self.is_torn = step, True
-        while len(step.left) > 1:
-            self._step_batch(step, *step.next())
-        self._fetch(step, self.optimizer, *step.next())
+        *others, last = batches.items()
+        for number, members in others:
+            self._step_batch(step, number, members, call or self.step)
+        self._fetch(step, self.optimizer, *last)
 
     @override
     def end(self) -> None:
@@ -186,17 +180,16 @@ class UnitStep(Stepper):
         self.states.close()
         self._under_way.restore(self.optimizer)
         self._under_way = None
-        self._call = self.step
         self.is_torn = False
         if self._ledger is not None:
             self._ledger.spend("stepping", time.perf_counter() - self._begin)
 
     @torch.no_grad()
-    def _step_batch(self, step: _UnderWay, number: int, members: Groups) -> None:
+    def _step_batch(self, step: _UnderWay, number: int, members: Groups, call: Call) -> None:
         self._fetch(step, step.stand_in, number, members)
         outside = step.outside
         with contextlib.nullcontext() if outside is None else outside.lent_to(step.stand_in):
-            self._call(step.stand_in)
+            call(step.stand_in)
         self.states.flush()
 
     def _fetch(self, step: _UnderWay, who: Optimizer, number: int, members: Groups) -> None:
@@ -232,18 +225,15 @@ class _UnderWay:
 
     Args:
         optimizer: The user's optimizer.
-        left: The members of each batch, by number, in the order of the step.
         to_fuse: The groups whose batches are stepped fused.
 
     Attributes:
-        left: The batches that have not begun; the last is for the user's own call.
-        stand_in: Steps all but the last. It has the optimizer's options and states but its own
-            groups.
+        stand_in: Steps all batches but the last. It has the optimizer's options and states, and
+            groups of its own.
         outside: What the optimizer keeps for all members; ``None`` if a step changes none of it.
     """
 
-    def __init__(self, optimizer: Optimizer, left: dict[int, Groups], to_fuse: list[int]) -> None:
-        self.left = left
+    def __init__(self, optimizer: Optimizer, to_fuse: list[int]) -> None:
         self.outside = None if is_known(optimizer) else Outside(optimizer)
         self._to_fuse = to_fuse
         groups = optimizer.param_groups
@@ -256,11 +246,6 @@ class _UnderWay:
         for group in self.stand_in.param_groups:
             if "param_names" in group:
                 group["param_names"] = []
-
-    def next(self) -> tuple[int, Groups]:
-        """Take the next of the batches that are left."""
-        number = next(iter(self.left))
-        return number, self.left.pop(number)
 
     def narrow(self, who: Optimizer, members: Groups, *, fuses: bool) -> None:
         """Make the param groups of ``who`` hold only these members."""
