@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint bench bench-offload bench-hosts wires faults gpu
+.PHONY: train test lint docs package bench bench-offload bench-hosts wires faults gpu
 .DEFAULT_GOAL := test
 
 # Train a small GPT under stage 3 on two processes; ARGS adds to the command line.
@@ -17,6 +17,15 @@ lint: .venv/stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy lightning_zero
+
+# The site, in site/; a broken link or a public name without a docstring is an error.
+docs: .venv/docs
+	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+# Wheel and source distribution, in dist/, checked as an index would.
+package: .venv/docs
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/*
 
 # Step time, memory and traffic beside DDP, FSDP and others; ARGS adds to the command line.
 bench: .venv/stamp
@@ -49,4 +58,8 @@ gpu:
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet torch==2.13.0
 	$(BIN)/pip install --quiet --group dev --editable .
+	touch $@
+
+.venv/docs: .venv/stamp
+	$(BIN)/pip install --quiet --group docs
 	touch $@

@@ -111,17 +111,17 @@ class GPT(LightningModule):
         return self.head(self.norm(x))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self._loss(batch)
+        loss = self.loss_of(batch)
         self.train_loss(loss.detach())
         self.log("loss", loss, prog_bar=True)
         self.log("train_loss", self.train_loss, on_step=False, on_epoch=True)
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.val_loss(self._loss(batch))
+        self.val_loss(self.loss_of(batch))
         self.log("val_loss", self.val_loss, prog_bar=True)
 
-    def _loss(self, batch: Tensor) -> Tensor:
+    def loss_of(self, batch: Tensor) -> Tensor:
         """Return the mean nats per byte, each predicted from the bytes before it."""
         logits = self(batch[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())

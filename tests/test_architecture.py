@@ -17,13 +17,14 @@ FOLDERS = [
     "checkpoint",
     "memory",
     "deepspeed",
+    "fabric",
     "trainer",
     "commands",
     "mirror",
     "root",
 ]
 """From the ground up; ``root`` is ``__init__.py`` and ``__main__.py``."""
-LIGHTNING = {"trainer", "mirror", "root"}
+LIGHTNING = {"fabric", "trainer", "mirror", "root"}
 LIGHTNING_NAMES = ("lightning", "pytorch_lightning", "lightning_fabric")
 SUBJECTLESS = {"utils", "util", "common", "helpers", "helper", "misc", "core", "base"}
 

@@ -26,6 +26,7 @@ from lightning_zero.comm.collective_log import CollectiveLog
 from lightning_zero.comm.process_groups import (
     destroy,
     give_up,
+    give_up_devices,
     group_for,
     is_initialized,
     new_group_of_hosts,
@@ -80,7 +81,7 @@ class Control:
         self.board = Board(own_store(alone=not has_peers), prefix, self.rank, self.world_size)
         if has_peers:
             reports = Reports(self.board)
-        self.watchdog = Watchdog(self.log, reports, give_up)
+        self.watchdog = Watchdog(self.log, reports, give_up, give_up_devices)
 
     # -- sync points -----------------------------------------------------------------------------
 

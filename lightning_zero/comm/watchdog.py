@@ -17,7 +17,9 @@ Three things end a run; in each case every rank raises the same text, the **verd
 3. **A connection has broken** without an announcement. The rank that notices calls the roll: the
    threads answer where their ranks are, and a rank that does not answer is gone.
 
-Waiting ranks then give up their connections, so that the waits raise.
+Waiting ranks then give up their connections, so that the waits raise. A rank may also be blocked
+by its device, in a copy to the host behind a collective that never ends, which looks like work. So
+a rank that has not ended :data:`GRACE_SECONDS` after the verdict aborts its devices' groups.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Mapping
+from math import inf
 from time import monotonic, sleep
 from types import FrameType
 
@@ -51,6 +54,9 @@ which has computed nothing for so long waits in vain is a guess."""
 
 TICK = 0.25
 """Seconds between looks."""
+
+GRACE_SECONDS = 5.0
+"""How long after a verdict a rank that waits nowhere keeps the groups of its devices."""
 
 FAREWELL_SECONDS = 1.0
 """How long rank 0, whose exit may end the store, stays so that others can read the verdict."""
@@ -135,6 +141,7 @@ class Watchdog:
         collectives: The log of this rank.
         reports: The ranks' reports; without them nothing is watched.
         give_up: Makes pending waits on connections raise; called from the thread.
+        give_up_devices: The same for connections of devices only.
     """
 
     def __init__(
@@ -142,11 +149,13 @@ class Watchdog:
         collectives: CollectiveLog,
         reports: Reports | None = None,
         give_up: Callable[[], None] = lambda: None,
+        give_up_devices: Callable[[], None] = lambda: None,
     ) -> None:
         self._log = collectives
         self._observer = Observer(collectives)
         self._reports = reports
-        self._give_up = give_up
+        self._give_up, self._give_up_devices = give_up, give_up_devices
+        self._read_at: float | None = None  # when the verdict was read, until devices are given up
         self._mutex = threading.Lock()
         self._suspects: dict[int, Whereabouts] = {}
         self._has_reported = self._has_left = False
@@ -238,9 +247,7 @@ class Watchdog:
     def _look(self, reports: Reports) -> None:
         here = self._observer.look()
         if reports.look(self._observer.describe):
-            if here is not None and here.seconds > TICK:
-                self._log.verdict = reports.verdict
-                self._give_up()
+            self._obey(here, reports.verdict)
             return
         if here is None or here.seconds < (PATIENCE if here.number else FOREIGN_PATIENCE):
             if self._has_reported:
@@ -260,6 +267,18 @@ class Watchdog:
             log.error("%s", reports.publish(diverged([str(here) for here in everyone.values()])))
         elif any(self._suspects[rank].wait != now.wait for rank, now in everyone.items()):
             self._suspects = {}
+
+    def _obey(self, here: Whereabouts | None, verdict: str) -> None:
+        """Make this rank's waits raise, also those that only its device knows of."""
+        if here is not None and here.seconds > TICK:
+            self._log.verdict = verdict
+            self._give_up()
+        elif self._read_at is None:
+            self._read_at = monotonic()
+        elif monotonic() - self._read_at > GRACE_SECONDS:
+            self._read_at = inf
+            self._log.verdict = verdict
+            self._give_up_devices()
 
 
 _watchdogs: weakref.WeakSet[Watchdog] = weakref.WeakSet()

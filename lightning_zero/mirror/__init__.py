@@ -1,13 +1,13 @@
-"""The strategy, its precision and its monitors for projects that import ``pytorch_lightning``.
+"""The strategies, precision and monitors for ``pytorch_lightning`` and ``lightning_fabric``.
 
-``pytorch_lightning`` has separate classes and a separate registry, so its Trainer accepts no
-strategy or callback of ``lightning.pytorch``. The modules of ``lightning_zero.trainer`` are
-therefore executed a second time from the same source, with ``pytorch_lightning`` in their imports:
+These packages have classes and registries of their own, so their Trainer and Fabric accept no
+strategy or callback of ``lightning``. The modules of ``lightning_zero.trainer`` and ``.fabric`` are
+therefore executed a second time from the same source, with the other names in their imports:
 
-- ``importer``: finds and compiles them as ``lightning_zero.mirror.trainer``
+- ``importer``: finds and compiles them as ``lightning_zero.mirror.trainer`` and ``.fabric``
 - ``arrival``: calls a function when a module is imported
 
-None of this happens, and ``pytorch_lightning`` is not imported, until the project imports it::
+None of this happens, and neither is imported, until the project imports it::
 
     import lightning_zero
     from pytorch_lightning import Trainer
@@ -17,6 +17,11 @@ None of this happens, and ``pytorch_lightning`` is not imported, until the proje
         strategy=lightning_zero.mirror.ZeROStrategy(stage=2),
         callbacks=[lightning_zero.mirror.MemoryMonitor()],
     )
+
+    from lightning_fabric import Fabric
+
+    fabric = Fabric(strategy="zero3")
+    fabric = Fabric(strategy=lightning_zero.mirror.fabric.ZeROStrategy(stage=2))
 """
 
 from __future__ import annotations
@@ -48,15 +53,22 @@ sys.meta_path.insert(0, MirrorFinder())
 
 
 def __getattr__(name: str) -> Any:
+    if name == "fabric":
+        return _load_fabric()
     if name in __all__:
         return getattr(_load(), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def register_when_imported() -> None:
-    """Register the strategies with ``pytorch_lightning`` when it is imported, if ever."""
+    """Register the strategies with the packages when they are imported, if ever."""
     call_when_imported("pytorch_lightning", _load)
+    call_when_imported("lightning_fabric", _load_fabric)
 
 
 def _load() -> Any:
     return importlib.import_module(f"{__name__}.trainer")
+
+
+def _load_fabric() -> Any:
+    return importlib.import_module(f"{__name__}.fabric")

@@ -1,7 +1,7 @@
-"""A second import of ``lightning_zero.trainer``, as ``lightning_zero.mirror.trainer``.
+"""A second import of the folders that import Lightning, as ``lightning_zero.mirror.trainer`` etc.
 
 The modules are executed again from the same source, in which every import of Lightning, and of
-``lightning_zero.trainer`` itself, is renamed to the mirror's.
+these folders themselves, is renamed to the mirror's.
 """
 
 from __future__ import annotations
@@ -16,24 +16,30 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_MIRROR = "lightning_zero.mirror.trainer"
+_MIRROR = "lightning_zero.mirror"
+_REGISTRIES = {
+    "fabric": ("lightning_fabric.strategies", "STRATEGY_REGISTRY"),
+    "trainer": ("pytorch_lightning.strategies", "StrategyRegistry"),
+}
+"""The folders that are imported again, each with the registry of its strategy."""
 _NAMES = {
     "lightning.pytorch": "pytorch_lightning",
     "lightning.fabric": "lightning_fabric",
-    "lightning_zero.trainer": _MIRROR,
+    **{f"lightning_zero.{folder}": f"{_MIRROR}.{folder}" for folder in _REGISTRIES},
 }
 
 
 class MirrorFinder(MetaPathFinder):
-    """A finder of the mirror's modules in the files of ``lightning_zero.trainer``."""
+    """A finder of the mirror's modules in the files of the folders that import Lightning."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec of the mirror's module of this name, if there is one."""
-        if not f"{fullname}.".startswith(f"{_MIRROR}."):
+        inner = fullname.removeprefix(f"{_MIRROR}.").split(".")
+        if not fullname.startswith(f"{_MIRROR}.") or inner[0] not in _REGISTRIES:
             return None
-        place = _PACKAGE.joinpath(*fullname.split(".")[2:])
+        place = _PACKAGE.joinpath(*inner)
         is_package = place.is_dir()
         file = place / "__init__.py" if is_package else place.with_suffix(".py")
         if not file.exists():
@@ -53,11 +59,12 @@ class _MirrorLoader(SourceFileLoader):
     """
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute the module; register the strategies once the whole package is executed."""
+        """Execute the module; register the strategies once a whole folder is executed."""
         super().exec_module(module)
-        if module.__name__ == _MIRROR:
+        where = _REGISTRIES.get(module.__name__.removeprefix(f"{_MIRROR}."))
+        if where is not None:
             # Not when pytorch_lightning is imported: that may be in the middle of this.
-            registry = import_module("pytorch_lightning.strategies").StrategyRegistry
+            registry = getattr(import_module(where[0]), where[1])
             module.ZeROStrategy.register_strategies(registry)
 
     def get_code(self, fullname: str) -> CodeType:

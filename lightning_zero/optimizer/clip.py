@@ -65,9 +65,25 @@ def total_norm(pieces: Sequence[Piece], comm: Communicator, norm_type: float = 2
 
 
 @torch.no_grad()
-def clip_by_norm(pieces: Sequence[Piece], comm: Communicator, max_norm: float) -> Tensor:
-    """Scale the gradients to a total 2-norm of at most ``max_norm``; return the norm before."""
-    norm = total_norm(pieces, comm)
+def clip_by_norm(
+    pieces: Sequence[Piece],
+    comm: Communicator,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale the gradients to a total norm of at most ``max_norm``; return the norm before.
+
+    Raises:
+        RuntimeError: The norm is not finite, on all ranks, if ``error_if_nonfinite``.
+    """
+    norm = total_norm(pieces, comm, norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} of the gradients is not finite, so they cannot be"
+            " clipped. To scale them by it anyway, set `error_if_nonfinite=False`."
+        )
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for grads in _lists_of(pieces):
         torch._foreach_mul_(grads, factor.to(grads[0].device))

@@ -34,11 +34,11 @@ from lightning_zero.checkpoint import (
     ranges_of_optimizers,
 )
 from lightning_zero.engine import Engine
+from lightning_zero.fabric import Options
 from lightning_zero.optimizer import members, parameter_of, stepper_of
 from lightning_zero.parameters import Source
 from lightning_zero.plan import Settings
 from lightning_zero.trainer.internals import StoredPath, unwrapped
-from lightning_zero.trainer.options import Options
 from lightning_zero.trainer.run import callbacks_of
 from lightning_zero.trainer.steps import SteppingStrategy
 

@@ -14,14 +14,11 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.fabric.strategies import _StrategyRegistry
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -51,17 +48,6 @@ def unwrapped(optimizer: Any) -> Optimizer:
     inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
     assert isinstance(inner, Optimizer)
     return inner
-
-
-def to_device_but_parameters(module: pl.LightningModule, device: torch.device) -> None:
-    """Move buffers and metrics as ``module.to`` does, but not the parameters."""
-    for child in module.modules():
-        if isinstance(child, Metric):
-            child.to(device)
-        for name, buffer in child._buffers.items():
-            if buffer is not None and not buffer.is_meta:
-                child._buffers[name] = buffer.to(device)
-    _update_properties(module, device=device)  # sets `module.device`
 
 
 def trainer_of(module: pl.LightningModule) -> Any:

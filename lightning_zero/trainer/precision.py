@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from lightning.pytorch.plugins.precision import (
@@ -15,28 +14,21 @@ from lightning.pytorch.plugins.precision import (
     Precision,
 )
 from torch import nn
-from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
-from lightning_zero.optimizer import FindPiece, LossScaler, clip, members, parameter_of, pieces_of
+from lightning_zero.fabric import ShardedPrecision, scaler_of
+from lightning_zero.optimizer import FindPiece, LossScaler, clip, pieces_of
 from lightning_zero.parameters import Piece
-from lightning_zero.plan import RECIPES, Recipe
+from lightning_zero.plan import RECIPES
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_CASTERS: dict[str, Callable[[], Precision]] = {
-    "64-true": DoublePrecision,
-    "bf16-true": lambda: HalfPrecision("bf16-true"),
-    "16-true": lambda: HalfPrecision("16-true"),
-}
-"""Lightning's own plugins that convert modules and inputs; the other precisions convert nothing."""
 
-
-class ZeROPrecision(Precision):
+class ZeROPrecision(ShardedPrecision, Precision):
     """The precision plugin of ``ZeROStrategy``, built from ``Trainer(precision=...)``.
 
     ============================  =======  ======  ==================================
@@ -60,24 +52,19 @@ class ZeROPrecision(Precision):
         ValueError: The precision is unknown, or a scaler is given to one that does not scale.
     """
 
+    casters: ClassVar[Mapping[str, Callable[[], Any]]] = {
+        "64-true": DoublePrecision,
+        "bf16-true": lambda: HalfPrecision("bf16-true"),
+        "16-true": lambda: HalfPrecision("16-true"),
+    }
+
     def __init__(
         self, precision: str = "32-true", scaler: LossScaler | None = None, device: str = "cpu"
     ) -> None:
-        if precision not in RECIPES:
-            raise ValueError(
-                f"Expected a precision among {', '.join(map(repr, RECIPES))}, got {precision!r}."
-            )
-        if scaler is not None and not RECIPES[precision].loss_scaled:
-            raise ValueError(
-                f"precision={precision!r} does not scale the loss; only '16-mixed' takes a scaler."
-            )
-        self.precision = precision  # type: ignore[assignment]
-        self.scaler = (scaler or LossScaler()) if RECIPES[precision].loss_scaled else None
-        self.device = device
+        super().__init__(precision, scaler, device)
         self.comm: Communicator | None = None
         # A weak reference: the plugin outlives the engine.
         self._find_piece: Callable[[], FindPiece | None] = _nothing
-        self._caster = _CASTERS.get(precision, Precision)()
 
     @classmethod
     def of(cls, plugin: Precision) -> ZeROPrecision:
@@ -89,7 +76,8 @@ class ZeROPrecision(Precision):
         if isinstance(plugin, cls):
             return plugin
         if isinstance(plugin, MixedPrecision):
-            return cls(plugin.precision, _scaler_of(plugin), plugin.device)
+            scaler = None if plugin.scaler is None else scaler_of(plugin.scaler)
+            return cls(plugin.precision, scaler, plugin.device)
         if type(plugin) in (Precision, HalfPrecision, DoublePrecision):
             return cls(plugin.precision)
         raise TypeError(
@@ -102,45 +90,8 @@ class ZeROPrecision(Precision):
 
     def attach(self, engine: Engine) -> None:
         """Act on the gradients of ``engine``, without keeping it alive."""
-        self.comm = engine.comm
+        self.comm, self.device = engine.comm, engine.comm.device.type
         self._find_piece = weakref.WeakMethod(engine.sharded.piece)
-
-    @property
-    def recipe(self) -> Recipe:
-        """The dtypes of weights, reductions and autocast under this precision."""
-        return RECIPES[str(self.precision)]
-
-    @override
-    def convert_module(self, module: Module) -> Module:
-        return self._caster.convert_module(module)
-
-    @override
-    def convert_input(self, data: Any) -> Any:
-        return self._caster.convert_input(data)
-
-    @override
-    def convert_output(self, data: Any) -> Any:
-        return self._caster.convert_output(data)
-
-    @override
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
-        return self._caster.tensor_init_context()
-
-    @override
-    def module_init_context(self) -> AbstractContextManager[Any]:
-        return self._caster.module_init_context()
-
-    @override
-    @contextmanager
-    def forward_context(self) -> Iterator[None]:
-        dtype = self.recipe.autocast
-        if dtype is None:
-            with self._caster.forward_context():
-                yield
-        else:
-            device = self.comm.device.type if self.comm else "cpu"
-            with torch.autocast(device, dtype=dtype, cache_enabled=False):
-                yield
 
     @override
     def pre_backward(self, tensor: torch.Tensor, module: pl.LightningModule) -> torch.Tensor:  # type: ignore[override]
@@ -170,12 +121,6 @@ class ZeROPrecision(Precision):
         self.scaler.update(found_inf=found_inf)
         return None if found_inf else optimizer.step(**kwargs)
 
-    @classmethod
-    @override
-    def main_params(cls, optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
-        # Parameters, not pieces: a parameter's gradient has the norm over all ranks.
-        yield from map(parameter_of, members(optimizer))
-
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         if nn.utils.clip_grad_norm_ is not nn.utils.clip_grad.clip_grad_norm_:
@@ -199,10 +144,6 @@ class ZeROPrecision(Precision):
         return self.comm
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        return self.scaler.state_dict() if self.scaler is not None else {}
-
-    @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # Saved under its name in DDP, so that either strategy resumes from the other's file.
         if (state := checkpoint.pop(type(self).__qualname__, None)) is not None:
@@ -213,21 +154,6 @@ class ZeROPrecision(Precision):
         if (state := checkpoint.get(MixedPrecision.__qualname__)) is not None:
             checkpoint[type(self).__qualname__] = state
 
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.scaler is not None and state_dict:
-            self.scaler.load_state_dict(state_dict)
-
 
 def _nothing() -> None:
     """Return nothing."""
-
-
-def _scaler_of(plugin: MixedPrecision) -> LossScaler | None:
-    if plugin.scaler is None:
-        return None
-    scaler = LossScaler(init_scale=plugin.scaler.get_scale())
-    scaler.growth_factor = plugin.scaler.get_growth_factor()
-    scaler.backoff_factor = plugin.scaler.get_backoff_factor()
-    scaler.growth_interval = plugin.scaler.get_growth_interval()
-    return scaler

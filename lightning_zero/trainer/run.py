@@ -14,9 +14,9 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning_zero.checkpoint import ModuleLoad, Saver
 from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
+from lightning_zero.fabric import Options
 from lightning_zero.optimizer import are_torn
 from lightning_zero.trainer.callbacks import AdaptedCallbacks
-from lightning_zero.trainer.options import Options
 from lightning_zero.trainer.precision import ZeROPrecision
 from lightning_zero.trainer.signals import Signals
 

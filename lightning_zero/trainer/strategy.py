@@ -24,6 +24,12 @@ from lightning_zero.checkpoint import Saver
 from lightning_zero.comm import Communicator
 from lightning_zero.deepspeed import Config
 from lightning_zero.engine import Engine, broadcast_buffers, forget_values
+from lightning_zero.fabric import (
+    START_METHODS,
+    STRATEGIES,
+    Options,
+    to_device_but_parameters,
+)
 from lightning_zero.parameters import Source
 from lightning_zero.plan import MIN_NUMEL, Settings, UnitPolicy, as_dtype
 from lightning_zero.trainer import internals
@@ -31,7 +37,6 @@ from lightning_zero.trainer.callbacks import AdaptedCallbacks
 from lightning_zero.trainer.checkpointing import SavingStrategy
 from lightning_zero.trainer.deepspeed_config import Demands
 from lightning_zero.trainer.graph_logging import log_whole_graphs
-from lightning_zero.trainer.options import START_METHODS, STRATEGIES, Options
 from lightning_zero.trainer.precision import ZeROPrecision
 from lightning_zero.trainer.run import Run, callbacks_of, facts_of
 from lightning_zero.trainer.signals import Signals
@@ -309,7 +314,7 @@ class ZeROStrategy(SavingStrategy):
     @override
     def model_to_device(self) -> None:
         """Move all but the parameters, which the engine moves unit by unit."""
-        internals.to_device_but_parameters(self._module, self.root_device)
+        to_device_but_parameters(self._module, self.root_device)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

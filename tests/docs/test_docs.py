@@ -163,6 +163,24 @@ def test_train_gpt(example: Example) -> None:
     assert 2 * numel + gathered + ours <= total < ddp_total
 
 
+def test_fabric_gpt(example: Example, tmp_path: Path) -> None:
+    """What one strategy has saved, the other goes on from."""
+    path = tmp_path / "gpt.ckpt"
+    small = ("--context", 64, "--width", 64, "--depth", 2, "--batches", 40, "--accelerator", "cpu")
+    first = example("examples/fabric_gpt.py", *small, "--epochs", 2, "--save", path)
+    losses = [float(value) for value in re.findall(r"val_loss ([\d.]+)", first)]
+    assert len(losses) == 3
+    assert losses[0] > 5.0
+    assert losses[-1] < 3.6
+    ddp = ("--strategy", "ddp", "--epochs", 1, "--resume", path)
+    steps = re.findall(
+        r"step +(\d+)   val_loss ([\d.]+)", example("examples/fabric_gpt.py", *small, *ddp)
+    )
+    assert [int(step) for step, _ in steps] == [40, 60]
+    assert float(steps[0][1]) == losses[-1]
+    assert float(steps[1][1]) < losses[-1]
+
+
 def test_gan(example: Example) -> None:
     output = example("examples/gan.py", "--epochs", 2)
     distances = [float(value) for value in re.findall(r"from the circle ([\d.]+)", output)]

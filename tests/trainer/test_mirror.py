@@ -31,6 +31,15 @@ print(t.strategy.settings.stage, type(t.precision_plugin).__module__)
 print(pl.__spec__.loader is pl.__loader__)
 """
 
+FABRIC = f"""
+{LOADED.replace("pytorch_lightning", "lightning_fabric")}
+from lightning_fabric import Fabric
+fabric = Fabric(strategy="zero3", accelerator="cpu", devices=1)
+print(lightning_zero.mirror.fabric.ZeROStrategy is type(fabric.strategy))
+print(type(fabric.strategy).__module__)
+print(fabric.strategy.precision.__class__ is lightning_zero.mirror.fabric.FabricPrecision)
+"""
+
 
 @pytest.mark.parametrize(
     ("code", "printed"),
@@ -44,12 +53,16 @@ print(pl.__spec__.loader is pl.__loader__)
             ["True", "True"],
         ),
         (
+            f"import lightning_zero\n{FABRIC}",
+            ["False", "True", "lightning_zero.mirror.fabric.strategy", "True"],
+        ),
+        (
             "import importlib.util as u, lightning_zero\n"
             f"u.find_spec('pytorch_lightning')\n{LOADED}\n{NAMES}",
             ["False", "True"],
         ),
     ],
-    ids=["later", "by us", "after a look-up"],
+    ids=["later", "by us", "of fabric", "after a look-up"],
 )
 def test_names_are_there_when_the_mirror_is(code: str, printed: list[str]) -> None:
     """The process has imported us, and not the other package; test_launchers.py has the reverse."""

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from lightning_zero.engine import ActivationCheckpointing, ActivationOffload, Engine
-from lightning_zero.plan import Offload
+from lightning_zero.plan import Offload, Settings, as_dtype
 
 START_METHODS = {"subprocess": "popen", "spawn": "spawn", "fork": "fork", "notebook": "fork"}
 """Lightning's start method of each launcher."""
@@ -93,3 +93,38 @@ class Options:
                 " defeats offload. Remove one of them."
             )
         return Offload(optimizer, weights, ratio)
+
+
+_OPTIONS = (
+    "activation_checkpointing",
+    "activation_offload",
+    "async_checkpoint",
+    "verify_checkpoint",
+)
+"""Those of the Trainer's options that mean something in Fabric."""
+
+
+def chosen(stage: int, *, launcher: str, **given: Any) -> tuple[Settings, Options]:
+    """Return the engine's settings and the options that a user's arguments ask for.
+
+    Raises:
+        TypeError: An argument is unknown.
+        ValueError: An argument is out of range or contradicts another.
+    """
+    if unknown := set(given) & {"recipe", "device", "broadcast_in_calls"}:
+        raise TypeError(f"ZeROStrategy sets {', '.join(unknown)} itself. Remove it.")
+    options = Options(
+        launcher=launcher, **{name: given.pop(name) for name in _OPTIONS if name in given}
+    )
+    path = given.pop("offload_path", None)
+    media = [given.pop(f"offload_{what}", None) for what in ("optimizer", "weights")]
+    offload = options.offload(media[0], media[1], path, 1.0)
+    reduce_dtype = as_dtype(given.pop("reduce_dtype", None))
+    settings = Settings(
+        stage=stage,
+        offload=offload,
+        offload_path=str(path or ""),
+        reduce_dtype=reduce_dtype,
+        **given,
+    )
+    return settings, options

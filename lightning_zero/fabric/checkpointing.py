@@ -1,0 +1,197 @@
+"""The base class of Fabric's strategy that saves and loads checkpoints."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+from typing_extensions import override
+
+from lightning_zero.checkpoint import (
+    Provenance,
+    Saver,
+    check_optimizer_states,
+    check_ranges,
+    collected,
+    in_memory,
+    load,
+    load_module_state,
+    load_optimizer_state,
+    module_state,
+    optimizer_state,
+    ranges_of_optimizers,
+)
+from lightning_zero.comm import Control
+from lightning_zero.engine import Engine
+from lightning_zero.fabric import internals
+from lightning_zero.fabric.module import ShardedModule
+from lightning_zero.fabric.options import Options
+from lightning_zero.optimizer import members, parameter_of
+from lightning_zero.plan import Settings
+
+
+class SavingStrategy(DDPStrategy):
+    """Checkpoints of sharded modules and their optimizers, saved without gathering.
+
+    Attributes:
+        engines: The engines of all modules that were set up.
+        options: The user's options of the run.
+        settings: The user's settings of the engines.
+    """
+
+    engines: list[Engine]
+    options: Options
+    settings: Settings
+
+    def _engine_of(self, optimizer: Optimizer) -> Engine | None:
+        """Return the engine of an optimizer's parameters; ``None`` if none shards them."""
+        parameters = [parameter_of(member) for member in members(optimizer)]
+        found = [
+            engine
+            for engine in self.engines
+            if any(engine.sharded.piece(parameter) is not None for parameter in parameters)
+        ]
+        if len(found) > 1:
+            raise ValueError(
+                f"{type(optimizer).__name__} has parameters of {len(found)} modules that were set"
+                " up one by one. Use an optimizer for each, or set them up as one nn.ModuleDict."
+            )
+        return found[0] if found else None
+
+    @override
+    def save_checkpoint(
+        self,
+        path: internals.StoredPath,
+        state: dict[str, Any],
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Save from all ranks at once; nothing is gathered."""
+        converted = {
+            key: kept(self._state_of(key, value), (filter or {}).get(key))
+            for key, value in state.items()
+        }
+        if storage_options is None and type(self.checkpoint_io) is TorchCheckpointIO:
+            self._saver.save(
+                converted, str(path), self._provenance, in_background=self.options.async_checkpoint
+            )
+        else:
+            # The user's own writer takes whole tensors.
+            whole = collected(converted, self._saver.control)
+            super().save_checkpoint(path, whole, storage_options)
+
+    def _state_of(self, key: str, value: Any) -> Any:
+        if isinstance(value, ShardedModule):
+            return module_state(value.module, value.engine)
+        engine = self._engine_of(value) if isinstance(value, Optimizer) else None
+        if engine is not None:
+            return optimizer_state(value, engine, key)
+        return value.state_dict() if isinstance(value, internals.Stateful) else value
+
+    @property
+    def _provenance(self) -> Provenance:
+        return Provenance(
+            stage=self.settings.stage,
+            world_size=self.world_size,
+            precision=str(self.precision.precision),
+        )
+
+    @functools.cached_property
+    def _saver(self) -> Saver:
+        return Saver(Control())
+
+    @override
+    def load_checkpoint(
+        self,
+        path: internals.StoredPath,
+        state: Any = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load; each rank reads its own parts of what is sharded.
+
+        Raises:
+            KeyError: ``state`` has a key that the checkpoint lacks, though ``strict``.
+            RuntimeError: Names or shapes of a module do not fit; nothing has changed.
+            ValueError: The file is damaged or does not fit an optimizer; nothing has changed.
+        """
+        self._saver.wait()
+        if type(self.checkpoint_io) is not TorchCheckpointIO:
+            given = {} if weights_only is None else {"weights_only": weights_only}
+            held = self.checkpoint_io.load_checkpoint(path, **given)
+        else:
+            held = load(
+                self._saver.path_of(str(path)),
+                self._saver.control,
+                weights_only=weights_only in (None, True),
+                verify=self.options.verify_checkpoint,
+                maps=self.settings.offload is None,
+            )
+        if not state:
+            return dict(whole(held))
+        if isinstance(state, (nn.Module, Optimizer)):
+            self._load([("the checkpoint", state, held)], strict=strict)
+            return {}
+        missing = [key for key in state if key not in held]
+        if strict and missing:
+            raise KeyError(
+                f"The requested state contains a key {missing[0]!r} that does not exist in the"
+                " loaded checkpoint. To disable strict loading, set `strict=False`."
+            )
+        found = [(key, value, held.pop(key)) for key, value in state.items() if key in held]
+        self._load(found, strict=strict)
+        for key, value, saved in found:
+            if not isinstance(value, internals.Stateful):
+                state[key] = whole(saved)
+        return dict(whole(held))
+
+    def _load(self, found: list[tuple[str, Any, Any]], *, strict: bool) -> None:
+        """Load what has a ``load_state_dict``; check sharded optimizers before all of it."""
+        optimizers = [
+            (key, value, saved)
+            for key, value, saved in found
+            if isinstance(value, Optimizer) and self._engine_of(value) is not None
+        ]
+        for key, optimizer, saved in optimizers:
+            try:
+                check_optimizer_states([optimizer], [saved], self._name_of)
+            except ValueError as error:
+                raise ValueError(f"Cannot load {key!r}. {error}") from error
+        ranges = ranges_of_optimizers(
+            [one for _, one, _ in optimizers], [saved for _, _, saved in optimizers]
+        )
+        check_ranges(ranges, self._saver.control, "Loading optimizers")
+        for _, value, saved in found:
+            if isinstance(value, ShardedModule):
+                load_module_state(value.module, value.engine, saved, strict=strict)
+            elif isinstance(value, nn.Module):
+                value.load_state_dict(whole(saved), strict=strict)
+            elif isinstance(value, Optimizer) and self._engine_of(value) is not None:
+                load_optimizer_state(value, saved)
+            elif isinstance(value, internals.Stateful):
+                value.load_state_dict(whole(saved))
+
+    def _name_of(self, member: Any) -> str:
+        for engine in self.engines:
+            for name, parameter in engine.module.named_parameters():
+                if parameter is parameter_of(member):
+                    return name
+        return "a parameter of no module"
+
+
+def kept(state: Any, keeps: Callable[[str, Any], bool] | None) -> Any:
+    """Return the entries of a state for which ``keeps(name, value)`` is true."""
+    if keeps is None or not isinstance(state, dict):
+        return state
+    return {name: value for name, value in state.items() if keeps(name, value)}
+
+
+def whole(value: Any) -> Any:
+    """Return a loaded value with all of its tensors in memory."""
+    return tree_map_only(Tensor, in_memory, value)

@@ -1,0 +1,42 @@
+"""Every private name of Fabric in use, each with its reason.
+
+Lightning may change them in any release, so nothing else in this folder uses one. ``ZeROStrategy``
+also inherits or assigns some of ``DDPStrategy``:
+
+- ``_precision``: read by the connector to see whether the user passed a precision plugin
+- ``_backward_sync_control``: read by ``fabric.no_backward_sync``
+"""
+
+from __future__ import annotations
+
+import torch
+from lightning.fabric.strategies import _StrategyRegistry
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.utilities.device_dtype_mixin import (
+    _DeviceDtypeModuleMixin,
+    _update_properties,
+)
+from lightning.fabric.utilities.types import _PATH, _Stateful
+from torch import nn
+from torchmetrics import Metric
+
+StrategyRegistry = _StrategyRegistry
+"""The type in the signature of ``Strategy.register_strategies``."""
+BackwardSyncControl = _BackwardSyncControl
+"""The base class of what ``fabric.no_backward_sync`` asks for."""
+StoredPath = _PATH
+"""The type in the signatures of ``Strategy.save_checkpoint`` and others."""
+Stateful = _Stateful
+"""The protocol of objects whose ``state_dict`` Fabric saves."""
+
+
+def to_device_but_parameters(module: nn.Module, device: torch.device) -> None:
+    """Move buffers and metrics as ``module.to`` does, but not the parameters."""
+    for child in module.modules():
+        if isinstance(child, Metric):
+            child.to(device)
+        for name, buffer in child._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                child._buffers[name] = buffer.to(device)
+    if isinstance(module, _DeviceDtypeModuleMixin):
+        _update_properties(module, device=device)  # sets `module.device`

@@ -1,0 +1,189 @@
+"""Precisions on pieces, for Fabric and for the Trainer: casting, autocast and loss scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar
+
+import torch
+from lightning.fabric.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
+from torch import Tensor, nn
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zero.engine import Engine
+from lightning_zero.optimizer import LossScaler, clip, members, parameter_of, pieces_of
+from lightning_zero.plan import RECIPES, Recipe
+
+
+class ShardedPrecision(Precision):
+    """A precision of a sharded module: what Fabric and the Trainer share.
+
+    ``casters`` makes, by name, Lightning's own plugin that converts modules and inputs; the other
+    precisions convert nothing.
+
+    Args:
+        precision: A name of Lightning's.
+        scaler: The loss scaler of ``16-mixed``; by default one with the settings of
+            ``torch.amp.GradScaler``.
+        device: The device type of autocast, and for code that reads it from the plugin.
+
+    Raises:
+        ValueError: The precision is unknown, or a scaler is given to one that does not scale.
+    """
+
+    casters: ClassVar[Mapping[str, Callable[[], Precision]]] = {}
+
+    def __init__(
+        self, precision: str = "32-true", scaler: LossScaler | None = None, device: str = "cpu"
+    ) -> None:
+        if precision not in RECIPES:
+            raise ValueError(
+                f"Expected a precision among {', '.join(map(repr, RECIPES))}, got {precision!r}."
+            )
+        if scaler is not None and not RECIPES[precision].loss_scaled:
+            raise ValueError(
+                f"precision={precision!r} does not scale the loss; only '16-mixed' takes a scaler."
+            )
+        self.precision = precision  # type: ignore[assignment]
+        self.scaler = (scaler or LossScaler()) if RECIPES[precision].loss_scaled else None
+        self.device = device
+        self._caster = self.casters.get(precision, Precision)()
+
+    @property
+    def recipe(self) -> Recipe:
+        """The dtypes of weights, reductions and autocast under this precision."""
+        return RECIPES[str(self.precision)]
+
+    @override
+    def convert_module(self, module: Module) -> Module:
+        return self._caster.convert_module(module)
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return self._caster.convert_input(data)
+
+    @override
+    def convert_output(self, data: Any) -> Any:
+        return self._caster.convert_output(data)
+
+    @override
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        return self._caster.tensor_init_context()
+
+    @override
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        return self._caster.module_init_context()
+
+    @override
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        dtype = self.recipe.autocast
+        if dtype is None:
+            with self._caster.forward_context():
+                yield
+        else:
+            with torch.autocast(self.device, dtype=dtype, cache_enabled=False):
+                yield
+
+    @classmethod
+    @override
+    def main_params(cls, optimizer: Optimizer) -> Iterator[nn.Parameter]:
+        # Parameters, not pieces: a parameter's gradient has the norm over all ranks.
+        yield from map(parameter_of, members(optimizer))
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self.scaler.state_dict() if self.scaler is not None else {}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.scaler is not None and state_dict:
+            self.scaler.load_state_dict(state_dict)
+
+
+class FabricPrecision(ShardedPrecision):
+    """The precision plugin of Fabric's ``ZeROStrategy``, built from ``Fabric(precision=...)``."""
+
+    casters: ClassVar[Mapping[str, Callable[[], Precision]]] = {
+        "64-true": DoublePrecision,
+        "bf16-true": lambda: HalfPrecision("bf16-true"),
+        "16-true": lambda: HalfPrecision("16-true"),
+        "bf16-mixed": lambda: MixedPrecision("bf16-mixed", "cpu"),
+        "16-mixed": lambda: MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler(enabled=False)),
+    }
+
+    @classmethod
+    def of(cls, plugin: Precision) -> FabricPrecision:
+        """Return a plugin that does what Lightning's ``plugin`` does under DDP.
+
+        Raises:
+            TypeError: There is none.
+        """
+        if isinstance(plugin, cls):
+            return plugin
+        if isinstance(plugin, MixedPrecision):
+            if plugin.scaler is None:
+                return cls(plugin.precision, None, plugin.device)
+            return ScaledPrecision(plugin.precision, scaler_of(plugin.scaler), plugin.device)
+        if type(plugin) in (Precision, HalfPrecision, DoublePrecision):
+            return cls(plugin.precision)
+        raise TypeError(
+            f"ZeROStrategy does not support the precision plugin {type(plugin).__name__}. Use"
+            f" Fabric(precision=...) with one of {', '.join(map(repr, RECIPES))}."
+        )
+
+    def unscale(self, optimizer: Optimizer, engine: Engine) -> None:
+        """Divide the gradients by the loss scale, unless that was done since the last step."""
+
+
+class ScaledPrecision(FabricPrecision):
+    """``16-mixed``: ``fabric.backward`` scales the loss; steps unscale and may be skipped."""
+
+    def __init__(
+        self, precision: str = "16-mixed", scaler: LossScaler | None = None, device: str = "cpu"
+    ) -> None:
+        super().__init__(precision, scaler, device)
+        self._found_inf: dict[int, bool] = {}
+
+    @override
+    def backward(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
+        assert self.scaler is not None
+        super().backward(tensor * self.scaler.scale, model, *args, **kwargs)
+
+    @override
+    def unscale(self, optimizer: Optimizer, engine: Engine) -> None:
+        if id(optimizer) not in self._found_inf:
+            assert self.scaler is not None
+            pieces = pieces_of(optimizer, engine.sharded.piece)
+            found = clip.unscale(pieces, engine.comm, self.scaler.scale)
+            self._found_inf[id(optimizer)] = found
+
+    @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Step, unless a gradient on any rank is not finite, and move to the next loss scale."""
+        if kwargs.get("closure") is not None:
+            raise ValueError(
+                "precision='16-mixed' decides before a step whether to skip it, so an optimizer"
+                " cannot be stepped with a closure. Call the closure first, or use 'bf16-mixed'."
+            )
+        found_inf = self._found_inf.pop(id(optimizer))
+        assert self.scaler is not None
+        self.scaler.update(found_inf=found_inf)
+        return None if found_inf else optimizer.step(**kwargs)
+
+
+def scaler_of(scaler: Any) -> LossScaler:
+    """Return a loss scaler with the settings of a ``torch.amp.GradScaler``."""
+    made = LossScaler(init_scale=scaler.get_scale())
+    made.growth_factor = scaler.get_growth_factor()
+    made.backoff_factor = scaler.get_backoff_factor()
+    made.growth_interval = scaler.get_growth_interval()
+    return made

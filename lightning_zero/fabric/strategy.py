@@ -1,0 +1,253 @@
+"""ZeRO as a strategy of Fabric: the adapter between loops that users write and the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.accelerators import Accelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.plugins.precision import Precision
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zero.comm import Communicator, process_groups
+from lightning_zero.engine import Engine, broadcast_buffers
+from lightning_zero.fabric import internals
+from lightning_zero.fabric.checkpointing import SavingStrategy
+from lightning_zero.fabric.module import ShardedModule
+from lightning_zero.fabric.options import START_METHODS, STRATEGIES, chosen
+from lightning_zero.fabric.precision import FabricPrecision
+from lightning_zero.optimizer import clip, pieces_of
+
+
+class ZeROStrategy(SavingStrategy):
+    """Strategy of Fabric that shards optimizer states, gradients and weights over the ranks (ZeRO).
+
+    Loops are written as for ``strategy="ddp"``, with the same numbers::
+
+        fabric = Fabric(strategy="zero3", devices=2)
+        fabric.launch()
+        with fabric.init_module(empty_init=True):
+            model = Model()
+        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+
+    Each module that is set up has ranks, steps and weights of its own, and each optimizer steps the
+    parameters of one module.
+
+    Args:
+        stage: ``1`` shards optimizer states, ``2`` gradients as well, ``3`` weights as well.
+        launcher: ``"subprocess"``, ``"spawn"``, ``"fork"`` or ``"notebook"``, as in ``ddp``,
+            ``ddp_spawn``, ``ddp_fork`` and ``ddp_notebook``.
+        accelerator: As in ``ParallelStrategy``.
+        parallel_devices: As in ``ParallelStrategy``.
+        cluster_environment: As in ``ParallelStrategy``.
+        checkpoint_io: As in ``ParallelStrategy``.
+        precision: A ``FabricPrecision``; by default built from ``Fabric(precision=...)``.
+        process_group_backend: As in ``DDPStrategy``.
+        timeout: As in ``DDPStrategy``.
+        **settings: Those of :class:`lightning_zero.ZeROStrategy` that are not about the Trainer.
+
+    Raises:
+        ValueError: An argument is out of range or contradicts another.
+    """
+
+    def __init__(
+        self,
+        stage: int = 3,
+        *,
+        launcher: str = "subprocess",
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        **settings: Any,
+    ) -> None:
+        self.settings, self.options = chosen(stage, launcher=launcher, **settings)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=START_METHODS[launcher],  # type: ignore[arg-type]
+        )
+        self.precision = precision
+        self._backward_sync_control = _BackwardSync()
+        self.engines: list[Engine] = []
+
+    @property
+    @override
+    def precision(self) -> FabricPrecision:
+        return self._zero_precision
+
+    @precision.setter
+    @override
+    def precision(self, precision: Precision | None) -> None:
+        # Lightning's connector reads `_precision` to see whether the user passed one, and
+        # otherwise assigns its own.
+        self._zero_precision = FabricPrecision.of(precision or Precision())
+        self._precision = None if precision is None else self._zero_precision
+
+    # -- setup -----------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        process_groups.end_at_exit()
+        # When the strategy goes, at the latest when the process ends: Fabric has no teardown.
+        weakref.finalize(self, _leave, self.engines)
+
+    @override
+    @contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        # Never on the accelerator: the whole model may not fit there.
+        device: AbstractContextManager[Any] = torch.device("meta") if empty_init else nullcontext()
+        with device, self.precision.module_init_context():
+            yield
+
+    @override
+    def module_to_device(self, module: nn.Module) -> None:
+        """Move nothing: :meth:`setup_module` moves the module unit by unit."""
+
+    @override
+    def setup_module(self, module: nn.Module) -> ShardedModule:  # type: ignore[override]
+        """Shard a module; parameters stay the same objects, so that optimizers may exist already.
+
+        Raises:
+            ValueError: The module cannot be sharded as it is; the message says why.
+        """
+        if next(module.parameters(), None) is None:
+            raise ValueError(
+                f"{type(module).__name__} has no parameters, so there is nothing to shard. Use the"
+                " module without `fabric.setup`."
+            )
+        comm = Communicator(
+            self.root_device, **self.settings.division(self.world_size, self.num_processes)
+        )
+        settings = dataclasses.replace(
+            self.settings,
+            recipe=self.precision.recipe,
+            device=self.root_device,
+            broadcast_in_calls=False,
+            offload_path=self.settings.offload_path or str(Path.cwd()),
+        )
+        internals.to_device_but_parameters(module, self.root_device)
+        self.precision.device = self.root_device.type
+        facts = {"The strategy": dict(vars(self.options))}
+        engine = Engine(module, settings, comm, facts=facts)
+        broadcast_buffers(module, comm)
+        self.options.wrap_units(engine, ExitStack())
+        self.engines.append(engine)
+        rank_zero_info(engine.sharded.describe())
+        return ShardedModule(module, engine)
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Point an optimizer at this rank's pieces of the module's parameters.
+
+        Raises:
+            ValueError: Its parameters belong to several modules, or there is no way to step it.
+        """
+        engine = self._engine_of(optimizer)
+        if engine is not None and (notice := engine.adopt(optimizer)) is not None:
+            rank_zero_info(notice)
+        return optimizer
+
+    # -- the step --------------------------------------------------------------------------------
+
+    @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        self._unscale(optimizer)
+        return super().optimizer_step(optimizer, **kwargs)
+
+    def _unscale(self, optimizer: Optimizer) -> Engine | None:
+        engine = self._engine_of(optimizer)
+        if engine is not None:
+            self.precision.unscale(optimizer, engine)
+        return engine
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Scale the gradients to a total norm of at most ``max_norm``; return the norm before.
+
+        Raises:
+            RuntimeError: The norm is not finite, on all ranks, if ``error_if_nonfinite``.
+        """
+        engine = self._unscale(optimizer)
+        if engine is None:
+            return super().clip_gradients_norm(
+                module, optimizer, max_norm, norm_type, error_if_nonfinite
+            )
+        return clip.clip_by_norm(
+            pieces_of(optimizer, engine.sharded.piece),
+            engine.comm,
+            max_norm,
+            norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+        )
+
+    @override
+    def clip_gradients_value(
+        self, module: nn.Module, optimizer: Optimizer, clip_val: float
+    ) -> None:
+        engine = self._unscale(optimizer)
+        if engine is None:
+            super().clip_gradients_value(module, optimizer, clip_val)
+        else:
+            clip.clip_by_value(pieces_of(optimizer, engine.sharded.piece), clip_val)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: internals.StrategyRegistry) -> None:
+        for name, (what, arguments) in STRATEGIES.items():
+            for launcher in START_METHODS:
+                strategy_registry.register(
+                    name if launcher == "subprocess" else f"{name}_{launcher}",
+                    cls,
+                    description=f"{what}, launcher '{launcher}'",
+                    override=True,
+                    launcher=launcher,
+                    **arguments,
+                )
+
+
+def _leave(engines: list[Engine]) -> None:
+    """Let these engines take part in nothing more."""
+    for engine in engines:
+        engine.comm.control.leave()
+
+
+class _BackwardSync(internals.BackwardSyncControl):
+    """What ``fabric.no_backward_sync`` enters: gradients of microbatches may stay local."""
+
+    @override
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        if not enabled:
+            return nullcontext()
+        if not isinstance(module, ShardedModule):
+            raise TypeError(
+                "fabric.no_backward_sync needs a module that fabric.setup has returned, got"
+                f" {type(module).__name__}."
+            )
+        return module.engine.no_sync()
