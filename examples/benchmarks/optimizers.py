@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.engine import Engine
-from lightning_zero.optimizer import whole_step_of
+from lightning_zero.optimizer import stepper_of
 from lightning_zero.plan import Settings
 
 STEPS, WORLD = 40, 2
@@ -120,7 +120,6 @@ def measure(entry: Entry, rank: int, steps: int) -> dict[str, Any]:
     engine.adopt(optimizer)
     train(model, optimizer, rank, steps)
     own = _state_bytes(optimizer)
-    step = whole_step_of(optimizer)
     engine.close()
     numel = sum(parameter.numel() for parameter in plain.parameters())
     most = torch.tensor(own)
@@ -128,7 +127,7 @@ def measure(entry: Entry, rank: int, steps: int) -> dict[str, Any]:
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     return {
         "label": entry.label,
-        "way": "by element" if step is None else step.way.value,
+        "way": stepper_of(optimizer).way.value,
         "ddp": whole / numel,
         "rank": int(most) / numel,
         "difference": max(

@@ -31,14 +31,12 @@ from lightning_zero.optimizer import (
     cut_state,
     members,
     missing_in_state,
-    own_form_of,
     owned,
     parameter_of,
     pieces_of,
     require_whole_steps,
-    unit_step_of,
+    stepper_of,
     whole_members,
-    whole_step_of,
     with_inner,
 )
 from lightning_zero.parameters import Piece
@@ -53,11 +51,10 @@ def optimizer_state(optimizer: Optimizer, engine: Engine, label: str) -> dict[st
     All ranks call it together. ``label`` names the optimizer in the checkpoint.
     """
     require_whole_steps([optimizer])
-    step = whole_step_of(optimizer)
-    if step is not None and step.way is Way.ALL_AT_ONCE:
+    if stepper_of(optimizer).way is Way.ALL_AT_ONCE:
         with whole_members(optimizer):
             return optimizer.state_dict()  # every rank has all of it
-    if own_form_of(optimizer) is not None:
+    if stepper_of(optimizer).form is not None:
         return _in_own_form(optimizer, engine, label)
     local = optimizer.state_dict()
     if not local:
@@ -95,14 +92,14 @@ def _whole_states(
     optimizer: Optimizer, own: Sequence[Mapping[str, Any] | None], engine: Engine, label: str
 ) -> dict[int, dict[str, Any]]:
     """Return the states of whole parameters, by index, given this rank's ``own`` parts."""
-    pieces, step = members(optimizer), whole_step_of(optimizer)
+    pieces, is_whole = members(optimizer), stepper_of(optimizer).is_whole
     mine = {
         index: {
-            key: _describe(key, value, piece, is_whole=step is not None)
+            key: _describe(key, value, piece, is_whole=is_whole)
             for key, value in (own[index] or {}).items()
         }
         for index, piece in enumerate(pieces)
-        if (piece.numel() if step is None else own[index] is not None)
+        if (own[index] is not None if is_whole else piece.numel())
     }
     gathered = engine.comm.control.gather_objects((optimizer_description(optimizer, label), mine))
     _check_optimizers([description for description, _ in gathered], label)
@@ -207,14 +204,13 @@ def check_optimizer_states(
     for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
         if not state and not optimizer.state_dict():
             continue
-        form = own_form_of(optimizer)
+        form, is_whole = stepper_of(optimizer).form, stepper_of(optimizer).is_whole
         is_state = _is_optimizer_state(state) if form is None else isinstance(state, Mapping)
         if not is_state:
             raise ValueError(
                 f"The checkpoint's entry for optimizer {number} is not an optimizer state."
             )
         faults = _faults if form is None else _faults_in_own_form
-        is_whole = whole_step_of(optimizer) is not None
         for fault in faults(optimizer, state, name_of, is_whole=is_whole):
             kind = type(optimizer).__name__
             raise ValueError(f"The checkpoint does not fit optimizer {number} ({kind}): {fault}.")
@@ -276,7 +272,7 @@ def _faults_in_own_form(
     optimizer: Optimizer, state: Mapping[str, Any], name_of: Callable[[Any], str], *, is_whole: bool
 ) -> Iterator[str]:
     """Yield the faults that show from outside: in the names, and in wrapped optimizers."""
-    own = own_form_of(optimizer)
+    own = stepper_of(optimizer).form
     if own is not None and set(state) != own:
         there, here = (", ".join(map(repr, names)) for names in (state, sorted(own)))
         yield f"its state has {there}, but the optimizer's has {here}"
@@ -295,20 +291,20 @@ def ranges_of_optimizers(
     Parts that can be kept are copied to new memory once checked, for :func:`load_optimizer_state`.
     """
     for optimizer, state in zip(optimizers, states, strict=True):
-        step = whole_step_of(optimizer)
-        if own_form_of(optimizer) is not None:
+        stepper = stepper_of(optimizer)
+        if stepper.form is not None:
             for name, tensor in named_tensors(state):  # the optimizer reads all of it
                 yield from ranges(name, tensor, None)
             continue
-        has_memory = unit_step_of(optimizer) is None  # else states may go to files later
         ids = [key for group in state.get("param_groups", ()) for key in group["params"]]
         for key, piece in zip(ids, members(optimizer) if state else (), strict=True):
-            if step is not None and isinstance(piece, Piece) and not step.keeps_state_of(piece):
+            if isinstance(piece, Piece) and not stepper.keeps_state_of(piece):
                 continue
             for name, value in state["state"].get(key, {}).items():
                 for tensor in tree_leaves(value):
-                    own = piece if step is None else None  # an owner reads all of it
-                    is_kept = name != "step" and has_memory and can_be_kept(tensor, own)
+                    own = None if stepper.is_whole else piece  # an owner reads all of it
+                    is_kept = name != "step" and can_be_kept(tensor, own)
+                    is_kept = is_kept and stepper.keeps_read_parts
                     then = functools.partial(keep_part, tensor, own) if is_kept else None
                     for one in ranges(f"{name} of parameter {key}", tensor, own):
                         yield one._replace(then=then)
@@ -316,12 +312,12 @@ def ranges_of_optimizers(
 
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load a whole optimizer state; each rank takes its own pieces of it."""
-    step = whole_step_of(optimizer)
-    if not state or (step is not None and step.way is Way.ALL_AT_ONCE):
+    stepper = stepper_of(optimizer)
+    if not state or stepper.way is Way.ALL_AT_ONCE:
         with whole_members(optimizer):
             optimizer.load_state_dict(tree_map_only(Tensor, Tensor.clone, {**state}))
         return
-    if own_form_of(optimizer) is not None:
+    if stepper.form is not None:
         _load_own_form(optimizer, state)
         return
     held = members(optimizer)
@@ -330,12 +326,10 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
     own = {key: owned(value) for key, value in state["state"].items() if key not in set(ids)}
     for key, piece in zip(ids, held, strict=True):
         entries = state["state"].get(key)
-        if entries is None:
-            continue
-        if step is not None and isinstance(piece, Piece):
-            if step.keeps_state_of(piece):
-                own[key] = owned(entries)
-        elif not (isinstance(piece, Piece) and piece.numel() == 0):
+        is_here = not isinstance(piece, Piece) or (
+            stepper.keeps_state_of(piece) if stepper.is_whole else piece.numel() > 0
+        )
+        if entries is not None and is_here:
             own[key] = _own_part(entries, piece, optimizer)
     optimizer.load_state_dict({**state, "state": own})
 
@@ -344,12 +338,12 @@ def _load_own_form(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load whole states for whole parameters, and then keep only this rank's parts."""
     with whole_members(optimizer):
         optimizer.load_state_dict({**state})
-    step = whole_step_of(optimizer)
+    stepper = stepper_of(optimizer)
     for holder in with_inner(optimizer):
         for piece in pieces_of(optimizer):
             entries = holder.state.pop(piece, None)
-            if entries is not None and (step is None or step.keeps_state_of(piece)):
-                holder.state[piece] = owned(entries) if step else _own_part(entries, piece, holder)
+            if entries is not None and stepper.keeps_state_of(piece):
+                holder.state[piece] = _own_part(entries, piece, optimizer)
         if type(holder).load_state_dict is Optimizer.load_state_dict:
             # Reload the same state, so that torch moves each value to its parameter's device.
             holder.load_state_dict(holder.state_dict())
@@ -357,11 +351,11 @@ def _load_own_form(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 def _own_part(entries: Any, piece: Any, optimizer: Optimizer) -> Any:
     """Return the part of ``entries`` for ``piece``, without holding any part twice."""
-    if not isinstance(piece, Piece):
+    stepper = stepper_of(optimizer)
+    if stepper.is_whole or not isinstance(piece, Piece):
         return owned(entries)
     parts = {key: take_part(value, piece) for key, value in entries.items()}
     rest = {key: value for key, value in entries.items() if parts[key] is None}
     rest = cut_state(tree_map_only(Tensor, lambda t: like(t, piece), rest), piece)
-    step = unit_step_of(optimizer)
-    rest = owned(rest) if step is None else step.states.kept(rest, piece)
+    rest = stepper.kept(rest, piece)
     return {key: rest[key] if part is None else part for key, part in parts.items()}

@@ -26,9 +26,9 @@ from lightning_zero.optimizer import (
     pieces_of,
     staging_bytes,
     state_bytes,
+    stepper_of,
     verdict_of,
     whole_state_bytes,
-    whole_step_of,
 )
 
 Optimizers = str | Callable[[list[Parameter]], Optimizer] | None
@@ -169,10 +169,7 @@ class OptimizerStates:
 
 def _way(optimizer: Optimizer) -> Way:
     """Return how an optimizer is stepped, or would be."""
-    step = whole_step_of(optimizer)
-    if step is not None:
-        return step.way
-    return Way.BY_ELEMENT if pieces_of(optimizer) else verdict_of(optimizer).way
+    return stepper_of(optimizer).way if pieces_of(optimizer) else verdict_of(optimizer).way
 
 
 def optimizers_for(

@@ -2,6 +2,7 @@
 
 =============== ====================================================================================
 pieces          pointing an optimizer's groups at pieces, and cutting its states
+steppers        what steps the engines' optimizers, by element unless it is one of these two:
 owners          steps of whole parameters, for optimizers that mix their elements
 unit_step       steps unit by unit
 states          where the states of such steps rest: in memory or in files
@@ -15,21 +16,12 @@ outside         what an optimizer keeps for all of its members
 taint           tracking of elements through the operations of an optimizer
 operations      what is known of torch's operations: what they read, write and mix
 twin            a copy of an optimizer that owns toy parameters
-adopted         how the engines' optimizers are stepped, and the form of their state dicts
 hooks           what happens before and after an optimizer's step
 clip            norms, clipping and unscaling of gradients over all ranks
 loss_scaler     dynamic loss scaling
 =============== ====================================================================================
 """
 
-from lightning_zero.optimizer.adopted import (
-    are_torn,
-    own_form_of,
-    require_whole_steps,
-    unit_step_of,
-    whole_members,
-    whole_step_of,
-)
 from lightning_zero.optimizer.hooks import OptimizerHooks, Removable, end
 from lightning_zero.optimizer.loss_scaler import LossScaler
 from lightning_zero.optimizer.owners import owners_of
@@ -49,6 +41,13 @@ from lightning_zero.optimizer.probe import verdict_of
 from lightning_zero.optimizer.rounding import RoundedStates
 from lightning_zero.optimizer.staging import Part, batches_of, staging_bytes
 from lightning_zero.optimizer.states import StateFiles, States
+from lightning_zero.optimizer.steppers import (
+    Stepper,
+    are_torn,
+    require_whole_steps,
+    stepper_of,
+    whole_members,
+)
 from lightning_zero.optimizer.taint import Way
 from lightning_zero.optimizer.twin import bare, with_inner
 from lightning_zero.optimizer.unit_step import UnitStep
@@ -63,6 +62,7 @@ __all__ = [
     "StateBytes",
     "StateFiles",
     "States",
+    "Stepper",
     "UnitStep",
     "Way",
     "are_torn",
@@ -72,7 +72,6 @@ __all__ = [
     "end",
     "members",
     "missing_in_state",
-    "own_form_of",
     "owned",
     "owners_of",
     "parameter_of",
@@ -80,10 +79,9 @@ __all__ = [
     "require_whole_steps",
     "staging_bytes",
     "state_bytes",
-    "unit_step_of",
+    "stepper_of",
     "verdict_of",
     "whole_members",
     "whole_state_bytes",
-    "whole_step_of",
     "with_inner",
 ]

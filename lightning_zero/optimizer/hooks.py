@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from operator import is_
 from typing import Any, NoReturn, Protocol
 
@@ -11,12 +11,13 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.comm import Communicator
-from lightning_zero.optimizer import adopted, pieces
+from lightning_zero.optimizer import pieces
 from lightning_zero.optimizer.outside import Announced
 from lightning_zero.optimizer.owners import WholeStep
 from lightning_zero.optimizer.probe import Verdict, verdict_of
+from lightning_zero.optimizer.steppers import Call, Stepper
 from lightning_zero.optimizer.taint import Way
-from lightning_zero.optimizer.unit_step import UnitStep, call_as
+from lightning_zero.optimizer.unit_step import call_as
 from lightning_zero.parameters import Piece, drop_gradients, settle, unsettle
 from lightning_zero.tensors import internals
 
@@ -38,7 +39,7 @@ class OptimizerHooks:
         changed: Called when members were added or replaced, before they are taken in.
         before: Called before the masters change, after the closure, if any.
         after: Called with the optimizer's pieces after a step.
-        by_unit: Makes the :class:`UnitStep` if the optimizer is to be stepped unit by unit.
+        by_unit: Makes the stepper if the optimizer is to be stepped unit by unit.
 
     Attributes:
         verdict: How the optimizer is stepped, and why.
@@ -58,17 +59,17 @@ class OptimizerHooks:
         changed: Callable[[], None],
         before: Callable[[], None],
         after: Callable[[list[Piece]], None],
-        by_unit: Callable[[Optimizer], UnitStep] | None = None,
+        by_unit: Callable[[Optimizer], Stepper] | None = None,
     ) -> None:
         if any(find_piece(piece.parameter) is not piece for piece in pieces.pieces_of(optimizer)):
             raise ValueError(_ENDED.format(kind=type(optimizer).__name__))
         self._find_piece = find_piece
         self._changed, self._before, self._after = changed, before, after
-        self._step: WholeStep | UnitStep | None = by_unit(optimizer) if by_unit else None
+        self._stepper = by_unit(optimizer) if by_unit else Stepper(optimizer)
         self.verdict = self._probe(optimizer)
-        if self._step is None and self.verdict.way is not Way.BY_ELEMENT:
-            self._step = WholeStep(optimizer, self.verdict.way, comm)
-        adopted.note(optimizer, adopted.Adopted(self._step, self.verdict.form))
+        if self.verdict.way is not Way.BY_ELEMENT:
+            self._stepper = WholeStep(optimizer, self.verdict.way, comm)
+        self._stepper.attach(self.verdict.form)
         self._members: list[Parameter] = []
         self._pieces: list[Piece] = []
         self._is_begun = False
@@ -79,34 +80,30 @@ class OptimizerHooks:
             *(_Around(optimizer, name, self.change) for name in ("train", "eval")),
             _Around(optimizer, "load_state_dict", self._load),
             _Around(optimizer, "zero_grad", self._zero_grad),
-            *(self._of_units(optimizer, self._step) if isinstance(self._step, UnitStep) else ()),
+            self._stepper,
         ]
+        if self._stepper.steps_before_call:
+            self.handles.append(_Around(optimizer, "register_step_pre_hook", self._register))
 
-    def _of_units(self, optimizer: Optimizer, step: UnitStep) -> list[Removable]:
-        """Return handles that keep units stepped after all pre-hooks, which may change rates."""
-
-        def register(_: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            handle = method(*args, **kwargs)
-            internals.call_last(self._before_step, optimizer)
-            return handle
-
-        return [_Around(optimizer, "register_step_pre_hook", register), step]
+    def _register(
+        self, optimizer: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Register a pre-hook, which may change rates, to be called before anything is stepped."""
+        handle = method(*args, **kwargs)
+        internals.call_last(self._before_step, optimizer)
+        return handle
 
     def _probe(self, optimizer: Optimizer) -> Verdict:
-        step = self._step if isinstance(self._step, UnitStep) else None
-
         def master_of(parameter: Parameter) -> Tensor:
             piece = self._find_piece(parameter)
-            if piece is None:
-                return parameter
-            return piece if step is None else step.states.stepped_as(piece)
+            return parameter if piece is None else self._stepper.stepped_as(piece)
 
-        return verdict_of(optimizer, master_of, by_unit=step is not None)
+        return verdict_of(optimizer, master_of, by_unit=self._stepper.steps_before_call)
 
     @property
     def notice(self) -> str | None:
         """A line on how the optimizer is stepped; ``None`` if by element and all in one call."""
-        return None if self._step is None else self._step.describe(self.verdict.reason)
+        return self._stepper.describe(self.verdict.reason)
 
     def _point(self, optimizer: Optimizer) -> None:
         """Take in groups and parameters that were added since the last call."""
@@ -116,14 +113,12 @@ class OptimizerHooks:
         if self._members:
             self._changed()
             self._check_still_holds(optimizer)
-        if isinstance(self._step, UnitStep):
-            self._step.states.require_room(self._find_piece)
+        self._stepper.require_room(self._find_piece)
         replaced = pieces.point_at_pieces(optimizer, self._find_piece)
         self._members = pieces.members(optimizer)
         self._pieces = [member for member in self._members if isinstance(member, Piece)]
-        if self._step is not None:
-            self._step.take(self._pieces)
-        pieces.take_state(optimizer, replaced, self._part_of)
+        self._stepper.take(self._pieces)
+        pieces.take_state(optimizer, replaced, self._stepper.part_of)
         pieces.guard_states(optimizer, self._pieces)
         unsettle(self._pieces)
 
@@ -136,52 +131,38 @@ class OptimizerHooks:
                 " you create the optimizer."
             )
 
-    def _part_of(self, state: Mapping[str, Any], piece: Piece) -> Mapping[str, Any] | None:
-        """Return the part of a parameter's state that this rank keeps, if any."""
-        if self._step is None:
-            return pieces.owned(pieces.cut_state(state, piece))  # type: ignore[no-any-return]
-        return self._step.part_of(state, piece)
-
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Take in new groups, and make the closure run before masters may change."""
-        self._check()
+        self._stepper.check()
         self._is_begun = False
         self._point(optimizer)
-        if isinstance(self._step, UnitStep):
-            if not internals.is_called_last(self._before_step, optimizer):
-                raise RuntimeError(
-                    f"A step pre-hook of {type(optimizer).__name__} would run after units have"
-                    " been stepped. Register it with the optimizer's own register_step_pre_hook()."
-                )
-            self._step.enter()
+        is_early = self._stepper.steps_before_call
+        if is_early and not internals.is_called_last(self._before_step, optimizer):
+            raise RuntimeError(
+                f"A step pre-hook of {type(optimizer).__name__} would run after units have been"
+                " stepped. Register it with the optimizer's own register_step_pre_hook()."
+            )
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            self.begin(optimizer)
+            self._begin(optimizer)
             return args, kwargs
         if not self.verdict.waits_for_closure:
-            self.begin(optimizer)
+            self._begin(optimizer)
 
         def closure_and_begin() -> Any:
             self._end()
-            result = closure()
-            if isinstance(self._step, WholeStep):
-                result = self._step.mean_of(result)
+            result = self._stepper.mean_of(closure())
             self._point(optimizer)
-            self.begin(optimizer)
+            self._begin(optimizer)
             return result
 
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
         return (args[0], *args[2:]), {**rest, "closure": closure_and_begin}
 
-    def _check(self) -> None:
-        """Raise if a step by unit ended half-way; undo such a step of whole parameters."""
-        if self._step is not None:
-            self._step.check()
-
-    def begin(self, optimizer: Optimizer) -> None:
-        """Prepare for the optimizer to change masters."""
+    def _begin(self, optimizer: Optimizer, call: Call | None = None) -> None:
+        """Prepare for the optimizer to change masters, by ``call`` or in a step."""
         for piece in self._pieces:
             view = piece.gradient
             is_own = view.state.is_unsynced and piece.grad is view.shown
@@ -197,16 +178,14 @@ class OptimizerHooks:
         self._before()
         settle(self._pieces)
         self._is_begun = True
-        if self._step is not None:
-            self._step.begin()
+        self._stepper.begin(call)
 
     def _end(self) -> None:
         """Refresh the weights, if the optimizer could have changed masters."""
         if not self._is_begun:
             return
         self._is_begun = False
-        if self._step is not None:
-            self._step.end()
+        self._stepper.end()
         unsettle(self._pieces)
         self._after(self._pieces)
 
@@ -214,16 +193,13 @@ class OptimizerHooks:
         """Call ``train`` or ``eval`` of a schedule-free optimizer, which swaps weights."""
         if self._is_begun:
             return method(*args)
-        self._check()
+        self._stepper.check()
         self._point(optimizer)
-        if isinstance(self._step, UnitStep):
-            self._step.enter(lambda stand_in: call_as(method, stand_in, *args))
-        self.begin(optimizer)
+        self._begin(optimizer, lambda stand_in: call_as(method, stand_in, *args))
         try:
             result = method(*args)
         except BaseException:
-            if isinstance(self._step, UnitStep):
-                self._is_begun = False  # torn: some units are changed, others not
+            self._is_begun = not self._stepper.is_torn
             self._end()
             raise
         self._end()
@@ -235,7 +211,7 @@ class OptimizerHooks:
         """Load states, whole ones as from DDP or this rank's parts, and keep this rank's parts."""
         method(*args, **kwargs)
         wholes = [piece for piece in self._pieces if pieces.has_whole_state(optimizer, piece)]
-        pieces.take_state(optimizer, dict(zip(wholes, wholes, strict=True)), self._part_of)
+        pieces.take_state(optimizer, dict(zip(wholes, wholes, strict=True)), self._stepper.part_of)
         pieces.guard_states(optimizer, self._pieces)
 
     def _zero_grad(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
@@ -26,15 +27,36 @@ class Announced(functools.partial[Any]):
     """
 
 
+class OfOptimizer:
+    """What an engine has made for the user's optimizer, to which it may be attached.
+
+    Copies of the optimizer lack it. Holds only a weak reference, so that the optimizer is freed
+    without the garbage collector.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer
+
+
 def outside_of(optimizer: Optimizer) -> list[Entries]:
     """Return an optimizer's own attributes, its states of non-members, and each group's options."""
     own = {
         key: value
         for key, value in vars(optimizer).items()
-        if key not in ("state", "param_groups") and not isinstance(value, Announced)
+        if key not in ("state", "param_groups") and not isinstance(value, _OURS)
     }
     others = {k: v for k, v in optimizer.state.items() if not isinstance(k, Tensor)}
     return [own, others, *map(_options_of, optimizer.param_groups)]
+
+
+_OURS = (Announced, OfOptimizer)
 
 
 def name_of(number: int, key: Any) -> str:

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_zero.comm import Communicator, SyncPoint
-from lightning_zero.optimizer.pieces import OfOptimizer, owned
+from lightning_zero.optimizer.pieces import owned
+from lightning_zero.optimizer.steppers import Call, Stepper, exchange
 from lightning_zero.optimizer.taint import Way
-from lightning_zero.optimizer.twin import with_inner
 from lightning_zero.parameters import Piece
 from lightning_zero.tensors import lasting_tensors
 
@@ -91,7 +92,7 @@ class Whole:
         self.parameter.data = self._placeholder()
 
 
-class WholeStep(OfOptimizer):
+class WholeStep(Stepper):
     """Steps an optimizer by parameter or all at once."""
 
     def __init__(self, optimizer: Optimizer, way: Way, comm: Communicator) -> None:
@@ -103,6 +104,7 @@ class WholeStep(OfOptimizer):
         self._loads = [0] * comm.transport.size
         self._is_begun = False
 
+    @override
     def take(self, pieces: Iterable[Piece]) -> None:
         """Find owners for new parameters, the same on all ranks; a collective."""
         new = [piece for piece in pieces if id(piece) not in self._wholes]
@@ -119,22 +121,21 @@ class WholeStep(OfOptimizer):
             self._wholes[id(piece)] = Whole(piece, own, owner, self._transport.rank)
         self._control.reserve(len(self._wholes))
 
+    @override
     def keeps_state_of(self, piece: Piece) -> bool:
-        """Return whether this rank has the optimizer's state for a parameter."""
         return self._wholes[id(piece)].is_here
 
+    @override
     def parameter_of(self, piece: Piece) -> Parameter:
         """Return the whole parameter that stands for a piece in a step."""
         return self._wholes[id(piece)].parameter
 
+    @override
     def part_of(self, state: Mapping[str, Any], piece: Piece) -> Mapping[str, Any] | None:
         """Return what this rank keeps of a whole parameter's state: all or nothing."""
         return owned(state) if self.keeps_state_of(piece) else None
 
-    def check(self) -> None:
-        """Undo a step that an exception ended; nothing of it has reached the pieces."""
-        self.abandon()
-
+    @override
     def mean_of(self, loss: Any) -> Any:
         """Return the mean over the ranks of a closure's loss, so that all decide alike.
 
@@ -150,7 +151,8 @@ class WholeStep(OfOptimizer):
         mean = total / self._control.world_size
         return mean.to(loss) if isinstance(loss, Tensor) else mean.item()
 
-    def begin(self) -> None:
+    @override
+    def begin(self, call: Call | None = None) -> None:
         """Put whole parameters into the param groups; a collective."""
         wholes = list(self._wholes.values())
         have_grads = bytes([whole.piece.reduced is not None for whole in wholes])
@@ -160,7 +162,7 @@ class WholeStep(OfOptimizer):
         with lasting_tensors(), torch.no_grad():
             self._bring_to_owners(wholes)
         self._is_begun = True
-        exchange(self.optimizer, {id(w.piece): w.parameter for w in wholes})
+        exchange(self.optimizer, [w.piece for w in wholes], [w.parameter for w in wholes])
 
     def _bring_to_owners(self, wholes: Sequence[Whole]) -> None:
         parts: list[list[Tensor]] = [[] for _ in self._loads]
@@ -177,6 +179,7 @@ class WholeStep(OfOptimizer):
         for whole in here:
             whole.fill(received)
 
+    @override
     def end(self) -> None:
         """Bring the stepped parameters back to the pieces; a collective."""
         wholes = list(self._wholes.values())
@@ -215,15 +218,18 @@ class WholeStep(OfOptimizer):
         received = torch.split(self._transport.exchange(buffer, given, totals), totals)
         return [iter(torch.split(each, own)) for each, own in zip(received, sizes, strict=True)]
 
+    @override
     def abandon(self) -> None:
         """Put the pieces back into the param groups, without new values."""
         if not self._is_begun:
             return
         self._is_begun = False
-        exchange(self.optimizer, {id(w.parameter): w.piece for w in self._wholes.values()})
-        for whole in self._wholes.values():
+        wholes = self._wholes.values()
+        exchange(self.optimizer, [w.parameter for w in wholes], [w.piece for w in wholes])
+        for whole in wholes:
             whole.release()
 
+    @override
     def describe(self, reason: str) -> str:
         """Return a one-line description of how the optimizer is stepped, and the cost."""
         name = type(self.optimizer).__name__
@@ -240,17 +246,6 @@ class WholeStep(OfOptimizer):
             f" gradients for a step, {2 * nbytes:,} bytes, and keeps the whole optimizer state, as"
             " under DDP."
         )
-
-
-def exchange(optimizer: Optimizer, others: Mapping[int, Parameter]) -> None:
-    """Replace parameters, given by id, in the param groups and the states."""
-    for holder in with_inner(optimizer):
-        for group in holder.param_groups:
-            members = group["params"]
-            members[:] = [others.get(id(member), member) for member in members]
-        state: dict[Any, Any] = holder.state
-        for key in [key for key in state if id(key) in others]:
-            state[others[id(key)]] = state.pop(key)
 
 
 def _bytes(whole: Whole, rank: int) -> int:

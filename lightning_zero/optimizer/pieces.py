@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -23,23 +22,6 @@ from lightning_zero.tensors import internals
 FindPiece = Callable[[Parameter], Piece | None]
 
 internals.step_together(Piece)
-
-
-class OfOptimizer:
-    """Base class for values kept in a ``WeakKeyDictionary`` keyed by optimizer.
-
-    Holds only a weak reference, so that the optimizer can be collected.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        return optimizer
 
 
 def members(optimizer: Optimizer) -> list[Parameter]:

@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.comm import Communicator, Scratch, StagedFile, in_pages
+from lightning_zero.optimizer.outside import OfOptimizer
 from lightning_zero.optimizer.pieces import (
     FindPiece,
-    OfOptimizer,
     is_of_elements,
     state_bytes,
     with_entries,

@@ -13,6 +13,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_zero.optimizer.outside import OfOptimizer
+
 Toys = Mapping[Parameter, Sequence[Parameter]]
 
 
@@ -106,7 +108,7 @@ def _copy(optimizer: Optimizer, memo: dict[Any, Any], toys: Toys) -> Optimizer:
     twin = cls.__new__(cls)
     memo[id(optimizer)] = twin
     for name, value in vars(optimizer).items():
-        if callable(value) and hasattr(cls, name):
+        if isinstance(value, OfOptimizer) or (callable(value) and hasattr(cls, name)):
             # The `step` that a scheduler puts there to count would step the user's optimizer.
             continue
         if id(value) in memo:

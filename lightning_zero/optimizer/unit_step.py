@@ -33,12 +33,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_zero.comm import Ledger
 from lightning_zero.optimizer.known import FUSED, is_known
 from lightning_zero.optimizer.outside import Outside, outside_of
-from lightning_zero.optimizer.pieces import cut_state
+from lightning_zero.optimizer.pieces import FindPiece
 from lightning_zero.optimizer.states import States
+from lightning_zero.optimizer.steppers import Call, Stepper
 from lightning_zero.parameters import Piece
 
 _OTHERS = -1
@@ -49,11 +51,8 @@ Groups = list[list[Parameter]]
 
 _NOT_BY_FUSED_SGD = frozenset([torch.bfloat16, torch.float16])
 
-Call = Callable[[Any], Any]
-"""A step of an optimizer, or another call of it that concerns all of its members."""
 
-
-class UnitStep:
+class UnitStep(Stepper):
     """Steps an optimizer unit by unit.
 
     Args:
@@ -65,9 +64,11 @@ class UnitStep:
     Attributes:
         states: The optimizer's states.
         step: The ``step`` of the optimizer's class, without hooks.
-        is_torn: Whether some units are stepped and others not: during a step, and for good after
-            one that ended half-way.
+        is_torn: ``True`` during a step, and for good after one that ended half-way.
     """
+
+    steps_before_call = True
+    keeps_read_parts = False  # states may go to files later
 
     def __init__(
         self,
@@ -75,6 +76,7 @@ class UnitStep:
         states: States,
         ledger: Ledger | None = None,
     ) -> None:
+        super().__init__(states.optimizer)
         self.states = states
         self._ledger = ledger
         self._begin = 0.0
@@ -83,18 +85,16 @@ class UnitStep:
             for piece in batch:
                 self._numbers.setdefault(id(piece), []).append(number)
         self._under_way: _UnderWay | None = None
-        self.is_torn = False
         # Torch wraps the step of a class to call the hooks; unwrap it.
-        kind = type(states.optimizer)
+        kind = type(self.optimizer)
         self.step: Call = getattr(kind.step, "__wrapped__", kind.step)
-        self._call: Call = self.step
 
     def _open_groups(self) -> list[int]:
         """Return the groups that may be stepped fused, as the user has not chosen otherwise.
 
         That is one pass over their memory; torch's default on a CPU makes one per operation.
         """
-        optimizer, found = self.states.optimizer, []
+        optimizer, found = self.optimizer, []
         groups = optimizer.param_groups if type(optimizer) in FUSED else ()
         for index, group in enumerate(groups):
             is_open = group.get("fused") is None and group.get("foreach") is None
@@ -104,6 +104,15 @@ class UnitStep:
                 found.append(index)
         return found
 
+    @override
+    def stepped_as(self, piece: Piece) -> Tensor:
+        return self.states.stepped_as(piece)
+
+    @override
+    def require_room(self, find_piece: FindPiece) -> None:
+        self.states.require_room(find_piece)
+
+    @override
     def take(self, pieces: Iterable[Piece]) -> None:
         """Note the pieces that the optimizer holds.
 
@@ -114,10 +123,10 @@ class UnitStep:
         self.states.take(pieces)
 
     def _require_right_steps(self) -> None:
-        optimizer = self.states.optimizer
+        optimizer = self.optimizer
         for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
             pieces = (one for one in group["params"] if isinstance(one, Piece))
-            stepped = map(self.states.stepped_as, pieces)
+            stepped = map(self.stepped_as, pieces)
             on_host = {one.dtype for one in stepped if one.device.type == "cpu"}
             if group.get("fused") and on_host & _NOT_BY_FUSED_SGD:
                 raise ValueError(
@@ -126,68 +135,61 @@ class UnitStep:
                     " mixed precision."
                 )
 
-    def part_of(self, state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
-        """Return a copy of this rank's part of a whole parameter's state, where states rest."""
-        return self.states.kept(cut_state(state, piece), piece)
+    @override
+    def kept(self, state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
+        return self.states.kept(state, piece)
 
     # -- a step ----------------------------------------------------------------------------------
 
-    def enter(self, call: Call | None = None) -> None:
-        """Set what is called for each batch, by default the step."""
-        self._call = call or self.step
-
+    @override
     def check(self) -> None:
-        """Raise a ``RuntimeError`` if a step ended half-way."""
-        self.abandon()
+        super().check()
         if self.is_torn:
             raise RuntimeError(
-                f"A step of {type(self.states.optimizer).__name__} ended half-way: some units have"
+                f"A step of {type(self.optimizer).__name__} ended half-way: some units have"
                 " been stepped, others not. Resume from the last checkpoint."
             )
 
-    def remove(self) -> None:
-        """Stop stepping: an engine has ended."""
-        self.abandon()
-
+    @override
     def abandon(self) -> None:
-        """Restore the param groups, even after a step that ended half-way."""
         if self._under_way is not None:
-            self._under_way.restore(self.states.optimizer)
+            self._under_way.restore(self.optimizer)
             self._under_way = None
             with contextlib.suppress(OSError):  # already raised by the step
                 self.states.close()
-        self._call = self.step
 
-    def begin(self) -> None:
+    @override
+    def begin(self, call: Call | None = None) -> None:
         """Step all batches but the last, and leave that one to the call under way."""
         self._begin = time.perf_counter()
         batches = self._cut()
         # Not torn yet: if memory is lacking, the step may be tried again.
         self.states.open([*batches])
-        step = _UnderWay(self.states.optimizer, batches, self._open_groups())
+        step = _UnderWay(self.optimizer, self._open_groups())
         self._under_way, self.is_torn = step, True
-        while len(step.left) > 1:
-            self._step_batch(step, *step.next())
-        self._fetch(step, self.states.optimizer, *step.next())
+        *others, last = batches.items()
+        for number, members in others:
+            self._step_batch(step, number, members, call or self.step)
+        self._fetch(step, self.optimizer, *last)
 
+    @override
     def end(self) -> None:
         """End the step of the last batch, and restore the param groups."""
         assert self._under_way is not None
         self.states.flush()
         self.states.close()
-        self._under_way.restore(self.states.optimizer)
+        self._under_way.restore(self.optimizer)
         self._under_way = None
-        self._call = self.step
         self.is_torn = False
         if self._ledger is not None:
             self._ledger.spend("stepping", time.perf_counter() - self._begin)
 
     @torch.no_grad()
-    def _step_batch(self, step: _UnderWay, number: int, members: Groups) -> None:
+    def _step_batch(self, step: _UnderWay, number: int, members: Groups, call: Call) -> None:
         self._fetch(step, step.stand_in, number, members)
         outside = step.outside
         with contextlib.nullcontext() if outside is None else outside.lent_to(step.stand_in):
-            self._call(step.stand_in)
+            call(step.stand_in)
         self.states.flush()
 
     def _fetch(self, step: _UnderWay, who: Optimizer, number: int, members: Groups) -> None:
@@ -198,7 +200,7 @@ class UnitStep:
 
     def _cut(self) -> dict[int, Groups]:
         """Return the members of the param groups by batch; those in none come first."""
-        groups = self.states.optimizer.param_groups
+        groups = self.optimizer.param_groups
         batches: dict[int, Groups] = {}
         for index, group in enumerate(groups):
             for member in group["params"]:
@@ -206,9 +208,9 @@ class UnitStep:
                     batches.setdefault(number, [[] for _ in groups])[index].append(member)
         return dict(sorted(batches.items())) or {_OTHERS: [[] for _ in groups]}
 
-    def describe(self, _: str = "") -> str:
-        """Return a one-line description of how the optimizer is stepped."""
-        name = type(self.states.optimizer).__name__
+    @override
+    def describe(self, reason: str) -> str:
+        name = type(self.optimizer).__name__
         unset = " Units are stepped with fused=True, as neither fused nor foreach is set."
         fused = unset if self._open_groups() else ""
         return f"{name} steps unit by unit; its states rest in {self.states.place}.{fused}"
@@ -219,18 +221,15 @@ class _UnderWay:
 
     Args:
         optimizer: The user's optimizer.
-        left: The members of each batch, by number, in the order of the step.
         to_fuse: The groups whose batches are stepped fused.
 
     Attributes:
-        left: The batches that have not begun; the last is for the user's own call.
-        stand_in: Steps all but the last. It has the optimizer's options and states but its own
-            groups.
+        stand_in: Steps all batches but the last. It has the optimizer's options and states, and
+            groups of its own.
         outside: What the optimizer keeps for all members; ``None`` if a step changes none of it.
     """
 
-    def __init__(self, optimizer: Optimizer, left: dict[int, Groups], to_fuse: list[int]) -> None:
-        self.left = left
+    def __init__(self, optimizer: Optimizer, to_fuse: list[int]) -> None:
         self.outside = None if is_known(optimizer) else Outside(optimizer)
         self._to_fuse = to_fuse
         groups = optimizer.param_groups
@@ -243,11 +242,6 @@ class _UnderWay:
         for group in self.stand_in.param_groups:
             if "param_names" in group:
                 group["param_names"] = []
-
-    def next(self) -> tuple[int, Groups]:
-        """Take the next of the batches that are left."""
-        number = next(iter(self.left))
-        return number, self.left.pop(number)
 
     def narrow(self, who: Optimizer, members: Groups, *, fuses: bool) -> None:
         """Make the param groups of ``who`` hold only these members."""

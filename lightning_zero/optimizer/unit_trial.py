@@ -57,8 +57,7 @@ class UnitTrial(Trial):
     @override
     def _change(self, method: Callable[[], Any]) -> None:
         step = self._new_step()
-        step.enter(functools.partial(call_as, method))
-        step.begin()
+        step.begin(functools.partial(call_as, method))
         method()
         step.end()
 

@@ -35,7 +35,7 @@ from lightning_zero.checkpoint import (
 )
 from lightning_zero.engine import Engine
 from lightning_zero.fabric import Options
-from lightning_zero.optimizer import members, own_form_of, parameter_of
+from lightning_zero.optimizer import members, parameter_of, stepper_of
 from lightning_zero.parameters import Source
 from lightning_zero.plan import Settings
 from lightning_zero.trainer.internals import StoredPath, unwrapped
@@ -75,7 +75,7 @@ class SavingStrategy(SteppingStrategy):
 
     def _require_savable(self, optimizer: Optimizer) -> None:
         """Raise at setup, not at the first save, if a directory has no place for the state."""
-        if self.options.checkpoint == "dcp" and own_form_of(optimizer) is not None:
+        if self.options.checkpoint == "dcp" and stepper_of(optimizer).form is not None:
             raise ValueError(
                 f"{type(optimizer).__name__}.state_dict() has its own format, which"
                 " checkpoint='dcp' cannot store. Use checkpoint='file'."

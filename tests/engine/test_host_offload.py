@@ -119,8 +119,7 @@ def test_fused_steps_find_counts_where_they_step(fused: bool | None) -> None:
     with mock.patch.object(torch.optim.AdamW.step, "__wrapped__") as step:
         step.side_effect = lambda who: seen.append(who.param_groups[0]["fused"])
         seen: list[bool | None] = []
-        unit_step.enter(step)
-        unit_step.begin()
+        unit_step.begin(step)
     assert seen == [fused]
     assert optimizer.param_groups[0] == {**group, "fused": True, "params": [leaving]}
     unit_step.end()

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.optimizer import Way, whole_step_of
+from lightning_zero.optimizer import Way, stepper_of
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import shard, whole
 
@@ -140,9 +140,8 @@ def sharded(name: str, stage: int) -> tuple[dict[str, Tensor], list[Way]]:
 
     train(optimizers, backward, range(STEPS))
     found = whole(engine)
-    steps = [whole_step_of(optimizer) for optimizer in optimizers]
     engine.close()
-    return found, [Way.BY_ELEMENT if step is None else step.way for step in steps]
+    return found, [stepper_of(optimizer).way for optimizer in optimizers]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

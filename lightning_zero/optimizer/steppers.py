@@ -1,0 +1,172 @@
+"""What steps the optimizers that engines have adopted, and what becomes of their states.
+
+=============== ================================= ================================================
+stepper         steps                             states on each rank
+=============== ================================= ================================================
+``Stepper``     all pieces in one call            of its pieces
+``UnitStep``    pieces, one unit after the other  of its pieces, in memory or in files
+``WholeStep``   whole parameters                  of those it owns, or of all
+=============== ================================= ================================================
+
+A wrapper may return its own states beside the state dict of the optimizer that it wraps. Only the
+wrapper knows such a form, so the ranks' parts cannot be put together afterwards. It is asked for
+its state dict while its states are whole, or stand-ins of whole ones, and given whole ones to load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from math import nan
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_zero.optimizer.outside import OfOptimizer
+from lightning_zero.optimizer.pieces import FindPiece, cut_state, owned, pieces_of
+from lightning_zero.optimizer.taint import Way
+from lightning_zero.optimizer.twin import with_inner
+from lightning_zero.parameters import Piece
+
+Call = Callable[[Any], Any]
+"""A step of an optimizer, or another call of it that concerns all of its members."""
+
+
+class Stepper(OfOptimizer):
+    """Steps an optimizer: here by element, all pieces in the user's own call.
+
+    Attributes:
+        way: How the optimizer is stepped.
+        form: The names in its state dict; ``None`` if they are torch's own.
+        is_torn: Whether some units are stepped and others not.
+        steps_before_call: Whether it steps members before the user's own call of ``step``, and so
+            after all pre-hooks.
+        keeps_read_parts: Whether parts of a state may stay in the memory to which they are read.
+    """
+
+    way = Way.BY_ELEMENT
+    form: frozenset[str] | None = None
+    is_torn = False
+    steps_before_call = False
+    keeps_read_parts = True
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether it steps whole parameters, which have whole states."""
+        return self.way is not Way.BY_ELEMENT
+
+    def attach(self, form: frozenset[str] | None) -> None:
+        """Be what :func:`stepper_of` returns, for an optimizer with this form of state dict."""
+        self.form = form
+        setattr(self.optimizer, _NAME, self)
+
+    def stepped_as(self, piece: Piece) -> Tensor:
+        """Return a tensor with the dtype and on the device in which a piece is stepped."""
+        return piece
+
+    def require_room(self, find_piece: FindPiece) -> None:
+        """Raise on all ranks if there is no room for the states of new param group members."""
+
+    def take(self, pieces: Iterable[Piece]) -> None:
+        """Note the pieces that the optimizer holds."""
+
+    # -- states ----------------------------------------------------------------------------------
+
+    def part_of(self, state: Mapping[str, Any], piece: Piece) -> Mapping[str, Any] | None:
+        """Return a copy of the part of a parameter's state that this rank keeps, if any."""
+        return self.kept(cut_state(state, piece), piece)
+
+    def kept(self, state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
+        """Return a copy of a piece's state where states rest."""
+        return owned(state)  # type: ignore[no-any-return]
+
+    def keeps_state_of(self, piece: Piece) -> bool:
+        """Return whether this rank has the optimizer's state for a parameter, or a part of it."""
+        return True
+
+    def parameter_of(self, piece: Piece) -> Parameter:
+        """Return a whole parameter without values, to stand for a piece."""
+        one = torch.full((), nan, dtype=piece.dtype, device="cpu")
+        return Parameter(one.expand(piece.range.slot.shape), requires_grad=False)
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def mean_of(self, loss: Any) -> Any:
+        """Return what a closure's loss is to the optimizer."""
+        return loss
+
+    def begin(self, call: Call | None = None) -> None:
+        """Prepare for the user's own call on what is then in the param groups.
+
+        ``call`` does the same to a stand-in of the optimizer; by default it is a step.
+        """
+
+    def end(self) -> None:
+        """Take in what that call has stepped."""
+
+    def abandon(self) -> None:
+        """Restore the param groups after a step that an exception ended."""
+
+    def remove(self) -> None:
+        """Stop stepping: the engine has ended."""
+        self.abandon()
+
+    def check(self) -> None:
+        """Clean up after a step that an exception ended; raise if it is torn."""
+        self.abandon()
+
+    def describe(self, reason: str) -> str | None:
+        """Return a line on how the optimizer is stepped, and the cost; ``None`` if as usual."""
+        return None
+
+
+_NAME = "_lightning_zero_stepper"
+
+
+def stepper_of(optimizer: Optimizer) -> Stepper:
+    """Return what steps an optimizer, or did in a run that has ended."""
+    found = vars(optimizer).get(_NAME)
+    return found if isinstance(found, Stepper) else Stepper(optimizer)
+
+
+def are_torn(optimizers: Iterable[Optimizer]) -> bool:
+    """Return whether a step of one of them ended half-way, on this rank."""
+    return any(stepper_of(optimizer).is_torn for optimizer in optimizers)
+
+
+def require_whole_steps(optimizers: Iterable[Optimizer]) -> None:
+    """Raise a ``RuntimeError`` if a step of one of them ended half-way."""
+    for stepper in map(stepper_of, optimizers):
+        if stepper.is_torn:
+            stepper.check()
+
+
+@contextmanager
+def whole_members(optimizer: Optimizer) -> Iterator[None]:
+    """Enter a context in which param groups and states have whole parameters instead of pieces.
+
+    The whole parameters have no values. For an optimizer that steps pieces they are on the host, as
+    are the states that it loads for them.
+    """
+    pieces, stepper = pieces_of(optimizer), stepper_of(optimizer)
+    wholes = [stepper.parameter_of(piece) for piece in pieces]
+    exchange(optimizer, pieces, wholes)
+    try:
+        yield
+    finally:
+        exchange(optimizer, wholes, pieces)
+
+
+def exchange(optimizer: Optimizer, old: Iterable[Parameter], new: Iterable[Parameter]) -> None:
+    """Replace parameters in the param groups and as keys of the states."""
+    others = {id(one): other for one, other in zip(old, new, strict=True)}
+    for holder in with_inner(optimizer):
+        for group in holder.param_groups:
+            members = group["params"]
+            members[:] = [others.get(id(member), member) for member in members]
+        state: dict[Any, Any] = holder.state
+        for key in [key for key in state if id(key) in others]:
+            state[others[id(key)]] = state.pop(key)
