@@ -67,6 +67,7 @@ def optimizer_state(optimizer: Optimizer, engine: Engine, label: str) -> dict[st
 def _in_own_form(optimizer: Optimizer, engine: Engine, label: str) -> dict[str, Any]:
     """Return the state dict in the optimizer's own form, made while all its states are whole."""
     pieces, holders = members(optimizer), list(with_inner(optimizer))
+    known = set(pieces)
     before = [dict(holder.state) for holder in holders]
     whole = [
         _whole_states(optimizer, list(map(held.get, pieces)), engine, f"{label}, {number}")
@@ -74,7 +75,7 @@ def _in_own_form(optimizer: Optimizer, engine: Engine, label: str) -> dict[str, 
     ]
     try:
         for holder, held, states in zip(holders, before, whole, strict=True):
-            others = {key: value for key, value in held.items() if key not in set(pieces)}
+            others = {key: value for key, value in held.items() if key not in known}
             _put(holder, {**{pieces[i]: state for i, state in states.items()}, **others})
         return optimizer.state_dict()
     finally:
@@ -278,7 +279,8 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
     held = members(optimizer)
     ids = [key for group in state["param_groups"] for key in group["params"]]
     # Entries that belong to no parameter, which some optimizers keep.
-    own = {key: owned(value) for key, value in state["state"].items() if key not in set(ids)}
+    known = set(ids)
+    own = {key: owned(value) for key, value in state["state"].items() if key not in known}
     for key, piece in zip(ids, held, strict=True):
         entries = state["state"].get(key)
         is_here = not isinstance(piece, Piece) or (
