@@ -143,19 +143,21 @@ class _Saved:
         self.source, self.version = weakref.ref(storage), tensor._version
         self.call = call
         self._copies, self._device = copies, tensor.device
-        self._on_host = copies.storage_down(tensor)
+        self._on_host, self._landing = copies.storage_down(tensor, call)
         self._fetched: tuple[Tensor, Work] | None = None
+        self._is_awaited = False
         call.saved.add(self)
 
     def fetch(self) -> None:
         """Start to copy the content to the device, unless that was done."""
         if self._fetched is None:
-            # Ordered after the copy to the host, as both are on one stream.
             content = torch.empty(len(self._on_host), dtype=torch.uint8, device=self._device)
-            self._fetched = content, self._copies.up(content, self._on_host, Arrived)
+            work = self._copies.up(content, self._on_host, Arrived, self._landing)
+            self._fetched = content, work
 
     def content(self) -> Tensor:
         """Return the bytes on the device, and prefetch what backward needs next."""
+        self._copies.release_sources()  # forward is over
         self.call.fetch()
         before = self.call.before() if self.call.before is not None else None
         if before is not None:
@@ -163,7 +165,13 @@ class _Saved:
         assert self._fetched is not None
         content, work = self._fetched
         work.wait()
+        self._is_awaited = True
         return content
+
+    def __del__(self) -> None:
+        # Fetched and never used: computation may reuse its memory only once it has been written.
+        if self._fetched is not None and not self._is_awaited:
+            self._fetched[1].wait()
 
 
 class _View(NamedTuple):

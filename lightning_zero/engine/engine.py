@@ -267,6 +267,7 @@ class Engine:
                 self.sharded.restore()
                 self._step.lifetime = Lifetime.RESTORED
         finally:
+            self.comm.host_copies.close()
             for transport in self.comm.transports.values():
                 transport.release()
             self.sharded.reader.close()
