@@ -41,11 +41,12 @@ from lightning_zero.optimizer import (
     with_inner,
 )
 from lightning_zero.parameters import Piece
-from lightning_zero.tensors import lasting_tensors, named_tensors
+from lightning_zero.tensors import lasting_tensors, named_tensors, uncollected
 
 # -- saving ----------------------------------------------------------------------------------------
 
 
+@uncollected()
 def optimizer_state(optimizer: Optimizer, engine: Engine, label: str) -> dict[str, Any]:
     """Return ``optimizer.state_dict()`` with sharded states, under the integer ids of DDP.
 
@@ -270,6 +271,7 @@ def ranges_of_optimizers(
                         yield one._replace(then=then)
 
 
+@uncollected()
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load a whole optimizer state; each rank takes its own pieces of it."""
     step = whole_step_of(optimizer)

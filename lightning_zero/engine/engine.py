@@ -46,6 +46,7 @@ from lightning_zero.optimizer import (
 )
 from lightning_zero.parameters import Piece, Source
 from lightning_zero.plan import Settings
+from lightning_zero.tensors import uncollected
 
 
 class Engine:
@@ -72,6 +73,7 @@ class Engine:
         RuntimeError: The ranks differ; the message says how.
     """
 
+    @uncollected()
     def __init__(
         self,
         module: nn.Module,
@@ -166,6 +168,7 @@ class Engine:
 
     # -- the optimizer ---------------------------------------------------------------------------
 
+    @uncollected()
     def adopt(self, optimizer: Optimizer) -> str | None:
         """Point ``optimizer`` at this rank's pieces, and refresh weights whenever it has stepped.
 
