@@ -32,7 +32,6 @@ from lightning_zero.optimizer import (
     missing_in_state,
     own_form_of,
     owned,
-    parameter_of,
     pieces_of,
     require_whole_steps,
     unit_step_of,
@@ -210,7 +209,8 @@ def _faults(
             return
         if is_whole:
             continue  # steps of whole parameters may keep tensors of any shape
-        shape = parameter_of(parameter).shape
+        is_piece = isinstance(parameter, Piece)
+        shape = parameter.range.slot.shape if is_piece else parameter.shape
         for name, value in entries.items():
             # A state has one number per element, or a single one.
             if isinstance(value, Tensor) and value.dim() and value.shape != shape:
@@ -219,7 +219,7 @@ def _faults(
                     f" parameter has shape {tuple(shape)}"
                 )
         kind = number, frozenset(entries)
-        if isinstance(parameter, Piece) and kind not in tried:
+        if is_piece and kind not in tried:
             tried.add(kind)
             missing = missing_in_state(optimizer, number, saved[number], entries)
             if missing is not None:

@@ -214,7 +214,7 @@ def ranges(name: str, value: Any, piece: Any) -> Iterator[CheckedRange]:
     """Yield the bytes that this rank reads of a stored tensor: its piece, or the whole."""
     if not isinstance(value, Tensor):
         return
-    if isinstance(piece, Piece) and value.shape == piece.parameter.shape:
+    if isinstance(piece, Piece) and value.shape == piece.range.slot.shape:
         own = piece.range
         if own.start == own.stop:
             return
