@@ -45,6 +45,7 @@ from lightning_zero.optimizer import (
 )
 from lightning_zero.parameters import Piece, Source
 from lightning_zero.plan import Settings
+from lightning_zero.tensors import uncollected
 
 
 class Engine:
@@ -71,6 +72,7 @@ class Engine:
         RuntimeError: The ranks differ; the message says how.
     """
 
+    @uncollected()
     def __init__(
         self,
         module: nn.Module,
@@ -156,6 +158,7 @@ class Engine:
 
     # -- the optimizer ---------------------------------------------------------------------------
 
+    @uncollected()
     def adopt(self, optimizer: Optimizer) -> str | None:
         """Point ``optimizer`` at this rank's pieces, and refresh weights whenever it has stepped.
 
