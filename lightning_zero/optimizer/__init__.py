@@ -22,7 +22,7 @@ loss_scaler     dynamic loss scaling
 =============== ====================================================================================
 """
 
-from lightning_zero.optimizer.hooks import OptimizerHooks, Removable, end
+from lightning_zero.optimizer.hooks import OptimizerHooks, Removable, end, follow
 from lightning_zero.optimizer.loss_scaler import LossScaler
 from lightning_zero.optimizer.owners import owners_of
 from lightning_zero.optimizer.pieces import (
@@ -70,6 +70,7 @@ __all__ = [
     "batches_of",
     "cut_state",
     "end",
+    "follow",
     "members",
     "missing_in_state",
     "owned",

@@ -107,6 +107,11 @@ class Stepper(OfOptimizer):
     def end(self) -> None:
         """Take in what that call has stepped."""
 
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Enter a context, within a step, in which the param groups hold all pieces."""
+        yield
+
     def abandon(self) -> None:
         """Restore the param groups after a step that an exception ended."""
 
