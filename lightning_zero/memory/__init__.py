@@ -19,7 +19,6 @@ report, plot   text, the page and its pictures; size: bytes as people write them
 from lightning_zero.memory import plot
 from lightning_zero.memory.advice import Limits, advise
 from lightning_zero.memory.cluster import TERMS, Cluster, Played, Timeline, play
-from lightning_zero.memory.difference import explain
 from lightning_zero.memory.live_bytes import LiveBytes
 from lightning_zero.memory.model import ModelPlan
 from lightning_zero.memory.prediction import (
@@ -62,7 +61,6 @@ __all__ = [
     "estimate",
     "estimate_of",
     "estimate_table",
-    "explain",
     "format_bytes",
     "format_ranks",
     "named_offloads",

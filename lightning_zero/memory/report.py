@@ -48,7 +48,6 @@ def write_report(
     held: Mapping[str, int] | None = None,
     predicted: Estimate | None = None,
     stages: Sequence[Estimate] = (),
-    scaling: Sequence[Estimate] = (),
     device_memory: int | None = None,
     times: StepTimes | None = None,
 ) -> Path:
@@ -62,7 +61,6 @@ def write_report(
         predicted: The estimate for the same run; its step becomes the timeline.
         stages: Estimates whose device memory is shown side by side; savings are relative to the
             first. A separate table shows what they offload.
-        scaling: Estimates of the same stages over several numbers of ranks.
         device_memory: Bytes of a device, drawn as a line.
         times: Times of the steps with offload, on the predicted rank.
     """
@@ -74,7 +72,6 @@ def write_report(
         "held": held or {},
         "predicted": None if predicted is None else facts_of(predicted),
         "stages": [facts_of(found) for found in stages],
-        "scaling": [facts_of(found) for found in scaling],
         "device_memory": device_memory,
         "times": times._asdict() if times and times.seconds else None,
     }
@@ -82,7 +79,7 @@ def write_report(
     parts = [_LEGEND, *_timeline(predicted, device_memory), *_stages(stages), *_measured(measured)]
     if times and times.seconds:
         parts.append(f"<p>{times.describe()}</p>")
-    parts += [*_compared(held, predicted), *_scaling(scaling, device_memory)]
+    parts += _compared(held, predicted)
     page = folder / "memory.html"
     text = _PAGE.replace("{subject}", html.escape(subject))
     page.write_text(text.replace("{content}", "\n".join(parts)))
@@ -169,16 +166,13 @@ def _timeline(predicted: Estimate | None, limit: int | None) -> list[str]:
 def _stages(stages: Sequence[Estimate]) -> list[str]:
     if not stages:
         return []
-    columns = {found.name: found.peak.kinds for found in stages}
-    title = f"Peak memory of a rank, {format_ranks(stages[0].world_size)}"
     shown = [kind for kind in KINDS if any(found.most[kind] for found in stages)]
     rows: list[Row] = [
         [found.name, *(found.most[kind] for kind in shown), found.model_states, found.peak.total]
         for found in stages
     ]
     return [
-        "<h2>The stages side by side</h2>",
-        *_picture(lambda: plot.stages(columns, title=title)),
+        f"<h2>The stages side by side, {format_ranks(stages[0].world_size)}</h2>",
         "<p>Each kind is shown at its maximum within a step. Model states are weights, gradients,"
         " master and states between steps. The peak is the largest total at one instant, so it may"
         " be less than the sum of its row.</p>",
@@ -231,20 +225,6 @@ def _compared(held: Mapping[str, int] | None, predicted: Estimate | None) -> lis
     return [
         "<h2>Predicted and measured, between steps, on one rank</h2>",
         _html_table(["", "predicted", "measured", "difference"], rows, exact=True),
-    ]
-
-
-def _scaling(scaling: Sequence[Estimate], limit: int | None) -> list[str]:
-    scaling = [found for found in scaling if found.offload is None]
-    if not scaling:
-        return []
-    title = "Model states by number of ranks"
-    return [
-        "<h2>More ranks</h2>",
-        "<p>Weights, gradients, master and optimizer states between steps. Dots are what a rank"
-        " holds, padding included. Lines are the formula: a replicated part plus a part divided by"
-        " the number of ranks. Stages that hold the same share a line.</p>",
-        *_picture(lambda: plot.scaling(scaling, title=title, limit=limit)),
     ]
 
 

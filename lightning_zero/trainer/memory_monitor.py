@@ -24,7 +24,6 @@ from lightning_zero.memory import (
     ModelPlan,
     compare,
     estimate_of,
-    explain,
     format_bytes,
     format_ranks,
     table,
@@ -72,7 +71,7 @@ class MemoryMonitor(Callback):
         predicted: The estimate for this rank.
         times: Times of this rank's steps with offload, without the first step.
         differences: One sentence for each kind whose bytes on this rank between steps differ from
-            the prediction, naming what holds the difference.
+            the prediction.
     """
 
     def __init__(self, *, report: str | Path | None = None, predict: bool = True) -> None:
@@ -174,14 +173,16 @@ class MemoryMonitor(Callback):
                 rank_zero_warn(f"MemoryMonitor cannot predict {what}: {error}")
         self._subject, self.predict = None, False
 
-    def _explain(self, trainer: pl.Trainer) -> None:
-        """Explain every kind that differs from its prediction by what holds it."""
-        engine = _engine_of(trainer)
-        if engine is None or self._subject is None or self.predicted is None or not self._own:
+    def _compare(self, trainer: pl.Trainer) -> None:
+        """Note every kind whose bytes between steps differ from its prediction."""
+        if self.predicted is None or not self._own:
             return
         # Since the last measurement, hooks of the module may have changed what is held.
         self._own = {**held_by(trainer), _STAGING: self._own[_STAGING]}
-        self.differences = explain(self._subject, engine, self.predicted.rests, self._own)
+        for kind, foreseen in self.predicted.rests.items():
+            if more := self._own.get(kind, 0) - foreseen:
+                sign = "more" if more > 0 else "less"
+                self.differences.append(f"{kind}: {format_bytes(abs(more))} {sign} than predicted.")
 
     # -- what is shown ---------------------------------------------------------------------------
 
@@ -211,7 +212,7 @@ class MemoryMonitor(Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._is_logged:
             self.on_train_epoch_end(trainer, pl_module)
-        self._explain(trainer)
+        self._compare(trainer)
         if (engine := _engine_of(trainer)) is not None:
             self.times = engine.comm.transport.ledger.total_times
         rank_zero_info(self.text(trainer.world_size))
