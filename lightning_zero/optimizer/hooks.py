@@ -22,6 +22,7 @@ from lightning_zero.optimizer.steppers import Call, Stepper
 from lightning_zero.optimizer.taint import Way
 from lightning_zero.optimizer.twin import with_inner
 from lightning_zero.optimizer.unit_step import call_as
+from lightning_zero.optimizer.whole_state import whole_states
 from lightning_zero.parameters import Piece, settle, unsettle
 from lightning_zero.tensors import internals
 
@@ -33,7 +34,7 @@ class Removable(Protocol):
         """Uninstall it."""
 
 
-METHODS = ("train", "eval", "load_state_dict", "zero_grad")
+METHODS = ("train", "eval", "load_state_dict", "zero_grad", "state_dict", "__getstate__")
 """The methods of an optimizer that do more while it holds pieces."""
 
 
@@ -71,7 +72,7 @@ class OptimizerHooks:
     ) -> None:
         if any(find_piece(piece.parameter) is not piece for piece in pieces.pieces_of(optimizer)):
             raise ValueError(_ENDED.format(kind=type(optimizer).__name__))
-        self._find_piece = find_piece
+        self._find_piece, self._comm = find_piece, comm
         self._changed, self._before, self._after = changed, before, after
         self._stepper = by_unit(optimizer) if by_unit else Stepper(optimizer)
         self.verdict = self._probe(optimizer)
@@ -100,7 +101,8 @@ class OptimizerHooks:
     @property
     def _calls(self) -> list[Callable[..., Any]]:
         """What is called instead of :data:`METHODS`, with the optimizer and the method."""
-        return [self.change, self.change, self._load, self._zero_grad]
+        whole = self._of_whole
+        return [self.change, self.change, self._load, self._zero_grad, whole, whole]
 
     def _register(
         self, optimizer: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
@@ -232,6 +234,21 @@ class OptimizerHooks:
         wholes = [piece for piece in self._pieces if pieces.has_whole_state(optimizer, piece)]
         pieces.take_state(optimizer, dict(zip(wholes, wholes, strict=True)), self._stepper.part_of)
         pieces.guard_states(optimizer, self._pieces)
+
+    def _of_whole(
+        self, optimizer: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call ``state_dict``, or what a copy is made of, with whole parameters and states."""
+        stepper = self._stepper
+        if stepper.shows_parts:
+            return method(*args, **kwargs)
+        if self._is_begun:
+            raise RuntimeError(
+                f"The states of {type(optimizer).__name__} are sharded and cannot be gathered while"
+                " it steps. Ask for them between steps."
+            )
+        with whole_states(stepper, self._comm), stepper.showing_parts():
+            return method(*args, **kwargs)
 
     def _zero_grad(
         self, _: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
