@@ -52,10 +52,10 @@ def optimizer_state(optimizer: Optimizer, engine: Engine, label: str) -> dict[st
     require_whole_steps([optimizer])
     if stepper_of(optimizer).way is Way.ALL_AT_ONCE:
         with whole_members(optimizer):
-            return optimizer.state_dict()  # every rank has all of it
+            return stepper_of(optimizer).state_dict()  # every rank has all of it
     if stepper_of(optimizer).form is not None:
         return _in_own_form(optimizer, engine, label)
-    local = optimizer.state_dict()
+    local = stepper_of(optimizer).state_dict()
     if not local:
         return local  # Lightning's stand-in for no optimizer
     own = [local["state"].get(index) for index in range(len(members(optimizer)))]
@@ -77,7 +77,7 @@ def _in_own_form(optimizer: Optimizer, engine: Engine, label: str) -> dict[str, 
         for holder, held, states in zip(holders, before, whole, strict=True):
             others = {key: value for key, value in held.items() if key not in known}
             _put(holder, {**{pieces[i]: state for i, state in states.items()}, **others})
-        return optimizer.state_dict()
+        return stepper_of(optimizer).state_dict()
     finally:
         for holder, held in zip(holders, before, strict=True):
             _put(holder, held)
@@ -158,7 +158,7 @@ def check_optimizer_states(
             f" returned {len(optimizers)}."
         )
     for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
-        if not state and not optimizer.state_dict():
+        if not state and not stepper_of(optimizer).state_dict():
             continue
         form, is_whole = stepper_of(optimizer).form, stepper_of(optimizer).is_whole
         is_state = _is_optimizer_state(state) if form is None else isinstance(state, Mapping)
@@ -305,7 +305,8 @@ def _load_own_form(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
                 holder.state[piece] = _own_part(entries, piece, optimizer)
         if type(holder).load_state_dict is Optimizer.load_state_dict:
             # Reload the same state, so that torch moves each value to its parameter's device.
-            holder.load_state_dict(holder.state_dict())
+            with stepper.showing_parts():
+                holder.load_state_dict(holder.state_dict())
 
 
 def _own_part(entries: Any, piece: Any, optimizer: Optimizer) -> Any:

@@ -318,7 +318,7 @@ class ZeROStrategy(SavingStrategy):
         self.lr_scheduler_configs = demands.schedulers(self.optimizers, self.lr_scheduler_configs)
         assert self.engine is not None
         for optimizer in self.optimizers:
-            if (notice := self.engine.adopt(optimizer)) is not None:
+            if (notice := self.engine.adopt(internals.unwrapped(optimizer))) is not None:
                 rank_zero_info(notice)
             self._require_savable(optimizer)
 
