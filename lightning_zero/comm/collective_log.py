@@ -34,8 +34,6 @@ class CollectiveLog:
 
     Attributes:
         step: Optimizer steps that have ended.
-        before: Called with a collective's place before this rank begins it, when its memory has
-            been allocated and nothing has been sent.
         explain: Called with the error of a collective that failed; may raise a better one.
         verdict: The error that ended the run on all ranks: every collective raises it.
         begun: How many collectives of each channel have begun.
@@ -47,7 +45,6 @@ class CollectiveLog:
 
     def __init__(self) -> None:
         self.step = 0
-        self.before: Callable[[str], None] | None = None
         self.explain: Callable[[BaseException], None] = lambda _: None
         self.verdict = ""
         self.begun: Counter[str] = Counter()
@@ -57,13 +54,7 @@ class CollectiveLog:
         self._numbers = itertools.count(1)
 
     def begin(self, place: str, channel: str = "") -> CollectiveId:
-        """Note that this rank begins a collective, unless :attr:`before` raises."""
-        if self.before is not None:
-            self.before(place)
-        return self.note(place, channel)
-
-    def note(self, place: str, channel: str = "") -> CollectiveId:
-        """Note that this rank begins a collective, without calling :attr:`before`."""
+        """Note that this rank begins a collective."""
         if self.verdict:
             raise RuntimeError(self.verdict)
         channel = channel or place

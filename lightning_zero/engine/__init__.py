@@ -15,7 +15,6 @@ early_step                optimizer steps of reduced units during the backward p
 rank_check                models, settings and optimizers that must be equal on all ranks
 change_check              what a single rank may change later: trainability, hyperparameters
 unit_check, join          ranks that run different units: detected, or allowed
-oom_trials                trial steps that fail on all ranks if they fail on any
 buffers                   broadcasts of the module's buffers from rank 0
 materialize               models built on the meta device
 activation_checkpointing  activations recomputed in backward
@@ -30,7 +29,6 @@ from lightning_zero.engine.activation_offload import ActivationOffload
 from lightning_zero.engine.buffers import broadcast_buffers
 from lightning_zero.engine.engine import Engine, engine_of
 from lightning_zero.engine.materialize import forget_values
-from lightning_zero.engine.oom_trials import OomTrials
 from lightning_zero.engine.rank_check import Description, differences, optimizer_description
 from lightning_zero.engine.replacements import Replacements
 
@@ -39,7 +37,6 @@ __all__ = [
     "ActivationOffload",
     "Description",
     "Engine",
-    "OomTrials",
     "Replacements",
     "broadcast_buffers",
     "differences",

@@ -3,8 +3,8 @@
 They are used unmodified, so their methods are wrapped during a fit. Averaging is element-wise:
 averaging callbacks average, swap and save this rank's pieces (``weight_average.py``), unless a
 subclass or the averaging function needs whole weights. A finetuning callback that looks for its
-parameters in an optimizer finds them in place of their pieces. A batch size search finds the same
-size on all ranks: one that runs out of memory ends the trial on all (``engine.OomTrials``).
+parameters in an optimizer finds them in place of their pieces. A batch size search is refused, as
+under DDP.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from lightning.pytorch.callbacks import (
     Callback,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.utilities.memory import is_oom_error
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_zero.engine import Engine, OomTrials, Replacements
+from lightning_zero.engine import Engine, Replacements
 from lightning_zero.parameters import Piece
 from lightning_zero.trainer import internals
 from lightning_zero.trainer.weight_average import Average, is_by_element
@@ -59,6 +59,11 @@ _OTHER_WORK = (
     *internals.OVERRIDABLE,
 )
 """Other methods of an averaging callback that touch the average."""
+_NO_BATCH_SIZES = (
+    "BatchSizeFinder does not work under ZeRO, as under DDP: a rank that runs out of memory would"
+    " leave the others waiting for it. Remove the callback; lightning_zero.estimate(model,"
+    " batch=...) predicts the memory of a batch of any size without running it."
+)
 
 
 class AdaptedCallbacks:
@@ -72,10 +77,15 @@ class AdaptedCallbacks:
     Args:
         callbacks: The Trainer's callbacks.
         is_fitting: Whether they will train. If not, averages are whole, from an earlier fit.
+
+    Raises:
+        MisconfigurationException: One of them is a ``BatchSizeFinder``.
     """
 
     def __init__(self, callbacks: Iterable[Callback], *, is_fitting: bool) -> None:
         self._callbacks = list(callbacks)
+        if any(isinstance(callback, BatchSizeFinder) for callback in self._callbacks):
+            raise MisconfigurationException(_NO_BATCH_SIZES)
         self._replaced = Replacements()
         self._engine: Engine | None = None
         self._awaiting: list[Callable[[], None]] = []
@@ -88,8 +98,6 @@ class AdaptedCallbacks:
             for cls, name in _LOADING.items():
                 if isinstance(callback, cls):
                     self._replaced.wrap(callback, name, self._load_later)
-            if isinstance(callback, BatchSizeFinder):
-                self._replaced.wrap(callback, "setup", _alone)
         for callback in self._in_pieces:
             self._replaced.put(callback, "setup", lambda *args, **kwargs: None)
 
@@ -107,8 +115,6 @@ class AdaptedCallbacks:
                 continue
             if isinstance(callback, BaseFinetuning):
                 self._replaced.wrap(callback, internals.MAPS_GROUPS, _with_parameters)
-            if isinstance(callback, BatchSizeFinder):
-                self._replaced.wrap(callback, "scale_batch_size", _in_trials, engine)
 
     def _average_pieces(self, callback: Any, engine: Engine) -> None:
         averaged = self._averages[id(callback)]
@@ -172,38 +178,6 @@ def _with_parameters(
         for group in groups
     ]
     return inner(whole, mapping)
-
-
-# -- batch sizes -----------------------------------------------------------------------------------
-
-
-def _alone(setup: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    return setup(internals.OneRankTrainer(trainer), *args, **kwargs)
-
-
-def _in_trials(search: Callable[..., Any], engine: Engine, trainer: Any, module: Any) -> Any:
-    trials = OomTrials(engine, is_oom_error)
-    loop, replaced = internals.active_loop(trainer), Replacements()
-    replaced.put(
-        loop, "run", functools.partial(_undone, functools.partial(trials.run, loop.run), trainer)
-    )
-    try:
-        return search(trainer, module)
-    finally:
-        replaced.remove()
-
-
-def _undone(run: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``run``; if it fails, restore the Trainer's stage and the modules' modes."""
-    stage = trainer.state.stage
-    modes = [(module, module.training) for module in trainer.lightning_module.modules()]
-    try:
-        return run(*args, **kwargs)
-    except Exception:
-        trainer.state.stage = stage
-        for module, is_training in modes:
-            module.training = is_training
-        raise
 
 
 # -- averages in pieces ----------------------------------------------------------------------------

@@ -11,7 +11,6 @@ that Lightning still has them. ``ZeROStrategy`` also inherits some from ``DDPStr
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,11 +73,6 @@ def signal_connector(trainer: Any) -> Any:
     return trainer._signal_connector
 
 
-def active_loop(trainer: Any) -> Any:
-    """Return the loop that ``BatchSizeFinder`` reruns."""
-    return trainer._active_loop
-
-
 def draws_graphs(logger: Any) -> bool:
     """Return whether a logger's ``log_graph`` is enabled; TensorBoard's is off by default."""
     return bool(getattr(logger, "_log_graph", True))
@@ -105,18 +99,3 @@ def average_options(callback: Any) -> dict[str, Any]:
 def average_function(callback: Any) -> Callable[..., Any]:
     """Return the function that ``StochasticWeightAveraging`` averages by."""
     return callback._avg_fn  # type: ignore[no-any-return]
-
-
-class OneRankTrainer:
-    """A proxy of a Trainer that claims one rank, since ``BatchSizeFinder`` refuses several.
-
-    ``BatchSizeFinder`` reads the private connector.
-    """
-
-    _accelerator_connector = SimpleNamespace(is_distributed=False)
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._trainer, name)

@@ -47,7 +47,7 @@ def test_private_names_of_lightning_stand_in_one_module() -> None:
         (LightningOptimizer, ["_optimizer"]),
         (DDPStrategy, sorted(INHERITED)),
         (_SignalConnector, [internals.ANSWERS_REQUEUE, internals.ANSWERS_END]),
-        (Trainer, ["_signal_connector", "_active_loop", "_accelerator_connector"]),
+        (Trainer, ["_signal_connector"]),
         (BaseFinetuning, [internals.MAPS_GROUPS]),
         (
             StochasticWeightAveraging,
