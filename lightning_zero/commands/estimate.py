@@ -291,7 +291,6 @@ def _report(folder: Path, subject: ModelPlan, found: list[Estimate], limit: int 
         subject=subject.describe(),
         predicted=max(own, key=lambda estimate: estimate.stage),
         stages=own,
-        scaling=found if len(found) > len(own) else (),
         device_memory=limit,
     )
 

@@ -11,15 +11,12 @@ cluster        the time of a step on a cluster, from what the replay does and wa
 steps          a step under the engine, under DDP, of a bare number of parameters, with offload
 states         optimizers on meta, and the bytes of their states
 terms          what rests, by the plan's arithmetic
-difference     why a rank holds other bytes than predicted
 advice         which stage fits a device, and what to change if none does
-report, plot   text, the page and its pictures; size: bytes as people write them
+report, plot   text, the page and its picture; size: bytes as people write them
 """
 
-from lightning_zero.memory import plot
 from lightning_zero.memory.advice import Limits, advise
 from lightning_zero.memory.cluster import TERMS, Cluster, Played, Timeline, play
-from lightning_zero.memory.difference import explain
 from lightning_zero.memory.live_bytes import LiveBytes
 from lightning_zero.memory.model import ModelPlan
 from lightning_zero.memory.prediction import (
@@ -34,6 +31,7 @@ from lightning_zero.memory.report import (
     EQUAL_STAGES,
     are_equal_stages,
     estimate_table,
+    rest_table,
     table,
     write_report,
 )
@@ -62,14 +60,13 @@ __all__ = [
     "estimate",
     "estimate_of",
     "estimate_table",
-    "explain",
     "format_bytes",
     "format_ranks",
     "named_offloads",
     "parse_bytes",
     "parse_numel",
     "play",
-    "plot",
+    "rest_table",
     "table",
     "write_report",
 ]

@@ -259,12 +259,7 @@ class ModelPlan:
 
     @property
     def _buffers(self) -> int:
-        return sum(self.buffer_bytes.values())
-
-    @property
-    def buffer_bytes(self) -> dict[str, int]:
-        """Bytes of the module's buffers, by name."""
-        return {name: buffer.nbytes for name, buffer in self.module.named_buffers()}
+        return sum(buffer.nbytes for buffer in self.module.buffers())
 
     def state_bytes(
         self, parameter: Parameter, numel: int, rank: int = 0, world_size: int = 1

@@ -309,8 +309,8 @@ def test_command_predicts_offload(capsys: Any, tmp_path: Any) -> None:
     )
     assert " zero3_offload would fit" in out
     page = (tmp_path / "memory.html").read_text()
-    assert "in host memory" in page
-    assert "in files" in page
+    assert "host states" in page
+    assert "disk states" in page
 
 
 def test_command_tells_where_activations_wait(capsys: Any, tmp_path: Path) -> None:

@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_zero import MemoryMonitor, ZeROStrategy
-from lightning_zero.memory.prediction import estimate_of
-from lightning_zero.memory.size import format_bytes
 from lightning_zero.trainer import memory_monitor
 from lightning_zero.trainer.memory_monitor import POINTS, allocated_on
 from tests.oracle.models import Transformer, next_token_loss, tokens
@@ -172,10 +170,9 @@ def test_the_table_explains_itself(ranks: Any, tmp_path: Path) -> None:
         assert row in rows
     assert "Predicted peak within a step: " in text
     facts = json.loads((tmp_path / "memory.json").read_text())
-    assert [row["strategy"] for row in facts["stages"]] == ["ddp", "zero1", "zero2", "zero3"]
     assert facts["held"]["states"] == facts["predicted"]["resting"]["states"]
     page = (tmp_path / "memory.html").read_text()
-    assert page.count("<svg") == 2
+    assert page.count("<svg") == 1
     assert "http-equiv" not in page
     assert "<script" not in page
 
@@ -194,43 +191,21 @@ def test_every_epoch_is_logged_once(ranks: Any, tmp_path: Path) -> None:
 
 def differences(result: dict) -> dict[str, str]:
     """Return what the table says of each kind that differs."""
-    lines = [line for line in result["text"].splitlines() if " than predicted: " in line]
+    lines = [line for line in result["text"].splitlines() if line.endswith(" than predicted.")]
     found = dict(line.split(": ", 1) for line in lines)
     off = {kind for kind, count in result["resting"].items() if result["own"][kind] != count}
     assert set(found) == off
     return found
 
 
-def test_what_differs_is_named(ranks: Any, tmp_path: Path) -> None:
+def test_what_differs_is_told(ranks: Any, tmp_path: Path) -> None:
     """Parameters that no loss reaches, all of them on rank 1, and a buffer that grows."""
     first, second = map(differences, ranks(2).run(run, str(tmp_path), 3, surprises=True))
-    buffers = "64 B more than predicted: seen holds 80 B instead of 16 B."
-    states = "2.57 kB less than predicted: unused.0 holds 0 B instead of 2.05 kB (and 1 more)."
+    buffers, states = "64 B more than predicted.", "2.57 kB less than predicted."
     assert first == {"buffers": buffers}
     assert second == {"buffers": buffers, "states": states}
     facts = json.loads((tmp_path / "memory.json").read_text())
     assert facts["held"]["buffers"] - facts["predicted"]["resting"]["buffers"] == 64
-
-
-class Mistaken(MemoryMonitor):
-    """Predicts for one rank what two do."""
-
-    def _foresee(self, trainer: Trainer, batch: Any) -> None:
-        super()._foresee(trainer, batch)
-        assert self._subject is not None
-        self.predicted = estimate_of(self._subject, 3, 1)
-
-
-def test_a_wrong_prediction_is_called_so(ranks: Any, tmp_path: Path) -> None:
-    result = ranks(2).run(run, str(tmp_path), 3, monitor=Mistaken)[0]
-    found = differences(result)
-    assert set(found) == {"weights", "gradients", "states"}
-    for kind, reason in found.items():
-        less = f"{format_bytes(result['resting'][kind] - result['own'][kind])} less"
-        assert reason == (
-            f"{less} than predicted: nothing that the rank holds explains {less}, so the prediction"
-            " was made for another run."
-        )
 
 
 def test_other_strategies_are_counted(ranks: Any, tmp_path: Path) -> None:
