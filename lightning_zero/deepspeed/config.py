@@ -16,7 +16,7 @@ import torch
 
 from lightning_zero.deepspeed.keys import KEYS, Fate, Kind, suggestion
 from lightning_zero.deepspeed.optimizer_block import OptimizerBlock, SchedulerBlock
-from lightning_zero.plan import Settings
+from lightning_zero.plan import Settings, as_dtype
 
 _ALIASES = {"bfloat16": "bf16"}
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -174,38 +174,36 @@ class Config:
 
     # -- the strategy and the Trainer ------------------------------------------------------------
 
-    def argument(self, name: str, given: Any) -> Any:
-        """Return the strategy's argument ``name``; ``given`` is the user's value or the default."""
-        wanted = self.arguments.get(name, given)
-        return _agreed(f"{name}={given!r}", given, wanted, _DEFAULTS[name])
+    def merged(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the strategy's arguments, of which the user gave ``given``.
 
-    def stage(self, given: int) -> int:
-        """Return the strategy's stage, which was ``given``.
+        Warns of a ratio in the configuration where nothing is offloaded, and of a configuration
+        without a stage, which DeepSpeed reads as stage 0.
 
-        Warns of a configuration without a stage, which DeepSpeed reads as stage 0.
+        Raises:
+            ValueError: One of them contradicts the configuration.
         """
-        stage: int = self.argument("stage", given)
-        if self.is_given and "stage" not in self.arguments and stage == _DEFAULTS["stage"]:
-            self.warnings.append(
-                "zero_optimization.stage is missing from the DeepSpeed configuration. DeepSpeed"
-                f" would use stage 0; ZeROStrategy(stage={stage}) is used here. Set it in the"
-                " configuration."
-            )
-        return stage
-
-    def ratio(self, given: float, optimizer: str | None) -> float:
-        """Return the strategy's ``offload_ratio``, which was ``given``.
-
-        Warns of a ratio in the configuration where ``optimizer``, the medium, is ``None``.
-        """
-        if optimizer is None and (value := self.arguments.pop("offload_ratio", None)) is not None:
+        found = {**given, "reduce_dtype": as_dtype(given.get("reduce_dtype"))}
+        wanted = dict(self.arguments)
+        optimizer = wanted.get("offload_optimizer", given.get("offload_optimizer"))
+        if optimizer is None and (value := wanted.pop("offload_ratio", None)) is not None:
             self.warnings.append(
                 "zero_optimization.offload_optimizer.ratio in the DeepSpeed configuration is"
                 f" {_shown(value)} and has no effect: offload_optimizer has no device, so no states"
                 " are offloaded."
             )
-        ratio: float = self.argument("offload_ratio", given)
-        return ratio
+        for name, value in wanted.items():
+            default = _DEFAULTS[name]
+            own = found.get(name, default)
+            found[name] = _agreed(f"{name}={own!r}", own, value, default)
+        stage = found.setdefault("stage", _DEFAULTS["stage"])
+        if self.is_given and "stage" not in wanted and stage == _DEFAULTS["stage"]:
+            self.warnings.append(
+                "zero_optimization.stage is missing from the DeepSpeed configuration. DeepSpeed"
+                f" would use stage 0; ZeROStrategy(stage={stage}) is used here. Set it in the"
+                " configuration."
+            )
+        return found
 
     def check_precision(self, precision: str) -> None:
         """Raise a ``ValueError`` if the Trainer's ``precision`` contradicts the configuration."""

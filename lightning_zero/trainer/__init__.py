@@ -6,7 +6,6 @@
 - ``ranks``: ``RankStrategy``, the next, joins and leaves the process group
 - ``early_step``: what keeps units from being stepped during backward
 - ``run``: the strategy's state for one call of the Trainer
-- ``options``: the arguments that the engine does not need
 - ``deepspeed_config``: demands of a DeepSpeed configuration on the Trainer and the module
 - ``precision``: ``ZeROPrecision``: casting, loss scaling and clipping on pieces
 - ``callbacks``: Lightning's callbacks that read or write weights, adapted to shards

@@ -157,7 +157,7 @@ class MemoryMonitor(Callback):
                     [internals.unwrapped(optimizer) for optimizer in trainer.optimizers],
                     precision=str(strategy.precision_plugin.precision),
                     batch=given,
-                    activation_offload=strategy.options.activation_offload,
+                    activation_offload=chosen.activation_offload,
                 )
                 self.predicted = estimate_of(
                     subject,
