@@ -20,12 +20,12 @@ from lightning_zero.memory.cluster import TERMS, Cluster, Played, Timeline, play
 from lightning_zero.memory.live_bytes import LiveBytes
 from lightning_zero.memory.model import ModelPlan
 from lightning_zero.memory.prediction import (
-    STEP_SETTINGS,
     Estimate,
     compare,
     estimate,
     estimate_of,
     named_offloads,
+    step_settings,
 )
 from lightning_zero.memory.report import (
     EQUAL_STAGES,
@@ -44,7 +44,6 @@ __all__ = [
     "EQUAL_STAGES",
     "KINDS",
     "RESTING",
-    "STEP_SETTINGS",
     "TERMS",
     "Cluster",
     "Estimate",
@@ -67,6 +66,7 @@ __all__ = [
     "parse_numel",
     "play",
     "rest_table",
+    "step_settings",
     "table",
     "write_report",
 ]

@@ -25,7 +25,6 @@ from lightning_zero.plan import (
     RECIPES,
     Offload,
     Settings,
-    UnitPolicy,
     shares_away,
     specify_units,
     with_cuts,
@@ -33,11 +32,15 @@ from lightning_zero.plan import (
 from lightning_zero.tensors import tensors_in
 
 _META = torch.device("meta")
+_CUT = ("units", "cast_weights", "min_num_params")
+"""The settings by which a model is cut into units."""
 _TRUE_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 
 
 class ModelPlan:
     """A model on ``meta`` with its optimizer and batch; the arguments are those of ``estimate``.
+
+    Of ``settings`` only how the model is cut and what is done with activations count here.
 
     Attributes:
         module: The model on ``meta``.
@@ -50,17 +53,21 @@ class ModelPlan:
     def __init__(
         self,
         model_or_numel: nn.Module | Callable[[], nn.Module] | int,
+        settings: Settings | None = None,
         *,
         precision: str = "32-true",
         optimizer: Optimizers = None,
         batch: Any = None,
         step: Step | None = None,
-        checkpointing: bool = False,
-        activation_offload: bool = False,
-        units: UnitPolicy = "auto",
         device: torch.device,
-        **cut: Any,
     ) -> None:
+        settings = settings or Settings()
+        checkpointing = settings.activation_checkpointing
+        if batch is not None and not isinstance(checkpointing, bool):
+            raise ValueError(
+                "Activations are counted with activation_checkpointing=True, of every unit, or"
+                f" without, got {checkpointing!r}. Remove `batch`, or pass True."
+            )
         if precision not in RECIPES:
             raise ValueError(
                 f"Expected a precision among {', '.join(map(repr, RECIPES))}, got {precision!r}."
@@ -72,9 +79,13 @@ class ModelPlan:
             )
         dtype = _TRUE_DTYPES.get(precision)
         self.precision, self.device = precision, device
-        recipe, kept = RECIPES[precision], (checkpointing, activation_offload)
+        recipe, kept = RECIPES[precision], (checkpointing is True, settings.activation_offload)
         self.microbatch = Microbatch(batch, step, *kept, recipe, dtype, device)
-        self._cut: dict[str, Any] = {"recipe": recipe, "device": _META, "units": units, **cut}
+        self._cut: dict[str, Any] = {
+            "recipe": recipe,
+            "device": _META,
+            **{name: getattr(settings, name) for name in _CUT},
+        }
         self.has_units = not isinstance(model_or_numel, int)
         if isinstance(model_or_numel, int):
             if model_or_numel < 1:
@@ -131,7 +142,6 @@ class ModelPlan:
         *,
         precision: str,
         batch: Any = None,
-        activation_offload: bool = False,
     ) -> ModelPlan:
         """Return the plan of the model that ``engine`` shards and ``optimizers`` step."""
         settings = engine.sharded.settings
@@ -144,14 +154,11 @@ class ModelPlan:
         bare = meta_copy(engine.module, lambda tensor: dtypes.get(id(tensor), tensor.dtype))
         model = cls(
             bare,
+            replace(settings, activation_checkpointing=False),  # the module itself does it
             precision=precision,
             optimizer=torch.optim.SGD,
             batch=batch,
-            activation_offload=activation_offload,
-            units=settings.units,
             device=settings.device,
-            cast_weights=settings.cast_weights,
-            min_num_params=settings.min_num_params,
         )
         pairs = zip(engine.module.parameters(), model.module.parameters(), strict=True)
         own = {id(parameter): bare for parameter, bare in pairs}

@@ -17,6 +17,7 @@ from lightning_zero.plan.settings import (
     STRATEGIES,
     Settings,
     as_dtype,
+    strategy_arguments,
 )
 from lightning_zero.plan.unit_specs import (
     FlatSpec,
@@ -51,5 +52,6 @@ __all__ = [
     "find_units",
     "shares_away",
     "specify_units",
+    "strategy_arguments",
     "with_cuts",
 ]

@@ -45,6 +45,15 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
 """The registered strategies, by name: description and arguments."""
 
 
+def strategy_arguments(name: str) -> dict[str, Any]:
+    """Return the arguments of a registered strategy, such as ``zero3`` or ``zero3_spawn``."""
+    for launcher in START_METHODS:
+        bare = name.removesuffix(f"_{launcher}")
+        if bare in STRATEGIES:
+            return {**STRATEGIES[bare][1], "launcher": "subprocess" if bare == name else launcher}
+    raise ValueError(f"Expected a strategy among {', '.join(STRATEGIES)}, got {name!r}.")
+
+
 @dataclass(frozen=True)
 class Settings:
     """The user's settings of a run; ``ZeROStrategy`` documents each of them.

@@ -18,13 +18,13 @@ from lightning_zero.engine import Engine
 from lightning_zero.memory import (
     AWAY_ROWS,
     KINDS,
-    STEP_SETTINGS,
     Estimate,
     ModelPlan,
     estimate_of,
     format_bytes,
     format_ranks,
     rest_table,
+    step_settings,
     table,
     write_report,
 )
@@ -142,7 +142,7 @@ class MemoryMonitor(Callback):
             return
         chosen, mesh = strategy.settings, engine.comm.mesh
         settings: dict[str, Any] = {
-            **{name: getattr(chosen, name) for name in STEP_SETTINGS},
+            **step_settings(chosen),
             "num_microbatches": trainer.accumulate_grad_batches,
             "step_in_backward": chosen.step_in_backward
             and obstacle_to_early_steps(trainer) is None,
@@ -157,7 +157,6 @@ class MemoryMonitor(Callback):
                     [internals.unwrapped(optimizer) for optimizer in trainer.optimizers],
                     precision=str(strategy.precision_plugin.precision),
                     batch=given,
-                    activation_offload=chosen.activation_offload,
                 )
                 self.predicted = estimate_of(
                     subject,
