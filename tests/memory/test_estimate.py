@@ -487,13 +487,11 @@ print(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
 def test_gradients_of_ddp_live_as_long_as_they_are_shown() -> None:
     """Until the Trainer drops them before a backward; all the time if microbatches add to them."""
     case = PEAKS["tower"]
-    once, added = (
-        estimate(
-            case.build(), "ddp", world_size=2, optimizer=adamw, batch=case.batch(4, 0),
-            step=case.loss, accumulate_grad_batches=number,
-        )
-        for number in (1, 4)
+    model = ModelPlan(
+        case.build(), Settings(units=is_block), optimizer=adamw, batch=case.batch(4, 0),
+        step=case.loss, device=torch.device("cpu"),
     )  # fmt: skip
+    once, added = (estimate_of(model, 0, 2, num_microbatches=number) for number in (1, 4))
     whole = once.resting["gradients"]
     assert {m.kinds["gradients"] for m in once.snapshots if m.phase == "forward"} == {whole}
     first = next(m for m in once.snapshots if m.phase == "backward")
