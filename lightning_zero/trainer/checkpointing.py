@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -195,9 +197,10 @@ class SavingStrategy(SteppingStrategy):
         elif not self._run.is_set_up:
             # As under DDP, the checkpoint is read and its hooks run before setup. Values are copied
             # once each rank knows its part and the optimizers exist and can be checked.
-            self._run.pending = (checkpoint, strict)
+            # What callbacks do to its weights later, when they are loaded, comes too late.
+            self._run.pending = (checkpoint, copy.copy(checkpoint["state_dict"]), strict)
         else:
-            self._load_weights(checkpoint, strict)
+            self._load_weights(checkpoint["state_dict"], strict)
 
     def _agree_to_load(self, path: str | None) -> None:
         """Raise on all ranks unless all of them load a checkpoint in this setup, or none does."""
@@ -235,7 +238,7 @@ class SavingStrategy(SteppingStrategy):
             return {}
         run.load = ModuleLoad(self._module, engine)
         with self._naming_the_file():
-            run.load.call(run.pending[0]["state_dict"], strict=run.pending[1])
+            run.load.call(run.pending[1], strict=run.pending[2])
         run.pending = None
         return {} if self._open_engine is not None else run.load.take_sources()
 
@@ -250,7 +253,7 @@ class SavingStrategy(SteppingStrategy):
                 run.callbacks.load()
         if pending is None:
             return
-        checkpoint, strict = pending
+        checkpoint, weights, strict = pending
         if self._is_fitting and "optimizer_states" not in checkpoint:
             return
 
@@ -260,13 +263,13 @@ class SavingStrategy(SteppingStrategy):
             if self._is_fitting and not finetunes:
                 self._check_optimizers(checkpoint)
 
-        self._load_weights(checkpoint, strict, check)
+        self._load_weights(weights, strict, check)
         if run.callbacks is not None:
             run.callbacks.load()
 
     def _load_weights(
         self,
-        checkpoint: Mapping[str, Any],
+        weights: Mapping[str, Any],
         strict: bool,
         before: Callable[[], None] = lambda: None,
     ) -> None:
@@ -274,7 +277,7 @@ class SavingStrategy(SteppingStrategy):
             load_module_state(
                 self._module,
                 self._open_engine,
-                checkpoint["state_dict"],
+                weights,
                 strict=strict,
                 before=before,
             )
@@ -284,8 +287,8 @@ class SavingStrategy(SteppingStrategy):
         try:
             yield
         except RuntimeError as error:
-            if self._current.comm.control.watchdog.has_given_up:
-                raise  # an error of other ranks
+            if not str(error).startswith("Error(s) in loading state_dict"):
+                raise  # of a user's hook, or of other ranks
             raise RuntimeError(
                 f"The checkpoint {self._current.path!r} does not fit the module. {error}"
             ) from error
@@ -316,5 +319,16 @@ class SavingStrategy(SteppingStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._check_optimizer_states(checkpoint)
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+        states = checkpoint["optimizer_states"]
+        for optimizer, state in zip(self.optimizers, states, strict=False):
             load_optimizer_state(unwrapped(optimizer), state)
+        here, there = len(self.optimizers), len(states)
+        if here != there:
+            fresh = [type(unwrapped(optimizer)).__name__ for optimizer in self.optimizers[there:]]
+            what = ", ".join(f"{n} ({kind})" for n, kind in enumerate(fresh, there))
+            rest = ", ".join(map(str, range(here, there)))
+            rank_zero_warn(
+                f"{self._current.path!r} has the states of {there} optimizers, but"
+                f" configure_optimizers returned {here}. They are paired in order. "
+                + (f"Optimizers that begin fresh: {what}." if fresh else f"Unused states: {rest}.")
+            )

@@ -19,8 +19,8 @@ _CPU = torch.device("cpu")
 class ShardedValue(Tensor):
     """A tensor of whole shape in a checkpoint; each rank has a part of its values.
 
-    It may be renamed, dropped, moved and detached, as hooks that edit a checkpoint do. Its values
-    are not here, so reading them raises.
+    It may be renamed, dropped, moved, cast and detached, as hooks that edit a checkpoint do. Its
+    values are not here, so reading them raises.
 
     Attributes:
         key: Its identity, the same on every rank; often a ``state_dict`` name.
@@ -79,6 +79,11 @@ class ShardedValue(Tensor):
         """Answer calls for metadata; everything else needs values that are not here."""
         if func in _SAME:
             return args[0]
+        if (dtype := _dtype_of_cast(func, args, kwargs)) is not None:
+            value = args[0]
+            key = f"{value.key} as {dtype}"
+            part, shape, stride = value.part, value.shape, value.stride()
+            return ShardedValue.of(key, part, value.start, shape, stride, dtype)
         if func in properties.FACTS:
             with internals.as_plain_tensors():
                 return func(*args, **(kwargs or {}))
@@ -136,3 +141,17 @@ class ShardedValue(Tensor):
 
 
 _SAME = {Tensor.detach, Tensor.cpu, Tensor.contiguous}
+_CASTS = {
+    Tensor.half: torch.float16,
+    Tensor.bfloat16: torch.bfloat16,
+    Tensor.float: torch.float32,
+    Tensor.double: torch.float64,
+}
+
+
+def _dtype_of_cast(func: Any, args: Any, kwargs: Any) -> torch.dtype | None:
+    """Return the dtype to which a call casts a sharded value, if that is all that it does."""
+    given = [*args[1:], *(kwargs or {}).values()]
+    if func is Tensor.to and len(given) == 1 and isinstance(given[0], torch.dtype):
+        return given[0]
+    return None if given else _CASTS.get(func)
