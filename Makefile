@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint docs package bench bench-offload bench-hosts wires faults gpu
+.PHONY: train test lint docs package bench bench-offload bench-tensors bench-hosts wires faults gpu
 .DEFAULT_GOAL := test
 
 # Train a small GPT under stage 3 on two processes; ARGS adds to the command line.
@@ -34,6 +34,10 @@ bench: .venv/stamp
 # Steps and predictions from files beside the disk and memory; ARGS adds to the command line.
 bench-offload: .venv/stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore examples/benchmarks/offload.py $(ARGS)
+
+# Setup, save and resume of many small parameters beside DDP; ARGS adds to the command line.
+bench-tensors: .venv/stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore examples/benchmarks/small_tensors.py $(ARGS)
 
 # Every transport beside torch's own collectives: what `Communicator` chooses by; ARGS adds to the command line.
 wires: .venv/stamp

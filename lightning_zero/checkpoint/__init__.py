@@ -3,6 +3,7 @@
 =============== ===================================================================================
 state           the state dict of a sharded module, and loading it
 optimizer_state the state dicts of optimizers, and loading them
+state_entries   what ranks tell each other of optimizer states, and the entries made of it
 save            one save: agree, write, seal, rename
 saver           the saves of a run, in the calling thread or in the background
 load            reading a checkpoint; each rank reads its own ranges

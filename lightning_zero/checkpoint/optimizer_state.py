@@ -16,15 +16,14 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zero.checkpoint.checksums import CheckedRange
 from lightning_zero.checkpoint.kept_parts import can_be_kept, keep_part, take_part
-from lightning_zero.checkpoint.state import like, ranges, sharded
-from lightning_zero.checkpoint.values.sharded_value import ShardedValue
+from lightning_zero.checkpoint.state import like, ranges
+from lightning_zero.checkpoint.state_entries import Descriptions, entry
 from lightning_zero.engine import Description, Engine, differences, optimizer_description
 from lightning_zero.optimizer import (
     Way,
@@ -42,7 +41,7 @@ from lightning_zero.optimizer import (
     with_inner,
 )
 from lightning_zero.parameters import Piece
-from lightning_zero.tensors import named_tensors
+from lightning_zero.tensors import lasting_tensors, named_tensors
 
 # -- saving ----------------------------------------------------------------------------------------
 
@@ -70,6 +69,7 @@ def optimizer_state(optimizer: Optimizer, engine: Engine, label: str) -> dict[st
 def _in_own_form(optimizer: Optimizer, engine: Engine, label: str) -> dict[str, Any]:
     """Return the state dict in the optimizer's own form, made while all its states are whole."""
     pieces, holders = members(optimizer), list(with_inner(optimizer))
+    known = set(pieces)
     before = [dict(holder.state) for holder in holders]
     whole = [
         _whole_states(optimizer, list(map(held.get, pieces)), engine, f"{label}, {number}")
@@ -77,7 +77,7 @@ def _in_own_form(optimizer: Optimizer, engine: Engine, label: str) -> dict[str, 
     ]
     try:
         for holder, held, states in zip(holders, before, whole, strict=True):
-            others = {key: value for key, value in held.items() if key not in set(pieces)}
+            others = {key: value for key, value in held.items() if key not in known}
             _put(holder, {**{pieces[i]: state for i, state in states.items()}, **others})
         return optimizer.state_dict()
     finally:
@@ -95,32 +95,33 @@ def _whole_states(
 ) -> dict[int, dict[str, Any]]:
     """Return the states of whole parameters, by index, given this rank's ``own`` parts."""
     pieces, is_whole = members(optimizer), stepper_of(optimizer).is_whole
+    descriptions = Descriptions()
     mine = {
-        index: {
-            key: _describe(key, value, piece, is_whole=is_whole)
-            for key, value in (own[index] or {}).items()
-        }
+        index: descriptions.of(own[index] or {}, piece, is_whole=is_whole)
         for index, piece in enumerate(pieces)
-        if (own[index] is not None if is_whole else piece.numel())
+        if (own[index] is not None if is_whole else _numel(piece))
     }
     gathered = engine.comm.control.gather_objects((optimizer_description(optimizer, label), mine))
     _check_optimizers([description for description, _ in gathered], label)
     described = [states for _, states in gathered]
-    for index in range(len(pieces)):
-        kinds = [", ".join(sorted(states[index])) for states in described if index in states]
-        _check_alike(kinds, f"the state of parameter {index} of {label}")
     whole: dict[int, dict[str, Any]] = {}
-    for index, piece in enumerate(pieces):
-        # Ranks with an empty piece, or that do not own it, have no state; any other will do.
-        entries: Mapping[str, Any] = next((s[index] for s in described if index in s), {})
-        if not entries:
-            continue
-        here = (own[index] if engine.comm.is_in_first_copy else None) or {}
-        whole[index] = {
-            key: _entry(f"{label} {index}.{key}", here.get(key), entry, piece)
-            for key, entry in entries.items()
-        }
+    with lasting_tensors():
+        for index, piece in enumerate(pieces):
+            # Ranks with an empty piece, or that do not own it, have no state; any other will do.
+            states = [of_rank[index] for of_rank in described if index in of_rank]
+            _check_alike(states, f"the state of parameter {index} of {label}")
+            if not states or not states[0]:
+                continue
+            here = (own[index] if engine.comm.is_in_first_copy else None) or {}
+            whole[index] = {
+                key: entry(f"{label} {index}.{key}", here.get(key), described_entry, piece)
+                for key, described_entry in states[0].items()
+            }
     return whole
+
+
+def _numel(member: Any) -> int:
+    return member.range.numel if isinstance(member, Piece) else int(member.numel())
 
 
 def _check_optimizers(descriptions: Sequence[Description], label: str) -> None:
@@ -132,60 +133,15 @@ def _check_optimizers(descriptions: Sequence[Description], label: str) -> None:
         )
 
 
-def _check_alike(kinds: Sequence[str], what: str) -> None:
-    """Raise a ``ValueError`` unless all ``kinds``, which all ranks know, are equal."""
-    other = next((kind for kind in kinds if kind != kinds[0]), None)
+def _check_alike(states: Sequence[Mapping[str, Any]], what: str) -> None:
+    """Raise a ``ValueError`` unless all ``states``, which all ranks know, have the same entries."""
+    other = next((state for state in states if state.keys() != states[0].keys()), None)
     if other is not None:
+        one, another = (", ".join(sorted(state)) for state in (states[0], other))
         raise ValueError(
-            f"The ranks do not agree on {what}: one has {kinds[0]}; another has {other}."
+            f"The ranks do not agree on {what}: one has {one}; another has {another}."
             " configure_optimizers must return the same optimizers on every rank."
         )
-
-
-class _StandIn:
-    """A stand-in for a tensor that is cut into pieces, or that its owner holds whole.
-
-    ``shape`` is that of the owner's tensor; ``None`` if the tensor is cut, as the parameter is.
-    """
-
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...] | None) -> None:
-        self.dtype, self.shape = dtype, shape
-
-    def value(self, key: str, part: Tensor | None, piece: Any) -> ShardedValue:
-        """Return the sharded value; ``part`` is ``None`` on a rank that holds nothing of it."""
-        part = torch.empty(0, dtype=self.dtype) if part is None else part
-        if self.shape is None:
-            return sharded(key, piece, part)
-        stride = torch.empty(self.shape, device="meta").stride()
-        return ShardedValue.of(key, part.contiguous().reshape(-1), 0, self.shape, stride)
-
-
-def _describe(key: str, value: Any, piece: Any, *, is_whole: bool) -> Any:
-    """Return an entry of a state with stand-ins for the tensors that are too large to send."""
-
-    def stand_in(tensor: Tensor) -> Any:
-        if is_whole and tensor.dim():
-            return _StandIn(tensor.dtype, tuple(tensor.shape))
-        is_cut = not is_whole and isinstance(piece, Piece) and tensor.shape == piece.shape
-        # On the host: a device's tensor is unpickled to the device of the same index, so each
-        # rank would take memory on the devices of all others.
-        return _StandIn(tensor.dtype, None) if is_cut and key != "step" else tensor.to("cpu")
-
-    return tree_map_only(Tensor, stand_in, value)
-
-
-def _entry(key: str, mine: Any, entry: Any, piece: Any) -> Any:
-    """Return ``entry`` with sharded values in place of its stand-ins; ``mine`` is this rank's."""
-    leaves, tree = tree_flatten(entry)
-    own = [None] * len(leaves) if mine is None else tree_leaves(mine)
-    is_nested = not isinstance(entry, _StandIn)
-    parts = [
-        leaf.value(f"{key}.{number}" if is_nested else key, part, piece)
-        if isinstance(leaf, _StandIn)
-        else leaf
-        for number, (leaf, part) in enumerate(zip(leaves, own, strict=True))
-    ]
-    return tree_unflatten(parts, tree)
 
 
 # -- loading ---------------------------------------------------------------------------------------
@@ -330,7 +286,8 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
     held = members(optimizer)
     ids = [key for group in state["param_groups"] for key in group["params"]]
     # Entries that belong to no parameter, which some optimizers keep.
-    own = {key: owned(value) for key, value in state["state"].items() if key not in set(ids)}
+    known = set(ids)
+    own = {key: owned(value) for key, value in state["state"].items() if key not in known}
     for key, piece in zip(ids, held, strict=True):
         entries = state["state"].get(key)
         is_here = not isinstance(piece, Piece) or (

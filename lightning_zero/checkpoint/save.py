@@ -75,11 +75,13 @@ class Save(ABC):
 
     def _agreed_layout(self) -> Any:
         """Return rank 0's layout; raise on all ranks unless each has its parts of it."""
-        mine = {
-            key: (tuple(value.shape), value.dtype)
-            for key, value in self.values.items()
-            if not value.is_whole
-        }
+        mine: dict[str, Any] = {}
+        known: dict[Any, Any] = {}
+        for key, value in self.values.items():
+            if not value.is_whole:
+                shape, _, dtype = value.facts
+                # Of equal ones the same object, which an exchange carries once.
+                mine[key] = known.setdefault((shape, dtype), (shape, dtype))
         needed, layout = self.control.broadcast_object(
             (mine, self._layout()) if self.control.rank == 0 else None
         )

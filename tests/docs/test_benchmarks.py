@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import os
+import pstats
 import re
 import subprocess
 import sys
@@ -313,6 +314,21 @@ def test_files_against_disk_and_memory(tmp_path: Path) -> None:
     assert all(float(ratio) > 0 for _, ratio in ratios)
     assert re.search(r"it reads 0\.02 GB at [\d.]+ GB/s while writing at [\d.]+ GB/s", output)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_small_tensors_beside_ddp(tmp_path: Path) -> None:
+    profile = tmp_path / "profile"
+    words = ["--parameters", 30, 130, "--rounds", 1, "--stages", 1, 3, "--profile", profile]
+    output = run_script("examples/benchmarks/small_tensors.py", *words, timeout=170).stdout
+    assert re.findall(r"^(\d+) parameters of 16 x 16, 2 ranks$", output, re.MULTILINE) == [
+        "30", "130",
+    ]  # fmt: skip
+    rows = re.findall(r"^\| (ddp|zero\d) \|((?: [\d.]+ \|){6})$", output, re.MULTILINE)
+    assert [name for name, _ in rows] == ["ddp", "zero1", "zero3"] * 2
+    numbers = [[float(cell) for cell in cells.split("|")[:-1]] for _, cells in rows]
+    assert all(number > 0 for row in numbers for number in row)
+    assert numbers[0][1::2] == numbers[3][1::2] == [1.0, 1.0, 1.0]
+    assert pstats.Stats(str(profile)).total_calls > 0  # type: ignore[attr-defined]
 
 
 def test_another_package_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from lightning_zero.tensors import SECTOR
 
@@ -38,8 +39,7 @@ _UTF8_WITH_DESCRIPTOR = 0x0808
 _NEW_YEAR_1980 = 0x0021
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """One member of the archive: its bytes are ``[offset, offset + nbytes)`` of the file."""
 
     name: str
@@ -65,17 +65,22 @@ class Archive:
         records: list[Record] = []
         position = 0
         for name, nbytes in sizes:
-            least = position + len(_header(ROOT + name, nbytes, 0))
-            alignment = SECTOR if nbytes >= _LARGE_BYTES else _ALIGNMENT
-            offset = -(-least // alignment) * alignment
-            records.append(Record(ROOT + name, nbytes, position, offset))
-            position = records[-1].stop + len(_descriptor(0, nbytes))
+            record = _placed(ROOT + name, nbytes, position)
+            records.append(record)
+            position = record.offset + nbytes + _descriptor_nbytes(nbytes)
         return cls(tuple(records))
+
+    def __reduce__(self) -> Any:
+        # Places follow from the sizes, so that ranks need not exchange them.
+        return Archive.build, (
+            [(name.removeprefix(ROOT), size) for name, size, *_ in self.records],
+        )
 
     def with_record(self, name: str, nbytes: int) -> Archive:
         """Return the same archive with one more record at the end."""
-        sizes = [(record.name.removeprefix(ROOT), record.nbytes) for record in self.records]
-        return Archive.build([*sizes, (name, nbytes)])
+        last = self.records[-1]
+        position = last.stop + _descriptor_nbytes(last.nbytes)
+        return Archive((*self.records, _placed(ROOT + name, nbytes, position)))
 
     def seam(self, index: int, checksums: Sequence[int]) -> tuple[int, bytes]:
         """Return offset and content of the seam before a record, or after the last one."""
@@ -87,8 +92,7 @@ class Archive:
         if index == len(self.records):
             return start, before + self._directory(start + len(before), checksums)
         record = self.records[index]
-        bare = len(_header(record.name, record.nbytes, 0))
-        padding = record.offset - record.header_offset - bare
+        padding = record.offset - record.header_offset - _header_nbytes(record.name)
         return start, before + _header(record.name, record.nbytes, padding)
 
     @property
@@ -113,18 +117,40 @@ class Archive:
         return entries + (end64 + locator if is_large else b"") + end
 
 
+def _placed(name: str, nbytes: int, position: int) -> Record:
+    """Return the record whose header begins at ``position``."""
+    alignment = SECTOR if nbytes >= _LARGE_BYTES else _ALIGNMENT
+    least = position + _header_nbytes(name)
+    return Record(name, nbytes, position, -(-least // alignment) * alignment)
+
+
+def _header_nbytes(name: str) -> int:
+    """Return the size of a header without padding."""
+    return _HEADER.size + len(name.encode()) + 4
+
+
+def _descriptor_nbytes(nbytes: int) -> int:
+    return 24 if nbytes >= _LIMIT else 16
+
+
+_HEADER = struct.Struct("<4sHHHHHIIIHH")
+_DESCRIPTOR = struct.Struct("<4sIII")
+_ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
+
+
 def _header(name: str, nbytes: int, padding: int) -> bytes:
     """Return a local header; sizes and checksum are in the descriptor."""
     # The extra field has a header of four bytes, which is there even without padding.
     extra = struct.pack("<HH", 0x4246, padding) + b"Z" * padding
     needed = 45 if nbytes >= _LIMIT else 20
     fields = (needed, _UTF8_WITH_DESCRIPTOR, 0, 0, _NEW_YEAR_1980, 0, 0, 0, len(name), len(extra))
-    return struct.pack("<4sHHHHHIIIHH", b"PK\3\4", *fields) + name.encode() + extra
+    return _HEADER.pack(b"PK\3\4", *fields) + name.encode() + extra
 
 
 def _descriptor(checksum: int, nbytes: int) -> bytes:
-    sizes = "QQ" if nbytes >= _LIMIT else "II"
-    return struct.pack(f"<4sI{sizes}", b"PK\7\x08", checksum, nbytes, nbytes)
+    if nbytes >= _LIMIT:
+        return struct.pack("<4sIQQ", b"PK\7\x08", checksum, nbytes, nbytes)
+    return _DESCRIPTOR.pack(b"PK\7\x08", checksum, nbytes, nbytes)
 
 
 def _directory_entry(record: Record, checksum: int) -> bytes:
@@ -135,5 +161,5 @@ def _directory_entry(record: Record, checksum: int) -> bytes:
     size, place = min(record.nbytes, _LIMIT), min(record.header_offset, _LIMIT)
     fields = (needed, needed, _UTF8_WITH_DESCRIPTOR, 0, 0, _NEW_YEAR_1980, checksum, size, size)
     rest = (len(record.name), len(extra), 0, 0, 0, 0, place)
-    head = struct.pack("<4sHHHHHHIIIHHHHHII", b"PK\1\2", *fields, *rest)
+    head = _ENTRY.pack(b"PK\1\2", *fields, *rest)
     return head + record.name.encode() + extra

@@ -29,7 +29,9 @@ from lightning_zero.checkpoint.checksums import (
     PartChecksums,
     PartSummer,
     RecordChecksums,
+    decoded_parts,
     encoded_blocks,
+    encoded_parts,
 )
 from lightning_zero.checkpoint.file.archive import Archive
 from lightning_zero.checkpoint.file.atomic import Temporary, target_of
@@ -43,12 +45,7 @@ from lightning_zero.comm import Outcome
 
 log = logging.getLogger(__name__)
 
-
-class _Share(NamedTuple):
-    """One rank's part of a record: the record's number, and the part's place and checksums."""
-
-    number: int
-    checksums: PartChecksums
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class _Layout(NamedTuple):
@@ -73,13 +70,19 @@ class FileSave(Save):
     @override
     def _copy_to_host(self) -> None:
         self._skeleton = self._skeleton.copied_to_host()
+        for name in ("_values", "_records"):
+            vars(self).pop(name, None)
+
+    @functools.cached_property
+    def _values(self) -> dict[str, ShardedValue]:
+        return self._skeleton.sharded_values()
 
     @property
     @override
     def values(self) -> dict[str, ShardedValue]:
-        return self._skeleton.sharded_values()
+        return self._values
 
-    @property
+    @functools.cached_property
     def _records(self) -> list[tuple[str, Content]]:
         return self._skeleton.records((PROVENANCE, self.provenance.encoded()))
 
@@ -101,41 +104,41 @@ class FileSave(Save):
 
     def _parts(self, layout: _Layout) -> Iterator[tuple[int, bytes | Tensor]]:
         """Yield, for every record, where this rank's part begins in it, and the part."""
-        values, records = self.values, self._records
+        values = self.values
+        records = self._records if self.control.rank == 0 else []
         for index in range(len(layout.archive.records)):
             if index in layout.keys:
                 value = values[layout.keys[index]]
-                yield value.start_byte, value.part_bytes
+                yield value.start_byte, value.part_bytes if value.part.numel() else _NOTHING
             else:
-                yield 0, self._own(records[index][1])
-
-    def _own(self, content: Any) -> bytes | Tensor:
-        return content if self.control.rank == 0 else b""
+                content: Any = records[index][1] if records else b""
+                yield 0, content
 
     @override
-    def _write(self, layout: _Layout, place: Path) -> list[_Share]:
-        shares = []
+    def _write(self, layout: _Layout, place: Path) -> list[bytes]:
+        shares: list[tuple[int, PartChecksums]] = []
         with Writer(place, self.on_written) as writer:
             for index, (start, part) in enumerate(self._parts(layout)):
                 if len(part):
                     offset = layout.archive.records[index].offset
-                    shares.append(_Share(index, writer.write(offset + start, part, start)))
+                    shares.append((index, writer.write(offset + start, part, start)))
             writer.sync()
-        return shares
+        return [encoded_parts(shares)]
 
     @override
-    def _seal(self, layout: _Layout, temporary: Temporary, shares: Sequence[_Share]) -> None:
+    def _seal(self, layout: _Layout, temporary: Temporary, shares: Sequence[bytes]) -> None:
         parts: list[list[PartChecksums]] = [[] for _ in layout.archive.records]
-        for share in shares:
-            parts[share.number].append(share.checksums)
-        checksums = [
+        for of_rank in shares:
+            for number, checksums in decoded_parts(of_rank):
+                parts[number].append(checksums)
+        records = [
             RecordChecksums.of(record.name, record.nbytes, of_record)
             for record, of_record in zip(layout.archive.records, parts, strict=True)
         ]
-        blocks = encoded_blocks(checksums)
+        blocks = encoded_blocks(records)
         archive = layout.archive.with_record(CHECKSUMS, len(blocks))
         write_at(temporary.descriptor, archive.records[-1].offset, blocks)
-        wholes = [*(checksum.whole for checksum in checksums), zlib.crc32(blocks)]
+        wholes = [*(record.whole for record in records), zlib.crc32(blocks)]
         for index in range(len(wholes) + 1):
             write_at(temporary.descriptor, *archive.seam(index, wholes))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import sys
@@ -115,12 +116,14 @@ class _Pickler(pickle.Pickler):
         self._numbers: dict[Any, int] = {}
 
     def persistent_id(self, obj: Any) -> tuple[str, Any, str, str, int] | None:
+        if type(obj) in _PLAIN:  # most of what a pickle has
+            return None
         if isinstance(obj, _Storage):
             value = obj.value
             number = self._number(value.key, value)
-            kind = _storage_type(value.dtype) or torch.UntypedStorage
-            size = prod(value.shape)
-            size *= value.dtype.itemsize if kind is torch.UntypedStorage else 1
+            shape, _, dtype = value.facts
+            kind = _storage_type(dtype) or torch.UntypedStorage
+            size = prod(shape) * (dtype.itemsize if kind is torch.UntypedStorage else 1)
         elif isinstance(obj, torch.storage.TypedStorage):
             number = self._number(obj._untyped_storage._cdata, obj._untyped_storage)
             kind, size = _storage_type(obj.dtype), obj._size()  # type: ignore[no-untyped-call]
@@ -134,9 +137,10 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, ShardedValue):
             return NotImplemented
-        args: Any = (_Storage(obj), 0, tuple(obj.shape), obj.stride(), False, OrderedDict())
-        if _storage_type(obj.dtype) is None:
-            return torch._utils._rebuild_tensor_v3, (*args, obj.dtype)
+        shape, stride, dtype = obj.facts
+        args: Any = (_Storage(obj), 0, shape, stride, False, OrderedDict())
+        if _storage_type(dtype) is None:
+            return torch._utils._rebuild_tensor_v3, (*args, dtype)
         return torch._utils._rebuild_tensor_v2, args
 
     def _number(self, identity: Any, stored: Stored) -> int:
@@ -146,6 +150,10 @@ class _Pickler(pickle.Pickler):
         return self._numbers[identity]
 
 
+_PLAIN = {str, int, tuple, dict, float, bool, type(None), OrderedDict, torch.dtype, ShardedValue}
+
+
+@functools.cache
 def _storage_type(dtype: torch.dtype) -> Any:
     """Return the storage class that files name for a dtype; ``None`` for newer dtypes."""
     name = torch.storage._dtype_to_storage_type_map().get(dtype)

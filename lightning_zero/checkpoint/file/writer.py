@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.checksums import PartChecksums, PartSummer
 from lightning_zero.checkpoint.values.chunk import BUFFER_BYTES
+from lightning_zero.checkpoint.word_sums import BLOCK_BYTES
 from lightning_zero.comm import PAGE, StagingMemory
 
 _LARGE = 2**18
@@ -50,6 +51,11 @@ class Writer:
 
         Returns their checksums; ``start`` is where the content begins in its record.
         """
+        if len(content) < BLOCK_BYTES and isinstance(content, Tensor):
+            chunk = _in_memory(content)
+            write_at(self._file, place, chunk)
+            self._on_written(len(chunk))
+            return PartChecksums.of_short(start, chunk)
         summer = PartSummer(start)
         if isinstance(content, bytes):
             write_at(self._file, place, content)

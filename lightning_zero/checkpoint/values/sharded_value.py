@@ -27,6 +27,7 @@ class ShardedValue(Tensor):
         part: This rank's values, ``[n]``, on any device; possibly empty. They are cast to the dtype
             of the whole when they are written.
         start: The index of the first of them in the memory order of the whole tensor.
+        facts: Shape, stride and dtype of the whole, to be read without a call of torch.
     """
 
     WHOLE = "whole tensor at"
@@ -35,6 +36,7 @@ class ShardedValue(Tensor):
     key: str
     part: Tensor
     start: int
+    facts: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
     @staticmethod
     def of(
@@ -46,16 +48,13 @@ class ShardedValue(Tensor):
         dtype: torch.dtype | None = None,
     ) -> ShardedValue:
         """Return a tensor of which this rank has ``part``, from element ``start`` on."""
+        facts = tuple(shape), tuple(stride), dtype or part.dtype
         with lasting_tensors():
             value = internals.make_wrapper(
-                ShardedValue,
-                tuple(shape),
-                strides=tuple(stride),
-                dtype=dtype or part.dtype,
-                device=_CPU,
+                ShardedValue, facts[0], strides=facts[1], dtype=facts[2], device=_CPU
             )
         assert isinstance(value, ShardedValue)
-        value.key, value.part, value.start = key, part.detach(), start
+        value.key, value.part, value.start, value.facts = key, part.detach(), start, facts
         return value
 
     @staticmethod
@@ -114,7 +113,7 @@ class ShardedValue(Tensor):
 
     def with_part(self, part: Tensor) -> ShardedValue:
         """Return the same with the values ``part``."""
-        return ShardedValue.of(self.key, part, self.start, self.shape, self.stride(), self.dtype)
+        return ShardedValue.of(self.key, part, self.start, *self.facts)
 
     @property
     def is_whole(self) -> bool:
@@ -127,17 +126,17 @@ class ShardedValue(Tensor):
         part = self.part
         if isinstance(part, LazyTensor):
             part = part.part(0, part.numel())
-        return part.to(self.dtype).view(torch.uint8)
+        return part.to(self.facts[2]).view(torch.uint8)
 
     @property
     def whole_nbytes(self) -> int:
         """Bytes of the whole tensor."""
-        return prod(self.shape) * self.dtype.itemsize
+        return prod(self.facts[0]) * self.facts[2].itemsize
 
     @property
     def start_byte(self) -> int:
         """The byte offset of this rank's part in the whole tensor."""
-        return self.start * self.dtype.itemsize
+        return self.start * self.facts[2].itemsize
 
 
 _SAME = {Tensor.detach, Tensor.cpu, Tensor.contiguous}
