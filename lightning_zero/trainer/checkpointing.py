@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_zero.checkpoint import (
     DirectorySave,
+    ElsewhereError,
     FileSave,
     ModuleLoad,
     Provenance,
@@ -35,12 +36,14 @@ from lightning_zero.checkpoint import (
     optimizer_state,
     ranges_of_optimizers,
 )
+from lightning_zero.comm import Outcome
 from lightning_zero.engine import Engine
 from lightning_zero.fabric import Options
 from lightning_zero.optimizer import members, parameter_of, stepper_of
 from lightning_zero.parameters import Source
 from lightning_zero.plan import Settings
-from lightning_zero.trainer.internals import StoredPath, unwrapped
+from lightning_zero.trainer.internals import StoredPath, unwrapped, wait_for_plugin
+from lightning_zero.trainer.plugins import plugins_of, replaced
 from lightning_zero.trainer.run import callbacks_of
 from lightning_zero.trainer.steps import SteppingStrategy
 
@@ -59,6 +62,7 @@ class SavingStrategy(SteppingStrategy):
 
     options: Options
     settings: Settings
+    _plugin_reads = False
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -92,29 +96,62 @@ class SavingStrategy(SteppingStrategy):
             return
         is_ours = storage_options is None and self._writes_files
         if not is_ours and self.options.checkpoint == "dcp":
-            plugin = type(self.checkpoint_io).__name__
+            plugin = type(plugins_of(self.checkpoint_io)[-1]).__name__
             what = plugin if storage_options is None else "storage_options"
             raise ValueError(
                 f"checkpoint='dcp' writes directories itself and cannot be combined with {what}."
                 " Remove one of them."
             )
-        if not is_ours:
+        passed = self._passed_on(checkpoint, filepath, storage_options) if is_ours else None
+        if passed is None:
             # The user's own writer takes whole tensors.
             whole = collected(checkpoint, self._saver.control)
             super().save_checkpoint(whole, filepath, storage_options)
             return
-        is_async = self.options.async_checkpoint or isinstance(
-            self.checkpoint_io, AsyncCheckpointIO
+        is_async = self.options.async_checkpoint or any(
+            isinstance(plugin, AsyncCheckpointIO) for plugin in plugins_of(self.checkpoint_io)
         )
         # After fit there is no training to overlap with, and nothing waits for the thread.
         is_running = self._open_engine is not None
-        self._saver.save(
-            checkpoint,
-            str(filepath),
-            self._provenance,
-            in_background=is_async and is_running,
-            kind=self._checkpoint_kind,
+        for one, path in passed:
+            self._saver.save(
+                one,
+                path,
+                self._provenance,
+                in_background=is_async and is_running,
+                kind=self._checkpoint_kind,
+            )
+
+    def _passed_on(
+        self, checkpoint: dict[str, Any], filepath: StoredPath, storage_options: Any | None
+    ) -> list[tuple[dict[str, Any], str]] | None:
+        """Call the plugin on rank 0, as DDP does; return what it gives to the plugin beneath it.
+
+        The other ranks return their own checkpoint as often. ``None`` if a plugin of the user reads
+        tensors, and so needs whole ones; from then on it gets them at once.
+        """
+        passed: list[tuple[dict[str, Any], str]] = []
+        outcome = Outcome()
+
+        def note(checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+            passed.append((checkpoint, str(path)))
+
+        with outcome.attempt():
+            if self.is_global_zero and not self._plugin_reads:
+                try:
+                    with replaced(plugins_of(self.checkpoint_io)[-1], save_checkpoint=note):
+                        super().save_checkpoint(checkpoint, filepath, storage_options)
+                        for plugin in plugins_of(self.checkpoint_io):
+                            wait_for_plugin(plugin)
+                except ElsewhereError:
+                    self._plugin_reads = True
+        outcome.agree(self._saver.control, f"Saving {str(filepath)!r}")
+        count, self._plugin_reads = self._saver.control.broadcast_object(
+            (len(passed), self._plugin_reads)
         )
+        if self._plugin_reads:
+            return None
+        return passed if self.is_global_zero else [(checkpoint, str(filepath))] * count
 
     @property
     def _checkpoint_kind(self) -> Callable[..., Any]:
@@ -133,9 +170,9 @@ class SavingStrategy(SteppingStrategy):
 
     @override
     def remove_checkpoint(self, filepath: StoredPath) -> None:
-        if self._writes_files and self._run is not None:
-            self._saver.remove(str(filepath))
-        else:
+        is_ours = self._writes_files and self._run is not None
+        remove = {"remove_checkpoint": self._saver.remove} if is_ours else {}
+        with replaced(plugins_of(self.checkpoint_io)[-1], **remove):
             super().remove_checkpoint(filepath)
 
     @property
@@ -145,10 +182,8 @@ class SavingStrategy(SteppingStrategy):
     @property
     def _writes_files(self) -> bool:
         """Return whether we write checkpoints, not a ``CheckpointIO`` of the user."""
-        plugin: CheckpointIO | None = self.checkpoint_io
-        if type(plugin) is AsyncCheckpointIO:
-            plugin = plugin.checkpoint_io
-        return type(plugin) is TorchCheckpointIO
+        innermost = plugins_of(self.checkpoint_io)[-1]
+        return type(innermost) is TorchCheckpointIO and "save_checkpoint" not in vars(innermost)
 
     @property
     def _provenance(self) -> Provenance:
@@ -165,10 +200,17 @@ class SavingStrategy(SteppingStrategy):
         if self._run is not None:
             self._saver.wait()
             self._agree_to_load(str(checkpoint_path))
-        if self._run is None or not self._writes_files:
-            # Lightning 2.5 neither has nor passes this argument.
-            given = {} if weights_only is None else {"weights_only": weights_only}
+        # Lightning 2.5 neither has nor passes this argument.
+        given = {} if weights_only is None else {"weights_only": weights_only}
+        is_ours = self._writes_files and self._run is not None
+        load = {"load_checkpoint": self._load} if is_ours else {}
+        with replaced(plugins_of(self.checkpoint_io)[-1], **load):
             return super().load_checkpoint(checkpoint_path, **given)
+
+    def _load(
+        self, checkpoint_path: StoredPath, *_: Any, weights_only: bool | None = None, **__: Any
+    ) -> dict[str, Any]:
+        """Load a checkpoint, of which each rank reads its own parts."""
         path = self._current.path = self._saver.path_of(str(checkpoint_path))
         control, maps = self._saver.control, self.settings.offload is None
         if are_bare_weights(path) and not self._is_fitting:

@@ -16,11 +16,15 @@ from lightning_zero.tensors import internals, lasting_tensors, properties
 _CPU = torch.device("cpu")
 
 
+class ElsewhereError(RuntimeError):
+    """A read of values that other ranks have."""
+
+
 class ShardedValue(Tensor):
     """A tensor of whole shape in a checkpoint; each rank has a part of its values.
 
-    It may be renamed, dropped, moved, cast and detached, as hooks that edit a checkpoint do. Its
-    values are not here, so reading them raises.
+    It may be renamed, dropped, moved, copied, cast and detached, as hooks that edit a checkpoint
+    do. Its values are not here, so reading them raises.
 
     Attributes:
         key: Its identity, the same on every rank; often a ``state_dict`` name.
@@ -78,16 +82,18 @@ class ShardedValue(Tensor):
         """Answer calls for metadata; everything else needs values that are not here."""
         if func in _SAME:
             return args[0]
-        if (dtype := _dtype_of_cast(func, args, kwargs)) is not None:
-            value = args[0]
-            key = f"{value.key} as {dtype}"
-            part, shape, stride = value.part, value.shape, value.stride()
-            return ShardedValue.of(key, part, value.start, shape, stride, dtype)
         if func in properties.FACTS:
             with internals.as_plain_tensors():
                 return func(*args, **(kwargs or {}))
+        if func is Tensor.clone:
+            return args[0].with_part(args[0].part.clone())
+        if (dtype := _dtype_of_cast(func, args, kwargs)) is not None:
+            value = args[0]
+            key = f"{value.key} as {dtype}"
+            shape, stride, _ = value.facts
+            return ShardedValue.of(key, value.part, value.start, shape, stride, dtype)
         value = next((arg for arg in args if isinstance(arg, ShardedValue)), None)
-        raise RuntimeError(
+        raise ElsewhereError(
             f"{value.key if value is not None else 'A tensor'!r} in this state dict is sharded over"
             " the ranks, so its values cannot be read here. Read the parameter itself, within"
             " `with lightning_zero.gathered(module):` on all ranks."
@@ -97,10 +103,10 @@ class ShardedValue(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise RuntimeError(f"{func} was called on a tensor that is sharded over the ranks.")
+        raise ElsewhereError(f"{func} was called on a tensor that is sharded over the ranks.")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise RuntimeError(
+        raise ElsewhereError(
             f"{self.key!r} is sharded over the ranks, so no single rank can pickle it. Save it with"
             " `trainer.save_checkpoint(path)` on all ranks."
         )
