@@ -51,7 +51,7 @@ from lightning_zero.checkpoint.state import (
     module_state,
 )
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor, in_memory
-from lightning_zero.checkpoint.values.sharded_value import ShardedValue
+from lightning_zero.checkpoint.values.sharded_value import ElsewhereError, ShardedValue
 from lightning_zero.checkpoint.weights import (
     are_bare_weights,
     load_bare_weights,
@@ -63,6 +63,7 @@ __all__ = [
     "REST",
     "Directory",
     "DirectorySave",
+    "ElsewhereError",
     "FileSave",
     "LazyTensor",
     "ModuleLoad",

@@ -13,6 +13,7 @@ knows. It saves and loads that form while its states are whole.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,12 +29,14 @@ from lightning_zero.engine import Description, Engine, differences, optimizer_de
 from lightning_zero.optimizer import (
     Way,
     cut_state,
+    is_like,
     members,
     missing_in_state,
     owned,
     pieces_of,
     require_whole_steps,
     stepper_of,
+    toy_state,
     whole_members,
     with_inner,
 )
@@ -146,18 +149,15 @@ def _check_alike(states: Sequence[Mapping[str, Any]], what: str) -> None:
 
 
 def check_optimizer_states(
-    optimizers: list[Optimizer], states: list[Mapping[str, Any]], name_of: Callable[[Any], str]
+    optimizers: list[Optimizer], states: Sequence[Mapping[str, Any]], name_of: Callable[[Any], str]
 ) -> None:
-    """Raise a ``ValueError`` unless every optimizer can load its state.
+    """Raise a ``ValueError`` unless every optimizer that has a state can load it.
 
     ``name_of`` names a parameter or piece for the error.
     """
-    if len(optimizers) != len(states):
-        raise ValueError(
-            f"The checkpoint has states of {len(states)} optimizers, but configure_optimizers"
-            f" returned {len(optimizers)}."
-        )
-    for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
+    if not isinstance(states, Sequence):
+        raise ValueError(f"The checkpoint's optimizer states are a {type(states).__name__}.")
+    for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=False)):
         if not state and not stepper_of(optimizer).state_dict():
             continue
         form, is_whole = stepper_of(optimizer).form, stepper_of(optimizer).is_whole
@@ -196,6 +196,7 @@ def _faults(
             return
         pairs += zip([number] * here, group["params"], other["params"], strict=True)
     tried: set[Any] = set()
+    toys: dict[Any, dict[str, Any]] = {}
     for number, parameter, key in pairs:
         entries, name_there = state["state"].get(key), name_of(parameter)
         if entries is None:
@@ -203,10 +204,19 @@ def _faults(
         if not isinstance(entries, Mapping):
             yield f"its state of {name_there!r} is a {type(entries).__name__}; expected a dict"
             return
-        if is_whole:
-            continue  # steps of whole parameters may keep tensors of any shape
         is_piece = isinstance(parameter, Piece)
         shape = parameter.range.slot.shape if is_piece else parameter.shape
+        if is_piece:
+            kind = number, len(shape) if is_whole else 1
+            if kind not in toys:
+                toys[kind] = toy_state(
+                    optimizer, number, shape if is_whole else (math.prod(shape),)
+                )
+            for name, value in entries.items():
+                if not is_like(value, toys[kind].get(name)):
+                    yield f"its {name!r} of {name_there!r} is a {type(value).__name__}: {value!r}"
+        if is_whole:
+            continue  # steps of whole parameters may keep tensors of any shape
         for name, value in entries.items():
             # A state has one number per element, or a single one.
             if isinstance(value, Tensor) and value.dim() and value.shape != shape:
@@ -214,9 +224,9 @@ def _faults(
                     f"its {name!r} of {name_there!r} has shape {tuple(value.shape)}, but the"
                     f" parameter has shape {tuple(shape)}"
                 )
-        kind = number, frozenset(entries)
-        if is_piece and kind not in tried:
-            tried.add(kind)
+        keys = number, frozenset(entries)
+        if is_piece and keys not in tried:
+            tried.add(keys)
             missing = missing_in_state(optimizer, number, saved[number], entries)
             if missing is not None:
                 yield (
@@ -247,7 +257,7 @@ def ranges_of_optimizers(
 
     Parts that can be kept are copied to new memory once checked, for :func:`load_optimizer_state`.
     """
-    for optimizer, state in zip(optimizers, states, strict=True):
+    for optimizer, state in zip(optimizers, states, strict=False):
         stepper = stepper_of(optimizer)
         if stepper.form is not None:
             for name, tensor in named_tensors(state):  # the optimizer reads all of it

@@ -122,6 +122,7 @@ class ModuleLoad(TorchFunctionMode):
         self._engine = engine
         self._before: Callable[[], None] | None = before
         self._noted: list[tuple[str, Any, int]] = []
+        self._failure: Exception | None = None
 
     @property
     def _tensors(self) -> dict[str, Tensor]:
@@ -133,7 +134,12 @@ class ModuleLoad(TorchFunctionMode):
         with self, warnings.catch_warnings():
             # torch's copies to a meta module would be no-ops; ours are only noted.
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")
-            return self._module.load_state_dict(state, strict=strict)
+            try:
+                return self._module.load_state_dict(state, strict=strict)
+            finally:
+                # torch would report it as the failure of whatever it was copying.
+                if self._failure is not None:
+                    raise self._failure
 
     def take_sources(self) -> dict[int, Source]:
         """Return the source of each parameter, by ``id``, and drop the noted copies to them.
@@ -158,7 +164,11 @@ class ModuleLoad(TorchFunctionMode):
             self._noted.append((self._names[id(args[0])], args[1], _version_of(args[1])))
             return args[0]
         if self._noted and func not in _HARMLESS and self._has_own([args, kwargs]):
-            self.make()
+            try:
+                self.make()
+            except Exception as error:
+                self._failure = error
+                raise
         return func(*args, **kwargs)
 
     def _has_own(self, values: Any) -> bool:

@@ -151,12 +151,20 @@ def _hugging_face(path: Path) -> Callable[[], nn.Module]:
         ) from error
     if not path.exists():
         raise ValueError(f"Expected a Hugging Face configuration, found nothing at {path}.")
-    facts = json.loads(path.read_text())
-    names = facts.get("architectures") or []
+    names: list[str] = []
+    try:
+        names = json.loads(path.read_text()).get("architectures") or []
+        config = transformers.AutoConfig.from_pretrained(path)
+    except (AttributeError, OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"Expected a configuration of transformers in {path}: {reason}") from error
+    # Many files have only `model_type`.
+    has_default = not names and type(config) in transformers.MODEL_MAPPING
     cls = getattr(transformers, names[0], None) if names else None
-    if cls is None:
+    if cls is None and not has_default:
         raise ValueError(
-            f"Expected `architectures` with a class of transformers in {path}, got {names!r}."
+            f"transformers has no model for `architectures` {names!r} and `model_type`"
+            f" {config.model_type!r} of {path}. Pass the model's class, as package.module:Class."
         )
-    config = transformers.AutoConfig.from_pretrained(path)
-    return lambda: cls(config)
+    make: Callable[..., nn.Module] = cls or transformers.AutoModel.from_config
+    return lambda: make(config)

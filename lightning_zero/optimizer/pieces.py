@@ -224,7 +224,7 @@ _CONTAINERS = (list, tuple, Mapping, deque)
 def state_bytes(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> StateBytes:
     """Return the size of a parameter's state, found by stepping a toy parameter in ``group``."""
     toy = Parameter(torch.zeros(_TOY_NUMEL, dtype=dtype))
-    tensors = _state_of(optimizer, group, toy)
+    tensors = _tensors_of(optimizer, group, toy)
     per_element = sum(value.element_size() for value in tensors if value.shape == toy.shape)
     return StateBytes(per_element, sum(v.nbytes for v in tensors if v.shape != toy.shape))
 
@@ -239,13 +239,13 @@ def whole_state_bytes(
     """
     try:
         meta = Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta"))
-        return sum(value.nbytes for value in _state_of(optimizer, group, meta))
+        return sum(value.nbytes for value in _tensors_of(optimizer, group, meta))
     except Exception:
         # It reads values, which a small toy has. The toy's sizes can be told apart.
         small = [min(size, other) for size, other in zip(shape, _PRIMES, strict=False)]
     sizes = {math.prod(small): math.prod(shape), **dict(zip(small, shape, strict=False))}
     try:
-        tensors = _state_of(optimizer, group, Parameter(torch.ones(small, dtype=dtype)))
+        tensors = _tensors_of(optimizer, group, Parameter(torch.ones(small, dtype=dtype)))
     except Exception as error:
         kind = type(bare(optimizer)).__name__
         raise ValueError(
@@ -257,15 +257,44 @@ def whole_state_bytes(
     )
 
 
-def _state_of(optimizer: Optimizer, group: Mapping[str, Any], toy: Parameter) -> list[Tensor]:
-    """Return the tensors in the state of ``toy`` after two steps in ``group``."""
+def _tensors_of(optimizer: Optimizer, group: Mapping[str, Any], toy: Parameter) -> list[Tensor]:
     number = next(n for n, other in enumerate(bare(optimizer).param_groups) if other is group)
+    state = _state_of(optimizer, number, toy)
+    return [value for value in tree_leaves(state) if isinstance(value, Tensor)]
+
+
+def _state_of(optimizer: Optimizer, number: int, toy: Parameter) -> dict[str, Any]:
+    """Return the state of ``toy`` after two steps in the param group of index ``number``."""
     twin = _twin_of_group(optimizer, number, toy)
     toy.grad = torch.ones_like(toy)
     _let_train(twin)
     for _ in range(2):
         twin.step()
-    return [value for value in tree_leaves(twin.state[toy]) if isinstance(value, Tensor)]
+    return dict(twin.state[toy])
+
+
+def toy_state(optimizer: Optimizer, number: int, shape: Sequence[int]) -> dict[str, Any]:
+    """Return the state of a small toy in the param group of index ``number``.
+
+    The toy has as many dimensions as ``shape``. If it cannot be stepped, the state is empty.
+    """
+    small = [min(size, _TOY_NUMEL) for size in shape]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return _state_of(optimizer, number, Parameter(torch.ones(small)))
+    except Exception:
+        return {}  # the failure of a toy on the host says nothing about the optimizer
+
+
+def is_like(value: Any, model: Any) -> bool:
+    """Return whether an entry of a state may stand where a toy's state has ``model``."""
+    if value is None or not isinstance(model, (Tensor, int, float)):
+        return True
+    # A 0 may hold the place of numbers that come later.
+    has_dim = isinstance(model, Tensor) and model.dim() > 0
+    return isinstance(value, Tensor) or (
+        isinstance(value, (int, float)) and not (has_dim and value)
+    )
 
 
 def missing_in_state(

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.checkpoint import (
     DirectorySave,
+    ElsewhereError,
     FileSave,
     ModuleLoad,
     Provenance,
@@ -33,11 +36,13 @@ from lightning_zero.checkpoint import (
     optimizer_state,
     ranges_of_optimizers,
 )
+from lightning_zero.comm import Outcome
 from lightning_zero.engine import Engine
 from lightning_zero.optimizer import members, parameter_of, stepper_of
 from lightning_zero.parameters import Source
 from lightning_zero.plan import Settings
-from lightning_zero.trainer.internals import StoredPath, unwrapped
+from lightning_zero.trainer.internals import StoredPath, unwrapped, wait_for_plugin
+from lightning_zero.trainer.plugins import plugins_of, replaced
 from lightning_zero.trainer.run import callbacks_of
 from lightning_zero.trainer.steps import SteppingStrategy
 
@@ -54,6 +59,7 @@ class SavingStrategy(SteppingStrategy):
     """
 
     settings: Settings
+    _plugin_reads = False
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -87,29 +93,62 @@ class SavingStrategy(SteppingStrategy):
             return
         is_ours = storage_options is None and self._writes_files
         if not is_ours and self.settings.checkpoint == "dcp":
-            plugin = type(self.checkpoint_io).__name__
+            plugin = type(plugins_of(self.checkpoint_io)[-1]).__name__
             what = plugin if storage_options is None else "storage_options"
             raise ValueError(
                 f"checkpoint='dcp' writes directories itself and cannot be combined with {what}."
                 " Remove one of them."
             )
-        if not is_ours:
+        passed = self._passed_on(checkpoint, filepath, storage_options) if is_ours else None
+        if passed is None:
             # The user's own writer takes whole tensors.
             whole = collected(checkpoint, self._saver.control)
             super().save_checkpoint(whole, filepath, storage_options)
             return
-        is_async = self.settings.async_checkpoint or isinstance(
-            self.checkpoint_io, AsyncCheckpointIO
+        is_async = self.settings.async_checkpoint or any(
+            isinstance(plugin, AsyncCheckpointIO) for plugin in plugins_of(self.checkpoint_io)
         )
         # After fit there is no training to overlap with, and nothing waits for the thread.
         is_running = self._open_engine is not None
-        self._saver.save(
-            checkpoint,
-            str(filepath),
-            self._provenance,
-            in_background=is_async and is_running,
-            kind=self._checkpoint_kind,
+        for one, path in passed:
+            self._saver.save(
+                one,
+                path,
+                self._provenance,
+                in_background=is_async and is_running,
+                kind=self._checkpoint_kind,
+            )
+
+    def _passed_on(
+        self, checkpoint: dict[str, Any], filepath: StoredPath, storage_options: Any | None
+    ) -> list[tuple[dict[str, Any], str]] | None:
+        """Call the plugin on rank 0, as DDP does; return what it gives to the plugin beneath it.
+
+        The other ranks return their own checkpoint as often. ``None`` if a plugin of the user reads
+        tensors, and so needs whole ones; from then on it gets them at once.
+        """
+        passed: list[tuple[dict[str, Any], str]] = []
+        outcome = Outcome()
+
+        def note(checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+            passed.append((checkpoint, str(path)))
+
+        with outcome.attempt():
+            if self.is_global_zero and not self._plugin_reads:
+                try:
+                    with replaced(plugins_of(self.checkpoint_io)[-1], save_checkpoint=note):
+                        super().save_checkpoint(checkpoint, filepath, storage_options)
+                        for plugin in plugins_of(self.checkpoint_io):
+                            wait_for_plugin(plugin)
+                except ElsewhereError:
+                    self._plugin_reads = True
+        outcome.agree(self._saver.control, f"Saving {str(filepath)!r}")
+        count, self._plugin_reads = self._saver.control.broadcast_object(
+            (len(passed), self._plugin_reads)
         )
+        if self._plugin_reads:
+            return None
+        return passed if self.is_global_zero else [(checkpoint, str(filepath))] * count
 
     @property
     def _checkpoint_kind(self) -> Callable[..., Any]:
@@ -128,9 +167,9 @@ class SavingStrategy(SteppingStrategy):
 
     @override
     def remove_checkpoint(self, filepath: StoredPath) -> None:
-        if self._writes_files and self._run is not None:
-            self._saver.remove(str(filepath))
-        else:
+        is_ours = self._writes_files and self._run is not None
+        remove = {"remove_checkpoint": self._saver.remove} if is_ours else {}
+        with replaced(plugins_of(self.checkpoint_io)[-1], **remove):
             super().remove_checkpoint(filepath)
 
     @property
@@ -140,10 +179,8 @@ class SavingStrategy(SteppingStrategy):
     @property
     def _writes_files(self) -> bool:
         """Return whether we write checkpoints, not a ``CheckpointIO`` of the user."""
-        plugin: CheckpointIO | None = self.checkpoint_io
-        if type(plugin) is AsyncCheckpointIO:
-            plugin = plugin.checkpoint_io
-        return type(plugin) is TorchCheckpointIO
+        innermost = plugins_of(self.checkpoint_io)[-1]
+        return type(innermost) is TorchCheckpointIO and "save_checkpoint" not in vars(innermost)
 
     @property
     def _provenance(self) -> Provenance:
@@ -160,10 +197,17 @@ class SavingStrategy(SteppingStrategy):
         if self._run is not None:
             self._saver.wait()
             self._agree_to_load(str(checkpoint_path))
-        if self._run is None or not self._writes_files:
-            # Lightning 2.5 neither has nor passes this argument.
-            given = {} if weights_only is None else {"weights_only": weights_only}
+        # Lightning 2.5 neither has nor passes this argument.
+        given = {} if weights_only is None else {"weights_only": weights_only}
+        is_ours = self._writes_files and self._run is not None
+        load = {"load_checkpoint": self._load} if is_ours else {}
+        with replaced(plugins_of(self.checkpoint_io)[-1], **load):
             return super().load_checkpoint(checkpoint_path, **given)
+
+    def _load(
+        self, checkpoint_path: StoredPath, *_: Any, weights_only: bool | None = None, **__: Any
+    ) -> dict[str, Any]:
+        """Load a checkpoint, of which each rank reads its own parts."""
         path = self._current.path = self._saver.path_of(str(checkpoint_path))
         control, maps = self._saver.control, self.settings.offload is None
         if are_bare_weights(path) and not self._is_fitting:
@@ -192,9 +236,10 @@ class SavingStrategy(SteppingStrategy):
         elif not self._run.is_set_up:
             # As under DDP, the checkpoint is read and its hooks run before setup. Values are copied
             # once each rank knows its part and the optimizers exist and can be checked.
-            self._run.pending = (checkpoint, strict)
+            # What callbacks do to its weights later, when they are loaded, comes too late.
+            self._run.pending = (checkpoint, copy.copy(checkpoint["state_dict"]), strict)
         else:
-            self._load_weights(checkpoint, strict)
+            self._load_weights(checkpoint["state_dict"], strict)
 
     def _agree_to_load(self, path: str | None) -> None:
         """Raise on all ranks unless all of them load a checkpoint in this setup, or none does."""
@@ -232,7 +277,7 @@ class SavingStrategy(SteppingStrategy):
             return {}
         run.load = ModuleLoad(self._module, engine)
         with self._naming_the_file():
-            run.load.call(run.pending[0]["state_dict"], strict=run.pending[1])
+            run.load.call(run.pending[1], strict=run.pending[2])
         run.pending = None
         return {} if self._open_engine is not None else run.load.take_sources()
 
@@ -247,7 +292,7 @@ class SavingStrategy(SteppingStrategy):
                 run.callbacks.load()
         if pending is None:
             return
-        checkpoint, strict = pending
+        checkpoint, weights, strict = pending
         if self._is_fitting and "optimizer_states" not in checkpoint:
             return
 
@@ -257,13 +302,13 @@ class SavingStrategy(SteppingStrategy):
             if self._is_fitting and not finetunes:
                 self._check_optimizers(checkpoint)
 
-        self._load_weights(checkpoint, strict, check)
+        self._load_weights(weights, strict, check)
         if run.callbacks is not None:
             run.callbacks.load()
 
     def _load_weights(
         self,
-        checkpoint: Mapping[str, Any],
+        weights: Mapping[str, Any],
         strict: bool,
         before: Callable[[], None] = lambda: None,
     ) -> None:
@@ -271,7 +316,7 @@ class SavingStrategy(SteppingStrategy):
             load_module_state(
                 self._module,
                 self._open_engine,
-                checkpoint["state_dict"],
+                weights,
                 strict=strict,
                 before=before,
             )
@@ -281,8 +326,8 @@ class SavingStrategy(SteppingStrategy):
         try:
             yield
         except RuntimeError as error:
-            if self._current.comm.control.watchdog.has_given_up:
-                raise  # an error of other ranks
+            if not str(error).startswith("Error(s) in loading state_dict"):
+                raise  # of a user's hook, or of other ranks
             raise RuntimeError(
                 f"The checkpoint {self._current.path!r} does not fit the module. {error}"
             ) from error
@@ -313,5 +358,16 @@ class SavingStrategy(SteppingStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._check_optimizer_states(checkpoint)
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+        states = checkpoint["optimizer_states"]
+        for optimizer, state in zip(self.optimizers, states, strict=False):
             load_optimizer_state(unwrapped(optimizer), state)
+        here, there = len(self.optimizers), len(states)
+        if here != there:
+            fresh = [type(unwrapped(optimizer)).__name__ for optimizer in self.optimizers[there:]]
+            what = ", ".join(f"{n} ({kind})" for n, kind in enumerate(fresh, there))
+            rest = ", ".join(map(str, range(here, there)))
+            rank_zero_warn(
+                f"{self._current.path!r} has the states of {there} optimizers, but"
+                f" configure_optimizers returned {here}. They are paired in order. "
+                + (f"Optimizers that begin fresh: {what}." if fresh else f"Unused states: {rest}.")
+            )

@@ -65,6 +65,12 @@ def draws_graphs(logger: Any) -> bool:
     return bool(getattr(logger, "_log_graph", True))
 
 
+def wait_for_plugin(plugin: Any) -> None:
+    """Wait until a plugin that saves in a thread has called the one that it wraps."""
+    if getattr(plugin, "_executor", None) is not None:
+        plugin._executor.submit(lambda: None).result()
+
+
 # -- averaging callbacks, which have no public access to their averages ----------------------------
 
 

@@ -39,7 +39,7 @@ from lightning_zero.commands.convert import convert
 from lightning_zero.commands.inspect import damage
 from lightning_zero.optimizer import members
 from tests.oracle import resharding
-from tests.oracle.by_trainer import Rows, make_trainer, model, world
+from tests.oracle.by_trainer import Model, Rows, make_trainer, model, world
 from tests.oracle.checkpoints import PROVENANCE, told
 from tests.oracle.ranks import Pools
 
@@ -503,6 +503,61 @@ def test_refusals_name_the_file_and_change_nothing(ranks: Pools, tmp_path: Path)
     assert "on rank 1: Checkpoint file not found" in one
     assert f"{names[4]!r}: on rank 1, ckpt_path" in none
     assert f"{names[4]!r}: on rank 0, ckpt_path" in other
+
+
+class Optimized(Model):
+    """A model with an optimizer of choice."""
+
+    kind: Callable[..., torch.optim.Optimizer]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.kind(self.parameters(), lr=0.01)
+
+
+def resume_from_odd_states(folder: str, kind: Any, key: str, values: list[Any]) -> list[str]:
+    path, errors = f"{folder}/odd.ckpt", []
+    for stage, value in itertools.product((1, 2, 3), values):
+        trainers = [
+            make_trainer(
+                world(), ZeROStrategy(stage), "/nowhere", max_steps=n, enable_checkpointing=False
+            )
+            for n in (2, 4)
+        ]
+        modules = Optimized(), Optimized()
+        for module in modules:
+            module.kind = kind
+        trainers[0].fit(modules[0], Rows())
+        trainers[0].save_checkpoint(path)
+        if trainers[0].is_global_zero:
+            odd = torch.load(path, weights_only=True)
+            odd["optimizer_states"][0]["state"][2][key] = value
+            torch.save(odd, path)
+        trainers[0].strategy.barrier()
+        before = [value.detach().clone() for value in modules[1].parameters()]
+        errors.append(told(trainers[1].fit, modules[1], Rows(), ckpt_path=path))
+        assert all(map(torch.equal, modules[1].parameters(), before))
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "values"),
+    [
+        (torch.optim.AdamW, "exp_avg", ["hello", 3.5, [1], {"a": 1}]),
+        (torch.optim.AdamW, "step", ["2"]),
+        (functools.partial(torch.optim.SGD, momentum=0.5), "momentum_buffer", ["hello", 3]),
+        (torch.optim.Adafactor, "variance", ["hello", 3.5]),
+        (torch.optim.Adafactor, "step", ["hello"]),
+    ],
+)
+def test_a_state_of_the_wrong_kind_is_named(
+    ranks: Pools, tmp_path: Path, kind: Any, key: str, values: list[Any]
+) -> None:
+    first, second = ranks(2).run(resume_from_odd_states, str(tmp_path), kind, key, values)
+    assert first == second
+    for error, value in zip(first, values * 3, strict=True):
+        assert "odd.ckpt'. The checkpoint does not fit optimizer 0" in error
+        assert f"its {key!r} of 'net." in error
+        assert f"is a {type(value).__name__}: {value!r}" in error
 
 
 def save_with_other_optimizers(folder: str) -> str:

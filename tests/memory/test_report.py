@@ -273,6 +273,53 @@ def test_command_on_a_hugging_face_configuration(capsys: Any, tmp_path: Path) ->
     assert out.startswith(f"{head}\n")
 
 
+SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 2}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("facts", "name"),
+    [
+        ({"model_type": "llama"}, "LlamaModel"),
+        ({"model_type": "bert", "architectures": None}, "BertModel"),
+        ({"model_type": "gpt2", "architectures": [], "n_embd": 32, "n_layer": 1}, "GPT2Model"),
+        ({"model_type": "vit"}, "ViTModel"),
+    ],
+)
+def test_command_on_a_configuration_without_architectures(
+    capsys: Any, tmp_path: Path, facts: dict[str, Any], name: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, **facts}))
+    code, out, _ = run(capsys, str(tmp_path))
+    assert code == 0
+    model = getattr(transformers, name)(transformers.AutoConfig.from_pretrained(tmp_path))
+    numel = sum(p.numel() for p in model.parameters())
+    assert out.startswith(f"{name}, {numel:,} parameters")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"model_type": "nothing"}', "model type `nothing`"),
+        ("{}", "Should have a `model_type` key"),
+        ("[1]", "no attribute 'get'"),
+        ("{", "Expecting property name"),
+        ('{"model_type": "gpt2", "architectures": ["Mine"]}', "`architectures` ['Mine']"),
+    ],
+)
+def test_command_names_what_a_configuration_lacks(
+    capsys: Any, tmp_path: Path, text: str, words: str
+) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(text)
+    code, _, err = run(capsys, str(tmp_path))
+    assert code == 1
+    assert words in err
+    assert f"{tmp_path}/config.json" in err
+    assert len(err.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

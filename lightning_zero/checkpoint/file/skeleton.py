@@ -121,6 +121,13 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, _Storage):
             value = obj.value
             number = self._number(value.key, value)
+            first = self.storages[number]
+            if isinstance(first, ShardedValue) and not _are_same(first.part, value.part):
+                raise ValueError(
+                    f"The checkpoint has {value.key!r} twice, with other values in a copy that a"
+                    " hook made earlier. Keep a copy of the parameter, within `with"
+                    " lightning_zero.gathered(module):` on all ranks."
+                )
             shape, _, dtype = value.facts
             kind = _storage_type(dtype) or torch.UntypedStorage
             size = prod(shape) * (dtype.itemsize if kind is torch.UntypedStorage else 1)
@@ -151,6 +158,10 @@ class _Pickler(pickle.Pickler):
 
 
 _PLAIN = {str, int, tuple, dict, float, bool, type(None), OrderedDict, torch.dtype, ShardedValue}
+
+
+def _are_same(one: Tensor, other: Tensor) -> bool:
+    return one is other or one.data_ptr() == other.data_ptr() or torch.equal(one, other)
 
 
 @functools.cache

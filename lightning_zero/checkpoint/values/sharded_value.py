@@ -16,11 +16,15 @@ from lightning_zero.tensors import internals, lasting_tensors, properties
 _CPU = torch.device("cpu")
 
 
+class ElsewhereError(RuntimeError):
+    """A read of values that other ranks have."""
+
+
 class ShardedValue(Tensor):
     """A tensor of whole shape in a checkpoint; each rank has a part of its values.
 
-    It may be renamed, dropped, moved and detached, as hooks that edit a checkpoint do. Its values
-    are not here, so reading them raises.
+    It may be renamed, dropped, moved, copied, cast and detached, as hooks that edit a checkpoint
+    do. Its values are not here, so reading them raises.
 
     Attributes:
         key: Its identity, the same on every rank; often a ``state_dict`` name.
@@ -81,8 +85,15 @@ class ShardedValue(Tensor):
         if func in properties.FACTS:
             with internals.as_plain_tensors():
                 return func(*args, **(kwargs or {}))
+        if func is Tensor.clone:
+            return args[0].with_part(args[0].part.clone())
+        if (dtype := _dtype_of_cast(func, args, kwargs)) is not None:
+            value = args[0]
+            key = f"{value.key} as {dtype}"
+            shape, stride, _ = value.facts
+            return ShardedValue.of(key, value.part, value.start, shape, stride, dtype)
         value = next((arg for arg in args if isinstance(arg, ShardedValue)), None)
-        raise RuntimeError(
+        raise ElsewhereError(
             f"{value.key if value is not None else 'A tensor'!r} in this state dict is sharded over"
             " the ranks, so its values cannot be read here. Read the parameter itself, within"
             " `with lightning_zero.gathered(module):` on all ranks."
@@ -92,10 +103,10 @@ class ShardedValue(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise RuntimeError(f"{func} was called on a tensor that is sharded over the ranks.")
+        raise ElsewhereError(f"{func} was called on a tensor that is sharded over the ranks.")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise RuntimeError(
+        raise ElsewhereError(
             f"{self.key!r} is sharded over the ranks, so no single rank can pickle it. Save it with"
             " `trainer.save_checkpoint(path)` on all ranks."
         )
@@ -135,3 +146,17 @@ class ShardedValue(Tensor):
 
 
 _SAME = {Tensor.detach, Tensor.cpu, Tensor.contiguous}
+_CASTS = {
+    Tensor.half: torch.float16,
+    Tensor.bfloat16: torch.bfloat16,
+    Tensor.float: torch.float32,
+    Tensor.double: torch.float64,
+}
+
+
+def _dtype_of_cast(func: Any, args: Any, kwargs: Any) -> torch.dtype | None:
+    """Return the dtype to which a call casts a sharded value, if that is all that it does."""
+    given = [*args[1:], *(kwargs or {}).values()]
+    if func is Tensor.to and len(given) == 1 and isinstance(given[0], torch.dtype):
+        return given[0]
+    return None if given else _CASTS.get(func)

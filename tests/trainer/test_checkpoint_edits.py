@@ -1,0 +1,249 @@
+"""Hooks that edit a checkpoint, and other optimizers than were saved, do what they do under DDP."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+
+from tests.oracle.projects import WIDTH, Regression, make_trainer, rows
+from tests.oracle.ranks import Pools
+
+Edit = Callable[[Any, dict[str, Any]], object]
+
+
+class Edited(Regression):
+    """Has a batch norm and as many optimizers as asked, and edits checkpoints in its hooks."""
+
+    def __init__(self, num_optimizers: int = 2, on_save: Any = None, on_load: Any = None) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.num_optimizers, self.on_save, self.on_load = num_optimizers, on_save, on_load
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for optimizer in self.trainer.strategy._lightning_optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for config in self.trainer.lr_scheduler_configs:
+            config.scheduler.step()
+
+    def configure_optimizers(self) -> Any:
+        kinds = [torch.optim.AdamW, torch.optim.Adafactor, torch.optim.SGD]
+        parts = [self.net, self.head, self.norm]
+        pairs = list(zip(kinds, parts, strict=True))[: self.num_optimizers]
+        optimizers = [kind(part.parameters(), lr=0.02) for kind, part in pairs]
+        return optimizers, [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in optimizers]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.on_save is not None:
+            self.on_save(self, checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.on_load is not None:
+            self.on_load(self, checkpoint)
+
+
+class EditingCallback(Callback):
+    """Edits checkpoints in the hooks of a callback."""
+
+    def __init__(self, on_save: Any = None, on_load: Any = None) -> None:
+        self.on_save, self.on_load = on_save, on_load
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        if self.on_save is not None:
+            self.on_save(module, checkpoint)
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        if self.on_load is not None:
+            self.on_load(module, checkpoint)
+
+
+# -- edits -----------------------------------------------------------------------------------------
+
+
+def clear_all_states(module: Any, checkpoint: Any) -> None:
+    checkpoint["optimizer_states"], checkpoint["lr_schedulers"] = [], []
+
+
+def clear_one_state(module: Any, checkpoint: Any) -> None:
+    checkpoint["optimizer_states"][0]["state"] = {}
+
+
+def drop_the_last_optimizer(module: Any, checkpoint: Any) -> None:
+    checkpoint["optimizer_states"].pop()
+
+
+def drop_a_parameters_state(module: Any, checkpoint: Any) -> None:
+    checkpoint["optimizer_states"][0]["state"].pop(1)
+
+
+def change_states(module: Any, checkpoint: Any) -> None:
+    states = checkpoint["optimizer_states"][0]["state"]
+    states[0]["exp_avg"] = torch.zeros_like(states[0]["exp_avg"])
+    states[1]["exp_avg"].mul_(2)
+    states[2]["exp_avg_sq"] = states[2]["exp_avg_sq"] * 4
+
+
+def change_a_rate(module: Any, checkpoint: Any) -> None:
+    for state in checkpoint["optimizer_states"]:
+        state["param_groups"][0]["lr"] = 0.3
+
+
+def replace_weights(module: Any, checkpoint: Any) -> None:
+    weights = checkpoint["state_dict"]
+    weights["head.weight"] = torch.full((WIDTH, WIDTH), 0.25)
+    weights["head.bias"] = weights["head.bias"] + 1
+    weights["norm.weight"] = weights["norm.weight"].half()
+
+
+def change_weights(module: Any, checkpoint: Any) -> None:
+    checkpoint["state_dict"]["head.bias"].add_(1)
+
+
+def keep_own_weights(module: Any, checkpoint: Any) -> None:
+    own = module.state_dict()
+    for name in ("norm.num_batches_tracked", "norm.running_mean", "head.weight"):
+        checkpoint["state_dict"][name] = own[name]
+
+
+def drop_weights(module: Any, checkpoint: Any) -> None:
+    module.strict_loading = False
+    for name in ("norm.num_batches_tracked", "head.weight"):
+        del checkpoint["state_dict"][name]
+
+
+def store_under_another_name(module: Any, checkpoint: Any) -> None:
+    checkpoint["state_dict"] = {f"old.{k}": v for k, v in checkpoint["state_dict"].items()}
+
+
+def give_names_back(module: Any, checkpoint: Any) -> None:
+    weights = checkpoint["state_dict"]
+    checkpoint["state_dict"] = {k.removeprefix("old."): v for k, v in weights.items()}
+
+
+def store_in_half(module: Any, checkpoint: Any) -> None:
+    weights = checkpoint["state_dict"]
+    for name, value in weights.items():
+        weights[name] = value.to(torch.bfloat16) if value.is_floating_point() else value
+    checkpoint["twice"] = weights["head.weight"].double()
+
+
+def store_other_tensors(module: Any, checkpoint: Any) -> None:
+    checkpoint["state_dict"]["head.weight"] = torch.full((WIDTH, WIDTH), 0.5)
+    checkpoint["also"] = checkpoint["state_dict"].pop("head.bias")
+
+
+def take_the_other_tensors(module: Any, checkpoint: Any) -> None:
+    checkpoint["state_dict"]["head.bias"] = checkpoint["also"]
+
+
+ON_LOAD: list[Edit] = [
+    clear_all_states,
+    clear_one_state,
+    drop_the_last_optimizer,
+    drop_a_parameters_state,
+    change_states,
+    change_a_rate,
+    replace_weights,
+    keep_own_weights,
+    drop_weights,
+]
+ON_SAVE: list[tuple[Edit, Edit | None]] = [
+    (clear_all_states, None),
+    (clear_one_state, None),
+    (drop_the_last_optimizer, None),
+    (store_under_another_name, give_names_back),
+    (store_in_half, None),
+    (store_other_tensors, take_the_other_tensors),
+]
+STRATEGIES = ("ddp", 1, 2, 3)
+
+
+def save_and_resume(
+    strategy: Any, path: str, saved: dict[str, Any], loaded: dict[str, Any]
+) -> tuple[Any, list[str]]:
+    """Save after two steps and resume for two; both dictionaries hold arguments for each run."""
+    made = [EditingCallback(**given.pop("callback", {})) for given in (saved, loaded)]
+    trainer = make_trainer(strategy, max_epochs=1, limit_train_batches=2, callbacks=made[0])
+    trainer.fit(Edited(**saved), rows())
+    trainer.save_checkpoint(path)
+    module = Edited(**loaded)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(strategy, max_epochs=2, limit_train_batches=2, callbacks=made[1])
+        trainer.fit(module, rows(), ckpt_path=path)
+    told = [str(one.message) for one in caught if "states of" in str(one.message)]
+    rates = [o.param_groups[0]["lr"] for o in trainer.optimizers]
+    values = [value.detach().double().sum().item() for value in module.state_dict().values()]
+    return (values, rates, trainer.global_step), told
+
+
+def under_each(folder: str, saved: dict[str, Any], loaded: dict[str, Any]) -> list[Any]:
+    return [
+        save_and_resume(name, f"{folder}/{name}.ckpt", dict(saved), dict(loaded))
+        for name in STRATEGIES
+    ]
+
+
+def assert_like_ddp(found: list[Any], words: str = "") -> None:
+    """Compare all strategies' numbers with DDP's; each stage warns with ``words`` on rank 0."""
+    for rank, ((expected, _), *others) in enumerate(found):
+        for numbers, told in others:
+            for mine, its in zip(numbers, expected, strict=True):
+                assert mine == pytest.approx(its, rel=1e-5, abs=1e-6)
+            assert len(told) == (1 if words and rank == 0 else 0), told
+            assert all(words in one for one in told)
+
+
+NO_STATES = "Optimizers that begin fresh: 0 (AdamW), 1 (Adafactor)."
+ONE_STATE = "Optimizers that begin fresh: 1 (Adafactor)."
+WORDS = {clear_all_states: NO_STATES, drop_the_last_optimizer: ONE_STATE}
+
+
+@pytest.mark.parametrize(
+    ("edit", "hook"),
+    [(change_weights, "module"), *product(ON_LOAD, ("module", "callback"))],
+    ids=lambda given: getattr(given, "__name__", given),
+)
+def test_edits_of_what_is_loaded(ranks: Pools, tmp_path: Path, edit: Edit, hook: str) -> None:
+    loaded = {"on_load": edit} if hook == "module" else {"callback": {"on_load": edit}}
+    assert_like_ddp(ranks(2).run(under_each, str(tmp_path), {}, loaded), WORDS.get(edit, ""))
+
+
+@pytest.mark.parametrize("hook", ["module", "callback"])
+@pytest.mark.parametrize(("edit", "back"), ON_SAVE, ids=lambda edit: getattr(edit, "__name__", ""))
+def test_edits_of_what_is_saved(
+    ranks: Pools, tmp_path: Path, edit: Edit, back: Edit | None, hook: str
+) -> None:
+    saved = {"on_save": edit} if hook == "module" else {"callback": {"on_save": edit}}
+    found = ranks(2).run(under_each, str(tmp_path), saved, {"on_load": back})
+    assert_like_ddp(found, WORDS.get(edit, ""))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (1, 2, "Optimizers that begin fresh: 1 (Adafactor)."),
+        (1, 3, "Optimizers that begin fresh: 1 (Adafactor), 2 (SGD)."),
+        (2, 1, "Unused states: 1."),
+        (3, 1, "Unused states: 1, 2."),
+        (2, 2, ""),
+    ],
+)
+def test_other_numbers_of_optimizers(
+    ranks: Pools, tmp_path: Path, before: int, after: int, words: str
+) -> None:
+    saved, loaded = {"num_optimizers": before}, {"num_optimizers": after}
+    assert_like_ddp(ranks(2).run(under_each, str(tmp_path), saved, loaded), words)
