@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from time import sleep
 from typing import Any
 
 import torch
@@ -96,7 +96,7 @@ def _let_go() -> None:
     Torch (2.13) joins them without releasing it. A group that was destroyed right after its last
     message hung once in fifty times.
     """
-    time.sleep(_SECONDS_TO_LET_GO)
+    sleep(_SECONDS_TO_LET_GO)
 
 
 def is_of_connection(error: BaseException) -> bool:

@@ -15,9 +15,9 @@ Any key may be left over from an earlier incarnation, except those with a random
 
 from __future__ import annotations
 
-import uuid
 from datetime import timedelta
 from time import monotonic, sleep
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,7 @@ def join_group(
 
 
 def _ask(store: Store, rank: int, timeout: timedelta) -> str:
-    name = uuid.uuid4().hex
+    name = uuid4().hex
     store.set(f"asked/{rank}", name)
     store.wait([f"answered/{name}"], timeout)
     incarnation = store.get(f"answered/{name}").decode()
@@ -69,7 +69,7 @@ def _ask(store: Store, rank: int, timeout: timedelta) -> str:
 
 
 def _answer(store: Store, world_size: int, timeout: timedelta) -> str:
-    incarnation = uuid.uuid4().hex
+    incarnation = uuid4().hex
     deadline = monotonic() + timeout.total_seconds()
     missing = list(range(1, world_size))
     while True:

@@ -6,9 +6,9 @@ It also counts the seconds that steps with offload and their files took.
 from __future__ import annotations
 
 import operator
-import time
 from collections import Counter
 from collections.abc import Mapping
+from time import perf_counter
 from typing import NamedTuple
 
 
@@ -130,7 +130,7 @@ class Ledger:
         """End the count of a step and begin the next."""
         self._before = _joined(self._before, self._now)
         self._last, self._now = self._now, {}
-        begin, self._end_of_last = self._end_of_last, time.perf_counter()
+        begin, self._end_of_last = self._end_of_last, perf_counter()
         spent, self._spent = self._spent, {}
         if begin is not None and spent:
             self.last_times = StepTimes(

@@ -37,6 +37,7 @@ from collections.abc import Callable, Mapping
 from math import inf
 from time import monotonic, sleep
 from types import FrameType
+from typing import Any
 
 from lightning_zero.comm.collective_log import CollectiveLog
 from lightning_zero.comm.divergence import diverged
@@ -364,9 +365,12 @@ def _is_still(before: Whereabouts, now: Whereabouts) -> bool:
 
 def _milliseconds_used(thread: int) -> int:
     """Return the CPU time of a thread of this process, 0 where the system does not report it."""
-    if not hasattr(time, "pthread_getcpuclockid"):
-        return 0
-    return int(1000 * time.clock_gettime(time.pthread_getcpuclockid(thread)))
+    return 0 if _clock_of is None else int(1000 * _read_clock(_clock_of(thread)))
+
+
+# Bound here, as users patch clocks.
+_clock_of: Any = getattr(time, "pthread_getcpuclockid", None)
+_read_clock: Any = getattr(time, "clock_gettime", None)
 
 
 def _caller(frame: FrameType | None) -> str:

@@ -17,13 +17,16 @@ outside         what an optimizer keeps for all of its members
 taint           tracking of elements through the operations of an optimizer
 operations      what is known of torch's operations: what they read, write and mix
 twin            a copy of an optimizer that owns toy parameters
+announced       functions in place of an optimizer's methods
+second_run      optimizers whose run has ended, in another run or by themselves
 hooks           what happens before and after an optimizer's step
 clip            norms, clipping and unscaling of gradients over all ranks
 loss_scaler     dynamic loss scaling
 =============== ====================================================================================
 """
 
-from lightning_zero.optimizer.hooks import OptimizerHooks, Removable, end, follow
+from lightning_zero.optimizer.announced import Removable, follow
+from lightning_zero.optimizer.hooks import OptimizerHooks
 from lightning_zero.optimizer.loss_scaler import LossScaler
 from lightning_zero.optimizer.owners import owners_of
 from lightning_zero.optimizer.pieces import (
@@ -42,6 +45,7 @@ from lightning_zero.optimizer.pieces import (
 )
 from lightning_zero.optimizer.probe import verdict_of
 from lightning_zero.optimizer.rounding import RoundedStates
+from lightning_zero.optimizer.second_run import end
 from lightning_zero.optimizer.staging import Part, batches_of, staging_bytes
 from lightning_zero.optimizer.states import StateFiles, States
 from lightning_zero.optimizer.steppers import (

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-import weakref
 from collections.abc import Callable
 from operator import is_
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -15,9 +12,10 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm import Communicator
 from lightning_zero.optimizer import pieces
-from lightning_zero.optimizer.outside import Announced
+from lightning_zero.optimizer.announced import METHODS, Around, Removable
 from lightning_zero.optimizer.owners import WholeStep
 from lightning_zero.optimizer.probe import Verdict, verdict_of
+from lightning_zero.optimizer.second_run import SecondRun
 from lightning_zero.optimizer.steppers import Call, Stepper
 from lightning_zero.optimizer.taint import Way
 from lightning_zero.optimizer.twin import with_inner
@@ -25,17 +23,6 @@ from lightning_zero.optimizer.unit_step import call_as
 from lightning_zero.optimizer.whole_state import whole_states
 from lightning_zero.parameters import Piece, settle, unsettle
 from lightning_zero.tensors import internals
-
-
-class Removable(Protocol):
-    """Something installed on the optimizer or the module."""
-
-    def remove(self) -> None:
-        """Uninstall it."""
-
-
-METHODS = ("train", "eval", "load_state_dict", "zero_grad", "state_dict", "__getstate__")
-"""The methods of an optimizer that do more while it holds pieces."""
 
 
 class OptimizerHooks:
@@ -56,7 +43,7 @@ class OptimizerHooks:
 
     Raises:
         ValueError: The optimizer can be stepped in no way, a parameter is in two of its groups, or
-            the optimizer belongs to another run.
+            the optimizer belongs to another run, whose parts are not those of this one.
     """
 
     def __init__(
@@ -70,8 +57,7 @@ class OptimizerHooks:
         after: Callable[[list[Piece]], None],
         by_unit: Callable[[Optimizer], Stepper] | None = None,
     ) -> None:
-        if any(find_piece(piece.parameter) is not piece for piece in pieces.pieces_of(optimizer)):
-            raise ValueError(_ENDED.format(kind=type(optimizer).__name__))
+        second_run = SecondRun(optimizer, find_piece, comm)
         self._find_piece, self._comm = find_piece, comm
         self._changed, self._before, self._after = changed, before, after
         self._stepper = by_unit(optimizer) if by_unit else Stepper(optimizer)
@@ -83,11 +69,12 @@ class OptimizerHooks:
         self._pieces: list[Piece] = []
         self._is_begun = False
         self._point(optimizer)
+        second_run.give_to(self._stepper)
         self.handles: list[Removable] = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(lambda *_: self._end()),
             *(
-                _Around(holder, name, call, optimizer)
+                Around(holder, name, call, optimizer)
                 for holder in with_inner(optimizer)
                 for name, call in zip(METHODS, self._calls, strict=True)
             ),
@@ -95,7 +82,7 @@ class OptimizerHooks:
         ]
         if self._stepper.steps_before_call:
             self.handles.append(
-                _Around(optimizer, "register_step_pre_hook", self._register, optimizer)
+                Around(optimizer, "register_step_pre_hook", self._register, optimizer)
             )
 
     @property
@@ -265,79 +252,3 @@ class OptimizerHooks:
                 return method(*args, **kwargs)
             finally:
                 settle(self._pieces)
-
-
-def end(optimizer: Optimizer) -> None:
-    """Make every later step of an optimizer raise: the engine that owns its pieces has ended."""
-    if pieces.pieces_of(optimizer):
-        optimizer.register_step_pre_hook(_refuse)
-        for name in ("train", "eval"):
-            _Around(optimizer, name, _refuse, optimizer)
-
-
-def _refuse(optimizer: Optimizer, *_: Any) -> NoReturn:
-    raise RuntimeError(_ENDED.format(kind=type(optimizer).__name__))
-
-
-_ENDED = (
-    "{kind} belongs to a run that has ended and holds only this rank's parts of its states. Return"
-    " a new optimizer from `configure_optimizers` for each run, and load the whole states from a"
-    " checkpoint (`trainer.fit(ckpt_path=...)`). Use this one in `on_train_end` or earlier."
-)
-
-
-class _Around:
-    """A function that replaces a method of an optimizer until :meth:`remove`.
-
-    It is called with the optimizer and the replaced method: one that the user has put on the
-    object, or that of its class as it is then.
-    """
-
-    def __init__(
-        self, holder: Optimizer, name: str, call: Callable[..., Any], optimizer: Optimizer
-    ) -> None:
-        self._holder, self._name, self._function = holder, name, call
-        self._optimizer = optimizer
-        self._own = {name: vars(holder)[name]} if name in vars(holder) else {}
-        self._put = Announced(self.call, holder)
-        if callable(getattr(type(holder), name, None)) or self._own:
-            vars(holder)[name] = self._put
-
-    def call(self, who: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the function for ``who``, the optimizer or a wrapper with the same methods."""
-        method = self._own.get(self._name) if who is self._holder else None
-        method = method or _method_of(who, self._name)
-        return self._function(self._optimizer, method, *args, **kwargs)
-
-    def remove(self) -> None:
-        """Restore the object's own method, unless the user has replaced it since."""
-        if vars(self._holder).get(self._name) is self._put:
-            del vars(self._holder)[self._name]
-            vars(self._holder).update(self._own)
-
-
-def _method_of(who: Any, name: str) -> Callable[..., Any]:
-    """Return the method that the class of ``who`` has now."""
-    found = inspect.getattr_static(type(who), name)
-    return found.__get__(who, type(who)) if hasattr(found, "__get__") else found  # type: ignore[no-any-return]
-
-
-def follow(wrapper: Any, optimizer: Optimizer) -> None:
-    """Make a wrapper that calls methods on itself, as Lightning's do, go by the optimizer's hooks.
-
-    Also by those that the optimizer will have later.
-    """
-    for name in METHODS:
-        if callable(getattr(type(wrapper), name, None)):
-            vars(wrapper)[name] = functools.partial(
-                _call_through, weakref.ref(wrapper), optimizer, name
-            )
-
-
-def _call_through(
-    wrapper: weakref.ref[Any], optimizer: Optimizer, name: str, *args: Any, **kwargs: Any
-) -> Any:
-    who, put = wrapper(), vars(optimizer).get(name)
-    if isinstance(put, Announced):
-        return put.func(who, *args, **kwargs)
-    return _method_of(who, name)(*args, **kwargs)

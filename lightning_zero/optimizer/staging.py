@@ -14,11 +14,11 @@ Slots exist only during a step.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import accumulate
+from time import perf_counter
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -137,7 +137,7 @@ class Requests:
             one.result()
         with self._lock:
             if not self._num_running:
-                self._begin = time.perf_counter()
+                self._begin = perf_counter()
             self._num_running += 1
         try:
             self._request(*what)
@@ -145,7 +145,7 @@ class Requests:
             with self._lock:
                 self._num_running -= 1
                 if not self._num_running:
-                    self._seconds += time.perf_counter() - self._begin
+                    self._seconds += perf_counter() - self._begin
 
     def take_seconds(self) -> float:
         """Return the busy time since the last call; all requests must have ended."""
@@ -258,11 +258,11 @@ class Staging:
             self.fetched.read(self._batches[behind], self._readers)
 
     def _wait(self, slot: Slot) -> None:
-        begin = time.perf_counter()
+        begin = perf_counter()
         try:
             slot.wait()
         finally:
-            self._ledger.spend("waiting", time.perf_counter() - begin)
+            self._ledger.spend("waiting", perf_counter() - begin)
 
     def close(self) -> None:
         """Wait until everything is written, and free the slots.

@@ -15,7 +15,7 @@ its state dict while its states are whole, or stand-ins of whole ones, and given
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import nan
 from typing import Any
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_zero.optimizer.announced import Removable
 from lightning_zero.optimizer.outside import OfOptimizer
 from lightning_zero.optimizer.pieces import FindPiece, cut_state, owned, pieces_of
 from lightning_zero.optimizer.taint import Way
@@ -45,6 +46,7 @@ class Stepper(OfOptimizer):
         steps_before_call: Whether it steps members before the user's own call of ``step``, and so
             after all pre-hooks.
         shows_parts: Whether the optimizer's state dict has this rank's parts, not whole states.
+        endings: What its optimizer refuses once the run has ended; remove them to go on.
         keeps_read_parts: Whether parts of a state may stay in the memory to which they are read.
     """
 
@@ -53,6 +55,7 @@ class Stepper(OfOptimizer):
     is_torn = False
     steps_before_call = False
     shows_parts = False
+    endings: Sequence[Removable] = ()
     keeps_read_parts = True
 
     @property

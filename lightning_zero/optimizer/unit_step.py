@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from time import perf_counter
 from types import MethodType
 from typing import Any
 
@@ -162,7 +162,7 @@ class UnitStep(Stepper):
     @override
     def begin(self, call: Call | None = None) -> None:
         """Step all batches but the last, and leave that one to the call under way."""
-        self._begin = time.perf_counter()
+        self._begin = perf_counter()
         batches = self._cut()
         # Not torn yet: if memory is lacking, the step may be tried again.
         self.states.open([*batches])
@@ -183,7 +183,7 @@ class UnitStep(Stepper):
         self._under_way = None
         self.is_torn = False
         if self._ledger is not None:
-            self._ledger.spend("stepping", time.perf_counter() - self._begin)
+            self._ledger.spend("stepping", perf_counter() - self._begin)
 
     @override
     @contextlib.contextmanager

@@ -34,7 +34,11 @@ class SteppingStrategy(RankStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # For copies of a module that holds its Trainer: the copy belongs to no run.
-        return {**super().__getstate__(), "engine": None, "_run": None}
+        none: dict[str, Any] = {"engine": None, "_run": None}
+        if self._open_engine is None and self.engine is not None:
+            # Each rank has its parts of the states only, and there may be no others to ask.
+            none.update(_optimizers=[], lr_scheduler_configs=[])
+        return {**super().__getstate__(), **none}
 
     @property
     @override

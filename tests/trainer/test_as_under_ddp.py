@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
+import sys
 import time
+import uuid
 import warnings
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
@@ -20,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from lightning_zero import ZeROStrategy
 from tests.oracle.by_trainer import Model, Rows, make_trainer, strategy_of, world
 from tests.oracle.ranks import Pools
 
@@ -306,6 +313,63 @@ def look_at_the_precision(name: str, path: str) -> Any:
     return module.seen
 
 
+_PATCHED = {
+    time: ("clock_gettime", "monotonic", "perf_counter", "process_time", "sleep", "time"),
+    uuid: ("uuid1", "uuid4"),
+    random: ("choice", "getrandbits", "randint", "random", "sample", "seed", "shuffle"),
+    np.random: ("choice", "permutation", "rand", "randint", "seed", "shuffle"),
+}
+"""What tests and projects patch or seed."""
+
+
+class Seeded(Model):
+    """Notes the states of global generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: list[Any] = []
+
+    def note(self, *args: Any, **kwargs: Any) -> None:
+        numpys, torchs = np.random.get_state()[1], torch.get_rng_state()
+        states = random.getstate(), numpys.tolist(), torchs.tolist()
+        self.states.append(zlib.crc32(pickle.dumps(states)))
+
+    configure_gradient_clipping = on_train_batch_start = on_before_zero_grad = note
+    setup = on_fit_start = on_train_start = on_train_batch_end = on_fit_end = note
+
+
+def patch_clocks_and_generators(name: str, path: str) -> Any:
+    """Nothing of ours reads them by the names that are patched, or changes a global generator."""
+    callers: list[str] = []
+
+    def noted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            caller = str(sys._getframe(1).f_globals.get("__name__"))
+            if caller.startswith("lightning_zero"):
+                callers.append(f"{caller}: {original.__name__}")
+            return original(*args, **kwargs)
+
+        return call
+
+    module = Seeded()
+    pl.seed_everything(3)
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, names in _PATCHED.items():
+            for each in names:
+                patch.setattr(owner, each, noted(getattr(owner, each)))
+        module.note()
+        fit(name, module)
+        if name != "ddp":
+            folder = str(Path(path).parent)
+            files: dict[str, Any] = {"offload_optimizer": "nvme", "offload_path": folder}
+            options: dict[str, Any] = {"max_steps": 2, "enable_checkpointing": False}
+            strategy = ZeROStrategy(int(name[-1]), **files)
+            trainer = make_trainer(world(), strategy, "/nowhere", **options)
+            trainer.fit(Model(), Rows())
+            trainer.save_checkpoint(path)
+    return [True, callers, module.states]
+
+
 def patch_the_clock(name: str, path: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "monotonic", iter([0.0, 1.0]).__next__)  # for a Timer, say
@@ -388,6 +452,7 @@ CASES = [
     replace_clipping,
     look_at_the_precision,
     patch_the_clock,
+    patch_clocks_and_generators,
 ]
 
 

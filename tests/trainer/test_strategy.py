@@ -164,37 +164,6 @@ def _module_after_fit(stage: int) -> None:
         assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
-class _Keeping(Regression):
-    """Returns one optimizer for all runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.optimizer = torch.optim.Adam(self.parameters(), 0.01)
-
-    def configure_optimizers(self) -> Any:
-        return self.optimizer
-
-
-def _optimizers_after_fit(stage: int) -> None:
-    module = _Keeping()
-    trainer = make_trainer(make_strategy(stage), max_steps=2)
-    trainer.fit(module, rows())
-    weights = [p.clone() for p in module.parameters()]
-    module(torch.randn(2, 6)).sum().backward()
-    with pytest.raises(RuntimeError, match="Adam belongs to a run that has ended"):
-        module.optimizer.step()
-    for strategy in (stage, "ddp"):
-        with pytest.raises((ValueError, RuntimeError), match="Return a new optimizer from"):
-            fit(module, strategy)
-    assert all(map(torch.equal, module.parameters(), weights))
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_an_optimizer_of_a_run_that_has_ended_is_refused(ranks: Pools, stage: int) -> None:
-    """On a rank without a state of its own it would step otherwise than on the others."""
-    ranks(2).run(_optimizers_after_fit, stage)
-
-
 def _without_restoring(stage: int) -> None:
     module = Regression()
     trainer = make_trainer(make_strategy(stage, restore_weights=False))

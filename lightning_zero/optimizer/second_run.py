@@ -1,0 +1,98 @@
+"""An optimizer whose run has ended: what it refuses, and how a second run goes on with its states.
+
+It holds this rank's parts only. The same ranks, with the same parts, may go on with them. Anybody
+else would step it differently on each rank, or save parts as if they were whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_zero.comm import Communicator
+from lightning_zero.optimizer.announced import Around
+from lightning_zero.optimizer.pieces import FindPiece, pieces_of, take_state
+from lightning_zero.optimizer.steppers import Stepper, exchange, stepper_of
+from lightning_zero.optimizer.twin import with_inner
+from lightning_zero.parameters import Piece
+
+
+def end(optimizer: Optimizer) -> None:
+    """Make an optimizer refuse what needs the engine that owns its pieces, which has ended."""
+    if not pieces_of(optimizer):
+        return
+    stepper_of(optimizer).endings = [
+        optimizer.register_step_pre_hook(lambda *_: _refuse(optimizer, str)),
+        *(
+            Around(holder, name, _refuse, optimizer)
+            for holder in with_inner(optimizer)
+            for name in ("train", "eval", "state_dict", "__getstate__")
+        ),
+    ]
+
+
+def _refuse(optimizer: Optimizer, method: Callable[..., Any], *args: Any) -> Any:
+    if stepper_of(optimizer).shows_parts:  # to be saved by all ranks
+        return method(*args)
+    raise RuntimeError(_ENDED.format(kind=type(optimizer).__name__))
+
+
+_ENDED = (
+    "{kind} belongs to a run that has ended and holds only this rank's parts of its states. Return"
+    " it from `configure_optimizers` to another run of the same ranks with the same settings, or"
+    " return a new one and load the whole states from a checkpoint (`trainer.fit(ckpt_path=...)`)."
+    " Otherwise use it in `on_train_end` or earlier."
+)
+
+
+class SecondRun:
+    """The parts that an optimizer may have from a run that has ended, to go on in this one.
+
+    Args:
+        optimizer: The user's optimizer.
+        find_piece: Returns this run's piece of a parameter.
+        comm: The ranks.
+
+    Raises:
+        ValueError: This run's pieces are not those of the run that has ended, on any rank.
+        RuntimeError: That run ended within a step.
+    """
+
+    def __init__(self, optimizer: Optimizer, find_piece: FindPiece, comm: Communicator) -> None:
+        self._optimizer, self._comm = optimizer, comm
+        self._before = stepper_of(optimizer)
+        pairs = [(piece, find_piece(piece.parameter)) for piece in pieces_of(optimizer)]
+        self._old = [old for old, new in pairs if old is not new]
+        self._new = [new for old, new in pairs if old is not new and new is not None]
+        if self._old:
+            self._before.check()
+            self._agree(list(map(_part, self._old)) == list(map(_part, self._new)))
+            exchange(optimizer, self._old, self._new)
+
+    def give_to(self, stepper: Stepper) -> None:
+        """Bring the states to where they rest in this run, if it steps them as the other one."""
+        if not self._old:
+            return
+        before, pairs = self._before, zip(self._old, self._new, strict=True)
+        is_alike = before.way is stepper.way and all(
+            before.keeps_state_of(old) == stepper.keeps_state_of(new) for old, new in pairs
+        )
+        try:
+            self._agree(is_alike)
+        except ValueError:
+            exchange(self._optimizer, self._new, self._old)
+            raise
+        for handle in before.endings:
+            handle.remove()
+        moved = dict(zip(self._new, self._new, strict=True))
+        take_state(self._optimizer, moved, stepper.kept)
+
+    def _agree(self, is_alike: bool) -> None:
+        if not all(self._comm.control.gather_objects(is_alike)):
+            raise ValueError(_ENDED.format(kind=type(self._optimizer).__name__))
+
+
+def _part(piece: Piece) -> Any:
+    return id(piece.parameter), piece.range.start, piece.range.stop, piece.dtype
