@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import inspect
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 import lightning_zero
@@ -38,6 +41,20 @@ def test_the_version_is_the_same_everywhere() -> None:
     version = lightning_zero.__version__
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_setting_is_in_the_reference() -> None:
+    text = (ROOT / "docs" / "settings.md").read_text()
+    rows = re.findall(r"^\| `(\w+)`( †)? \| `([^`]+)` \|", text, re.MULTILINE)
+    found = inspect.signature(lightning_zero.ZeROStrategy).parameters
+    of_lightning = re.findall(r"`(\w+)`", text[text.rindex("\n\n") :])
+    own = {name: one for name, one in found.items() if name not in of_lightning}
+    assert {name for name, _, _ in rows} == set(own)
+    for name, _, default in rows:
+        assert ast.literal_eval(default) == own[name].default, name
+    for name, is_of_trainer, _ in rows:
+        with pytest.raises(TypeError) if is_of_trainer else contextlib.nullcontext():
+            lightning_zero.fabric.ZeROStrategy(**{name: own[name].default})
 
 
 def imported(path: Path) -> Iterator[str]:
