@@ -165,7 +165,7 @@ class MemoryMonitor(Callback):
                     chosen.stage,
                     strategy.world_size,
                     rank=strategy.global_rank,
-                    offload=chosen.offload,
+                    offload=engine.sharded.settings.offload,
                     **self._settings,
                 )
                 return
