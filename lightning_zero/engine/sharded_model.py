@@ -65,11 +65,12 @@ class ShardedModel:
         on_written: Progress,
     ) -> None:
         self.module = module
-        self.settings = settings
+        self.settings, asked = settings.on_device(), settings
+        self._moves_nothing = self.settings.offload is not asked.offload
+        settings = self.settings
         self.comm = comm
         self.units: list[Unit] = []
         self.optimizers: list[Optimizer] = []
-        settings.check_device()
         offload = settings.offload
         is_in_files = offload is not None and "nvme" in (offload.optimizer, offload.weights)
         self.scratch = Scratch(settings.offload_path) if is_in_files else None
@@ -359,7 +360,8 @@ class ShardedModel:
         if mesh.backward is not None:
             copies = f", over {mesh.backward.size} for backward"
         head = f"ZeRO stage {stage} over {mesh.shard.size} ranks{copies}, by unit:"
-        return "\n".join([head, *listed(self.units)])
+        note = ["offload to 'cpu': the device is the host, so nothing moves"]
+        return "\n".join([head, *listed(self.units), *note * self._moves_nothing])
 
     # -- memory ----------------------------------------------------------------------------------
 

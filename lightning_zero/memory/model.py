@@ -223,8 +223,7 @@ class ModelPlan:
     def _require_support(self, asked: Settings, *, on_host: bool) -> None:
         """Raise a ``ValueError`` where a run would, ``on_host`` or beside an accelerator."""
         if not on_host:
-            asked.check_device()
-            asked.plan(torch.float32)  # raises if it has none
+            asked.on_device().plan(torch.float32)  # raises if it has none
         elif self.microbatch.offloading:
             raise ValueError(
                 "activation_offload=True needs a device beside the host, but offload to files is"

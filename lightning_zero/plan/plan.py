@@ -221,6 +221,11 @@ class Offload:
         media = {self.optimizer, self.weights} - {None}
         return len(media) == 1 and (device.type != "cpu" or media == {"nvme"})
 
+    def on(self, device: torch.device) -> Offload | None:
+        """Return what moves anything from ``device``: nothing goes from the host to its memory."""
+        stays = device.type == "cpu" and {self.optimizer, self.weights} <= {"cpu", None}
+        return None if stays and not self.runs_on(device) else self
+
     def is_mapped(self, device: torch.device) -> bool:
         """Return whether ``device`` is the host itself, and maps the files as its own memory."""
         return device.type == "cpu" and self.runs_on(device)

@@ -282,20 +282,17 @@ class Settings:
                 f" weights rest beside their masters. Set {other}={kinds[given]!r}."
             )
 
-    def check_device(self) -> None:
-        """Raise a ``ValueError`` if the device, now that it is known, does not allow the offload.
+    def on_device(self) -> Settings:
+        """Return the settings without an offload that moves nothing from the device, now known.
 
-        Offload to host memory needs a device beside the host.
+        Raises:
+            ValueError: The device does not allow the offload.
         """
-        if self.offload is not None and self.device.type != "cpu":
+        if self.offload is None:
+            return self
+        if self.device.type != "cpu":
             self._check_both(self.offload)
-        if self.offload is not None and not self.offload.runs_on(self.device):
-            raise ValueError(
-                "Offload to 'cpu' needs a device other than the host, but accelerator='cpu' has"
-                " none: there is nothing to move. To offload to files, set"
-                " offload_optimizer='nvme', and at stage 3 offload_weights='nvme' too; otherwise do"
-                " not offload."
-            )
+        return replace(self, offload=self.offload.on(self.device))
 
     def plan(self, dtype: torch.dtype, *, is_cast: bool = True, trainable: bool = True) -> Plan:
         """Return the plan for parameters of ``dtype``; ``is_cast`` lets the recipe cast fp32."""

@@ -160,7 +160,7 @@ class MemoryMonitor(Callback):
                     chosen.stage,
                     strategy.world_size,
                     rank=strategy.global_rank,
-                    offload=chosen.offload,
+                    offload=engine.sharded.settings.offload,
                     **settings,
                 )
                 self._subject = subject.describe()

@@ -287,14 +287,14 @@ def test_gradients_are_waited_for_and_edits_go_up_and_down(ranks: Pools, world: 
     ranks(world).run(compare_edited)
 
 
-def test_a_host_without_a_device_is_refused() -> None:
-    for offload, message in (
-        (Offload("cpu", "cpu"), r"Offload to 'cpu' needs a device other than the host"),
-        (Offload("cpu"), r"Offload to 'cpu' needs a device other than the host"),
-    ):
+def test_nothing_moves_from_the_host_to_its_memory() -> None:
+    for offload in (Offload("cpu", "cpu"), Offload("cpu")):
         settings = Settings(stage=3 if offload.weights else 2, offload=offload)
-        with pytest.raises(ValueError, match=message):
-            Engine(nn.Linear(2, 2), settings)
+        sharded = Engine(nn.Linear(2, 2), settings).sharded
+        assert sharded.settings.offload is None
+        assert sharded.describe().endswith("the device is the host, so nothing moves")
+    plain = Engine(nn.Linear(2, 2), Settings()).sharded
+    assert "nothing moves" not in plain.describe()
 
 
 # ---------------------------------------------------------------------------- abandoned passes

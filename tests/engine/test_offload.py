@@ -789,7 +789,7 @@ def test_states_that_exceed_a_limit_of_memory_train_from_files(
 )
 def test_what_is_not_there_is_refused_with_the_cure(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Settings(**change).check_device()
+        Settings(**change).on_device()
 
 
 def test_an_optimizer_that_mixes_elements_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import contextlib
 import functools
 import io
 import json
+import logging
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -231,10 +233,46 @@ def test_states_on_the_host(ranks: Pools, tmp_path: Path, name: str) -> None:
         assert held["host master"] > 0
 
 
-def refused(folder: str) -> None:
-    with pytest.raises(ValueError, match=r"accelerator='cpu' has none: there is nothing to move"):
-        fit("zero3_offload", folder)
+HOSTED: dict[str, Any] = {
+    "zero2_offload": "zero2_offload",
+    "zero3_offload": "zero3_offload",
+    "zero1 by argument": {"stage": 1, "offload_optimizer": "cpu"},
+    "zero3 by argument": {"stage": 3, "offload_optimizer": "cpu", "offload_weights": "cpu"},
+    "DeepSpeed's stage 2": {
+        "config": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    },
+    "DeepSpeed's stage 3": {
+        "config": {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu"},
+                "offload_param": {"device": "cpu"},
+            }
+        }
+    },
+}
 
 
-def test_a_host_needs_a_device(ranks: Pools, tmp_path: Path) -> None:
-    ranks(1).run(refused, str(tmp_path))
+def on_a_laptop(folder: str) -> None:
+    expected = fit("ddp", folder)
+    for name, given in HOSTED.items():
+        strategy = given if isinstance(given, str) else ZeROStrategy(**given)
+        path = f"{folder}/{name}.ckpt"
+        told = io.StringIO()
+        handler = logging.StreamHandler(told)
+        logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
+        found = fit(strategy, folder, monitor := MemoryMonitor(), Stop(path, 5))
+        logging.getLogger("lightning.pytorch.utilities.rank_zero").removeHandler(handler)
+        assert told.getvalue().count("the device is the host, so nothing moves") == (
+            os.environ["RANK"] == "0"
+        )
+        assert monitor.differences == []
+        strategy = given if isinstance(given, str) else ZeROStrategy(**given)
+        resumed = fit(strategy, folder, path=path)
+        for module in (found, resumed):
+            for key, value in module.state_dict().items():
+                torch.testing.assert_close(value, expected.state_dict()[key], msg=name)
+
+
+def test_a_host_without_a_device_moves_nothing(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2).run(on_a_laptop, str(tmp_path))
