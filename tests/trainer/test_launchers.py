@@ -18,7 +18,6 @@ from lightning_zero import ZeROStrategy
 from tests.oracle.launch import Finished, run_script, slurm_variables
 from tests.oracle.projects import Regression, Run, assert_like_ddp, fit, make_trainer, rows
 from tests.oracle.ranks import Pools
-from tests.oracle.turns import STAGES
 
 # One process of it is the same run under every launcher, so all print the same digest.
 FIT = """
@@ -106,8 +105,8 @@ def test_spawn_brings_weights_and_metrics_back(digest: str) -> None:
 
 
 ALONE = [
-    *(f"zero{stage}_{start}" for stage in STAGES for start in ("fork", "notebook")),
-    *(f"zero{stage}" for stage in STAGES),
+    *(f"zero{stage}_{start}" for stage in (1, 2, 3) for start in ("fork", "notebook")),
+    *(f"zero{stage}" for stage in (1, 2, 3)),
 ]
 
 
@@ -136,7 +135,7 @@ def test_one_device_is_plain_lightning_under_every_launcher(
 def _alone(cluster: str, variables: dict[str, str]) -> dict[str | int, Run]:
     os.environ.update(variables)
     runs: dict[str | int, Run] = {}
-    for name, strategy in (("ddp", "auto"), *zip(STAGES, STAGES, strict=True)):
+    for name, strategy in (("ddp", "auto"), *((stage, stage) for stage in (1, 2, 3))):
         module, trainer = Regression(), make_trainer(strategy, use_distributed_sampler=False)
         if name != "ddp":
             assert type(trainer.strategy.cluster_environment).__name__ == cluster

@@ -31,7 +31,6 @@ from tests.oracle.projects import (
     under_all,
 )
 from tests.oracle.ranks import Pools
-from tests.oracle.turns import STAGES
 
 EPOCHS = 4
 
@@ -156,9 +155,9 @@ def _average_in_mixed_precision(strategy: Any) -> Run:
 
 def test_averages_are_of_masters(ranks: Pools) -> None:
     """Averaging bf16 weights would be off by as much as a whole rounding of bf16."""
-    runs = ranks(2).run(under_all, _average_in_mixed_precision, stages=STAGES)
+    runs = ranks(2).run(under_all, _average_in_mixed_precision, stages=(1, 2, 3))
     for rank in runs:
-        for stage in STAGES:
+        for stage in (1, 2, 3):
             for key, value in rank["ddp"].params.items():
                 torch.testing.assert_close(rank[stage].params[key], value, rtol=2e-4, atol=2e-4)
 
@@ -284,7 +283,9 @@ def _begin_from_plain(strategy: Any, folder: str) -> Run:
 
 
 def test_an_average_begins_with_the_weights_of_a_checkpoint(ranks: Pools, tmp_path: Path) -> None:
-    assert_like_ddp(ranks(2).run(under_all, _begin_from_plain, str(tmp_path)), ulps=256)
+    assert_like_ddp(
+        ranks(2).run(under_all, _begin_from_plain, str(tmp_path), stages=(1, 3)), ulps=256
+    )
 
 
 def _load_wrong_shapes(stage: int) -> str:
