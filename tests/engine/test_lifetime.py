@@ -113,7 +113,7 @@ def _left_after_fits() -> dict[str, list[str]]:
 
 
 def test_a_fit_leaves_nothing_when_module_and_trainer_are_dropped(ranks: Pools) -> None:
-    for left in ranks(2).run(_left_after_fits, timeout=240):
+    for left in ranks(2).run(_left_after_fits):
         assert left == {name: [] for name in left}
 
 
@@ -163,7 +163,7 @@ def _left_after_closing() -> dict[str, list[str]]:
 
 
 def test_a_closed_engine_goes_though_its_module_stays(ranks: Pools) -> None:
-    for left in ranks(2).run(_left_after_closing, timeout=120):
+    for left in ranks(2).run(_left_after_closing):
         assert left == {name: [] for name in left}
 
 
@@ -346,7 +346,6 @@ def fits_that_last() -> list[dict[str, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("way", [*WAYS, "fits"])
 def test_nothing_grows_in_long_runs(ranks: Pools, way: str) -> None:
     run = (fits_that_last,) if way == "fits" else (steps_that_last, way)

@@ -190,7 +190,7 @@ def train_each(runs: list[Run]) -> list[Result]:
 
 
 def results_of(ranks: Pools, world: int, runs: list[Run]) -> list[Result]:
-    by_rank = ranks(world).run(train_each, runs, timeout=150)
+    by_rank = ranks(world).run(train_each, runs)
     return [Result.over_ranks(results) for results in zip(*by_rank, strict=True)]
 
 

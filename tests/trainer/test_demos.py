@@ -102,7 +102,7 @@ def _boring(strategy: Any) -> Run:
 
 
 def test_boring_models(ranks: Pools) -> None:
-    runs = ranks(2).run(under_all, _boring, timeout=120, stages=(2, 3))
+    runs = ranks(2).run(under_all, _boring, stages=(2, 3))
     assert [notes[3][0] for notes in runs[0]["ddp"].notes] == [6, 12, 6, 12, 12]
     assert all(len(notes[2]) > 12 for notes in runs[0]["ddp"].notes)
     assert_like_ddp(runs)

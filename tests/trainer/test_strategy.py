@@ -100,7 +100,7 @@ class _TwoLoaders(Regression):
 
 
 def test_options_of_the_loops(ranks: Pools) -> None:
-    assert_like_ddp(ranks(2).run(under_all, _loop_options, timeout=120, stages=(1, 3)))
+    assert_like_ddp(ranks(2).run(under_all, _loop_options, stages=(1, 3)))
 
 
 def _two_trainers(strategy: Any) -> Run:
@@ -360,7 +360,7 @@ def _end_in_spite_of_errors() -> None:
 
 
 def test_everything_is_ended_though_one_end_fails(ranks: Pools) -> None:
-    ranks(2).run(_end_in_spite_of_errors, timeout=120)
+    ranks(2).run(_end_in_spite_of_errors)
 
 
 def test_unsupported_arguments() -> None:

@@ -289,7 +289,7 @@ def runs_of(
     ranks: Pools, family: str, strategies: list[Any], **options: Any
 ) -> list[tuple[Result, Run]]:
     """Per strategy, the result over all ranks and rank 0's run."""
-    over_ranks = ranks(WORLD).run(train_all, family, strategies, options, timeout=150)
+    over_ranks = ranks(WORLD).run(train_all, family, strategies, options)
     columns = [[rank[index] for rank in over_ranks] for index in range(len(strategies))]
     return [(Result.over_ranks([run.result for run in runs]), runs[0]) for runs in columns]
 

@@ -129,7 +129,7 @@ def _train_all() -> dict[str, dict[Any, Run]]:
 
 def test_averages_are_sharded_where_they_may_be(ranks: Pools) -> None:
     """The averages of all ranks are as many bytes as one whole copy, and the numbers are DDP's."""
-    runs = ranks(2).run(_train_all, timeout=240)
+    runs = ranks(2).run(_train_all)
     for name in runs[0]:
         by_rank = [run[name] for run in runs]
         assert_like_ddp(by_rank, ulps=256)
@@ -239,7 +239,7 @@ def _resume_all(folder: str) -> dict[str, dict[Any, Run]]:
 
 
 def test_averages_resume_anywhere(ranks: Pools, tmp_path: Path) -> None:
-    runs = ranks(2).run(_resume_all, str(tmp_path), timeout=240)
+    runs = ranks(2).run(_resume_all, str(tmp_path))
     for name, resumed in RESUMED.items():
         assert_like_ddp([run[name] for run in runs], ulps=256)
         for epoch in range(EPOCHS):
