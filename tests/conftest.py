@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.oracle.forks import share_servers
-from tests.oracle.turns import EVERY_STAGE
 
 if TYPE_CHECKING:
     from tests.oracle.ranks import Pools
@@ -40,8 +39,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     _let_go_of_locks()
-    if "not slow" not in config.option.markexpr:
-        os.environ[EVERY_STAGE] = "1"
     if getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput"):
         share_servers()
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)

@@ -519,9 +519,7 @@ def fill_of(path: Path) -> float:
     return float(found["fill"])
 
 
-@pytest.mark.parametrize(
-    "kills", [3, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
-)
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
 def test_a_killed_rank_leaves_the_last_directory_whole(tmp_path: Path, kills: int) -> None:
     chance = random.Random(kills)
     path = tmp_path / "name"

@@ -200,9 +200,7 @@ def save_in(path: str, fill: float) -> None:
 # -- death -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "kills", [6, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
-)
+@pytest.mark.parametrize("kills", [6, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_killed_rank_leaves_the_last_file_whole(tmp_path: Path, kills: int) -> None:
     chance = random.Random(kills)
     path = tmp_path / "file.ckpt"

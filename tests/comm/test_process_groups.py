@@ -46,7 +46,7 @@ def run_each_way(folder: str) -> dict[str, list[int]]:
 
 def test_runs_of_the_trainer_leave_no_groups(ranks: Pools, tmp_path: Path) -> None:
     """The first run makes those that last; background saves make and end one each."""
-    for counts in ranks(2).run(run_each_way, str(tmp_path), timeout=240):
+    for counts in ranks(2).run(run_each_way, str(tmp_path)):
         for way, numbers in counts.items():
             assert numbers == 6 * [numbers[0]], way
 

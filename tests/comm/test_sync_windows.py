@@ -135,5 +135,7 @@ def test_a_process_that_has_ended_is_known() -> None:
     with subprocess.Popen(["sleep", "0.1"]) as child:
         desk = sync_windows._Desk(own.address._replace(process=child.pid), own)
         assert not desk.has_ended
-        time.sleep(0.5)
+        deadline = time.monotonic() + 60.0
+        while not desk.has_ended and time.monotonic() < deadline:
+            time.sleep(0.05)
         assert desk.has_ended

@@ -577,10 +577,10 @@ def resumed(folder: str) -> list[tuple[dict[str, Tensor], list[float]]]:
 
 
 def test_a_trainer_resumes_from_a_conversion(ranks: Pools, tmp_path: Path) -> None:
-    ranks(2).run(begun, str(tmp_path), timeout=120)
+    ranks(2).run(begun, str(tmp_path))
     for stage in (2, 3):
         rewritten(tmp_path, stage)
-    for expected, *others in ranks(2).run(resumed, str(tmp_path), timeout=120):
+    for expected, *others in ranks(2).run(resumed, str(tmp_path)):
         for weights, numbers in others:
             assert numbers == expected[1]
             for name, value in expected[0].items():

@@ -255,7 +255,7 @@ def _train_all(folder: str) -> dict[str, dict[Any, Run]]:
 
 
 def test_a_run_is_that_of_ddp(ranks: Pools, tmp_path: Any) -> None:
-    runs = ranks(2).run(_train_all, str(tmp_path), timeout=120)
+    runs = ranks(2).run(_train_all, str(tmp_path))
     assert runs[0]["both"]["ddp"].notes[:5] == pytest.approx([0.0, 0.0, 0.025, 0.05, 0.0375])
     for name in ("both", "scheduler", "optimizer"):
         assert_like_ddp([run[name] for run in runs], ulps=256)

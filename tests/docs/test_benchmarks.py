@@ -68,7 +68,7 @@ def test_contenders_side_by_side(tmp_path: Path, fresh: bool) -> None:
     ]
     command = ["--only", *names, *options, "--output", tmp_path]
     script = "examples/benchmarks/compare.py"
-    finished = run_script(script, *command, timeout=170, fresh=fresh)
+    finished = run_script(script, *command, fresh=fresh)
     rows = re.findall(r"^\| ([a-z]\w*) \| [\d.]+ \| [\d.]+ \|", finished.stdout, re.MULTILINE)
     assert rows == names
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
@@ -298,7 +298,7 @@ def test_one_rank_of_many_on_the_fake_backend(tmp_path: Path, world: int) -> Non
 
 def test_files_against_disk_and_memory(tmp_path: Path) -> None:
     words = ["--megabytes", 10, "--width", 512, "--rounds", 2, "--folder", tmp_path]
-    output = run_script("examples/benchmarks/offload.py", *words, timeout=170).stdout
+    output = run_script("examples/benchmarks/offload.py", *words).stdout
     assert "9 layers, 0.01 GB of weights" in output
     rows = re.findall(r"^\| ([a-z].*) \| ([\d.]+) \| [\d.]+ to [\d.]+ \|$", output, re.MULTILINE)
     assert len(rows) == 15
@@ -319,7 +319,7 @@ def test_files_against_disk_and_memory(tmp_path: Path) -> None:
 def test_small_tensors_beside_ddp(tmp_path: Path) -> None:
     profile = tmp_path / "profile"
     words = ["--parameters", 30, 130, "--rounds", 1, "--stages", 1, 3, "--profile", profile]
-    output = run_script("examples/benchmarks/small_tensors.py", *words, timeout=170).stdout
+    output = run_script("examples/benchmarks/small_tensors.py", *words).stdout
     assert re.findall(r"^(\d+) parameters of 16 x 16, 2 ranks$", output, re.MULTILINE) == [
         "30", "130",
     ]  # fmt: skip
@@ -359,7 +359,7 @@ def test_checkpoints(tmp_path: Path, fresh: bool) -> None:
     ways = ["file", "directory", "dcp"]
     command = ["--megabytes", 3, "--rounds", 1, "--folder", tmp_path, "--only", *ways]
     script = "examples/benchmarks/checkpoint.py"
-    finished = run_script(script, *command, timeout=170, fresh=fresh)
+    finished = run_script(script, *command, fresh=fresh)
     lines = re.findall(r"^([a-z.]+)((?: +[\d.]+){5})$", finished.stdout, re.M)
     assert [name for name, _ in lines] == ways
     assert list(tmp_path.iterdir()) == []
@@ -379,7 +379,7 @@ def test_wires_side_by_side(tmp_path: Path, fresh: bool) -> None:
     """Two real ranks: a line and a row for each way and size, with the elements that were sent."""
     command = ["--mib", 0.25, 0.5, "--rounds", 2, "--devices", "cpu", "--output", tmp_path]
     script = "examples/benchmarks/wires.py"
-    finished = run_script(script, *command, timeout=170, fresh=fresh)
+    finished = run_script(script, *command, fresh=fresh)
     line = r"^\| (\w.*?)( \(chosen\))? \| [\d.]+ \| [\d.]+ to [\d.]+ \|"
     lines = [(way, bool(mark)) for way, mark in re.findall(line, finished.stdout, re.MULTILINE)]
     assert lines == [(way, way.startswith("shared memory ")) for way in WAYS] * 2
@@ -423,14 +423,13 @@ def _wrong_ways() -> dict[str, str]:
 
 def test_a_wrong_way_has_no_time(ranks: Pools) -> None:
     """Among three ranks, whose sums have more than one order."""
-    for said in ranks(3).run(_wrong_ways, timeout=120):
+    for said in ranks(3).run(_wrong_ways):
         assert list(said) == ["another order", "one rank alone", "nothing"]
         for name, error in said.items():
             assert re.match(rf"{name} is wrong by up to (nan|[\d.e-]+), so its time", error)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_the_page_of_optimizers_is_true() -> None:
     benchmark = load("optimizers")
     found = benchmark.table(benchmark.measured(benchmark.installed()))

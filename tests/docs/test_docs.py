@@ -44,13 +44,13 @@ RUN_ELSEWHERE = ("README.md", "docs/memory.md")
 
 
 def test_the_python_of_the_readme_starts_its_ranks_itself(tmp_path: Path) -> None:
-    run_script("\n".join(blocks(ROOT / "README.md", "python")), cwd=tmp_path, timeout=170)
+    run_script("\n".join(blocks(ROOT / "README.md", "python")), cwd=tmp_path)
 
 
 @pytest.mark.parametrize("page", with_blocks("python", less=RUN_ELSEWHERE))
 def test_the_python_of_a_page_runs_as_one_script(ranks: Pools, page: Path, tmp_path: Path) -> None:
     """Blocks follow one another, as in a notebook."""
-    ranks(2).run(run_here, "\n".join(blocks(page, "python")), cwd=tmp_path, timeout=170)
+    ranks(2).run(run_here, "\n".join(blocks(page, "python")), cwd=tmp_path)
 
 
 @pytest.mark.parametrize("page", with_blocks("yaml"))
@@ -100,8 +100,8 @@ def example(request: pytest.FixtureRequest, ranks: Pools, tmp_path: Path) -> Exa
 
     def run(*words: object) -> str:
         if request.param == "script":
-            return run_script(*words, cwd=tmp_path, timeout=170).stdout
-        return ranks(2).run(run_here, *words, cwd=tmp_path, timeout=170)[0]
+            return run_script(*words, cwd=tmp_path).stdout
+        return ranks(2).run(run_here, *words, cwd=tmp_path)[0]
 
     return run
 
@@ -192,7 +192,7 @@ def test_gan(example: Example) -> None:
 def test_finetune_offload(tmp_path: Path) -> None:
     """Its limit of memory is a process's; tests/engine/test_offload.py shows that it is one."""
     words = ("examples/finetune_offload.py", "--steps", 2)
-    output = run_script(*words, cwd=tmp_path, timeout=170, fresh=True).stdout
+    output = run_script(*words, cwd=tmp_path, fresh=True).stdout
     assert "67 million parameters, 1.07 GB of weights" in output
     assert "trained; the last loss is 0." in output
 
@@ -200,7 +200,7 @@ def test_finetune_offload(tmp_path: Path) -> None:
 def test_predict_from_disk(tmp_path: Path) -> None:
     """The limit has no room for the weights; they are the same as those that were written."""
     words = ("examples/predict_from_disk.py", "--depth", 8)
-    output = run_script(*words, cwd=tmp_path, timeout=170).stdout
+    output = run_script(*words, cwd=tmp_path).stdout
     assert "0.60 GB of weights; memory is limited to 0.38 GB" in output
     assert "predicted 2 batches" in output
     assert list(tmp_path.glob("tmp*")) == []

@@ -27,7 +27,6 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("num_hosts", [2, 3])
 def test_what_passes_between_hosts_is_in_the_ledger(
     monkeypatch: pytest.MonkeyPatch, num_hosts: int

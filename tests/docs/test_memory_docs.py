@@ -78,7 +78,7 @@ def test_the_comparison_equals_its_formulas(ranks: Pools, how: str) -> None:
     if how == "script":
         out = run_script(COMPARISON, *words, launcher="plain").stdout
     else:
-        out = ranks(2).run(comparison_on_ranks, *words, timeout=120)[0]
+        out = ranks(2).run(comparison_on_ranks, *words)[0]
     rows = [line for line in out.splitlines() if line]
     assert [line.split()[0] for line in rows[1:]] == [
         "per", "weights", "gradients", "master", "states", "total", "formula", "saved", "formula",

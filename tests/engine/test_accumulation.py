@@ -68,7 +68,7 @@ def _train(strategy: Any, **options: Any) -> Run:
 
 @pytest.mark.parametrize("world", [2])
 def test_accumulation_is_that_of_ddp(ranks: Pools, world: int) -> None:
-    runs = ranks(world).run(_accumulate, timeout=120)
+    runs = ranks(world).run(_accumulate)
     assert len(runs[0]["ddp"].notes) == 3
     assert_like_ddp(runs)
 

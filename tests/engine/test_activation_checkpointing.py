@@ -136,7 +136,7 @@ def _lend(strategy: Any) -> Run:
 
 
 def test_recomputed_with_what_functional_calls_lend(ranks: Pools) -> None:
-    assert_like_ddp(ranks(2).run(under_all, _lend))
+    assert_like_ddp(ranks(2).run(under_all, _lend, stages=(2, 3)))
 
 
 def _with_choices() -> list[list[float]]:

@@ -22,7 +22,6 @@ from tests.oracle.ranks import Pools, RankError
 from tests.oracle.sharded import CPU, sgd, shard
 from tests.oracle.watch import impatient
 
-SECONDS = 40.0
 STAGES = (1, 2, 3)
 
 
@@ -212,7 +211,7 @@ def test_elsewhere_it_is_told_what_to_do(
     ranks: Pools, way: str, use: Callable[[nn.Module], Any], place: str, cure: str
 ) -> None:
     with pytest.raises(RankError) as error:
-        ranks(2).run(_touches_alone, way, use, timeout=SECONDS)
+        ranks(2).run(_touches_alone, way, use)
     found = str(error.value)
     assert found.count("The ranks have diverged") >= 2
     assert re.search(

@@ -20,7 +20,6 @@ from tests.oracle.projects import (
     rows,
 )
 from tests.oracle.ranks import Pools
-from tests.oracle.turns import STAGES
 
 
 class WithBuffers(Regression):
@@ -59,7 +58,7 @@ def _train(broadcast_buffers: bool = True, **options: Any) -> dict[Any, Run]:
         run.notes = module.seen
         return run
 
-    return {stage: train(stage) for stage in ("ddp", *STAGES)}
+    return {stage: train(stage) for stage in ("ddp", 1, 2, 3)}
 
 
 @pytest.mark.parametrize("is_on", [True, False])
@@ -116,7 +115,7 @@ def _drift(case: type[WithBuffers], **options: Any) -> dict[Any, Run]:
         run.notes = module.seen
         return run
 
-    return {name: train(name) for name in ("ddp", *STAGES)}
+    return {name: train(name) for name in ("ddp", 1, 2, 3)}
 
 
 @pytest.mark.parametrize(
@@ -155,6 +154,6 @@ def _synchronize(stage: int) -> None:
     assert module.spare.num_batches_tracked == 0
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_batch_norms_are_converted_and_back(ranks: Pools, stage: int) -> None:
     ranks(2).run(_synchronize, stage)

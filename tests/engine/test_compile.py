@@ -87,7 +87,7 @@ def test_compiled_modules_train_as_under_ddp(ranks: Pools, way: str) -> None:
     """
     first = 1 + list(WAYS).index(way) % 2  # at stages 1 and 2 weights are whole alike
     options = {**OPTIONS[way], "stages": (first, 3)}
-    all_runs = ranks(2).run(under_all, _train, way, timeout=150, **options)
+    all_runs = ranks(2).run(under_all, _train, way, **options)
     for runs in all_runs:
         counts = {name: run.notes for name, run in runs.items()}
         for run in runs.values():
@@ -128,7 +128,7 @@ def _all_inlined() -> dict[tuple[str, int], tuple[list[str], list[str]]]:
 
 def test_only_a_graph_of_several_units_waits_for_all_of_them(ranks: Pools) -> None:
     """Blocks that are compiled one by one are awaited one by one."""
-    for found in ranks(2).run(_all_inlined, timeout=100):
+    for found in ranks(2).run(_all_inlined):
         assert found["in place", 1] == ([], [])
         assert found["body", 1] == ([f"net._orig_mod.blocks.{i}" for i in range(3)], [])
         assert found["in place", 3] == ([], [])
@@ -158,7 +158,7 @@ def _thawed(stage: int) -> list[list[float]]:
 
 
 def test_compiled_units_that_are_unfrozen_are_averaged(ranks: Pools) -> None:
-    for losses, compiled in ranks(2).run(_thawed, 2, timeout=120):
+    for losses, compiled in ranks(2).run(_thawed, 2):
         assert compiled == pytest.approx(losses, rel=1e-5)
 
 
@@ -179,7 +179,7 @@ def _with_inductor(strategy: Any) -> Run:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles C++, and there is no g++")
 def test_inductor(ranks: Pools) -> None:
     """The kernels that are generated for CPU, over the hooks of every stage."""
-    assert_like_ddp(ranks(2).run(under_all, _with_inductor, timeout=300), ulps=64)
+    assert_like_ddp(ranks(2).run(under_all, _with_inductor, timeout=300, stages=(2, 3)), ulps=64)
 
 
 def _recompiles(stage: int) -> int:
@@ -253,7 +253,7 @@ def _loops(stage: int) -> list[dict[str, Any]]:
 def test_a_compiled_model_enters_its_steps_without_a_trainer(ranks: Pools) -> None:
     """Its buffers are rank 0's at every call, and its graph is still one and the same."""
     for stage in (1, 2):
-        for expected, called, stepped, plain in ranks(2).run(_loops, stage, timeout=120):
+        for expected, called, stepped, plain in ranks(2).run(_loops, stage):
             assert called["losses"] == expected["losses"]
             torch.testing.assert_close(called["buffers"], expected["buffers"], rtol=0, atol=0)
             assert stepped["losses"] == expected["losses"]

@@ -40,7 +40,7 @@ def _train(
 def _results(
     ranks: Pools, world: int, num_shards: int | None, way: str, keys: list[Key], clip: float | None
 ) -> dict[Key, Result]:
-    by_rank = ranks(world).run(_train, num_shards, way, keys, clip, timeout=150)
+    by_rank = ranks(world).run(_train, num_shards, way, keys, clip)
     return {key: Result.over_ranks([of_rank[key] for of_rank in by_rank]) for key in keys}
 
 

@@ -23,7 +23,6 @@ from tests.oracle.parity import (
 )
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import CPU, adamw, sgd, train
-from tests.oracle.turns import turn_of
 
 supported = [(n, p) for n, case in MODELS.items() for p in RECIPES if p not in case.unsupported]
 # Weights that are used twice, or outside of what autocast casts, unseen from their modules alone.
@@ -191,7 +190,7 @@ def train_each(runs: list[Run]) -> list[Result]:
 
 
 def results_of(ranks: Pools, world: int, runs: list[Run]) -> list[Result]:
-    by_rank = ranks(world).run(train_each, runs, timeout=150)
+    by_rank = ranks(world).run(train_each, runs)
     return [Result.over_ranks(results) for results in zip(*by_rank, strict=True)]
 
 
@@ -211,7 +210,7 @@ def test_every_stage_is_the_plain_loop_bit_for_bit_the_same(ranks: Pools, world:
     # A branch that is taken in turns comes back in the third step.
     steps = {name: 3 if name == "branch_by_step" else 2 for name in names}
     turns = {
-        name: (*turn_of(number if world > 2 else number // 2 + 1, (1, 2)), 3)
+        name: (1 + (number if world > 2 else number // 2 + 1) % 2, 3)
         for number, name in enumerate(names)
     }
     runs = [

@@ -217,7 +217,7 @@ def differs(way: str) -> dict[str, str]:
 
 @pytest.mark.parametrize(("world", "way"), [*((2, way) for way in WAYS), (3, "point to point")])
 def test_a_rank_that_differs_is_named_on_all_ranks(ranks: Pools, world: int, way: str) -> None:
-    first, *others = ranks(world).run(differs, way, timeout=60)
+    first, *others = ranks(world).run(differs, way)
     assert all(other == first for other in others)
     names = {"usual": "rank 0" if world == 2 else "ranks 0, 1", "odd": f"rank {world - 1}"}
     for name, (_, text) in (OTHER_MODELS | OTHER_OPTIMIZERS).items():
@@ -302,7 +302,7 @@ def test_what_one_rank_alone_changes_is_named(ranks: Pools, kind: str) -> None:
     turns = [(1, "backend"), *((3, way) for way in WAYS if way != "windows")]  # starts cost most
     for stage, way in ((3, "windows"), turns[list(CHANGES).index(kind) % len(turns)]):
         with pytest.raises(RankError) as caught:
-            ranks(2).run(change, kind, "odd", stage, way, timeout=30)
+            ranks(2).run(change, kind, "odd", stage, way)
         text = str(caught.value)
         assert "ranks 0, 1 of 2 failed" in text, (stage, way)
         assert text.count("RuntimeError: ") == text.count(CHANGES[kind]) > 0, (stage, way, text)

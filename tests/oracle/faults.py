@@ -59,13 +59,13 @@ GOOD = ("goes on", "named", "too late to matter")
 QUICK = KINDS[:2]
 """Those after which nobody waits for a time limit."""
 
-LIMIT = 10.0
+LIMIT = 30.0
 """Seconds from the fault to the last rank's end."""
 STALL = 3.0
 """Seconds that a stalled rank does nothing: longer than any patience but the group's."""
 HANG = 4
 """The time limit of the process group, in seconds, where a rank hangs."""
-SECONDS = 60.0
+SECONDS = 240.0
 """After which a run is killed, whatever it waits for."""
 
 

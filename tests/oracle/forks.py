@@ -39,7 +39,7 @@ IMPORTED = (
 SHARED = "PYTEST_SERVERS"
 """The variable that tells the folder of shared servers' addresses."""
 ROOT = Path(__file__).resolve().parents[2]
-START_SECONDS = 120.0
+START_SECONDS = 240.0
 LENGTH_BYTES = 4
 
 

@@ -59,7 +59,7 @@ def run_script(
     nodes: int = 1,
     restarts: int = 0,
     launcher: Literal["plain", "lightning", "torchrun", "srun"] = "lightning",
-    timeout: float = 120.0,
+    timeout: float = 300.0,
     check: bool = True,
     env: Mapping[str, str] | None = None,
     cwd: Path = ROOT,
@@ -146,7 +146,7 @@ def slurm_variables(task: int, num_tasks: int) -> dict[str, str]:
 
 def run_python(
     *commands: Sequence[str],
-    timeout: float = 120.0,
+    timeout: float = 300.0,
     check: bool = True,
     env: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None,
     cwd: Path = ROOT,

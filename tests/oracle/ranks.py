@@ -58,9 +58,9 @@ import torch.distributed as dist
 from tests.oracle.forks import ROOT, Process, Server, server, without_pytest
 from tests.oracle.proofs import keep_proofs
 
-START_SECONDS = 120.0
-MEET_SECONDS = 20.0
-GRACE_SECONDS = 5.0
+START_SECONDS = 240.0
+MEET_SECONDS = 120.0
+GRACE_SECONDS = 30.0
 SHOWN_CHARACTERS = 6000
 
 
@@ -99,7 +99,7 @@ class Pool:
         self._num_calls = 0
 
     def run(
-        self, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any
+        self, function: Callable[..., Any], *args: Any, timeout: float = 300.0, **kwargs: Any
     ) -> list[Any]:
         """Run `function(*args, **kwargs)` on every rank and return the results in rank order.
 

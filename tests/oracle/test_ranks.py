@@ -183,7 +183,7 @@ def test_failure_of_one_rank_frees_the_ones_that_wait_for_it(pool: Pool) -> None
     begin = time.monotonic()
     with pytest.raises(RankError) as caught:
         pool.run(fail_alone)
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 120
     message = str(caught.value)
     assert "--- rank 1 raised" in message
     assert "only rank one" in message
@@ -254,7 +254,7 @@ def test_ranks_do_not_outlive_the_test_process() -> None:
     with pytest.raises(ScriptError, match="ended with code -9") as caught:
         run_script(code, env=env)
     ((busy, idle),) = re.findall(r"^ranks (\d+) (\d+)$", str(caught.value), re.MULTILINE)
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 120.0
     while is_running(int(busy)) or is_running(int(idle)):
         assert time.monotonic() < deadline, "a rank outlived the process that started it"
         time.sleep(0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from tests.oracle.projects import (
     wired,
 )
 from tests.oracle.ranks import Pools
-from tests.oracle.turns import STAGES
 
 
 class Rotation(Block):
@@ -137,10 +137,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_trains_as_under_ddp(ranks: Pools, name: str) -> None:
+@pytest.mark.parametrize(("name", "stage"), list(zip(CASES, cycle((1, 2)), strict=False)))
+def test_trains_as_under_ddp(ranks: Pools, name: str, stage: int) -> None:
     optimizer, options = CASES[name]
-    runs = ranks(2).run(under_all, train, optimizer, **options)
+    runs = ranks(2).run(under_all, train, optimizer, stages=(stage, 3), **options)
     assert_like_ddp(runs, dtype=torch.float32)
     before = Spectral()
     for parameter, name in ((before.tone, "tone"), (before.net.blocks[4].turn, TURN)):
@@ -192,7 +192,7 @@ def resumed(strategy: Any, path: str) -> Run:
 def save_and_resume(path: str) -> dict[str | int, Run]:
     """Every strategy saves after an epoch, and goes on from what DDP has saved."""
     runs = {}
-    for name in ("ddp", *STAGES):
+    for name in ("ddp", 1, 2, 3):
         trainer = make_trainer(name, max_epochs=1)
         trainer.fit(Spectral(), rows())
         trainer.save_checkpoint(f"{path}/{name}.ckpt")
@@ -203,7 +203,7 @@ def save_and_resume(path: str) -> dict[str | int, Run]:
 def test_checkpoints_are_those_of_ddp(ranks: Pools, tmp_path: Path) -> None:
     assert_like_ddp(ranks(2).run(save_and_resume, str(tmp_path)), dtype=torch.float32)
     theirs = torch.load(tmp_path / "ddp.ckpt", weights_only=True)
-    for stage in STAGES:
+    for stage in (1, 2, 3):
         ours = torch.load(tmp_path / f"{stage}.ckpt", weights_only=True)
         for key in ("state_dict", "optimizer_states"):
             one, other = dict(named_tensors(ours[key])), dict(named_tensors(theirs[key]))
@@ -265,4 +265,4 @@ def ask(strategy: Any) -> Run:
 
 
 def test_gradients_and_weights_are_whole_where_they_are_asked_for(ranks: Pools) -> None:
-    assert_like_ddp(ranks(2).run(under_all, ask), dtype=torch.float32)
+    assert_like_ddp(ranks(2).run(under_all, ask, stages=(1, 3)), dtype=torch.float32)

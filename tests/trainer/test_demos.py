@@ -102,7 +102,7 @@ def _boring(strategy: Any) -> Run:
 
 
 def test_boring_models(ranks: Pools) -> None:
-    runs = ranks(2).run(under_all, _boring, timeout=120)
+    runs = ranks(2).run(under_all, _boring, stages=(2, 3))
     assert [notes[3][0] for notes in runs[0]["ddp"].notes] == [6, 12, 6, 12, 12]
     assert all(len(notes[2]) > 12 for notes in runs[0]["ddp"].notes)
     assert_like_ddp(runs)
@@ -118,7 +118,7 @@ def _demo(strategy: Any) -> Run:
 
 
 def test_demo_model(ranks: Pools) -> None:
-    assert_like_ddp(ranks(2).run(under_all, _demo))
+    assert_like_ddp(ranks(2).run(under_all, _demo, stages=(2, 3)))
 
 
 # ------------------------------------------------------------------------------ language models
@@ -179,8 +179,8 @@ def _speak(strategy: Any, name: str, **options: Any) -> Run:
     return Run.of(module, trainer, trainer.predict(module, loader))
 
 
-@pytest.mark.parametrize("name", ["transformer", "lstm"])
-def test_language_models(ranks: Pools, name: str) -> None:
-    runs = ranks(2).run(under_all, _speak, name)
+@pytest.mark.parametrize(("name", "stage"), [("transformer", 1), ("lstm", 2)])
+def test_language_models(ranks: Pools, name: str, stage: int) -> None:
+    runs = ranks(2).run(under_all, _speak, name, stages=(stage, 3))
     assert len(runs[0]["ddp"].losses) == 8
     assert_like_ddp(runs, ulps=64)

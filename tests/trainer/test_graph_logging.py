@@ -97,7 +97,7 @@ def num_nodes(folder: str) -> int:
 
 
 def test_the_graph_is_logged_as_under_ddp(ranks: Pools, tmp_path: Path) -> None:
-    answers = ranks(2).run(draw_everywhere, str(tmp_path), timeout=240)
+    answers = ranks(2).run(draw_everywhere, str(tmp_path))
     assert_like_ddp([runs for runs, _ in answers])
     (under_ddp, under_zero), nothing = (nodes for _, nodes in answers)
     assert under_ddp == under_zero > 20

@@ -18,7 +18,6 @@ from lightning_zero import ZeROStrategy
 from tests.oracle.launch import Finished, run_script, slurm_variables
 from tests.oracle.projects import Regression, Run, assert_like_ddp, fit, make_trainer, rows
 from tests.oracle.ranks import Pools
-from tests.oracle.turns import STAGES
 
 # One process of it is the same run under every launcher, so all print the same digest.
 FIT = """
@@ -84,7 +83,7 @@ def _lines(stdout: str) -> list[str]:
 def test_lightning_starts_the_other_process_of_two_jobs_at_once(digest: str) -> None:
     with ThreadPoolExecutor(2) as jobs:
         for finished in jobs.map(
-            lambda name: run_script(FIT, name, timeout=170, fresh=True), ("zero3", "zero1")
+            lambda name: run_script(FIT, name, fresh=True), ("zero3", "zero1")
         ):
             assert _lines(finished.stdout) == [f"rank 0 {digest}", f"rank 1 {digest}"]
 
@@ -101,13 +100,13 @@ def test_fork_brings_weights_and_metrics_back(digest: str) -> None:
 
 @pytest.mark.slow
 def test_spawn_brings_weights_and_metrics_back(digest: str) -> None:
-    lines = _lines(run_script(FIT, "zero3_fork", "zero1_spawn", timeout=170, fresh=True).stdout)
+    lines = _lines(run_script(FIT, "zero3_fork", "zero1_spawn", fresh=True).stdout)
     assert lines == [f"rank 0 {digest}"] * 2
 
 
 ALONE = [
-    *(f"zero{stage}_{start}" for stage in STAGES for start in ("fork", "notebook")),
-    *(f"zero{stage}" for stage in STAGES),
+    *(f"zero{stage}_{start}" for stage in (1, 2, 3) for start in ("fork", "notebook")),
+    *(f"zero{stage}" for stage in (1, 2, 3)),
 ]
 
 
@@ -116,7 +115,7 @@ ALONE = [
     [
         (functools.partial(run_script, nproc=1), ALONE),
         pytest.param(
-            functools.partial(run_script, launcher="plain", timeout=170, fresh=True),
+            functools.partial(run_script, launcher="plain", fresh=True),
             ["zero3_spawn", *ALONE],
             marks=pytest.mark.slow,
         ),
@@ -136,7 +135,7 @@ def test_one_device_is_plain_lightning_under_every_launcher(
 def _alone(cluster: str, variables: dict[str, str]) -> dict[str | int, Run]:
     os.environ.update(variables)
     runs: dict[str | int, Run] = {}
-    for name, strategy in (("ddp", "auto"), *zip(STAGES, STAGES, strict=True)):
+    for name, strategy in (("ddp", "auto"), *((stage, stage) for stage in (1, 2, 3))):
         module, trainer = Regression(), make_trainer(strategy, use_distributed_sampler=False)
         if name != "ddp":
             assert type(trainer.strategy.cluster_environment).__name__ == cluster
@@ -194,7 +193,7 @@ say(f"rank {trainer.global_rank} {trainer.world_size} {weights:.6f} {loss:.6f}")
 @pytest.mark.slow
 def test_torchrun_starts_again_when_a_rank_has_died(digest: str, tmp_path: Path) -> None:
     """Rank 1 raises while rank 0 waits for its gradients; in the next life rank 0 is killed."""
-    finished = run_script(DIE, tmp_path, launcher="torchrun", restarts=2, timeout=170)
+    finished = run_script(DIE, tmp_path, launcher="torchrun", restarts=2)
     assert _lines(finished.stdout) == [f"rank 0 {digest}", f"rank 1 {digest}"]
     assert finished.stdout.count("life 2 with 1 checkpoint and 4 steps") == 2
     assert "ArithmeticError: rank 1 gave up" in finished.output
@@ -262,7 +261,7 @@ def test_slurm_starts_the_ranks_and_queues_them_again(digest: str, tmp_path: Pat
     command.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
     command.chmod(0o755)
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    finished = run_script(QUEUE, tmp_path, launcher="srun", env=path, timeout=170)
+    finished = run_script(QUEUE, tmp_path, launcher="srun", env=path)
     assert _lines(finished.stdout) == [f"rank 0 {digest}"] * 2 + [f"rank 1 {digest}"] * 2
     steps = [line for line in finished.stdout.splitlines() if line.endswith("steps")]
     assert steps == ["8 steps", "4 steps"] * 2

@@ -145,7 +145,7 @@ def finetune_all(strategies: list[str], options: dict[str, Any]) -> list[Run]:
 
 
 def runs_of(ranks: Pools, strategies: list[str], **options: Any) -> list[Run]:
-    first, second = ranks(WORLD).run(finetune_all, strategies, options, timeout=150)
+    first, second = ranks(WORLD).run(finetune_all, strategies, options)
     for ours, theirs in zip(first, second, strict=True):
         torch.testing.assert_close(ours.adapters, theirs.adapters, rtol=0, atol=0)
         ours.losses = [sum(pair) / 2 for pair in zip(ours.losses, theirs.losses, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -277,17 +278,19 @@ def _train(strategy: Any, case: type[Adversaries], **options: Any) -> Run:
 CASES = [Toggling, Frequencies, Accumulating, Toggled, ToggledLate, Plain]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_manual_optimization_is_that_of_ddp(ranks: Pools, case: type[Adversaries]) -> None:
-    runs = ranks(2).run(under_all, _train, case)
+@pytest.mark.parametrize(("case", "stage"), list(zip(CASES, cycle((1, 2)), strict=False)))
+def test_manual_optimization_is_that_of_ddp(
+    ranks: Pools, case: type[Adversaries], stage: int
+) -> None:
+    runs = ranks(2).run(under_all, _train, case, stages=(stage, 3))
     assert len(runs[0]["ddp"].losses) >= 8
     assert_like_ddp(runs, ulps=64)
 
 
-@pytest.mark.parametrize("case", [Toggling, Plain])
-def test_all_weights_in_the_root(ranks: Pools, case: type[Adversaries]) -> None:
+@pytest.mark.parametrize(("case", "stage"), [(Toggling, 2), (Plain, 1)])
+def test_all_weights_in_the_root(ranks: Pools, case: type[Adversaries], stage: int) -> None:
     """No unit's hooks tell when a backward pass begins."""
-    runs = ranks(2).run(under_all, _train, case, units="auto")
+    runs = ranks(2).run(under_all, _train, case, units="auto", stages=(stage, 3))
     assert_like_ddp(runs, ulps=64)
 
 

@@ -24,7 +24,6 @@ from lightning_zero import MemoryMonitor, ZeROStrategy
 from lightning_zero.trainer import memory_monitor
 from lightning_zero.trainer.memory_monitor import POINTS, allocated_on
 from tests.oracle.models import Transformer, next_token_loss, tokens
-from tests.oracle.turns import in_turns
 
 
 class Project(LightningModule):
@@ -120,9 +119,12 @@ def run(folder: str, strategy: str | int, precision: str = "32-true", **changes:
 @pytest.mark.parametrize(
     ("stage", "precision"),
     [
-        (stage, precision)
-        for precision in ("32-true", "bf16-mixed", "bf16-true")
-        for stage in in_turns(precision, "measured")
+        (1, "32-true"),
+        (3, "32-true"),
+        (2, "bf16-mixed"),
+        (3, "bf16-mixed"),
+        (1, "bf16-true"),
+        (3, "bf16-true"),
     ],
 )
 def test_measured_is_predicted(ranks: Any, tmp_path: Path, stage: int, precision: str) -> None:

@@ -101,7 +101,7 @@ def train_all(strategies: list[str], options: dict[str, Any]) -> list[dict[str, 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=str)
 def test_every_stage_is_ddp_under_the_mirror(ranks: Pools, options: dict[str, Any]) -> None:
     strategies = ["ddp", "zero1", "zero2", "zero3"]
-    ddp, *stages = ranks(2).run(train_all, strategies, options, timeout=120)[0]
+    ddp, *stages = ranks(2).run(train_all, strategies, options)[0]
     for params in stages:
         torch.testing.assert_close(params, ddp, rtol=1e-6, atol=1e-7)
 
@@ -166,7 +166,7 @@ def resume_from_command_line(folder: str, strategy: str, stage: int) -> set[str]
 def test_command_line_monitors_and_checkpoints_of_the_mirror(
     ranks: Pools, tmp_path: Path, strategy: str, stage: int
 ) -> None:
-    names = ranks(2).run(resume_from_command_line, str(tmp_path), strategy, stage, timeout=120)[0]
+    names = ranks(2).run(resume_from_command_line, str(tmp_path), strategy, stage)[0]
     assert {"memory/step/weights", "memory/backward/gradients"} <= names
     assert {"traffic/gather_bytes", "traffic/reduce_elements"} <= names
 
@@ -197,9 +197,9 @@ if __name__ == "__main__":
 def test_other_launchers_under_the_mirror(
     ranks: Pools, run: Callable[..., Finished], strategies: list[str]
 ) -> None:
-    expected = ranks(2).run(train, "ddp", timeout=120)[0]
+    expected = ranks(2).run(train, "ddp")[0]
     words = [f"{value.double().abs().sum():.6f}" for value in expected.values()]
-    lines = run(LAUNCH, *strategies, timeout=170).stdout.splitlines()
+    lines = run(LAUNCH, *strategies).stdout.splitlines()
     for strategy in strategies:
         assert " ".join([strategy, *words]) in lines
 

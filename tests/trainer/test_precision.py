@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from tests.oracle.projects import (
     under_all,
 )
 from tests.oracle.ranks import Pools
-from tests.oracle.turns import STAGES
 
 PRECISIONS = {
     "64-true": torch.float64,
@@ -72,9 +72,9 @@ def _train(strategy: Any, precision: str, case: type[Noting] = Noting, **options
     return run
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_precision_is_that_of_ddp(ranks: Pools, precision: str) -> None:
-    runs = ranks(2).run(under_all, _train, precision)
+@pytest.mark.parametrize(("precision", "stage"), list(zip(PRECISIONS, cycle((1, 2)), strict=False)))
+def test_precision_is_that_of_ddp(ranks: Pools, precision: str, stage: int) -> None:
+    runs = ranks(2).run(under_all, _train, precision, stages=(stage, 3))
     assert_like_ddp(runs, dtype=PRECISIONS[precision])
 
 
@@ -91,9 +91,12 @@ class _Overflows(Noting):
         """The norms that are not finite are noted elsewhere."""
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.5}])
-def test_all_ranks_skip_a_step_that_overflows_on_one(ranks: Pools, options: Any) -> None:
-    runs = ranks(2).run(under_all, _train, "16-mixed", _Overflows, **options)
+@pytest.mark.parametrize(("stage", "options"), [(1, {}), (2, {"gradient_clip_val": 0.5})])
+def test_all_ranks_skip_a_step_that_overflows_on_one(
+    ranks: Pools, stage: int, options: Any
+) -> None:
+    stages = (stage, 3)
+    runs = ranks(2).run(under_all, _train, "16-mixed", _Overflows, stages=stages, **options)
     assert runs[0]["ddp"].notes == [1024.0, 512.0, 256.0, 256.0, 256.0]
     assert_like_ddp(runs, dtype=torch.float16)
 
@@ -120,13 +123,13 @@ class _ClipsMainParameters(Noting):
         self.notes.append([float(p.grad.norm()) for p in self.parameters()])
 
 
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_clipping_is_that_of_ddp(ranks: Pools, precision: str) -> None:
-    runs = ranks(3).run(_clip_in_every_way, precision)
+@pytest.mark.parametrize(("precision", "stage"), [("32-true", 1), ("16-mixed", 2)])
+def test_clipping_is_that_of_ddp(ranks: Pools, precision: str, stage: int) -> None:
+    runs = ranks(3).run(_clip_in_every_way, precision, stage)
     assert_like_ddp(runs, dtype=PRECISIONS[precision])
 
 
-def _clip_in_every_way(precision: str) -> dict[Any, Run]:
+def _clip_in_every_way(precision: str, stage: int) -> dict[Any, Run]:
     def clip(strategy: Any) -> Run:
         notes = []
         for options in (
@@ -140,7 +143,7 @@ def _clip_in_every_way(precision: str) -> dict[Any, Run]:
             notes.append([run.notes, run.params])
         return Run({}, notes=notes)
 
-    return under_all(clip)
+    return under_all(clip, stages=(stage, 3))
 
 
 class _Looks(Noting):
@@ -170,7 +173,7 @@ def _kinds_of_state(stage: int) -> None:
         assert {p.dtype for p in module.parameters()} == {master}
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_weights_and_masters_have_the_dtypes_of_the_table(ranks: Pools, stage: int) -> None:
     ranks(2).run(_kinds_of_state, stage)
 
@@ -235,15 +238,18 @@ def _made(strategy: Any, path: str, kind: Any, precision: str) -> Run:
     return run
 
 
-def _makers(path: str, precision: str) -> dict[Any, list[Run]]:
-    return under_all(lambda s: [_made(s, path, kind, precision) for kind in (_adagrad, _Made)])
+def _makers(path: str, precision: str, stage: int) -> dict[Any, list[Run]]:
+    def make(strategy: Any) -> list[Run]:
+        return [_made(strategy, path, kind, precision) for kind in (_adagrad, _Made)]
+
+    return under_all(make, stages=(stage, 3))
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize(("precision", "stage"), [("bf16-mixed", 1), ("bf16-true", 2)])
 def test_states_made_in_a_constructor_are_those_of_ddp(
-    ranks: Pools, tmp_path: Path, precision: str
+    ranks: Pools, tmp_path: Path, precision: str, stage: int
 ) -> None:
-    runs = ranks(2).run(_makers, str(tmp_path), precision)
+    runs = ranks(2).run(_makers, str(tmp_path), precision, stage)
     for number in range(2):
         each = [{name: made[number] for name, made in of_rank.items()} for of_rank in runs]
         assert_like_ddp(each, dtype=torch.bfloat16)
@@ -287,12 +293,14 @@ def _grow(strategy: Any, precision: str, by_hand: bool) -> Run:
     return fit(Growing(by_hand=by_hand), strategy, max_steps=3, **how)
 
 
-@pytest.mark.parametrize(("precision", "by_hand"), [("16-mixed", False), ("32-true", True)])
+@pytest.mark.parametrize(
+    ("precision", "by_hand", "stage"), [("16-mixed", False, 1), ("32-true", True, 2)]
+)
 def test_gradients_of_parameters_that_are_added_are_unscaled_and_clipped(
-    ranks: Pools, precision: str, by_hand: bool
+    ranks: Pools, precision: str, by_hand: bool, stage: int
 ) -> None:
     """On one rank: DDP averages none of what was frozen when it began."""
-    runs = ranks(1).run(under_all, _grow, precision, by_hand)
+    runs = ranks(1).run(under_all, _grow, precision, by_hand, stages=(stage, 3))
     assert_like_ddp(runs, dtype=PRECISIONS[precision])
 
 

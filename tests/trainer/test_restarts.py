@@ -77,7 +77,6 @@ def undisturbed(world: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(("world", "later"), [(2, 3), (3, 4), (4, 2)])
 def test_a_killed_run_ends_at_the_numbers_of_an_undisturbed_one(
     ranks: Pools, tmp_path: Path, world: int, later: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -106,7 +107,7 @@ def _orthogonal(strategy: Any) -> Run:
 
 
 def test_parametrizing_amid_a_run_is_as_before_it(ranks: Pools) -> None:
-    assert_like_ddp(ranks(2).run(under_all, _orthogonal))
+    assert_like_ddp(ranks(2).run(under_all, _orthogonal, stages=(1, 3)))
 
 
 def _edit(parameter: Tensor, how: int) -> None:
@@ -242,9 +243,9 @@ def _over(
         return under_all(_fit_all, names, stages=stages, **options)
 
 
-@pytest.mark.parametrize("name", CALLBACKS)
-def test_callbacks_do_what_they_do_under_ddp(ranks: Pools, name: str) -> None:
-    assert_like_ddp(ranks(2).run(under_all, _fit_all, [name]))
+@pytest.mark.parametrize(("name", "stage"), list(zip(CALLBACKS, cycle((1, 2)), strict=False)))
+def test_callbacks_do_what_they_do_under_ddp(ranks: Pools, name: str, stage: int) -> None:
+    assert_like_ddp(ranks(2).run(under_all, _fit_all, [name], stages=(stage, 3)))
 
 
 @pytest.mark.parametrize(
