@@ -222,7 +222,7 @@ def _find_batch_sizes(stage: int) -> None:
 
 
 def test_batch_size_finder_is_refused(ranks: Pools) -> None:
-    for stage in STAGES:
+    for stage in (1, 2, 3):
         ranks(2).run(_find_batch_sizes, stage)
 
 
