@@ -71,8 +71,69 @@ def imports(path: Path) -> Iterator[tuple[str, str]]:
             yield "torch.distributed", ""
 
 
+def circles(package: Path) -> list[set[str]]:
+    """Sets of modules that import each other, wherever in a module, also for types only.
+
+    A folder's ``__init__`` is a module like any other, but its inner modules do not import it.
+    """
+    paths: dict[str, Path] = {}
+    for path in package.rglob("*.py"):
+        *folders, name = path.relative_to(package.parent).with_suffix("").parts
+        paths[".".join(folders if name == "__init__" else [*folders, name])] = path
+    imported = {
+        module: {
+            whole if (whole := f"{outer}.{name}") in paths else outer
+            for outer, name in imports(path)
+        }
+        & paths.keys()
+        for module, path in paths.items()
+    }
+
+    def above(module: str) -> set[str]:
+        found: set[str] = set()
+        left = [module]
+        while left:
+            new = imported[left.pop()] - found
+            found |= new
+            left += new
+        return found
+
+    reached = {module: above(module) for module in imported}
+    found = {
+        frozenset(other for other in reached[module] if module in reached[other])
+        for module in imported
+    }
+    return [set(circle) for circle in found if circle]
+
+
 def test_imports_go_down() -> None:
     assert list(faults(PACKAGE)) == []
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circles(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from lightning_zero.plan.units import x",
+        "from lightning_zero.plan import units",
+        "import lightning_zero.plan.units",
+        "def f():\n    from lightning_zero.plan.units import x",
+        "if TYPE_CHECKING:\n    from lightning_zero.plan.units import x",
+        "from lightning_zero.plan import x",
+    ],
+)
+def test_circle_is_found(tmp_path: Path, code: str) -> None:
+    """Modules that import each other, at once or by a third, or a module and its own folder."""
+    folder = tmp_path / "lightning_zero" / "plan"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("from lightning_zero.plan.layout import x")
+    (folder / "layout.py").write_text(code)
+    (folder / "units.py").write_text("from lightning_zero.plan.casts import x")
+    (folder / "casts.py").write_text("import lightning_zero.plan.layout")
+    assert len(circles(tmp_path / "lightning_zero")) == 1
 
 
 @pytest.mark.parametrize(

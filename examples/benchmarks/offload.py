@@ -53,11 +53,11 @@ from machine import description
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint import ModuleLoad, read_safetensors, write_safetensors
-from lightning_zero.comm import StagingMemory
 from lightning_zero.engine import Engine
 from lightning_zero.optimizer import States, UnitStep
 from lightning_zero.parameters import settle, unsettle
 from lightning_zero.plan import Offload, Settings
+from lightning_zero.tensors import StagingMemory
 
 STATES_ALONE = "with states in files"
 ON_PIECES = ("fused step", "step by unit")

@@ -20,8 +20,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lightning_zero.comm import PAGE, StagingMemory, in_pages
-from lightning_zero.tensors import SECTOR
+from lightning_zero.tensors import PAGE, SECTOR, StagingMemory, in_pages
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p

@@ -2,17 +2,16 @@
 
 communicator      holds both planes and chooses the transports
 control           control plane: objects, sums, sync points, the store
-sync_points       the points of a step that all ranks reach together; exclusive access to masters
+sync_points       the points of a step that all ranks reach together
 sync_windows      sync points through shared memory, for ranks on one host
 agreement         an error on one rank raised on all
+disk_room         room on disks for the files of all ranks
+exclusive         exclusive access to masters that peers read
 transport         data plane: the interface of all transports
 point_to_point    messages between each pair of ranks (gloo)
 shared_memory     reads of peers' memory on one host
 reduce_windows    the windows of reduce buffers, reused once peers have read them
 window            memory that peers have mapped
-scratch           unnamed files, in which tensors rest
-staged_file       an unnamed file read and written in large requests
-host_copies       copies between a device and its host, for offload
 collectives       the backend's own collectives (NCCL)
 codec             quantization to few bits
 coded             transport of quantized weights and gradients
@@ -32,6 +31,7 @@ from lightning_zero.comm.codec import Codec
 from lightning_zero.comm.coded import Cargo
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.control import Control
+from lightning_zero.comm.disk_room import require_room
 from lightning_zero.comm.dry import (
     DryCommunicator,
     DryHostCopies,
@@ -39,18 +39,15 @@ from lightning_zero.comm.dry import (
     DrySharedMemory,
     DryTransport,
 )
-from lightning_zero.comm.host_copies import HostCopies
+from lightning_zero.comm.exclusive import Exclusive
 from lightning_zero.comm.mesh import Axis
 from lightning_zero.comm.process_groups import default_world_size
 from lightning_zero.comm.rendezvous import join_group
-from lightning_zero.comm.scratch import Scratch
-from lightning_zero.comm.staged_file import PAGE, StagedFile, StagingMemory, in_pages
-from lightning_zero.comm.sync_points import Exclusive, PendingSync, SyncPoint, with_complements
+from lightning_zero.comm.sync_points import PendingSync, SyncPoint, with_complements
 from lightning_zero.comm.traffic import Ledger, StepTimes, Traffic, sum_of
-from lightning_zero.comm.transport import Arrived, Extent, ReduceBuffer, Shared, Then, Work
+from lightning_zero.comm.transport import Arrived, Extent, ReduceBuffer, Shared, Then
 
 __all__ = [
-    "PAGE",
     "Arrived",
     "Axis",
     "Cargo",
@@ -64,23 +61,18 @@ __all__ = [
     "DryTransport",
     "Exclusive",
     "Extent",
-    "HostCopies",
     "Ledger",
     "Outcome",
     "PendingSync",
     "ReduceBuffer",
-    "Scratch",
     "Shared",
-    "StagedFile",
-    "StagingMemory",
     "StepTimes",
     "SyncPoint",
     "Then",
     "Traffic",
-    "Work",
     "default_world_size",
-    "in_pages",
     "join_group",
+    "require_room",
     "sum_of",
     "with_complements",
 ]

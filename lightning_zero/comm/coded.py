@@ -14,14 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm.codec import Codec
-from lightning_zero.comm.transport import (
-    ReduceBuffer,
-    Shared,
-    Then,
-    Transport,
-    Work,
-    reduce_and_gather,
-)
+from lightning_zero.comm.transport import ReduceBuffer, Shared, Then, Transport, reduce_and_gather
+from lightning_zero.tensors import Work
 
 
 class Cargo(Enum):

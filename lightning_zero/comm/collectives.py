@@ -17,11 +17,11 @@ from lightning_zero.comm.transport import (
     ReduceBuffer,
     Shared,
     Transport,
-    Work,
     copy,
     gradients_of,
     weights_of,
 )
+from lightning_zero.tensors import Work
 
 # torch 2.13 renamed the two and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -52,7 +52,7 @@ class Collectives(Transport):
         copy(own, shard.own)
         collective = self.log.begin(weights_of(unit), "gather")
         # Only the order tells one unit from another here.
-        self.control.note(collective.place)
+        self.control.channel.note(collective.place)
         work = _all_gather(whole, own, group=self._gather_group, async_op=True)
         return Pending(self.log, collective, [work])
 

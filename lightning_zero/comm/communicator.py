@@ -15,14 +15,16 @@ from torch import Tensor
 from lightning_zero.comm.coded import Cargo, Coded
 from lightning_zero.comm.collectives import Collectives
 from lightning_zero.comm.control import Control
-from lightning_zero.comm.host_copies import HostCopies
+from lightning_zero.comm.exclusive import Exclusive
 from lightning_zero.comm.mesh import Axis, Mesh
 from lightning_zero.comm.point_to_point import PointToPoint
 from lightning_zero.comm.process_groups import is_initialized
 from lightning_zero.comm.shared_memory import SharedMemory
-from lightning_zero.comm.sync_points import Exclusive, SyncPoint
+from lightning_zero.comm.sync_points import SyncPoint
+from lightning_zero.comm.sync_windows import SyncWindows
 from lightning_zero.comm.traffic import StepTimes, Traffic
 from lightning_zero.comm.transport import Transport
+from lightning_zero.tensors import HostCopies
 
 
 class Communicator:
@@ -87,7 +89,7 @@ class Communicator:
         if self.mesh.backward is not None:
             self.transports["backward"] = choose(self.mesh.backward)
         if self.transport.reads_peers and self.mesh.shard.size == self.control.world_size:
-            self.control.share_sync_points()
+            self.control.channel.go_through(SyncWindows.among(self.control))
 
     def _choose(self, axis: Axis, *, is_direct: bool, may_share: bool) -> Transport:
         """Return the fastest transport for an axis (see ``examples/benchmarks/wires.py``)."""
@@ -166,8 +168,7 @@ class Communicator:
 
         Within it, the device has also finished reading masters that rest on its host.
         """
-        control = self.control if self.reads_peers else None
-        return Exclusive(control, before, after or before, self._on_exclusive)
+        return Exclusive(self.fence, before, after or before, self._on_exclusive)
 
     def _on_exclusive(self) -> None:
         self.num_changes += 1

@@ -1,18 +1,10 @@
-"""The control plane: decisions and small values that the ranks exchange in Python.
-
-A sync point returns the maximum of each of its flags over the ranks. All sync points are messages
-of one size on a group of their own, so that ranks at different sync points notice it: each
-message begins with the sync point's number and a checksum of the noted events, and with the
-complements of both. Where the maximum of a number and that of its complement no longer match, the
-ranks differ. Where all ranks share a host, the same bytes go through memory.
-"""
+"""The control plane: decisions and small values that the ranks exchange in Python."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import pickle
-import zlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from math import inf, nan
@@ -32,8 +24,7 @@ from lightning_zero.comm.process_groups import (
     new_group_of_hosts,
 )
 from lightning_zero.comm.reports import Board, Reports, own_store
-from lightning_zero.comm.sync_points import PendingSync, SyncPoint, with_complements
-from lightning_zero.comm.sync_windows import MOST_FLAGS, SyncWindows
+from lightning_zero.comm.sync_points import Channel, PendingSync, SyncPoint, with_complements
 from lightning_zero.comm.watchdog import Watchdog
 
 _numbers = itertools.count()
@@ -53,12 +44,10 @@ class Control:
     Attributes:
         rank: This process's number among all ranks.
         world_size: Number of all ranks.
-        capacity: Flags that a sync point has room for.
-        course: A checksum of the noted events.
         log: The collectives that this rank has begun.
         board: The ranks' notes in the store.
         watchdog: Detects ranks that wait for each other in different places.
-        sync_windows: Shared memory that sync points use instead of messages, if there is any.
+        channel: The way of sync points.
     """
 
     def __init__(self, *, alone: bool = False) -> None:
@@ -66,9 +55,6 @@ class Control:
         self.log = CollectiveLog()
         self._group: Any = None
         self._separated: list[Control] = []
-        self.capacity = 64
-        self.sync_windows: SyncWindows | None = None
-        self.course = 0
         reports = None
         if is_initialized() and not alone:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -82,43 +68,17 @@ class Control:
         if has_peers:
             reports = Reports(self.board)
         self.watchdog = Watchdog(self.log, reports, give_up, give_up_devices)
+        self.channel = Channel(self.world_size, self.log, self.watchdog.describe)
 
     # -- sync points -----------------------------------------------------------------------------
-
-    @property
-    def sync_group(self) -> Any:
-        """The group of sync points. Not kept: one that is referenced outlives its destruction."""
-        return group_for("sync points", of_hosts=True)
-
-    def reserve(self, num_flags: int) -> None:
-        """Make room for ``num_flags`` flags; all ranks must ask for the same number."""
-        self.capacity = max(self.capacity, num_flags)
-        if self.capacity > MOST_FLAGS:
-            self.sync_windows = None
-
-    def share_sync_points(self) -> None:
-        """Move sync points to shared memory, if every rank can map it; a collective."""
-        self.sync_windows = SyncWindows.among(self)
-        # Ranks at different sync points exchange their places in messages, and could not make the
-        # group then: some may never come.
-        _ = self.sync_group
-
-    def note(self, event: str) -> None:
-        """Note an event; by the next sync point all ranks must have noted the same, in order."""
-        self.course = zlib.crc32(event.encode(), self.course)
-
-    @property
-    def has_notes(self) -> bool:
-        """Return whether any events were noted, which only their order tells apart."""
-        return self.course != 0
 
     def call(self, sync_point: SyncPoint, flags: bytes = b"", *, about: str = "") -> PendingSync:
         """Come to a sync point; waiting returns the maximum of each of ``flags``.
 
         Ranks that differ in ``about`` have diverged.
         """
-        assert len(flags) <= self.capacity, "more flags than were reserved"
-        return PendingSync(self, sync_point, flags, about)
+        assert len(flags) <= self.channel.capacity, "more flags than were reserved"
+        return PendingSync(self.channel, sync_point, flags, about)
 
     def all_equal(self, sync_point: SyncPoint, digest: bytes) -> bool:
         """Return whether all ranks come to a sync point with the same ``digest``, a few bytes."""
@@ -210,13 +170,14 @@ class Control:
         The group lasts until :meth:`leave`.
         """
         other = copy.copy(self)
-        other._separated, other.sync_windows = [], None
+        other._separated = []
         if self.world_size > 1:
             other._group = new_group_of_hosts()
             self._separated.append(other)
         other.log = CollectiveLog()
         other.log.explain = self.log.explain
         other.watchdog = Watchdog(other.log)
+        other.channel = Channel(self.world_size, other.log, other.watchdog.describe)
         return other
 
     def leave(self) -> None:

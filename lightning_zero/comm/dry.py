@@ -19,11 +19,10 @@ from typing_extensions import Self, override
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.control import Control
-from lightning_zero.comm.host_copies import HostCopies, Landing, pinned_bytes
 from lightning_zero.comm.mesh import Axis, Mesh
 from lightning_zero.comm.traffic import Ledger
-from lightning_zero.comm.transport import ReduceBuffer, Shared, Transport, Work
-from lightning_zero.tensors import Storages, internals
+from lightning_zero.comm.transport import ReduceBuffer, Shared, Transport
+from lightning_zero.tensors import HostCopies, Landing, Storages, Work, internals, pinned_bytes
 
 _META = torch.device("meta")
 OnMessage = Callable[..., Callable[[], None]]

@@ -25,13 +25,12 @@ from lightning_zero.comm.transport import (
     ReduceBuffer,
     Shared,
     Transport,
-    Work,
     copy,
     gradients_of,
     sum_into,
     weights_of,
 )
-from lightning_zero.tensors import unseen
+from lightning_zero.tensors import Work, unseen
 
 
 class Inboxes:

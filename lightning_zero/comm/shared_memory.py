@@ -26,12 +26,12 @@ from lightning_zero.comm.transport import (
     Pending,
     ReduceBuffer,
     Shared,
-    Work,
     copy,
     gradients_of,
     sum_into,
 )
 from lightning_zero.comm.window import Address, Window, are_supported
+from lightning_zero.tensors import Work
 
 WINDOWS_AT_ONCE = 128
 

@@ -1,22 +1,26 @@
-"""The points of a step that all ranks reach together."""
+"""The points of a step that all ranks reach together.
+
+A sync point returns the maximum of each of its flags over the ranks. All sync points are messages
+of one size on a group of their own, so that ranks at different sync points notice it: each
+message begins with the sync point's number and a checksum of the noted events, and with the
+complements of both. Where the maximum of a number and that of its complement no longer match, the
+ranks differ. Where all ranks share a host, the same bytes go through memory.
+"""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
+from lightning_zero.comm.collective_log import CollectiveId, CollectiveLog
 from lightning_zero.comm.divergence import GRADIENT, TOUCH, diverged
-from lightning_zero.comm.process_groups import give_up_devices
-from lightning_zero.comm.sync_windows import Word
+from lightning_zero.comm.process_groups import give_up_devices, group_for
 from lightning_zero.tensors import unseen
-
-if TYPE_CHECKING:
-    from lightning_zero.comm.control import Control
 
 
 class SyncPoint(Enum):
@@ -47,37 +51,119 @@ def with_complements(numbers: bytes) -> bytes:
     return numbers + bytes([255 - number for number in numbers])
 
 
+class Word(Protocol):
+    """This rank's word at a sync point, on its way to the others."""
+
+    @property
+    def maxima(self) -> bytes:
+        """The maximum of each byte over the ranks, once it has been waited for."""
+
+    def wait(self) -> None:
+        """Wait until the words of all ranks have come."""
+
+
+class SharedWords(Protocol):
+    """Memory of all ranks that carries words in place of messages."""
+
+    @property
+    def most_flags(self) -> int:
+        """Flags for which a word has room."""
+
+    @property
+    def last(self) -> Word | None:
+        """This rank's last word, which must have been waited for before the next."""
+
+    def publish(self, word: bytes) -> Word:
+        """Show the others ``word``, which has the same length on all ranks."""
+
+
+class Channel:
+    """The way of this rank's words at sync points.
+
+    Args:
+        world_size: Number of all ranks; a single one does not wait.
+        log: The collectives that this rank has begun.
+        describe: Describes this rank, at a place, in the error of ranks that differ.
+
+    Attributes:
+        capacity: Flags that a sync point has room for.
+        course: A checksum of the noted events.
+        memory: What the words go through instead of messages, if anything.
+    """
+
+    def __init__(self, world_size: int, log: CollectiveLog, describe: Callable[[str], Any]) -> None:
+        self.world_size, self.log, self.describe = world_size, log, describe
+        self.capacity, self.course = 64, 0
+        self.memory: SharedWords | None = None
+
+    @property
+    def group(self) -> Any:
+        """The group of messages. Not kept: one that is referenced outlives its destruction."""
+        return group_for("sync points", of_hosts=True)
+
+    def reserve(self, num_flags: int) -> None:
+        """Make room for ``num_flags`` flags; all ranks must ask for the same number."""
+        self.capacity = max(self.capacity, num_flags)
+        if self.memory is not None and self.capacity > self.memory.most_flags:
+            self.memory = None
+
+    def go_through(self, memory: SharedWords | None) -> None:
+        """Let words go through ``memory``, the same on all ranks; a collective."""
+        self.memory = memory
+        # Ranks at different sync points exchange their places in messages, and could not make the
+        # group then: some may never come.
+        _ = self.group
+
+    def note(self, event: str) -> None:
+        """Note an event; by the next sync point all ranks must have noted the same, in order."""
+        self.course = zlib.crc32(event.encode(), self.course)
+
+    def begin(self, word: bytes, place: str, channel: str) -> tuple[CollectiveId, Word]:
+        """Send this rank's ``word``, and log it."""
+        if self.memory is None:
+            message = _Message(word, self)
+            collective = self.log.begin(place, channel)
+            message.send()
+            return collective, message
+        collective = self.log.begin(place, channel)
+        if self.memory.last is not None:
+            self.log.wait(collective, [self.memory.last])
+        return collective, self.memory.publish(word)
+
+    def refuse(self, places: list[Any]) -> NoReturn:
+        """Raise an error with every rank's place; all are here, though at different sync points."""
+        verdict = diverged(places)
+        if self.course:
+            # Collectives that only the order tells apart may have met the wrong ones, or wait on a
+            # device for ones that never come: their groups cannot be used again.
+            self.log.verdict = verdict
+            give_up_devices()
+        raise RuntimeError(verdict)
+
+
 class PendingSync:
     """A sync point that this rank has come to, and may still have to wait for.
 
     Args:
-        control: The ranks; a single one does not wait.
+        channel: How its word reaches the other ranks; a single one does not wait.
         sync_point: The sync point.
         flags: Flags whose maxima over the ranks :meth:`wait` returns.
         about: What it is about, which must be the same on all ranks.
     """
 
     def __init__(
-        self, control: Control, sync_point: SyncPoint, flags: bytes, about: str = ""
+        self, channel: Channel, sync_point: SyncPoint, flags: bytes, about: str = ""
     ) -> None:
-        self._control = control
+        self._channel = channel
         self._place = f"{sync_point.value} {about}" if about else sync_point.value
         self._maxima = flags
-        self._work: _Message | Word | None = None
-        if control.world_size == 1:
-            return
-        course = zlib.crc32(f"{len(flags)} {about}".encode(), control.course).to_bytes(4, "big")
-        word = with_complements(bytes([_NUMBERS[sync_point], *course])) + flags
-        windows = control.sync_windows
-        message = _Message(word, control) if windows is None else None
-        self._collective = control.log.begin(self._place, sync_point.value)
-        if message is not None:
-            message.send()
-            self._work = message
-        elif windows is not None:
-            if windows.last is not None:
-                control.log.wait(self._collective, [windows.last])
-            self._work = windows.publish(word)
+        self._word: Word | None = None
+        if channel.world_size > 1:
+            course = zlib.crc32(f"{len(flags)} {about}".encode(), channel.course)
+            header = with_complements(bytes([_NUMBERS[sync_point], *course.to_bytes(4, "big")]))
+            self._collective, self._word = channel.begin(
+                header + flags, self._place, sync_point.value
+            )
 
     def wait(self) -> bytes:
         """Return the maximum of each flag over the ranks, once all have come.
@@ -85,41 +171,30 @@ class PendingSync:
         Raises:
             RuntimeError: The ranks have come to different sync points.
         """
-        work, self._work = self._work, None
-        if work is not None:
-            self._control.log.wait(self._collective, [work])
-            maxima = work.maxima
+        word, self._word = self._word, None
+        if word is not None:
+            self._channel.log.wait(self._collective, [word])
+            maxima = word.maxima
             header, self._maxima = maxima[: 2 * _HEADER], maxima[2 * _HEADER :]
             if header != with_complements(header[:_HEADER]):
-                self._refuse()
+                self._channel.refuse(self.exchange(self._channel.describe(self._place)))
         return self._maxima
 
     def exchange(self, value: Any) -> list[Any]:
         """Return every rank's ``value``; a collective, after all have waited."""
-        values: list[Any] = [None] * self._control.world_size
-        with self._control.log.at(self._place):
-            dist.all_gather_object(values, value, group=self._control.sync_group)
+        values: list[Any] = [None] * self._channel.world_size
+        with self._channel.log.at(self._place):
+            dist.all_gather_object(values, value, group=self._channel.group)
         return values
-
-    def _refuse(self) -> NoReturn:
-        """Raise an error with every rank's place; all are here, though at different sync points."""
-        control = self._control
-        verdict = diverged(self.exchange(control.watchdog.describe(self._place)))
-        if control.has_notes:
-            # Collectives that only the order tells apart may have met the wrong ones, or wait on a
-            # device for ones that never come: their groups cannot be used again.
-            control.log.verdict = verdict
-            give_up_devices()
-        raise RuntimeError(verdict)
 
 
 class _Message:
     """A word sent as a message, padded to the longest."""
 
-    def __init__(self, word: bytes, control: Control) -> None:
-        padded = bytearray(word.ljust(2 * _HEADER + control.capacity, b"\0"))
+    def __init__(self, word: bytes, channel: Channel) -> None:
+        padded = bytearray(word.ljust(2 * _HEADER + channel.capacity, b"\0"))
         self._tensor = torch.frombuffer(padded, dtype=torch.uint8)
-        self._control, self._size = control, len(word)
+        self._channel, self._size = channel, len(word)
         self._work: Any = None
 
     def send(self) -> None:
@@ -129,11 +204,11 @@ class _Message:
                 self._work = dist.all_reduce(
                     self._tensor,
                     dist.ReduceOp.MAX,
-                    group=self._control.sync_group,
+                    group=self._channel.group,
                     async_op=True,
                 )
         except RuntimeError as error:
-            self._control.log.explain(error)
+            self._channel.log.explain(error)
             raise
 
     def wait(self) -> None:
@@ -144,51 +219,3 @@ class _Message:
     def maxima(self) -> bytes:
         """The maximum of each byte over the ranks, once it has been waited for."""
         return bytes(self._tensor[: self._size].tolist())
-
-
-class Exclusive:
-    """Exclusive access to masters that peers read, for ranks to change their own; a collective.
-
-    When it begins, all ranks have read the old values; when it ends, all may read the new ones.
-    Where ranks cannot read each other's memory, it does not wait::
-
-        with comm.exclusive(SyncPoint.EDIT):
-            master.copy_(...)
-
-    It also ends after an exception, as the other ranks wait for that.
-
-    Args:
-        control: The ranks; ``None`` where no rank reads another's memory.
-        before: The sync point at which it begins.
-        after: The sync point at which it ends.
-        note: Called at each begin and end.
-    """
-
-    def __init__(
-        self,
-        control: Control | None,
-        before: SyncPoint,
-        after: SyncPoint,
-        note: Callable[[], None],
-    ) -> None:
-        self._control = control
-        self._before, self._after = before, after
-        self._note = note
-
-    def begin(self) -> None:
-        """Wait until every rank has read what it needs of the others' masters."""
-        self._note()
-        if self._control is not None:
-            self._control.call(self._before).wait()
-
-    def end(self) -> None:
-        """Wait until every rank has changed its masters."""
-        self._note()
-        if self._control is not None:
-            self._control.call(self._after).wait()
-
-    def __enter__(self) -> None:
-        self.begin()
-
-    def __exit__(self, *_: object) -> None:
-        self.end()

@@ -22,16 +22,14 @@ import platform
 import select
 from math import inf
 from time import monotonic, sleep
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
+from lightning_zero.comm.control import Control
 from lightning_zero.comm.process_groups import time_limit
 from lightning_zero.comm.window import Address, Window, are_supported
-
-if TYPE_CHECKING:
-    from lightning_zero.comm.control import Control
 
 MOST_FLAGS = 2**16
 """Flags for which a word has room; untouched pages cost nothing."""
@@ -108,6 +106,8 @@ class SyncWindows:
     Attributes:
         last: This rank's last word; it must have been waited for before the next.
     """
+
+    most_flags: ClassVar[int] = MOST_FLAGS
 
     def __init__(self, control: Control, desks: list[_Desk]) -> None:
         self.last: Word | None = None

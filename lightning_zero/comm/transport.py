@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,18 +14,17 @@ from lightning_zero.comm.collective_log import CollectiveId, CollectiveLog
 from lightning_zero.comm.control import Control
 from lightning_zero.comm.mesh import Axis
 from lightning_zero.comm.process_groups import group_for
-from lightning_zero.comm.scratch import Scratch
 from lightning_zero.comm.traffic import Ledger
 from lightning_zero.comm.window import Window
 from lightning_zero.plan import Slot
-from lightning_zero.tensors import LARGE_BYTES, Storages, ask_for_large_pages, lasting_tensors
-
-
-class Work(Protocol):
-    """A transfer in flight; ``wait`` may be called once or never."""
-
-    def wait(self) -> Any:
-        """Return when the result may be used on the current stream."""
+from lightning_zero.tensors import (
+    LARGE_BYTES,
+    Scratch,
+    Storages,
+    Work,
+    ask_for_large_pages,
+    lasting_tensors,
+)
 
 
 class Arrived:

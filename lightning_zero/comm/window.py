@@ -14,17 +14,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.plan import Slot
-from lightning_zero.tensors import lasting_tensors
-
-if TYPE_CHECKING:
-    from lightning_zero.comm.scratch import Scratch
+from lightning_zero.tensors import Scratch, lasting_tensors
 
 _NAME = "lightning_zero"
 _serials = count()

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.comm import Arrived, Communicator, HostCopies, Work
+from lightning_zero.comm import Arrived, Communicator
 from lightning_zero.engine.replacements import Replacements
 from lightning_zero.engine.unit import Unit
-from lightning_zero.tensors import internals
+from lightning_zero.tensors import HostCopies, Work, internals
 
 LEAST_BYTES = 2**16
 """Smaller storages stay on the device: a copy would cost more than the memory is worth."""

@@ -32,7 +32,9 @@ class ReductionOrder:
         self._units = units = sharded.units
         self._control = sharded.comm.control
         num_parameters = sum(len(unit.gradients.parameters) for unit in units)
-        self._control.reserve(len(units) + max(num_parameters, len(units) + ChangeCheck.NUM_FLAGS))
+        self._control.channel.reserve(
+            len(units) + max(num_parameters, len(units) + ChangeCheck.NUM_FLAGS)
+        )
         self._change_check = ChangeCheck(sharded)
         self._unit_check = UnitCheck(sharded)
         self._order: list[Unit] | None = None

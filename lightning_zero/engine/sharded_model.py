@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_zero.comm import Communicator, Scratch, SyncPoint
+from lightning_zero.comm import Communicator, SyncPoint, require_room
 from lightning_zero.engine import materialize
 from lightning_zero.engine.open_units import OpenUnits
 from lightning_zero.engine.unit import Unit, listed
@@ -31,6 +31,7 @@ from lightning_zero.parameters import (
     stream_for,
 )
 from lightning_zero.plan import FlatSpec, Settings, specify_units
+from lightning_zero.tensors import Scratch
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are done, and their total."""
@@ -103,7 +104,7 @@ class ShardedModel:
         if self.scratch is not None and not streams:
             sizes = [spec.bytes_in_files(**divided) for spec in specs]
             nbytes = sum(sizes)
-            self.scratch.require(nbytes, self.comm.control, "masters")
+            require_room(self.scratch, nbytes, self.comm.control, "masters")
         on_written(0, nbytes)
         flats = [] if streams else [flat for spec in specs for flat in spec.flat_parameters]
         layouts = ((flat.layout(**divided), flat.plan) for flat in flats)

@@ -23,9 +23,9 @@ from enum import Enum
 
 from torch import Tensor
 
-from lightning_zero.comm import SyncPoint, Work
+from lightning_zero.comm import SyncPoint
 from lightning_zero.parameters import Buffer, FlatParameters, guards
-from lightning_zero.tensors import internals, span
+from lightning_zero.tensors import Work, internals, span
 
 
 class State(Enum):

@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_zero.comm import in_pages
 from lightning_zero.memory.dry_run import first_line
 from lightning_zero.memory.terms import PieceTerms
 from lightning_zero.optimizer import (
@@ -30,6 +29,7 @@ from lightning_zero.optimizer import (
     verdict_of,
     whole_state_bytes,
 )
+from lightning_zero.tensors import in_pages
 
 Optimizers = str | Callable[[list[Parameter]], Optimizer] | None
 

@@ -120,7 +120,7 @@ class WholeStep(Stepper):
         owners = owners_of(self.way, shapes, self._loads)
         for piece, own, owner in zip(new, ranges, owners, strict=True):
             self._wholes[id(piece)] = Whole(piece, own, owner, self._transport.rank)
-        self._control.reserve(len(self._wholes))
+        self._control.channel.reserve(len(self._wholes))
 
     @override
     def keeps_state_of(self, piece: Piece) -> bool:

@@ -24,8 +24,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_zero.comm import PAGE, Ledger, StagedFile, StagingMemory
-from lightning_zero.tensors import fault_in
+from lightning_zero.comm import Ledger
+from lightning_zero.tensors import PAGE, StagedFile, StagingMemory, fault_in
 
 _BATCH_BYTES = 4 * 2**20
 """The most bytes of pieces in a batch: one request for each of their states. Smaller requests are

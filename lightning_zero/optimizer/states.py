@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.comm import Communicator, Scratch, StagedFile, in_pages
+from lightning_zero.comm import Communicator, require_room
 from lightning_zero.optimizer.outside import OfOptimizer
 from lightning_zero.optimizer.pieces import (
     FindPiece,
@@ -29,7 +29,7 @@ from lightning_zero.optimizer.pieces import (
 )
 from lightning_zero.optimizer.staging import Block, Part, Slot, Staging
 from lightning_zero.parameters import Piece
-from lightning_zero.tensors import lasting_tensors, span
+from lightning_zero.tensors import Scratch, StagedFile, in_pages, lasting_tensors, span
 
 ParamGroups = list[dict[str, Any]]
 """The param groups of an optimizer, or of a stand-in of it."""
@@ -155,7 +155,7 @@ class StateFiles(States):
                 num_entries = state_bytes(self.optimizer, group, dtype).num_entries(dtype)
                 parts = self._parts_of({id(piece) for piece in new if piece.dtype is dtype})
                 nbytes += num_entries * sum(map(_bytes_in_file, parts))
-        self._scratch.require(nbytes, self._comm.control, f"the states of {self.label}")
+        require_room(self._scratch, nbytes, self._comm.control, f"the states of {self.label}")
 
     @override
     def take(self, pieces: Iterable[Piece]) -> None:

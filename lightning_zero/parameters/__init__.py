@@ -14,7 +14,8 @@ stand_in         tensors without memory that stand for gradients
 sharded_grad     stand-ins for whole averaged gradients
 unsynced_grad    stand-ins for a rank's own gradients
 grad_view        what ``parameter.grad`` shows, as named states
-piece            a range of a parameter, and what the optimizer holds
+piece_range      the range of a parameter that a rank owns
+piece            what the optimizer holds
 reducer          gradients on their way from autograd to the optimizer
 flat_parameters  all of these for the parameters of a unit that share a dtype and trainability
 ================ ===============================================================================

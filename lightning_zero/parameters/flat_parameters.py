@@ -14,18 +14,19 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_zero.comm import Arrived, Communicator, Scratch, Shared, Work
+from lightning_zero.comm import Arrived, Communicator, Shared
 from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.parameters.classes import ParameterClasses
 from lightning_zero.parameters.edits import Edits
 from lightning_zero.parameters.grad_view import GradientView
 from lightning_zero.parameters.ownership import Owner, ownership_of
-from lightning_zero.parameters.piece import Piece, PieceRange
+from lightning_zero.parameters.piece import Piece
+from lightning_zero.parameters.piece_range import PieceRange
 from lightning_zero.parameters.reducer import Reducer
 from lightning_zero.parameters.sharded_grad import ShardedGrad
 from lightning_zero.parameters.stores import Store
 from lightning_zero.plan import Layout, Plan
-from lightning_zero.tensors import internals, lasting_tensors, properties
+from lightning_zero.tensors import Scratch, Work, internals, lasting_tensors, properties
 
 HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")
 """Whether this version of torch allows a gradient of another dtype than its parameter's."""

@@ -18,22 +18,18 @@ which :meth:`~GradientView.follow` repeats on the piece.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
 from sys import getrefcount
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_zero.parameters.sharded_grad import ShardedGrad
-from lightning_zero.parameters.stand_in import StandIn
+from lightning_zero.parameters.stand_in import OwnPart, StandIn
 from lightning_zero.parameters.unsynced_grad import UnsyncedGrad
 from lightning_zero.tensors import internals, lasting_tensors
-
-if TYPE_CHECKING:
-    from lightning_zero.parameters.piece import Piece
 
 _GRAD: Any = Tensor.grad
 
@@ -52,15 +48,6 @@ class GradState(Enum):
         self.is_unsynced = self.name.startswith("UNSYNCED")
 
 
-def averages(pieces: Sequence[Piece]) -> list[Tensor | None]:
-    """Follow user changes to gradients, and return each piece's part of its averaged gradient."""
-    with internals.as_plain_tensors():
-        for piece in pieces:
-            if _GRAD.__get__(piece.parameter) is not piece.gradient.shown:
-                piece.gradient.follow()
-        return list(map(_GRAD.__get__, pieces))
-
-
 class GradientView:
     """The gradient of one parameter as its module shows it.
 
@@ -74,7 +61,7 @@ class GradientView:
         is_settled: Whether an optimizer is stepping, so that nothing else changes gradients.
     """
 
-    def __init__(self, piece: Piece, sharded: ShardedGrad) -> None:
+    def __init__(self, piece: OwnPart, sharded: ShardedGrad) -> None:
         self.piece = piece
         self.sharded = sharded
         self.state = GradState.NONE
@@ -200,7 +187,7 @@ _ALONE = getrefcount(_HOLDER.sharded)
 """The reference count of a stand-in that only its view refers to."""
 
 
-def _of_another(piece: Piece, other: Piece) -> RuntimeError:
+def _of_another(piece: OwnPart, other: OwnPart) -> RuntimeError:
     name, source = piece.range.slot.name, other.range.slot.name
     return RuntimeError(
         f"The gradient of parameter {source!r} was assigned to parameter {name!r}"

@@ -1,9 +1,8 @@
-"""The part of a parameter that a rank owns: the range, and the tensor that the optimizer holds."""
+"""The part of a parameter that a rank owns, which the optimizer holds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -12,57 +11,12 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
 
-from lightning_zero.parameters.grad_view import GradientView, GradState, averages
+from lightning_zero.parameters.grad_view import GradientView, GradState
 from lightning_zero.parameters.guards import Resting
-from lightning_zero.plan import Slot
+from lightning_zero.parameters.piece_range import PieceRange
 from lightning_zero.tensors import internals, lasting_tensors, properties
 
 _GRAD: Any = Tensor.grad
-
-
-@dataclass(frozen=True)
-class PieceRange:
-    """A range of one parameter's elements, possibly empty.
-
-    Attributes:
-        slot: Where the parameter lies in its buffer.
-        start: First element, counted in the parameter's memory order.
-        stop: One past the last element.
-        in_shard: The same range, counted in elements of the rank's shard.
-    """
-
-    slot: Slot
-    start: int
-    stop: int
-    in_shard: slice
-
-    @property
-    def numel(self) -> int:
-        """The number of its elements."""
-        return self.stop - self.start
-
-    def part_of(self, whole: Tensor) -> Tensor:
-        """Return the elements ``[n]`` of ``whole``, of the parameter's shape, in this range.
-
-        They are a view if the elements of ``whole`` lie in the parameter's order: of a tensor that
-        is memory-mapped, nothing else is read.
-        """
-        if whole.stride() == self.slot.stride:
-            # In one call, so that a lazy tensor reads only this range. An empty range might start
-            # past the storage of a tensor without elements.
-            start = self.start if self.stop > self.start else 0
-            offset = int(whole.storage_offset()) + start
-            return whole.as_strided((self.stop - self.start,), (1,), offset)
-        return self.flat(whole)[self.start : self.stop]
-
-    def flat(self, whole: Tensor) -> Tensor:
-        """Return all elements of ``whole``, of the parameter's shape, in the parameter's order."""
-        slot = self.slot
-        if whole.stride() == slot.stride:
-            return whole.as_strided((slot.numel,), (1,), whole.storage_offset())
-        flat = whole.new_empty(slot.numel)
-        flat.as_strided(slot.shape, slot.stride).copy_(whole)
-        return flat
 
 
 class Piece(Parameter):
@@ -216,6 +170,15 @@ class PieceAtRest(Piece):
 
 
 _PACKAGE = __name__.partition(".")[0]
+
+
+def averages(pieces: Sequence[Piece]) -> list[Tensor | None]:
+    """Follow user changes to gradients, and return each piece's part of its averaged gradient."""
+    with internals.as_plain_tensors():
+        for piece in pieces:
+            if _GRAD.__get__(piece.parameter) is not piece.gradient.shown:
+                piece.gradient.follow()
+        return list(map(_GRAD.__get__, pieces))
 
 
 def settle(pieces: Sequence[Piece]) -> None:

@@ -22,11 +22,11 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from lightning_zero.comm import Arrived, ReduceBuffer, Then, Work
-from lightning_zero.parameters.grad_view import GradState, averages
-from lightning_zero.parameters.piece import Piece
+from lightning_zero.comm import Arrived, ReduceBuffer, Then
+from lightning_zero.parameters.grad_view import GradState
+from lightning_zero.parameters.piece import Piece, averages
 from lightning_zero.parameters.stores import Store
-from lightning_zero.tensors import internals
+from lightning_zero.tensors import Work, internals
 
 _SMALL_BYTES = 2**14
 """Gradients up to this size are moved together: one call each would cost more than the copy."""

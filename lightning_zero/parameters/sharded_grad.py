@@ -19,18 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_zero.comm import Communicator, SyncPoint
-from lightning_zero.parameters.stand_in import ALIASES, StandIn, is_autograd_adding
+from lightning_zero.parameters.stand_in import ALIASES, OwnPart, StandIn, is_autograd_adding
 from lightning_zero.tensors import internals
-
-if TYPE_CHECKING:
-    from lightning_zero.parameters.piece import Piece
 
 _aten = torch.ops.aten
 _WRITES = {_aten.copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default}
@@ -53,7 +50,7 @@ class ShardedGrad(StandIn):
     @staticmethod
     def __new__(
         cls,
-        piece: Piece,
+        piece: OwnPart,
         dtype: torch.dtype,
         device: torch.device,
         comm: Communicator,
@@ -311,7 +308,7 @@ def _matching(value: Any, target: Any) -> Any:
     return target.piece.range.part_of(value.expand(target.shape)).to(target.piece.device)
 
 
-def _beside(value: Any, part: Tensor) -> Any:
+def _beside(value: Any, part: Tensor | OwnPart) -> Any:
     """Return an operand on the host if it is a tensor and ``part`` rests there, else unchanged."""
     if isinstance(value, Tensor) and part.device.type == "cpu":
         return value.to(part.device)

@@ -4,19 +4,63 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
+from lightning_zero.parameters.piece_range import PieceRange
 from lightning_zero.tensors import internals
-
-if TYPE_CHECKING:
-    from lightning_zero.parameters.piece import Piece
 
 _aten = torch.ops.aten
 ALIASES = {_aten.detach.default, _aten.alias.default, _aten.detach_.default}
 """Operations whose result is the same gradient."""
+
+
+class ShownGrad(Protocol):
+    """What stand-ins need of the view that shows one of them."""
+
+    shown: Tensor | None
+    arrival: Tensor | None
+
+    @property
+    def sharded(self) -> Tensor:
+        """The stand-in for the averaged gradient."""
+
+    def add_sharded(self, held: Tensor) -> None:
+        """Add an earlier averaged gradient, if there is one, to ``held``."""
+
+
+class OwnPart(Protocol):
+    """What a gradient needs of this rank's piece of its parameter."""
+
+    parameter: Parameter
+    range: PieceRange
+    reduced: Tensor | None
+    stays: bool
+
+    @property
+    def gradient(self) -> ShownGrad:
+        """What the parameter's ``grad`` shows."""
+
+    @property
+    def kept(self) -> Tensor | None:
+        """The last value of :attr:`reduced`."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the part."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the part is."""
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+
+    def detach(self) -> Tensor:
+        """Return the part's values."""
 
 
 class StandIn(Tensor):
@@ -28,7 +72,7 @@ class StandIn(Tensor):
         kept: This rank's part, once the piece no longer has it.
     """
 
-    piece: Piece
+    piece: OwnPart
     viewed: StandIn | None = None
     kept: Tensor | None = None
 

@@ -16,19 +16,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zero.comm import (
-    Arrived,
-    Cargo,
-    Codec,
-    Communicator,
-    Extent,
-    Scratch,
-    Shared,
-    Work,
-)
+from lightning_zero.comm import Arrived, Cargo, Codec, Communicator, Extent, Shared
 from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.plan import Layout, Medium, Plan
-from lightning_zero.tensors import LARGE_BYTES, ask_for_large_pages, lasting_tensors
+from lightning_zero.tensors import LARGE_BYTES, Scratch, Work, ask_for_large_pages, lasting_tensors
 
 
 def _extent_of(layout: Layout, plan: Plan, scratch: Scratch | None = None) -> Extent:

@@ -14,19 +14,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zero.comm import (
-    Communicator,
-    Outcome,
-    Scratch,
-    Shared,
-    StagingMemory,
-    SyncPoint,
-    Work,
-)
+from lightning_zero.comm import Communicator, Outcome, Shared, SyncPoint, require_room
 from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.parameters.stores import HostStore, Store
 from lightning_zero.plan import Layout, Medium, Plan
-from lightning_zero.tensors import SECTOR, LentMemory, lasting_tensors
+from lightning_zero.tensors import SECTOR, LentMemory, Scratch, StagingMemory, Work, lasting_tensors
 
 _T = TypeVar("_T")
 NUM_THREADS = 2
@@ -236,7 +228,7 @@ class Stream(Store):
             return False
         control, rank = self.comm.control, self.comm.mesh.shard.rank
         nbytes = self.plan.master.dtype.itemsize * self.layout.shard_numel
-        self._scratch.require(nbytes, control, "masters")
+        require_room(self._scratch, nbytes, control, "masters")
         shared = super()._masters(self.comm.transport.share([self._extent]))
         outcome = Outcome()
         with outcome.attempt():

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_zero.parameters.stand_in import ALIASES, StandIn, is_autograd_adding
+from lightning_zero.parameters.stand_in import ALIASES, OwnPart, StandIn, is_autograd_adding
 from lightning_zero.tensors import internals
-
-if TYPE_CHECKING:
-    from lightning_zero.parameters.piece import Piece
 
 
 class UnsyncedGrad(StandIn):
@@ -28,7 +25,7 @@ class UnsyncedGrad(StandIn):
     held: Tensor
 
     @staticmethod
-    def __new__(cls, piece: Piece, like: Tensor, held: Tensor) -> UnsyncedGrad:
+    def __new__(cls, piece: OwnPart, like: Tensor, held: Tensor) -> UnsyncedGrad:
         """Make the stand-in for ``held``, with the dtype and device of ``like``."""
         made: UnsyncedGrad = internals.make_wrapper(
             cls, held.shape, strides=held.stride(), dtype=like.dtype, device=like.device

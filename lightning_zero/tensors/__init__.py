@@ -1,4 +1,4 @@
-"""Facts about torch tensors, on which everything else builds.
+"""Facts about torch tensors, and memory and files for them, on which everything else builds.
 
 =========== ====================================================================================
 lasting     ordinary tensors, even when created in inference mode
@@ -9,6 +9,10 @@ chunks      the chunk size in which large tensors are processed
 storages    storages, counted while they are alive
 pages       huge pages of host memory, and pages of files brought in ahead
 lent_memory host memory that is reused once nothing refers to it
+work        what is in flight, and may be waited for
+host_copies copies between a device and its host, for offload
+scratch     unnamed files, in which tensors rest
+staged_file an unnamed file read and written in large requests
 profiling   the package's verbs as named ranges in a profile
 internals   every private name of torch in use, with the reason
 =========== ====================================================================================
@@ -16,23 +20,36 @@ internals   every private name of torch in use, with the reason
 
 from lightning_zero.tensors.chunks import numel_at_a_time
 from lightning_zero.tensors.garbage import uncollected
+from lightning_zero.tensors.host_copies import HostCopies, Landing, pinned_bytes
 from lightning_zero.tensors.lasting import lasting_tensors
 from lightning_zero.tensors.lent_memory import SECTOR, LentMemory
 from lightning_zero.tensors.nested import named_tensors, tensors_in
 from lightning_zero.tensors.pages import LARGE_BYTES, ask_for_large_pages, fault_in
 from lightning_zero.tensors.profiling import span, unseen
+from lightning_zero.tensors.scratch import Scratch
+from lightning_zero.tensors.staged_file import PAGE, StagedFile, StagingMemory, in_pages
 from lightning_zero.tensors.storages import Storages
+from lightning_zero.tensors.work import Work
 
 __all__ = [
     "LARGE_BYTES",
+    "PAGE",
     "SECTOR",
+    "HostCopies",
+    "Landing",
     "LentMemory",
+    "Scratch",
+    "StagedFile",
+    "StagingMemory",
     "Storages",
+    "Work",
     "ask_for_large_pages",
     "fault_in",
+    "in_pages",
     "lasting_tensors",
     "named_tensors",
     "numel_at_a_time",
+    "pinned_bytes",
     "span",
     "tensors_in",
     "uncollected",

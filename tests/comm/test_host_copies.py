@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lightning_zero.comm import Arrived
 from lightning_zero.comm.dry import DryHostCopies
-from lightning_zero.comm.host_copies import HostCopies, pinned_bytes
-from lightning_zero.tensors import LentMemory
+from lightning_zero.tensors import HostCopies, LentMemory, pinned_bytes
 from tests.oracle.streams import late_streams
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -27,7 +27,7 @@ def maxima(rounds: int, num_flags: int) -> bool:
     """Come to many sync points, each rank in haste by turns, and compare what all get."""
     comm = Communicator(CPU)
     control, world = comm.control, comm.control.world_size
-    control.reserve(num_flags)
+    control.channel.reserve(num_flags)
     for number in range(rounds):
         flags = flags_of(control.rank, number)
         if number % world == control.rank:
@@ -35,7 +35,7 @@ def maxima(rounds: int, num_flags: int) -> bool:
         found = control.call(SyncPoint.END, flags).wait()
         expected = bytes(map(max, *(flags_of(rank, number) for rank in range(world))))
         assert found == expected, number
-    return control.sync_windows is not None
+    return control.channel.memory is not None
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -110,7 +110,7 @@ def test_ranks_that_part_make_no_group(
 
 def is_late() -> None:
     """Rank 1 comes when rank 0 has given it up."""
-    windows = Communicator(CPU).control.sync_windows
+    windows = Communicator(CPU).control.channel.memory
     assert windows is not None
     windows._seconds = 0.05
     if dist.get_rank():

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_zero import estimate
-from lightning_zero.comm import StagingMemory, default_world_size
+from lightning_zero.comm import default_world_size
 from lightning_zero.engine import Engine
 from lightning_zero.memory import Offload, format_bytes
 from lightning_zero.memory.advice import Limits, advise
@@ -26,6 +26,7 @@ from lightning_zero.memory.prediction import (
 )
 from lightning_zero.optimizer import staging
 from lightning_zero.plan import RECIPES, Settings
+from lightning_zero.tensors import StagingMemory
 from tests.oracle.command import run
 from tests.oracle.painted import beside_the_host
 from tests.oracle.ranks import Pools

@@ -30,11 +30,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_zero.comm import StagedFile, StagingMemory
-from lightning_zero.comm.host_copies import HostCopies
-from lightning_zero.comm.scratch import Scratch
 from lightning_zero.optimizer.operations import leaves_of
 from lightning_zero.plan import Offload
+from lightning_zero.tensors import HostCopies, Scratch, StagedFile, StagingMemory
 
 _COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
 

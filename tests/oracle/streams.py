@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_zero.comm import Arrived, HostCopies
-from lightning_zero.comm import host_copies as module
+from lightning_zero.comm import Arrived
+from lightning_zero.tensors import HostCopies
+from lightning_zero.tensors import host_copies as module
 
 
 class Device(TorchDispatchMode):

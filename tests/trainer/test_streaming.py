@@ -17,8 +17,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint import load, write_safetensors
-from lightning_zero.comm import Control, HostCopies, Scratch
+from lightning_zero.comm import Control
 from lightning_zero.parameters import streams
+from lightning_zero.tensors import HostCopies, Scratch
 from tests.oracle.by_trainer import make_trainer, world
 from tests.oracle.cached import are_forgettable, cached_share, forget
 from tests.oracle.painted import Memories, beside_the_host

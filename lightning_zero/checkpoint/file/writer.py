@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_zero.checkpoint.checksums import PartChecksums, PartSummer
 from lightning_zero.checkpoint.values.chunk import BUFFER_BYTES
 from lightning_zero.checkpoint.word_sums import BLOCK_BYTES
-from lightning_zero.comm import PAGE, StagingMemory
+from lightning_zero.tensors import PAGE, StagingMemory
 
 _LARGE = 2**18
 """Parts of at least this many bytes are written by direct I/O, which pays off for them."""

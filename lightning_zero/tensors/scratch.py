@@ -8,7 +8,6 @@ the process.
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import tempfile
@@ -18,13 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_zero.comm.agreement import Outcome
-from lightning_zero.comm.control import Control
-from lightning_zero.tensors import lasting_tensors
+from lightning_zero.tensors.lasting import lasting_tensors
 
 
-class _Need(NamedTuple):
-    """The bytes that a rank needs on a disk, and how many are free there."""
+class Room(NamedTuple):
+    """The bytes that a folder's files will take on its disk, and how many are free there."""
 
     disk: tuple[str, int]
     nbytes: int
@@ -35,7 +32,7 @@ class Scratch:
     """A folder for the files of one rank.
 
     Args:
-        folder: The folder, created by :meth:`require` if it is missing.
+        folder: The folder, created by :meth:`promise` if it is missing.
     """
 
     def __init__(self, folder: str) -> None:
@@ -53,41 +50,19 @@ class Scratch:
                 return kind.split()[0] in ("tmpfs", "ramfs")
         return False
 
-    def require(self, nbytes: int, control: Control, what: str) -> None:
-        """Raise on all ranks unless each disk has room for its ranks' ``nbytes``; a collective.
-
-        Room found by an earlier call counts as taken, even if no file uses it yet. ``what`` names
-        the need in the error.
+    def promise(self, nbytes: int) -> Room:
+        """Count ``nbytes`` as taken until files use them; return what is taken so, and is free.
 
         Raises:
-            OSError: There is not enough room, or a folder cannot be written to.
+            OSError: The folder cannot be written to.
         """
-        outcome = Outcome()
-        need = None
         self._promised += nbytes
-        with outcome.attempt():
-            if not hasattr(os, "posix_fallocate"):
-                raise OSError("Offload to files needs Linux: this system cannot reserve space.")
-            os.makedirs(self.folder, exist_ok=True)
-            os.close(_unnamed(self.folder))
-            free, disk = os.statvfs(self.folder), os.stat(self.folder).st_dev
-            room = free.f_bavail * free.f_frsize
-            need = _Need((socket.gethostname(), disk), self._promised, room)
-        doing = f"Creating files in offload_path={self.folder!r}"
-        outcome.agree(control, doing)
-        needs = [one for one in control.gather_objects(need) if one is not None]
-        for disk in dict.fromkeys(one.disk for one in needs):
-            ranks = [rank for rank, one in enumerate(needs) if one.disk == disk]
-            free = min(needs[rank].free for rank in ranks)
-            wanted = sum(needs[rank].nbytes for rank in ranks)
-            if wanted > free:
-                each = ", ".join(f"{needs[rank].nbytes:,} on rank {rank}" for rank in ranks)
-                raise OSError(
-                    errno.ENOSPC,
-                    f"{doing} failed: {what} and other files not yet created need {wanted:,} bytes"
-                    f" ({each}), but {free:,} are free."
-                    " Free disk space, or set offload_path to a folder on a larger disk.",
-                )
+        if not hasattr(os, "posix_fallocate"):
+            raise OSError("Offload to files needs Linux: this system cannot reserve space.")
+        os.makedirs(self.folder, exist_ok=True)
+        os.close(_unnamed(self.folder))
+        free, disk = os.statvfs(self.folder), os.stat(self.folder).st_dev
+        return Room((socket.gethostname(), disk), self._promised, free.f_bavail * free.f_frsize)
 
     def file(self, nbytes: int) -> int:
         """Open a new file of ``nbytes`` zero bytes with reserved room; return its descriptor."""

@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 import torch
 
-from lightning_zero.comm.scratch import Scratch
-from lightning_zero.tensors import lasting_tensors
+from lightning_zero.tensors.lasting import lasting_tensors
+from lightning_zero.tensors.scratch import Scratch
 
 PAGE = 4096
 """The alignment of offsets in such a file, and of addresses and sizes of memory."""

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from lightning_zero.comm.transport import Work
-from lightning_zero.tensors import LentMemory, lasting_tensors
+from lightning_zero.tensors.lasting import lasting_tensors
+from lightning_zero.tensors.lent_memory import LentMemory
+from lightning_zero.tensors.work import Work
 
 _WITHOUT_STREAMS = ("cpu", "meta")
 """Devices that need no copies, or make them at once."""
