@@ -1,7 +1,7 @@
 """A DeepSpeed configuration, read as arguments of the strategy and demands on the Trainer.
 
-No key is ignored silently: ``keys.KEYS`` holds the fate of each. ``"auto"`` and ``null`` mean the
-same as leaving the key out.
+No key is ignored silently: ``keys.KEYS`` holds the fate of each, and a warning names others at the
+top level, which DeepSpeed ignores. ``"auto"`` and ``null`` mean the same as leaving the key out.
 """
 
 from __future__ import annotations
@@ -59,14 +59,31 @@ class Config:
         """Read a JSON file or a dictionary; ``None`` asks for nothing.
 
         Raises:
-            ValueError: A key is unknown, has a wrong value, or asks for what is not supported.
+            ValueError: A key in a block is unknown, or a key has a wrong value or asks for what is
+                not supported.
         """
         config = cls()
         if source is None:
             return config
         config.is_given = True
-        for name, value in _leaves(_load(source)):
+        given = _load(source)
+        blocks = {key.partition(".")[0] for key in KEYS}
+        unknown = [name for name in given if _ALIASES.get(name, name) not in blocks]
+        for name in unknown:
+            config.warnings.append(
+                f"The DeepSpeed configuration has an unknown key {name!r}, which has no effect."
+                f"{_near(name)}"
+            )
+        known = {name: value for name, value in given.items() if name not in unknown}
+        for name, value in _leaves(known):
             config._take(name, value)
+        sums = config.arguments.get("reduce_dtype")
+        if "reduce_bits" in config.arguments and sums is torch.float32:
+            del config.arguments["reduce_dtype"]
+            config.warnings.append(
+                'communication_data_type in the DeepSpeed configuration is "fp32", beside'
+                " zero_quantized_gradients: gradients travel in 8 bits and are summed in fp32."
+            )
         if config.enabled.get("bf16") and config.enabled.get("fp16"):
             raise ValueError(
                 "bf16.enabled and fp16.enabled are both true in the DeepSpeed configuration, but a"

@@ -197,7 +197,10 @@ KEYS: dict[str, Key] = {
     "train_batch_size": _replaced(Kind.NUMBER, _DATA),
     "train_micro_batch_size_per_gpu": _replaced(Kind.NUMBER, _DATA),
     "dataloader_drop_last": _replaced(Kind.SWITCH, "set the DataLoader's `drop_last`"),
-    "communication_data_type": _acts(Kind.TEXT, "`reduce_dtype`: `fp32`, `fp16` or `bf16`"),
+    "communication_data_type": _acts(
+        Kind.TEXT,
+        "`reduce_dtype`: `fp32`, `fp16` or `bf16`; quantized gradients are summed in `fp32`",
+    ),
     "seq_parallel_communication_data_type": _refused(Kind.TEXT, _PARALLEL),
     "data_types.grad_accum_dtype": Key(
         Fate.ALWAYS, Kind.TEXT, "reduced gradients have the master's dtype", "fp32"
@@ -207,9 +210,12 @@ KEYS: dict[str, Key] = {
     "sparse_gradients": _replaced(Kind.SWITCH, "sparse gradients are made dense"),
     "disable_allgather": _replaced(Kind.SWITCH, "weights are gathered in one message"),
     "optimizer": _acts(
-        Kind.BLOCK, "torch's optimizer of that type; `configure_optimizers` must return `None`"
+        Kind.BLOCK, "torch's optimizer of that type; `configure_optimizers` is not called"
     ),
-    "scheduler": _acts(Kind.BLOCK, "a scheduler for the only optimizer, stepped once per step"),
+    "scheduler": _acts(
+        Kind.BLOCK,
+        "a scheduler for the only optimizer, stepped once per step, in place of the module's",
+    ),
     "activation_checkpointing": _replaced(
         Kind.BLOCK,
         "use `activation_checkpointing` with `True` or module classes, and on GPUs"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
@@ -52,10 +53,10 @@ class Demands:
         """Build the configured optimizer; none if that is left to the module."""
         if self.config.optimizer is None:
             return []
-        if self.module.configure_optimizers() is not None:
-            raise ValueError(
-                "The DeepSpeed configuration has an optimizer block, but configure_optimizers also"
-                " returns an optimizer. Return None from it, or remove the block."
+        if is_overridden("configure_optimizers", self.module):
+            rank_zero_info(
+                "The optimizer is that of the DeepSpeed configuration; configure_optimizers is not"
+                " called."
             )
         return [self.config.optimizer.build(self.module.parameters())]
 
@@ -65,13 +66,18 @@ class Demands:
         """Build the configured scheduler; return those ``given`` if that is left to the module."""
         if self.config.scheduler is None:
             return given
-        if len(optimizers) != 1 or given:
+        if len(optimizers) != 1:
             raise ValueError(
-                "The DeepSpeed configuration has a scheduler block, which requires one optimizer"
-                " without a scheduler, but configure_optimizers returns"
-                f" {len(optimizers)} optimizers and {len(given)}"
-                " schedulers. Return no scheduler from it, or remove the block."
+                "The DeepSpeed configuration has a scheduler block, which requires one optimizer,"
+                f" but configure_optimizers returns {len(optimizers)}. Remove the block."
             )
+        if given:
+            rank_zero_info(
+                "The scheduler is that of the DeepSpeed configuration; configure_optimizers'"
+                f" {type(given[0].scheduler).__name__} is not used."
+            )
+            for group in optimizers[0].param_groups:  # a warm-up has changed the rate by now
+                group["lr"] = group.pop("initial_lr", group["lr"])
         scheduler = self.config.scheduler.build(
             unwrapped(optimizers[0]), lambda: self.trainer.estimated_stepping_batches
         )

@@ -176,14 +176,50 @@ def test_a_block_that_is_off_asks_for_nothing() -> None:
     ("config", "words"),
     [
         ({"zero_optimisation": {"stage": 3}}, "'zero_optimization'?"),
-        ({"zero_optimization": {"stag": 3}}, "'zero_optimization.stage'?"),
-        ({"zero_optimization": {"prefetch_bucket_size": 1}}, "stage3_prefetch_bucket_size'?"),
         ({"stage": 3}, "'zero_optimization.stage'?"),
         ({"gradient_clip": 1.0}, "'gradient_clipping'?"),
-        ({"qqqqqqqq": 1}, "Remove it."),
+        ({"gradient_checkpointing": True}, "'gradient_clipping'?"),
+        ({"wall_clock": True}, "'wall_clock_breakdown'?"),
+        ({"distributed_backend": "nccl"}, "Remove it."),
+        ({"qqqqqqqq": {"a": 1}}, "Remove it."),
     ],
 )
-def test_an_unknown_key_raises_with_the_nearest(config: dict[str, Any], words: str) -> None:
+def test_an_unknown_key_at_the_top_warns_with_the_nearest(
+    config: dict[str, Any], words: str
+) -> None:
+    found = Config.read({"gradient_clipping": 0.5, **config})
+    [warning] = found.warnings
+    assert f"unknown key {next(iter(config))!r}, which has no effect." in warning
+    assert words in warning
+    assert found == Config(trainer={"gradient_clip_val": 0.5}, warnings=[warning])
+
+
+def test_quantized_gradients_are_summed_in_fp32() -> None:
+    def read(dtype: str) -> dict[str, Any]:
+        quantized = {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}
+        return {**quantized, "communication_data_type": dtype}
+
+    strategy = ZeROStrategy(config=read("fp32"))
+    assert (strategy.settings.reduce_bits, strategy.settings.reduce_dtype) == (8, None)
+    [warning] = strategy.config.warnings
+    assert "communication_data_type" in warning
+    assert "travel in 8 bits and are summed in fp32" in warning
+    for dtype in ("bf16", "fp16"):
+        with pytest.raises(ValueError, match="contradicts reduce_bits=8"):
+            ZeROStrategy(config=read(dtype))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"zero_optimization": {"stag": 3}}, "'zero_optimization.stage'?"),
+        ({"zero_optimization": {"prefetch_bucket_size": 1}}, "stage3_prefetch_bucket_size'?"),
+        ({"fp16": {"loss_scal": 1}}, "'fp16.loss_scale'?"),
+    ],
+)
+def test_an_unknown_key_in_a_block_raises_with_the_nearest(
+    config: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ValueError, match="unknown key") as caught:
         Config.read(config)
     assert words in str(caught.value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import math
 import warnings
 from pathlib import Path
@@ -360,20 +362,61 @@ def test_a_typical_file_runs_whole(ranks: Pools, tmp_path: Path, stage: int) -> 
             assert (ours - theirs).norm() < 1e-2 * theirs.norm(), name
 
 
-def _contradict() -> list[str]:
-    errors = []
-    for has_scheduler, config in (
-        (False, {"optimizer": OPTIMIZER}),
-        (True, {"scheduler": SCHEDULER}),
-    ):
-        module = Configured(optimizer=True, scheduler=has_scheduler)
-        with pytest.raises(ValueError, match="configure_optimizers") as caught:
-            make_trainer(ZeROStrategy(3, config=config)).fit(module, rows())
-        errors.append(str(caught.value))
-    return errors
+class Answering(Configured):
+    """Has other optimizers and schedulers than the configuration."""
+
+    def __init__(self, strategy: Any, config: dict[str, Any]) -> None:
+        is_ddp = strategy == "ddp"
+        super().__init__(optimizer=is_ddp or "optimizer" not in config, scheduler=is_ddp)
+        self.is_ddp, self.asked = is_ddp, 0
+
+    def configure_optimizers(self) -> Any:
+        self.asked += 1
+        if self.is_ddp:
+            return super().configure_optimizers()
+        given = super().configure_optimizers() or optim.SGD(self.parameters(), lr=3.0)
+        return [given], [optim.lr_scheduler.LinearLR(given, 0.125)]
 
 
-def test_two_answers_are_an_error(ranks: Pools) -> None:
-    [optimizer, scheduler] = ranks(2).run(_contradict)[0]
-    assert "Return None from it, or remove the block" in optimizer
-    assert "returns 1 optimizers and 1 schedulers" in scheduler
+def _answer_twice(config: dict[str, Any]) -> tuple[dict[str | int, Run], list[str], list[int]]:
+    runs: dict[str | int, Run] = {}
+    told, asked = io.StringIO(), []
+    handler = logging.StreamHandler(told)
+    log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    log.addHandler(handler)
+    for name in ("ddp", 1, 2, 3):
+        module = Answering(name, config)
+        strategy = name if name == "ddp" else ZeROStrategy(int(name), config=config, units={Block})
+        trainer = make_trainer(strategy, max_epochs=3, accumulate_grad_batches=2)
+        trainer.fit(module, rows())
+        runs[name] = Run.of(module, trainer, module.notes)
+        asked.append(module.asked)
+    log.removeHandler(handler)
+    lines = [line for line in told.getvalue().splitlines() if "DeepSpeed configuration" in line]
+    return runs, lines, asked
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "calls"),
+    [
+        (
+            {"optimizer": OPTIMIZER, "scheduler": SCHEDULER},
+            "The optimizer is that of the DeepSpeed configuration; configure_optimizers is not",
+            [1, 0, 0, 0],
+        ),
+        (
+            {"scheduler": SCHEDULER},
+            "The scheduler is that of the DeepSpeed configuration; configure_optimizers' LinearLR",
+            [1, 1, 1, 1],
+        ),
+    ],
+)
+def test_the_block_counts_and_a_line_says_so(
+    ranks: Pools, config: dict[str, Any], words: str, calls: list[int]
+) -> None:
+    found = ranks(2).run(_answer_twice, config, timeout=120)
+    assert_like_ddp([runs for runs, _, _ in found], ulps=256)
+    for rank, (_, lines, asked) in enumerate(found):
+        assert asked == calls
+        assert len(lines) == (0 if rank else 3)
+        assert all(line.startswith(words) for line in lines)
