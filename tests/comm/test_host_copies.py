@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.comm.dry import DryHostCopies
-from lightning_zero.comm.host_copies import HostCopies, pinned_bytes
+from lightning_zero.comm import DryHostCopies, HostCopies
+from lightning_zero.comm.host_copies import pinned_bytes
 from lightning_zero.tensors import LentMemory
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

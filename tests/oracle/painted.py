@@ -35,9 +35,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_zero.comm import StagedFile, StagingMemory
-from lightning_zero.comm.host_copies import HostCopies, Landing
-from lightning_zero.comm.scratch import Scratch
+from lightning_zero.comm import HostCopies, Scratch, StagedFile, StagingMemory
+from lightning_zero.comm.host_copies import Landing
 from lightning_zero.optimizer.operations import leaves_of
 from lightning_zero.plan import Offload
 
