@@ -40,7 +40,7 @@ from lightning_zero.checkpoint.file.records import check_small_records, stored_r
 from lightning_zero.checkpoint.unread import NeedsMapping, are_supported, unread
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
 from lightning_zero.comm import Control, Outcome
-from lightning_zero.tensors import named_tensors, tensors_in
+from lightning_zero.tensors import named_tensors, tensors_in, uncollected
 
 _COPY_BYTES = 8 * 2**20
 _ARCHIVE = b"PK\3\4"
@@ -50,6 +50,7 @@ _INDEX_BYTES = 2**16  # hashed to identify a file that is not a zip archive
 _records: WeakKeyDictionary[torch.UntypedStorage, CheckedBytes] = WeakKeyDictionary()
 
 
+@uncollected()
 def load(
     path: str,
     control: Control,

@@ -31,7 +31,6 @@ from lightning_zero.optimizer import (
     members,
     missing_in_state,
     owned,
-    parameter_of,
     pieces_of,
     require_whole_steps,
     stepper_of,
@@ -39,11 +38,12 @@ from lightning_zero.optimizer import (
     with_inner,
 )
 from lightning_zero.parameters import Piece
-from lightning_zero.tensors import lasting_tensors, named_tensors
+from lightning_zero.tensors import lasting_tensors, named_tensors, uncollected
 
 # -- saving ----------------------------------------------------------------------------------------
 
 
+@uncollected()
 def optimizer_state(optimizer: Optimizer, engine: Engine, label: str) -> dict[str, Any]:
     """Return ``optimizer.state_dict()`` with sharded states, under the integer ids of DDP.
 
@@ -52,10 +52,10 @@ def optimizer_state(optimizer: Optimizer, engine: Engine, label: str) -> dict[st
     require_whole_steps([optimizer])
     if stepper_of(optimizer).way is Way.ALL_AT_ONCE:
         with whole_members(optimizer):
-            return optimizer.state_dict()  # every rank has all of it
+            return stepper_of(optimizer).state_dict()  # every rank has all of it
     if stepper_of(optimizer).form is not None:
         return _in_own_form(optimizer, engine, label)
-    local = optimizer.state_dict()
+    local = stepper_of(optimizer).state_dict()
     if not local:
         return local  # Lightning's stand-in for no optimizer
     own = [local["state"].get(index) for index in range(len(members(optimizer)))]
@@ -77,7 +77,7 @@ def _in_own_form(optimizer: Optimizer, engine: Engine, label: str) -> dict[str, 
         for holder, held, states in zip(holders, before, whole, strict=True):
             others = {key: value for key, value in held.items() if key not in known}
             _put(holder, {**{pieces[i]: state for i, state in states.items()}, **others})
-        return optimizer.state_dict()
+        return stepper_of(optimizer).state_dict()
     finally:
         for holder, held in zip(holders, before, strict=True):
             _put(holder, held)
@@ -158,7 +158,7 @@ def check_optimizer_states(
             f" returned {len(optimizers)}."
         )
     for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
-        if not state and not optimizer.state_dict():
+        if not state and not stepper_of(optimizer).state_dict():
             continue
         form, is_whole = stepper_of(optimizer).form, stepper_of(optimizer).is_whole
         is_state = _is_optimizer_state(state) if form is None else isinstance(state, Mapping)
@@ -205,7 +205,8 @@ def _faults(
             return
         if is_whole:
             continue  # steps of whole parameters may keep tensors of any shape
-        shape = parameter_of(parameter).shape
+        is_piece = isinstance(parameter, Piece)
+        shape = parameter.range.slot.shape if is_piece else parameter.shape
         for name, value in entries.items():
             # A state has one number per element, or a single one.
             if isinstance(value, Tensor) and value.dim() and value.shape != shape:
@@ -214,7 +215,7 @@ def _faults(
                     f" parameter has shape {tuple(shape)}"
                 )
         kind = number, frozenset(entries)
-        if isinstance(parameter, Piece) and kind not in tried:
+        if is_piece and kind not in tried:
             tried.add(kind)
             missing = missing_in_state(optimizer, number, saved[number], entries)
             if missing is not None:
@@ -266,6 +267,7 @@ def ranges_of_optimizers(
                         yield one._replace(then=then)
 
 
+@uncollected()
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load a whole optimizer state; each rank takes its own pieces of it."""
     stepper = stepper_of(optimizer)
@@ -303,7 +305,8 @@ def _load_own_form(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
                 holder.state[piece] = _own_part(entries, piece, optimizer)
         if type(holder).load_state_dict is Optimizer.load_state_dict:
             # Reload the same state, so that torch moves each value to its parameter's device.
-            holder.load_state_dict(holder.state_dict())
+            with stepper.showing_parts():
+                holder.load_state_dict(holder.state_dict())
 
 
 def _own_part(entries: Any, piece: Any, optimizer: Optimizer) -> Any:

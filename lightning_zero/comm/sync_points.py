@@ -34,6 +34,7 @@ class SyncPoint(Enum):
     CLOSE = "the end of training"
     TOUCH = TOUCH
     GRADIENT = GRADIENT
+    STATES = "the whole states of an optimizer"
     COMPARE = "the comparison of models, settings and optimizers"
 
 

@@ -6,6 +6,7 @@ steppers        what steps the engines' optimizers, by element unless it is one 
 owners          steps of whole parameters, for optimizers that mix their elements
 unit_step       steps unit by unit
 states          where the states of such steps rest: in memory or in files
+whole_state     states put together from all ranks' parts, for users
 staging         batches stepped from files, and the memory and threads that read and write them
 rounding        steps by unit in fp32 of values that rest in bf16, with stochastic rounding
 probe           proof of how an optimizer may be stepped: by element, by parameter, all at once
@@ -22,7 +23,7 @@ loss_scaler     dynamic loss scaling
 =============== ====================================================================================
 """
 
-from lightning_zero.optimizer.hooks import OptimizerHooks, Removable, end
+from lightning_zero.optimizer.hooks import OptimizerHooks, Removable, end, follow
 from lightning_zero.optimizer.loss_scaler import LossScaler
 from lightning_zero.optimizer.owners import owners_of
 from lightning_zero.optimizer.pieces import (
@@ -70,6 +71,7 @@ __all__ = [
     "batches_of",
     "cut_state",
     "end",
+    "follow",
     "members",
     "missing_in_state",
     "owned",

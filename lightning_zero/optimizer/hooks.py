@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import weakref
 from collections.abc import Callable
 from operator import is_
 from typing import Any, NoReturn, Protocol
@@ -17,8 +20,10 @@ from lightning_zero.optimizer.owners import WholeStep
 from lightning_zero.optimizer.probe import Verdict, verdict_of
 from lightning_zero.optimizer.steppers import Call, Stepper
 from lightning_zero.optimizer.taint import Way
+from lightning_zero.optimizer.twin import with_inner
 from lightning_zero.optimizer.unit_step import call_as
-from lightning_zero.parameters import Piece, drop_gradients, settle, unsettle
+from lightning_zero.optimizer.whole_state import whole_states
+from lightning_zero.parameters import Piece, settle, unsettle
 from lightning_zero.tensors import internals
 
 
@@ -27,6 +32,10 @@ class Removable(Protocol):
 
     def remove(self) -> None:
         """Uninstall it."""
+
+
+METHODS = ("train", "eval", "load_state_dict", "zero_grad", "state_dict", "__getstate__")
+"""The methods of an optimizer that do more while it holds pieces."""
 
 
 class OptimizerHooks:
@@ -63,7 +72,7 @@ class OptimizerHooks:
     ) -> None:
         if any(find_piece(piece.parameter) is not piece for piece in pieces.pieces_of(optimizer)):
             raise ValueError(_ENDED.format(kind=type(optimizer).__name__))
-        self._find_piece = find_piece
+        self._find_piece, self._comm = find_piece, comm
         self._changed, self._before, self._after = changed, before, after
         self._stepper = by_unit(optimizer) if by_unit else Stepper(optimizer)
         self.verdict = self._probe(optimizer)
@@ -77,13 +86,23 @@ class OptimizerHooks:
         self.handles: list[Removable] = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(lambda *_: self._end()),
-            *(_Around(optimizer, name, self.change) for name in ("train", "eval")),
-            _Around(optimizer, "load_state_dict", self._load),
-            _Around(optimizer, "zero_grad", self._zero_grad),
+            *(
+                _Around(holder, name, call, optimizer)
+                for holder in with_inner(optimizer)
+                for name, call in zip(METHODS, self._calls, strict=True)
+            ),
             self._stepper,
         ]
         if self._stepper.steps_before_call:
-            self.handles.append(_Around(optimizer, "register_step_pre_hook", self._register))
+            self.handles.append(
+                _Around(optimizer, "register_step_pre_hook", self._register, optimizer)
+            )
+
+    @property
+    def _calls(self) -> list[Callable[..., Any]]:
+        """What is called instead of :data:`METHODS`, with the optimizer and the method."""
+        whole = self._of_whole
+        return [self.change, self.change, self._load, self._zero_grad, whole, whole]
 
     def _register(
         self, optimizer: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
@@ -189,15 +208,17 @@ class OptimizerHooks:
         unsettle(self._pieces)
         self._after(self._pieces)
 
-    def change(self, optimizer: Optimizer, method: Callable[..., Any], *args: Any) -> Any:
+    def change(
+        self, optimizer: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Call ``train`` or ``eval`` of a schedule-free optimizer, which swaps weights."""
         if self._is_begun:
-            return method(*args)
+            return method(*args, **kwargs)
         self._stepper.check()
         self._point(optimizer)
-        self._begin(optimizer, lambda stand_in: call_as(method, stand_in, *args))
+        self._begin(optimizer, lambda stand_in: call_as(method, stand_in, *args, **kwargs))
         try:
-            result = method(*args)
+            result = method(*args, **kwargs)
         except BaseException:
             self._is_begun = not self._stepper.is_torn
             self._end()
@@ -214,14 +235,36 @@ class OptimizerHooks:
         pieces.take_state(optimizer, dict(zip(wholes, wholes, strict=True)), self._stepper.part_of)
         pieces.guard_states(optimizer, self._pieces)
 
+    def _of_whole(
+        self, optimizer: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call ``state_dict``, or what a copy is made of, with whole parameters and states."""
+        stepper = self._stepper
+        if stepper.shows_parts:
+            return method(*args, **kwargs)
+        if self._is_begun:
+            raise RuntimeError(
+                f"The states of {type(optimizer).__name__} are sharded and cannot be gathered while"
+                " it steps. Ask for them between steps."
+            )
+        with whole_states(stepper, self._comm), stepper.showing_parts():
+            return method(*args, **kwargs)
+
     def _zero_grad(
         self, _: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> None:
-        """Drop the parameters' gradients too, even where this rank's piece is empty."""
-        if kwargs.get("set_to_none", args[0] if args else True):
-            # Before the pieces' gradients, from which a stand-in that users kept takes its values.
-            drop_gradients(self._pieces)
-        method(*args, **kwargs)
+    ) -> Any:
+        """Call ``zero_grad``; between steps, pieces drop what it drops as their parameters would.
+
+        Within a step, too, where this rank's piece may be empty or stepped elsewhere.
+        """
+        if not self._is_begun or not kwargs.get("set_to_none", args[0] if args else True):
+            return method(*args, **kwargs)
+        with self._stepper.at_rest():
+            unsettle(self._pieces)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                settle(self._pieces)
 
 
 def end(optimizer: Optimizer) -> None:
@@ -229,7 +272,7 @@ def end(optimizer: Optimizer) -> None:
     if pieces.pieces_of(optimizer):
         optimizer.register_step_pre_hook(_refuse)
         for name in ("train", "eval"):
-            _Around(optimizer, name, _refuse)
+            _Around(optimizer, name, _refuse, optimizer)
 
 
 def _refuse(optimizer: Optimizer, *_: Any) -> NoReturn:
@@ -244,16 +287,57 @@ _ENDED = (
 
 
 class _Around:
-    """A function that replaces an optimizer's method until :meth:`remove`."""
+    """A function that replaces a method of an optimizer until :meth:`remove`.
 
-    def __init__(self, optimizer: Any, name: str, call: Callable[..., Any]) -> None:
-        self._optimizer, self._name = optimizer, name
-        self._is_there = callable(getattr(type(optimizer), name, None))
-        if self._is_there:
-            method = getattr(optimizer, name)
-            setattr(optimizer, name, Announced(call, optimizer, method))
+    It is called with the optimizer and the replaced method: one that the user has put on the
+    object, or that of its class as it is then.
+    """
+
+    def __init__(
+        self, holder: Optimizer, name: str, call: Callable[..., Any], optimizer: Optimizer
+    ) -> None:
+        self._holder, self._name, self._function = holder, name, call
+        self._optimizer = optimizer
+        self._own = {name: vars(holder)[name]} if name in vars(holder) else {}
+        self._put = Announced(self.call, holder)
+        if callable(getattr(type(holder), name, None)) or self._own:
+            vars(holder)[name] = self._put
+
+    def call(self, who: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call the function for ``who``, the optimizer or a wrapper with the same methods."""
+        method = self._own.get(self._name) if who is self._holder else None
+        method = method or _method_of(who, self._name)
+        return self._function(self._optimizer, method, *args, **kwargs)
 
     def remove(self) -> None:
-        """Restore the optimizer's own method."""
-        if self._is_there:
-            self._optimizer.__dict__.pop(self._name, None)
+        """Restore the object's own method, unless the user has replaced it since."""
+        if vars(self._holder).get(self._name) is self._put:
+            del vars(self._holder)[self._name]
+            vars(self._holder).update(self._own)
+
+
+def _method_of(who: Any, name: str) -> Callable[..., Any]:
+    """Return the method that the class of ``who`` has now."""
+    found = inspect.getattr_static(type(who), name)
+    return found.__get__(who, type(who)) if hasattr(found, "__get__") else found  # type: ignore[no-any-return]
+
+
+def follow(wrapper: Any, optimizer: Optimizer) -> None:
+    """Make a wrapper that calls methods on itself, as Lightning's do, go by the optimizer's hooks.
+
+    Also by those that the optimizer will have later.
+    """
+    for name in METHODS:
+        if callable(getattr(type(wrapper), name, None)):
+            vars(wrapper)[name] = functools.partial(
+                _call_through, weakref.ref(wrapper), optimizer, name
+            )
+
+
+def _call_through(
+    wrapper: weakref.ref[Any], optimizer: Optimizer, name: str, *args: Any, **kwargs: Any
+) -> Any:
+    who, put = wrapper(), vars(optimizer).get(name)
+    if isinstance(put, Announced):
+        return put.func(who, *args, **kwargs)
+    return _method_of(who, name)(*args, **kwargs)

@@ -12,6 +12,7 @@ One exchange brings pieces to the owners, another one back; all at once needs on
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -217,6 +218,20 @@ class WholeStep(Stepper):
         totals = [*map(sum, sizes)]
         received = torch.split(self._transport.exchange(buffer, given, totals), totals)
         return [iter(torch.split(each, own)) for each, own in zip(received, sizes, strict=True)]
+
+    @override
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[None]:
+        wholes = list(self._wholes.values())
+        pieces, parameters = [w.piece for w in wholes], [w.parameter for w in wholes]
+        exchange(self.optimizer, parameters, pieces)
+        try:
+            yield
+        finally:
+            exchange(self.optimizer, pieces, parameters)
+            for whole in wholes:
+                if whole.piece.grad is None:
+                    whole.parameter.grad = None
 
     @override
     def abandon(self) -> None:

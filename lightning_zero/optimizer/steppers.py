@@ -44,6 +44,7 @@ class Stepper(OfOptimizer):
         is_torn: Whether some units are stepped and others not.
         steps_before_call: Whether it steps members before the user's own call of ``step``, and so
             after all pre-hooks.
+        shows_parts: Whether the optimizer's state dict has this rank's parts, not whole states.
         keeps_read_parts: Whether parts of a state may stay in the memory to which they are read.
     """
 
@@ -51,6 +52,7 @@ class Stepper(OfOptimizer):
     form: frozenset[str] | None = None
     is_torn = False
     steps_before_call = False
+    shows_parts = False
     keeps_read_parts = True
 
     @property
@@ -74,6 +76,20 @@ class Stepper(OfOptimizer):
         """Note the pieces that the optimizer holds."""
 
     # -- states ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state dict with what this rank keeps of the states."""
+        with self.showing_parts():
+            return self.optimizer.state_dict()
+
+    @contextmanager
+    def showing_parts(self) -> Iterator[None]:
+        """Enter a context in which calls of the optimizer gather no states."""
+        before, self.shows_parts = self.shows_parts, True
+        try:
+            yield
+        finally:
+            self.shows_parts = before
 
     def part_of(self, state: Mapping[str, Any], piece: Piece) -> Mapping[str, Any] | None:
         """Return a copy of the part of a parameter's state that this rank keeps, if any."""
@@ -106,6 +122,11 @@ class Stepper(OfOptimizer):
 
     def end(self) -> None:
         """Take in what that call has stepped."""
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Enter a context, within a step, in which the param groups hold all pieces."""
+        yield
 
     def abandon(self) -> None:
         """Restore the param groups after a step that an exception ended."""

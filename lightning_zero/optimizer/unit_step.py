@@ -26,7 +26,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -184,6 +185,13 @@ class UnitStep(Stepper):
         if self._ledger is not None:
             self._ledger.spend("stepping", time.perf_counter() - self._begin)
 
+    @override
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[None]:
+        assert self._under_way is not None
+        with self._under_way.restored(self.optimizer):
+            yield
+
     @torch.no_grad()
     def _step_batch(self, step: _UnderWay, number: int, members: Groups, call: Call) -> None:
         self._fetch(step, step.stand_in, number, members)
@@ -256,10 +264,31 @@ class _UnderWay:
         """Restore the user's param groups."""
         self.narrow(optimizer, self._members, fuses=False)
 
+    @contextlib.contextmanager
+    def restored(self, optimizer: Optimizer) -> Iterator[None]:
+        """Enter a context with the user's param groups."""
+        groups = optimizer.param_groups
+        members = [[*group["params"]] for group in groups]
+        fuses = any(groups[index].get("fused") for index in self._to_fuse)
+        self.restore(optimizer)
+        try:
+            yield
+        finally:
+            self.narrow(optimizer, members, fuses=fuses)
 
-def call_as(method: Callable[..., Any], stand_in: Optimizer, *args: Any) -> Any:
-    """Call an optimizer's bound method on a stand-in of it."""
-    return method.__func__(stand_in, *args)  # type: ignore[attr-defined]
+
+def call_as(method: Callable[..., Any], stand_in: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    """Call an optimizer's bound method on a stand-in of it.
+
+    Raises:
+        TypeError: It is no method but a function that was put on the user's own optimizer.
+    """
+    if not isinstance(method, MethodType):
+        raise TypeError(
+            f"{method} replaces a method of one {type(stand_in).__name__}, which cannot be called"
+            " unit by unit. Override the method in a subclass."
+        )
+    return method.__func__(stand_in, *args, **kwargs)
 
 
 def _move_counts(optimizer: Optimizer) -> None:

@@ -22,7 +22,6 @@ flat_parameters  all of these for the parameters of a unit that share a dtype an
 
 from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.parameters.flat_parameters import FlatParameters
-from lightning_zero.parameters.grad_view import drop_gradients
 from lightning_zero.parameters.ownership import ownership_of
 from lightning_zero.parameters.piece import Piece, settle, unsettle
 from lightning_zero.parameters.reducer import Reach, Reducer
@@ -39,7 +38,6 @@ __all__ = [
     "Reducer",
     "Source",
     "Store",
-    "drop_gradients",
     "ownership_of",
     "settle",
     "shared_masters",

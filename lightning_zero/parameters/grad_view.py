@@ -18,7 +18,7 @@ which :meth:`~GradientView.follow` repeats on the piece.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from sys import getrefcount
 from types import SimpleNamespace
@@ -50,16 +50,6 @@ class GradState(Enum):
     def __init__(self, _: str) -> None:
         # Not a property: optimizers read it through every piece.
         self.is_unsynced = self.name.startswith("UNSYNCED")
-
-
-def drop_gradients(pieces: Iterable[Piece]) -> None:
-    """Clear the gradients of ``pieces`` and of their parameters."""
-    with internals.as_plain_tensors():
-        for piece in pieces:
-            if piece.gradient.state is not GradState.NONE:
-                piece.gradient.drop()
-            _GRAD.__set__(piece.parameter, None)
-            _GRAD.__set__(piece, None)
 
 
 def averages(pieces: Sequence[Piece]) -> list[Tensor | None]:

@@ -232,8 +232,10 @@ class HostStore(Store):
         copies, landing = self.comm.host_copies, self.gradients()
         self.comm.transport.ledger.note(unit, "down", source.numel(), source.element_size())
         if resting is None:
-            return landing, copies.down(landing, source)
-        return resting, copies.down(landing, source, functools.partial(resting.add_, landing))
+            return landing, copies.down(landing, source, group=unit)
+        return resting, copies.down(
+            landing, source, functools.partial(resting.add_, landing), group=unit
+        )
 
     @override
     def join(self, resting: Tensor, arrival: Work, *, unit: str, tag: int) -> Work:

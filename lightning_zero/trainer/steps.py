@@ -12,6 +12,8 @@ from typing_extensions import override
 
 from lightning_zero.comm import StepTimes, Traffic
 from lightning_zero.engine import Engine
+from lightning_zero.optimizer import follow
+from lightning_zero.trainer import internals
 from lightning_zero.trainer.dataloader import SameLength
 from lightning_zero.trainer.ranks import RankStrategy
 
@@ -33,6 +35,18 @@ class SteppingStrategy(RankStrategy):
     def __getstate__(self) -> dict[str, Any]:
         # For copies of a module that holds its Trainer: the copy belongs to no run.
         return {**super().__getstate__(), "engine": None, "_run": None}
+
+    @property
+    @override
+    def optimizers(self) -> list[Optimizer]:
+        return super().optimizers
+
+    @optimizers.setter
+    @override
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        super(SteppingStrategy, type(self)).optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        for wrapper in self._lightning_optimizers:
+            follow(wrapper, internals.unwrapped(wrapper))
 
     @property
     def _open_engine(self) -> Engine | None:

@@ -21,7 +21,13 @@ from tests.oracle.ranks import ROOT
 
 OWN = {"self", "cls"}
 OF_TORCH = {"_buffers", "_parameters", "_cdata", "_asdict"}
-INHERITED = {"_precision_plugin", "_layer_sync", "_timeout", "_get_process_group_backend"}
+INHERITED = {
+    "_precision_plugin",
+    "_layer_sync",
+    "_lightning_optimizers",
+    "_timeout",
+    "_get_process_group_backend",
+}
 
 
 def private_names(code: str) -> Iterator[str]:

@@ -1,0 +1,371 @@
+"""Methods of optimizers that users replace, and that they call in hooks, do what they do under DDP.
+
+Weights and calls are DDP's. Where a case says nothing else, its optimizer is Adam: with
+gradients that are not cleared, or cleared in part, its steps differ from the usual ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import schedulefree
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+
+from lightning_zero import ZeROStrategy
+from tests.oracle.by_trainer import Rows, assert_close, make_trainer, world
+from tests.oracle.ranks import Pools
+
+STAGES = [1, 2, 3]
+
+
+class Module(LightningModule):
+    """Units of odd sizes, so that a rank has empty pieces.
+
+    Attributes:
+        calls: What was called.
+        seen: What the hooks saw.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(3, 1)])
+        self.calls: list[str] = []
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return self.loss(batch)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x = batch[0][:, :4] / 11 + self.global_rank / 7
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return (x - 1).square().mean()
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.seen.append(self.loss(batch).item())
+
+    def configure_optimizers(self) -> Any:
+        return Adam(self.parameters(), 0.05)
+
+
+def noted(module: Module, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls ``method`` and notes the call."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        module.calls.append(method.__name__)
+        return method(*args, **kwargs)
+
+    return call
+
+
+# -- methods that are replaced ---------------------------------------------------------------------
+
+
+class OnTheInstance(Module):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.zero_grad = lambda *_, **__: self.calls.append("nothing")
+        return optimizer
+
+
+class InAHook(Module):
+    """Clears every second time."""
+
+    def on_train_start(self) -> None:
+        [optimizer] = self.trainer.optimizers
+        clear = optimizer.zero_grad
+
+        def zero_grad(*args: Any, **kwargs: Any) -> None:
+            self.calls.append("sometimes")
+            if len(self.calls) % 2:
+                clear(*args, **kwargs)
+
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+class Deaf(Adam):
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        pass
+
+
+class OfASubclass(Module):
+    def configure_optimizers(self) -> Any:
+        return Deaf(self.parameters(), 0.05)
+
+
+class InPart(Adam):
+    """Clears all but biases."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.dim() > 1:
+                    p.grad = None
+
+
+class OfASubclassInPart(Module):
+    def configure_optimizers(self) -> Any:
+        return InPart(self.parameters(), 0.05)
+
+
+class Halving(SGD):
+    """Keeps half of its gradients, as some ways to accumulate do."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+
+
+class Keeping(Module):
+    def configure_optimizers(self) -> Any:
+        return Halving(self.parameters(), 0.05, momentum=0.5)
+
+
+class Patched(Module):
+    """The class is patched when its optimizers are made."""
+
+    def patch(self, to: pytest.MonkeyPatch) -> None:
+        to.setattr(Adam, "zero_grad", lambda *_, **__: self.calls.append("patched"))
+
+
+class PatchedLate(Patched):
+    """The class is patched in the run."""
+
+    def patch(self, to: pytest.MonkeyPatch) -> None:
+        self.patching = to
+
+    def on_train_start(self) -> None:
+        super().patch(self.patching)
+
+
+class Dropping(SGD):
+    """Drops its gradients itself, at the end of a step."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.zero_grad()
+        return loss
+
+
+class WithinAStep(Module):
+    def configure_optimizers(self) -> Any:
+        optimizer = Dropping(self.parameters(), 0.05, momentum=0.5, weight_decay=0.1)
+        optimizer.zero_grad = noted(self, optimizer.zero_grad)  # type: ignore[method-assign]
+        return optimizer
+
+    def optimizer_zero_grad(self, *args: Any) -> None:
+        pass
+
+
+class OwnedWithinAStep(WithinAStep):
+    """Its optimizer steps whole parameters."""
+
+    def configure_optimizers(self) -> Any:
+        class Sign(Optimizer):
+            def step(self, closure: Any = None) -> Any:
+                loss = None if closure is None else closure()
+                for group in self.param_groups:
+                    for p in group["params"]:
+                        if p.grad is not None:
+                            p.data.sub_(p.grad / (1 + p.grad.norm()), alpha=group["lr"])
+                self.zero_grad()
+                return loss
+
+        optimizer = Sign(self.parameters(), {"lr": 0.05})
+        optimizer.zero_grad = noted(self, optimizer.zero_grad)  # type: ignore[method-assign]
+        return optimizer
+
+
+class Twice(Adam):
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        super().step()
+        return loss
+
+
+class SteppedTwice(Module):
+    def configure_optimizers(self) -> Any:
+        return Twice(self.parameters(), 0.05)
+
+
+class SteppedByAFunction(Module):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.step = noted(self, optimizer.step)
+        return optimizer
+
+
+class SteppedByOwnRule(Module):
+    """Goes through the param groups by itself, without the optimizer's own step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+
+        def step(closure: Any = None) -> Any:
+            loss = closure()
+            with torch.no_grad():
+                for p in self.parameters():
+                    p.sub_(p.grad, alpha=0.1)
+            return loss
+
+        optimizer.step = step
+        return optimizer
+
+
+class Growing(Adam):
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group({**param_group, "lr": 0.01})
+
+
+class GroupsAreAdded(Module):
+    def configure_optimizers(self) -> Any:
+        return Growing(self.layers[:2].parameters(), 0.05)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            optimizer: Any = self.optimizers()
+            optimizer.add_param_group({"params": list(self.layers[2].parameters())})
+
+
+# -- methods that are called through what `self.optimizers()` returns ------------------------------
+
+
+class Manual(Module):
+    """Steps by hand; the optimizer's own ``zero_grad`` is never called so under DDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.zero_grad = noted(self, optimizer.zero_grad)
+        return optimizer
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        if index % 2:
+            optimizer.zero_grad()
+        self.seen.append([p.grad is None for p in self.parameters()])
+
+
+class ScheduleFree(Module):
+    """Trains and evaluates in the optimizer's modes."""
+
+    def configure_optimizers(self) -> Any:
+        return schedulefree.AdamWScheduleFree(self.parameters(), 0.05)  # type: ignore[attr-defined]
+
+    @property
+    def optimizer(self) -> Any:
+        return self.optimizers()
+
+    def on_train_start(self) -> None:
+        self.optimizer.train()
+
+    def on_validation_start(self) -> None:
+        self.optimizer.eval()
+
+    def on_validation_end(self) -> None:
+        self.optimizer.train()
+
+
+class ScheduleFreeItself(ScheduleFree):
+    @property
+    def optimizer(self) -> Any:
+        return self.trainer.optimizers[0]
+
+
+class ScheduleFreeInAWrapper(ScheduleFree):
+    """A wrapper that is no optimizer holds what Lightning wraps."""
+
+    @property
+    def optimizer(self) -> Any:
+        class Holder:
+            def __init__(self, held: Any) -> None:
+                self.held = held
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self.held, name)
+
+        return Holder(self.optimizers())
+
+
+class CountingModes(schedulefree.AdamWScheduleFree):  # type: ignore[name-defined, misc]
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.calls: list[str] = []
+
+    def eval(self) -> None:
+        self.calls.append("eval")
+        super().eval()
+
+    def train(self) -> None:
+        self.calls.append("train")
+        super().train()
+
+
+class ScheduleFreeBySubclass(ScheduleFree):
+    """Counts the calls of the methods that it overrides."""
+
+    def configure_optimizers(self) -> Any:
+        return CountingModes(self.parameters(), 0.05)
+
+    def on_train_end(self) -> None:
+        self.calls = self.trainer.optimizers[0].calls  # type: ignore[attr-defined]
+
+
+MODULES = [
+    OnTheInstance,
+    InAHook,
+    OfASubclass,
+    OfASubclassInPart,
+    Keeping,
+    Patched,
+    PatchedLate,
+    WithinAStep,
+    OwnedWithinAStep,
+    SteppedTwice,
+    SteppedByAFunction,
+    SteppedByOwnRule,
+    GroupsAreAdded,
+    Manual,
+    ScheduleFree,
+    ScheduleFreeItself,
+    ScheduleFreeInAWrapper,
+    ScheduleFreeBySubclass,
+]
+
+
+def fit(kind: type[Module], strategy: Any) -> list[Any]:
+    """Return weights, calls and what hooks saw."""
+    module = kind()
+    options: dict[str, Any] = {"max_steps": 6, "val_check_interval": 2, "limit_val_batches": 1}
+    trainer = make_trainer(world(), strategy, "/nowhere", enable_checkpointing=False, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        if isinstance(module, Patched):
+            module.patch(patch)
+        trainer.fit(module, Rows(), Rows())
+    return [[p.tolist() for p in module.parameters()], module.calls, module.seen]
+
+
+def under_each(kind: type[Module]) -> None:
+    expected = fit(kind, "ddp")
+    for stage in STAGES:
+        strategy = ZeROStrategy(stage, units=(nn.Linear,), min_num_params=0)
+        for found, value in zip(fit(kind, strategy), expected, strict=True):
+            assert_close(found, value, f"stage {stage}")
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_methods_have_their_effect(ranks: Pools, kind: type[Module]) -> None:
+    ranks(2).run(under_each, kind)

@@ -1,0 +1,250 @@
+"""Optimizers' states that users ask for in hooks, and copies of optimizers, are those under DDP."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schedulefree
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import SGD, Adafactor, Adam, Optimizer
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
+
+from lightning_zero import ZeROStrategy
+from tests.oracle.by_trainer import Rows, assert_close, make_trainer, world
+from tests.oracle.own_optimizers import Own
+from tests.oracle.ranks import Pools, RankError
+
+
+class Module(LightningModule):
+    """Asks for states after its third step, and trains on.
+
+    Attributes:
+        make: Makes the optimizer.
+        ask: Returns what is compared.
+        seen: What it returned.
+    """
+
+    def __init__(self, make: Callable[..., Optimizer], ask: Callable[[Any], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(3, 1)])
+        self.make, self.ask = make, ask
+        self.seen: Any = None
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        x = batch[0][:, :4] / 11 + self.global_rank / 7
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return (x - 1).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        weights = [p for p in self.parameters() if p.dim() > 1]
+        biases = [p for p in self.parameters() if p.dim() == 1]
+        optimizer = self.make([{"params": weights}, {"params": biases, "lr": 0.1}])
+        return [optimizer], [{"scheduler": ExponentialLR(optimizer, 0.9), "interval": "step"}]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.seen = copy.deepcopy(self.ask(self))  # DDP's later steps change its states
+
+
+class Nested(Adam):
+    """Its state dict has something of its own, made of whole states."""
+
+    def state_dict(self) -> dict[str, Any]:
+        norms = [float(state["exp_avg"].norm()) for state in self.state.values()]
+        return {**super().state_dict(), "norm": sum(norms)}
+
+
+class Around(Optimizer):
+    """Wraps an optimizer, which has the states, and returns them in a form of its own."""
+
+    def __init__(self, params: Any) -> None:
+        self.inner = Adam(params, 0.05)
+        super().__init__(self.inner.param_groups, {})
+        self.state, self.param_groups = self.inner.state, self.inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"wrapped": self.inner.state_dict()}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict["wrapped"])
+        self.state, self.param_groups = self.inner.state, self.inner.param_groups
+
+
+class InLists(Own):
+    """Keeps lists of tensors, and entries that belong to no parameter."""
+
+    def finish(self) -> None:
+        self.state["of all"] = {"steps": 1}  # type: ignore[index]
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        means = self.state[p].setdefault("means", [torch.zeros_like(p), torch.zeros_like(p)])
+        for mean, decay in zip(means, (0.5, 0.1), strict=True):
+            mean.lerp_(grad, decay)
+        p.sub_(means[0] + means[1], alpha=group["lr"])
+
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "adam": lambda params: Adam(params, 0.05, amsgrad=True),
+    "momentum": lambda params: SGD(params, 0.05, momentum=0.9),
+    "without states": lambda params: SGD(params, 0.05),
+    "schedule-free": lambda params: _trained(schedulefree.AdamWScheduleFree(params, 0.05)),  # type: ignore[attr-defined]
+    "by parameter": lambda params: Adafactor(params, 0.05),
+    "own state dict": lambda params: Nested(params, 0.05),
+    "a wrapper": Around,
+    "in lists": InLists,
+}
+
+
+def _trained(optimizer: Any) -> Any:
+    optimizer.train()
+    return optimizer
+
+
+# -- what users ask for ----------------------------------------------------------------------------
+
+
+def own(module: Any) -> Optimizer:
+    return module.trainer.optimizers[0]  # type: ignore[no-any-return]
+
+
+def saved(module: Any) -> Any:
+    """A checkpoint by hand."""
+    file = io.BytesIO()
+    torch.save({"optimizer": module.optimizers().state_dict()}, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+def asked(module: Any) -> Any:
+    schedulers = [module.lr_schedulers().state_dict()]
+    return own(module).state_dict(), module.optimizers().state_dict(), schedulers
+
+
+def loaded(module: Any) -> Any:
+    """Values of the state dict that are changed act on the next steps."""
+    state = copy.deepcopy(own(module).state_dict())
+    for tensor in torch.utils._pytree.tree_leaves(state):
+        if isinstance(tensor, Tensor) and tensor.dim():
+            tensor.mul_(0.25)
+    own(module).load_state_dict(state)
+    return own(module).state_dict()
+
+
+def loaded_to_the_wrapper(module: Any) -> Any:
+    """What Lightning's wrapper loads does not reach the optimizer, which goes on as before."""
+    wrapper = module.optimizers()
+    state = copy.deepcopy(wrapper.state_dict())
+    state["param_groups"][0]["lr"] = 7.0
+    wrapper.load_state_dict(state)
+    return own(module).state_dict()
+
+
+def _stepped(optimizer: Any) -> Any:
+    """Use a copy of an optimizer, whose parameters are copies, too."""
+    members = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in members:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    return [p.detach().clone() for p in members], optimizer.state_dict()
+
+
+def copied(module: Any) -> Any:
+    return _stepped(copy.deepcopy(own(module)))
+
+
+def copied_with_its_module(module: Any) -> Any:
+    layers, optimizer = copy.deepcopy((module.layers, own(module)))
+    stepped = _stepped(optimizer)
+    return stepped, [p.detach().clone() for p in layers.parameters()]
+
+
+def pickled(module: Any) -> Any:
+    return _stepped(pickle.loads(pickle.dumps(own(module))))
+
+
+def copied_schedulers(module: Any) -> Any:
+    twin: Any = copy.deepcopy(module.lr_schedulers())
+    other: Any = pickle.loads(pickle.dumps(module.lr_schedulers()))
+    return _stepped(twin.optimizer), twin.state_dict(), _stepped(other.optimizer)
+
+
+def reduced_rates(module: Any) -> Any:
+    """A scheduler that is made in a hook."""
+    scheduler = LambdaLR(own(module), lambda _: 0.5)
+    return scheduler.state_dict(), [group["lr"] for group in own(module).param_groups]
+
+
+ASKING = [
+    saved,
+    asked,
+    loaded,
+    loaded_to_the_wrapper,
+    copied,
+    copied_with_its_module,
+    pickled,
+    copied_schedulers,
+    reduced_rates,
+]
+CASES = [(name, ask) for name in ("adam", "by parameter") for ask in ASKING]
+CASES += [(name, ask) for name in OPTIMIZERS for ask in (asked, loaded)]
+
+
+def fit(strategy: Any, name: str, ask: Callable[[Any], Any]) -> Any:
+    module = Module(OPTIMIZERS[name], ask)
+    options: dict[str, Any] = {"max_steps": 6, "enable_checkpointing": False}
+    trainer = make_trainer(world(), strategy, "/nowhere", **options)
+    trainer.fit(module, Rows())
+    return module.seen, [p.detach().clone() for p in module.parameters()]
+
+
+def under_each(folder: str, name: str, ask: Callable[[Any], Any]) -> None:
+    expected = fit("ddp", name, ask)
+    for stage in (1, 2, 3):
+        strategy = ZeROStrategy(stage, units=(nn.Linear,), min_num_params=0)
+        assert_close(fit(strategy, name, ask), expected, f"stage {stage}")
+
+
+@pytest.mark.parametrize(("name", "ask"), dict.fromkeys(CASES))
+def test_states_are_those_under_ddp(
+    ranks: Pools, tmp_path: Path, name: str, ask: Callable[[Any], Any]
+) -> None:
+    ranks(2).run(under_each, str(tmp_path), name, ask)
+
+
+def offloaded(folder: str) -> None:
+    expected = fit("ddp", "adam", loaded)
+    homes: Any = {"offload_optimizer": "nvme", "offload_weights": "nvme", "offload_path": folder}
+    strategy = ZeROStrategy(3, units=(nn.Linear,), min_num_params=0, **homes)
+    assert_close(fit(strategy, "adam", loaded), expected, "offloaded")
+
+
+def test_states_in_files(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2).run(offloaded, str(tmp_path))
+
+
+def by_one_rank(module: Any) -> Any:
+    return own(module).state_dict() if module.global_rank == 0 else None
+
+
+def alone(name: str) -> None:
+    fit(ZeROStrategy(1), name, by_one_rank)
+
+
+@pytest.mark.parametrize("name", ["adam", "by parameter"])
+def test_a_rank_that_asks_alone_is_named(ranks: Pools, name: str) -> None:
+    kind = {"adam": "Adam", "by parameter": "Adafactor"}[name]
+    with pytest.raises(RankError) as error:
+        ranks(2).run(alone, name)
+    assert f"the whole states of an optimizer of {kind}" in str(error.value)
