@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[1] / "lightning_zero"
+TESTS = Path(__file__).resolve().parent
+PACKAGE = TESTS.parent / "lightning_zero"
 FOLDERS = [
     "tensors",
     "plan",
@@ -27,6 +28,56 @@ FOLDERS = [
 LIGHTNING = {"fabric", "trainer", "mirror", "root"}
 LIGHTNING_NAMES = ("lightning", "pytorch_lightning", "lightning_fabric")
 SUBJECTLESS = {"utils", "util", "common", "helpers", "helper", "misc", "core", "base"}
+
+INNER = {
+    "checkpoint.checksums",
+    "checkpoint.crc",
+    "checkpoint.file.archive",
+    "checkpoint.file.format",
+    "checkpoint.file.records",
+    "checkpoint.file.writer",
+    "checkpoint.load",
+    "checkpoint.open_file",
+    "checkpoint.read_ahead",
+    "checkpoint.safetensors",
+    "checkpoint.unread",
+    "checkpoint.values.boxes",
+    "checkpoint.values.chunk",
+    "checkpoint.word_sums",
+    "comm.coded",
+    "comm.collective_log",
+    "comm.collectives",
+    "comm.mesh",
+    "comm.process_groups",
+    "comm.rendezvous",
+    "comm.traffic",
+    "comm.transport",
+    "comm.watchdog",
+    "comm.window",
+    "commands.convert",
+    "commands.inspect",
+    "deepspeed.keys",
+    "deepspeed.optimizer_block",
+    "engine.gradients",
+    "engine.schedule",
+    "engine.step",
+    "engine.unit",
+    "engine.weights",
+    "optimizer.known",
+    "optimizer.operations",
+    "optimizer.outside",
+    "optimizer.probe",
+    "optimizer.rounding",
+    "optimizer.staging",
+    "parameters.classes",
+    "parameters.piece_range",
+    "parameters.sharded_grad",
+    "plan.casts",
+    "plan.units",
+    "trainer.plugins",
+    "trainer.memory_monitor",
+}
+"""Inner modules of which tests take what their folder does not export; none may be added."""
 
 
 def faults(package: Path) -> Iterator[str]:
@@ -134,6 +185,19 @@ def test_circle_is_found(tmp_path: Path, code: str) -> None:
     (folder / "units.py").write_text("from lightning_zero.plan.casts import x")
     (folder / "casts.py").write_text("import lightning_zero.plan.layout")
     assert len(circles(tmp_path / "lightning_zero")) == 1
+
+
+def test_tests_import_folders() -> None:
+    """A module that moves within its folder breaks no test, but for those that test it alone."""
+    inner = set()
+    for path in sorted(TESTS.rglob("*.py")):
+        for module, name in imports(path):
+            outer, *within = module.split(".")
+            if outer == PACKAGE.name and len(within) > 1:
+                exported = {name for _, name in imports(PACKAGE / within[0] / "__init__.py")}
+                assert name not in exported, f"{path}: take {name} from {outer}.{within[0]}"
+                inner.add(".".join(within))
+    assert inner == INNER
 
 
 @pytest.mark.parametrize(

@@ -17,22 +17,24 @@ import torch
 
 from lightning_zero import ZeROStrategy, load_weights
 from lightning_zero.checkpoint import (
+    Directory,
+    DirectorySave,
+    FileSave,
+    Saver,
+    ShardedValue,
     check_optimizer_states,
     check_ranges,
     checksums,
+    load,
     load_module_state,
     load_optimizer_state,
+    mapped,
     module_state,
     optimizer_state,
     ranges_of_optimizers,
 )
-from lightning_zero.checkpoint.dcp.directory import Directory
-from lightning_zero.checkpoint.dcp.save import DirectorySave
 from lightning_zero.checkpoint.file.records import stored_records
-from lightning_zero.checkpoint.file.save import FileSave
-from lightning_zero.checkpoint.load import load, mapped, ranges_of
-from lightning_zero.checkpoint.saver import Saver
-from lightning_zero.checkpoint.values.sharded_value import ShardedValue
+from lightning_zero.checkpoint.load import ranges_of
 from lightning_zero.checkpoint.word_sums import BLOCK_BYTES, word_sums
 from lightning_zero.comm import Control
 from lightning_zero.commands.convert import convert

@@ -33,15 +33,20 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_zero import ZeROStrategy, load_weights
-from lightning_zero.checkpoint import module_state, optimizer_state
-from lightning_zero.checkpoint.dcp.directory import Directory
-from lightning_zero.checkpoint.dcp.save import DirectorySave
-from lightning_zero.checkpoint.file.format import Provenance
-from lightning_zero.checkpoint.load import content, load, mapped
-from lightning_zero.checkpoint.saver import Saver
+from lightning_zero.checkpoint import (
+    Directory,
+    DirectorySave,
+    LazyTensor,
+    Provenance,
+    Saver,
+    content,
+    load,
+    mapped,
+    module_state,
+    optimizer_state,
+    read_weights,
+)
 from lightning_zero.checkpoint.values.boxes import boxes, dense_stride, inverse, memory_order
-from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
-from lightning_zero.checkpoint.weights import read_weights
 from lightning_zero.comm import Control
 from lightning_zero.commands import main
 from lightning_zero.commands.convert import convert

@@ -16,11 +16,9 @@ import torch
 import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFile
 
-from lightning_zero.checkpoint.file.format import FORMAT, Provenance
-from lightning_zero.checkpoint.load import load, mapped
-from lightning_zero.checkpoint.saver import Saver
-from lightning_zero.comm import Control
-from lightning_zero.comm.sync_points import SyncPoint
+from lightning_zero.checkpoint import Provenance, Saver, load, mapped
+from lightning_zero.checkpoint.file.format import FORMAT
+from lightning_zero.comm import Control, SyncPoint
 from lightning_zero.commands.inspect import damage, describe
 from tests.oracle.checkpoints import (
     PROVENANCE,

@@ -13,16 +13,21 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.checkpoint import mapped, module_state, optimizer_state
+from lightning_zero.checkpoint import (
+    Provenance,
+    Saver,
+    ShardedValue,
+    collected,
+    mapped,
+    module_state,
+    optimizer_state,
+)
 from lightning_zero.checkpoint.crc import joined_checksum
 from lightning_zero.checkpoint.file.archive import Archive
-from lightning_zero.checkpoint.file.format import Provenance
-from lightning_zero.checkpoint.saver import Saver, collected
 from lightning_zero.checkpoint.unread import NeedsMapping
-from lightning_zero.checkpoint.values.sharded_value import ShardedValue
 from lightning_zero.comm import Control
-from lightning_zero.engine.engine import Engine
-from lightning_zero.plan.settings import Settings
+from lightning_zero.engine import Engine
+from lightning_zero.plan import Settings
 from tests.oracle.models import MODELS
 from tests.oracle.ranks import Pools
 

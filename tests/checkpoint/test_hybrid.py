@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.checkpoint import module_state, optimizer_state
-from lightning_zero.checkpoint.dcp.save import DirectorySave
-from lightning_zero.checkpoint.file.format import Provenance
-from lightning_zero.checkpoint.saver import Saver
+from lightning_zero.checkpoint import (
+    DirectorySave,
+    Provenance,
+    Saver,
+    module_state,
+    optimizer_state,
+)
 from lightning_zero.optimizer import members
 from tests.oracle.ranks import Pools
 from tests.oracle.resharding import (

@@ -18,20 +18,20 @@ from torch import Tensor, nn
 
 from lightning_zero import load_weights
 from lightning_zero.checkpoint import (
+    DirectorySave,
+    FileSave,
+    Provenance,
+    Saver,
+    load,
     load_module_state,
     load_optimizer_state,
     module_state,
     optimizer_state,
+    write_safetensors,
 )
-from lightning_zero.checkpoint.dcp.save import DirectorySave
-from lightning_zero.checkpoint.file.format import Provenance
-from lightning_zero.checkpoint.file.save import FileSave
-from lightning_zero.checkpoint.load import load
-from lightning_zero.checkpoint.safetensors import write_safetensors
-from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.values.chunk import BUFFER_BYTES
-from lightning_zero.engine.engine import Engine
-from lightning_zero.plan.settings import Settings
+from lightning_zero.engine import Engine
+from lightning_zero.plan import Settings
 from tests.oracle.ranks import Pool
 
 WIDTH, NUM_LAYERS, WORLD = 1024, 12, 4

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from lightning_zero.checkpoint import (
+    Provenance,
+    Saver,
     check_optimizer_states,
+    load,
     load_module_state,
     module_state,
     optimizer_state,
 )
-from lightning_zero.checkpoint.file.format import Provenance
-from lightning_zero.checkpoint.load import load
-from lightning_zero.checkpoint.saver import Saver
 from tests.oracle.ranks import Pools
 from tests.oracle.resharding import (
     NUM_AFTER,

@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 
 from lightning_zero import ZeROPrecision, ZeROStrategy, load_weights
-from lightning_zero.optimizer.loss_scaler import LossScaler
+from lightning_zero.optimizer import LossScaler
 from tests.oracle.by_trainer import (
     NUM_ROWS,
     Model,

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.comm import Codec, Communicator
-from lightning_zero.comm.coded import Cargo, Coded
-from lightning_zero.comm.transport import Shared
+from lightning_zero.comm import Cargo, Codec, Communicator, Shared
+from lightning_zero.comm.coded import Coded
 from tests.oracle.ranks import Pools
 
 CPU = torch.device("cpu")

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.comm import Arrived
-from lightning_zero.comm.dry import DryHostCopies
+from lightning_zero.comm import Arrived, DryHostCopies
 from lightning_zero.tensors import HostCopies, LentMemory, pinned_bytes
 from tests.oracle.streams import late_streams
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_zero import ZeROStrategy
-from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm import Communicator
 from lightning_zero.comm.process_groups import destroy, group_for, new_group_of_hosts
 from tests.oracle.models import Block
 from tests.oracle.projects import Regression, make_trainer, rows, wired

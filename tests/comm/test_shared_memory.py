@@ -12,15 +12,20 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_zero.comm import shared_memory, window
-from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.control import Control
-from lightning_zero.comm.sync_points import SyncPoint
-from lightning_zero.comm.traffic import Ledger, Sent, sum_of
+from lightning_zero.comm import (
+    Communicator,
+    Control,
+    Ledger,
+    SyncPoint,
+    shared_memory,
+    sum_of,
+    window,
+)
+from lightning_zero.comm.traffic import Sent
 from lightning_zero.comm.window import Address, Window
-from lightning_zero.engine.engine import Engine
+from lightning_zero.engine import Engine
 from lightning_zero.parameters import FlatParameters
-from lightning_zero.plan.settings import Settings
+from lightning_zero.plan import Settings
 from tests.oracle.models import MODELS
 from tests.oracle.parity import share
 from tests.oracle.projects import WAYS

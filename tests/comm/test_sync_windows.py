@@ -10,9 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_zero.comm import process_groups, sync_windows
-from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.sync_points import SyncPoint
+from lightning_zero.comm import Communicator, SyncPoint, process_groups, sync_windows
 from lightning_zero.comm.window import Window
 from tests.oracle.ranks import Pools
 

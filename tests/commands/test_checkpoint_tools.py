@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero import load_weights
-from lightning_zero.checkpoint.safetensors import INDEX, read_safetensors
+from lightning_zero.checkpoint import read_safetensors
+from lightning_zero.checkpoint.safetensors import INDEX
 from lightning_zero.commands import main
 from lightning_zero.commands.convert import convert
 from lightning_zero.commands.inspect import damage, describe
-from lightning_zero.engine.engine import Engine
-from lightning_zero.plan.settings import Settings
+from lightning_zero.engine import Engine
+from lightning_zero.plan import Settings
 from tests.oracle.launch import run_python
 from tests.oracle.models import MODELS, Tied
 from tests.oracle.ranks import Pools

@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
 
 from lightning_zero import ZeROPrecision, ZeROStrategy
-from lightning_zero.deepspeed.config import Config
+from lightning_zero.deepspeed import Config
 from lightning_zero.deepspeed.keys import KEYS, Fate, Kind, table
 from lightning_zero.deepspeed.optimizer_block import OptimizerBlock, SchedulerBlock
 from lightning_zero.plan import Offload

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero import ZeROStrategy
-from lightning_zero.engine.activation_checkpointing import ActivationCheckpointing
-from lightning_zero.engine.engine import Engine
-from lightning_zero.plan.settings import Settings
+from lightning_zero.engine import ActivationCheckpointing, Engine
+from lightning_zero.plan import Settings
 from tests.oracle.models import Block
 from tests.oracle.projects import Regression, Run, assert_like_ddp, fit, under_all
 from tests.oracle.ranks import Pools

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 
 from lightning_zero import ZeROStrategy
 from lightning_zero.comm import Communicator
-from lightning_zero.engine.activation_checkpointing import ActivationCheckpointing
-from lightning_zero.engine.activation_offload import ActivationOffload
-from lightning_zero.engine.engine import Engine
-from lightning_zero.plan.settings import Settings
+from lightning_zero.engine import ActivationCheckpointing, ActivationOffload, Engine
+from lightning_zero.plan import Settings
 from tests.oracle.models import Block
 from tests.oracle.painted import beside_the_host
 from tests.oracle.projects import Regression, fit

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero import full_grad, gathered
-from lightning_zero.engine.engine import Engine
+from lightning_zero.engine import Engine
 from lightning_zero.engine.step import Phase
 from tests.oracle.models import Block
 from tests.oracle.ranks import Pools

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero.comm.communicator import Communicator
-from lightning_zero.engine.engine import Engine
-from lightning_zero.plan.plan import RECIPES, Offload
-from lightning_zero.plan.settings import Settings
+from lightning_zero.comm import Communicator
+from lightning_zero.engine import Engine
+from lightning_zero.plan import RECIPES, Offload, Settings
 from tests.oracle.models import MODELS
 from tests.oracle.parity import Result, assert_parity
 from tests.oracle.ranks import Pools

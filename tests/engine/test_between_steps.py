@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero import full_grad, gathered, grad_norm
-from lightning_zero.comm.communicator import Communicator
-from lightning_zero.engine.engine import Engine
+from lightning_zero.comm import Communicator
+from lightning_zero.engine import Engine
 from tests.oracle.models import Blocks
 from tests.oracle.projects import WAYS, WIDTH
 from tests.oracle.ranks import Pools, RankError

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.comm.communicator import Communicator
-from lightning_zero.engine.engine import Engine
-from lightning_zero.plan.plan import RECIPES, Offload
-from lightning_zero.plan.settings import Settings
+from lightning_zero.comm import Communicator
+from lightning_zero.engine import Engine
+from lightning_zero.plan import RECIPES, Offload, Settings
 from tests.oracle.checkpoints import told
 from tests.oracle.models import MODELS
 from tests.oracle.parity import share

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.engine.engine import Engine
-from lightning_zero.plan.settings import Settings
+from lightning_zero.engine import Engine
+from lightning_zero.plan import Settings
 from tests.oracle.projects import Regression, Run, assert_like_ddp, fit, rows, under_all
 from tests.oracle.ranks import Pools
 

@@ -27,18 +27,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_zero import MemoryMonitor, ZeROStrategy
 from lightning_zero.checkpoint import optimizer_state
+from lightning_zero.comm import Communicator, Control, process_groups
 from lightning_zero.comm import collectives as backend
-from lightning_zero.comm import process_groups
 from lightning_zero.comm.collectives import Collectives
-from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.control import Control
-from lightning_zero.engine import materialize
-from lightning_zero.engine.engine import Engine
-from lightning_zero.optimizer import Way, clip, verdict_of
-from lightning_zero.optimizer.pieces import state_bytes
+from lightning_zero.engine import Engine, materialize
+from lightning_zero.optimizer import Way, clip, state_bytes, verdict_of
 from lightning_zero.parameters import settle
-from lightning_zero.plan.plan import RECIPES, Offload
-from lightning_zero.plan.settings import Settings
+from lightning_zero.plan import RECIPES, Offload, Settings
 from tests.oracle.models import MODELS, Block
 from tests.oracle.painted import beside_the_host
 from tests.oracle.parity import assert_parity, reference

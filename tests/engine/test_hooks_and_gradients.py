@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from lightning_zero import full_grad, gathered, grad_norm
-from lightning_zero.engine.engine import Engine
+from lightning_zero.engine import Engine
 from lightning_zero.parameters.sharded_grad import ShardedGrad
-from lightning_zero.plan.settings import Settings
+from lightning_zero.plan import Settings
 from tests.oracle.projects import WIDTH, Regression, Run, assert_like_ddp, fit, rows, under_all
 from tests.oracle.ranks import Pools
 

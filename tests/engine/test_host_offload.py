@@ -18,12 +18,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lightning_zero
-from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.traffic import sum_of
-from lightning_zero.engine.engine import Engine
+from lightning_zero.comm import Communicator, sum_of
+from lightning_zero.engine import Engine
 from lightning_zero.optimizer import States, UnitStep, clip
-from lightning_zero.plan import Offload
-from lightning_zero.plan.settings import Settings
+from lightning_zero.plan import Offload, Settings
 from lightning_zero.tensors import HostCopies, Landing
 from tests.oracle.models import MODELS
 from tests.oracle.own_optimizers import GroupCounting

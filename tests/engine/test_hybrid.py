@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.comm.communicator import Communicator
-from lightning_zero.plan.plan import RECIPES
+from lightning_zero.comm import Communicator
+from lightning_zero.plan import RECIPES
 from tests.oracle.checkpoints import told
 from tests.oracle.models import MODELS
 from tests.oracle.parity import Result, assert_parity

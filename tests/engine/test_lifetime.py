@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_zero.comm.communicator import Communicator
-from lightning_zero.engine.engine import Engine
-from lightning_zero.plan.plan import RECIPES
-from lightning_zero.plan.settings import Settings
+from lightning_zero.comm import Communicator
+from lightning_zero.engine import Engine
+from lightning_zero.plan import RECIPES, Settings
 from tests.oracle.models import Block, Blocks
 from tests.oracle.projects import (
     WAYS,

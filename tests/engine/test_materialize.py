@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.engine.engine import Engine
-from lightning_zero.plan.settings import Settings
+from lightning_zero.engine import Engine
+from lightning_zero.plan import Settings
 from tests.oracle.models import MODELS
 from tests.oracle.sharded import shard
 

@@ -26,14 +26,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_zero.checkpoint.optimizer_state import optimizer_state
-from lightning_zero.checkpoint.state import module_state
-from lightning_zero.engine.engine import Engine
+from lightning_zero.checkpoint import module_state, optimizer_state
+from lightning_zero.engine import Engine
 from lightning_zero.optimizer import batches_of, staging
 from lightning_zero.optimizer.known import ELEMENT_WISE
 from lightning_zero.optimizer.staging import NUM_SLOTS
-from lightning_zero.plan import RECIPES, Offload
-from lightning_zero.plan.settings import Settings
+from lightning_zero.plan import RECIPES, Offload, Settings
 from lightning_zero.tensors import Scratch, StagedFile, StagingMemory, in_pages
 from tests.oracle.mapped import is_in_file
 from tests.oracle.models import MODELS

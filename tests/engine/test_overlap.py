@@ -21,15 +21,13 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import lightning_zero
-from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.sync_points import SyncPoint
-from lightning_zero.comm.traffic import sum_of
+from lightning_zero.comm import Communicator, SyncPoint, sum_of
 from lightning_zero.comm.window import Window
-from lightning_zero.engine.engine import Engine
+from lightning_zero.engine import Engine
 from lightning_zero.engine.gradients import Gradients
 from lightning_zero.engine.weights import State, Weights
-from lightning_zero.parameters.buffer import Buffer
-from lightning_zero.plan.settings import Settings
+from lightning_zero.parameters import Buffer
+from lightning_zero.plan import Settings
 from tests.oracle.ranks import Pools
 
 BLOCKS = 4

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_zero.engine.engine import Engine
+from lightning_zero.engine import Engine
 from lightning_zero.optimizer import clip, staging
 from lightning_zero.optimizer.outside import outside_of
-from lightning_zero.plan import RECIPES, Offload
-from lightning_zero.plan.settings import Settings
+from lightning_zero.plan import RECIPES, Offload, Settings
 from tests.oracle.mapped import is_in_file
 from tests.oracle.own_optimizers import BY_UNIT, Evaluating, Nested, Own, SelfCounting
 from tests.oracle.ranks import Pools

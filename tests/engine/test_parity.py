@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm import Communicator
 from tests.oracle.models import MODELS, Batch, Case
 from tests.oracle.parity import (
     NORMS,

@@ -11,13 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_zero import ZeROStrategy
-from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.sync_points import PendingSync
+from lightning_zero.comm import Communicator, PendingSync
+from lightning_zero.engine import Engine, rank_check
 from lightning_zero.engine import engine as engine_module
-from lightning_zero.engine import rank_check
-from lightning_zero.engine.engine import Engine
-from lightning_zero.plan.plan import RECIPES
-from lightning_zero.plan.settings import Settings
+from lightning_zero.plan import RECIPES, Settings
 from tests.oracle.projects import WAYS, Regression, make_trainer, rows
 from tests.oracle.ranks import Pools, RankError
 from tests.oracle.sharded import CPU

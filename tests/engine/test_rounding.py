@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero import estimate
-from lightning_zero.comm.communicator import Communicator
-from lightning_zero.engine.engine import Engine
+from lightning_zero.comm import Communicator
+from lightning_zero.engine import Engine
 from lightning_zero.optimizer import rounding
 from lightning_zero.optimizer.rounding import round_by_chance
-from lightning_zero.plan import Offload
-from lightning_zero.plan.settings import Settings
+from lightning_zero.plan import Offload, Settings
 from tests.oracle.checkpoints import told
 from tests.oracle.models import MODELS
 from tests.oracle.own_optimizers import GroupCounting

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from lightning_zero.comm import StepTimes
-from lightning_zero.engine.engine import Engine
+from lightning_zero.engine import Engine
 from lightning_zero.optimizer import staging
-from lightning_zero.plan import Offload
-from lightning_zero.plan.settings import Settings
+from lightning_zero.plan import Offload, Settings
 from tests.oracle.models import MODELS
 from tests.oracle.painted import beside_the_host
 from tests.oracle.sharded import shard

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero import join
-from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.sync_points import SyncPoint
+from lightning_zero.comm import Communicator, SyncPoint
 from lightning_zero.comm.watchdog import Whereabouts, _is_proven, _is_still
-from lightning_zero.engine.engine import Engine
+from lightning_zero.engine import Engine
 from tests.oracle.models import Blocks
 from tests.oracle.projects import WAYS, WIDTH, Regression, make_trainer, rows, wired
 from tests.oracle.ranks import Pools, RankError

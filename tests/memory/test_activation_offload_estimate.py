@@ -10,12 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero import MemoryMonitor, ZeROStrategy
-from lightning_zero.engine.activation_checkpointing import ActivationCheckpointing
-from lightning_zero.engine.activation_offload import ActivationOffload
-from lightning_zero.engine.engine import Engine
-from lightning_zero.memory.model import ModelPlan
-from lightning_zero.memory.prediction import compare, estimate
-from lightning_zero.plan.settings import Settings
+from lightning_zero.engine import ActivationCheckpointing, ActivationOffload, Engine
+from lightning_zero.memory import ModelPlan, compare, estimate
+from lightning_zero.plan import Settings
 from tests.oracle.models import Block as ModelBlock
 from tests.oracle.painted import beside_the_host
 from tests.oracle.projects import Regression, fit

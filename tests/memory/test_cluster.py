@@ -9,14 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm import Communicator
 from lightning_zero.comm.mesh import Mesh
 from lightning_zero.commands import main
-from lightning_zero.engine.engine import Engine
-from lightning_zero.memory.cluster import TERMS, Cluster, Played, Timeline, play
-from lightning_zero.memory.live_bytes import LiveBytes
-from lightning_zero.memory.model import ModelPlan
-from lightning_zero.plan.settings import Settings
+from lightning_zero.engine import Engine
+from lightning_zero.memory import TERMS, Cluster, LiveBytes, ModelPlan, Played, Timeline, play
+from lightning_zero.plan import Settings
 from tests.oracle.ranks import Pools
 
 WIDTH, ROWS = 64, 8

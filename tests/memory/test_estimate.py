@@ -16,15 +16,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_zero import ZeROStrategy
-from lightning_zero.comm.communicator import Communicator
-from lightning_zero.engine.activation_checkpointing import ActivationCheckpointing
-from lightning_zero.engine.engine import Engine
+from lightning_zero.comm import Communicator
+from lightning_zero.engine import ActivationCheckpointing, Engine
 from lightning_zero.engine.unit import Unit
-from lightning_zero.memory.live_bytes import LiveBytes
-from lightning_zero.memory.model import ModelPlan
-from lightning_zero.memory.prediction import estimate, estimate_of
-from lightning_zero.plan.plan import RECIPES
-from lightning_zero.plan.settings import Settings
+from lightning_zero.memory import LiveBytes, ModelPlan, estimate, estimate_of
+from lightning_zero.plan import RECIPES, Settings
 from tests.oracle.launch import run_python
 from tests.oracle.live_bytes import Resized, Watched
 from tests.oracle.models import MODELS, Case, next_token_loss, numbers, square_loss, tokens

@@ -15,13 +15,15 @@ from torch import nn
 from lightning_zero import estimate
 from lightning_zero.comm import default_world_size
 from lightning_zero.engine import Engine
-from lightning_zero.memory import Offload, format_bytes
-from lightning_zero.memory.advice import Limits, advise
-from lightning_zero.memory.model import ModelPlan
-from lightning_zero.memory.prediction import (
+from lightning_zero.memory import (
     Estimate,
+    Limits,
+    ModelPlan,
+    Offload,
+    advise,
     compare,
     estimate_of,
+    format_bytes,
     named_offloads,
 )
 from lightning_zero.optimizer import staging

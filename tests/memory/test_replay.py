@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero.comm.communicator import Communicator
-from lightning_zero.engine.engine import Engine
-from lightning_zero.memory.prediction import estimate
-from lightning_zero.plan.settings import Settings
+from lightning_zero.comm import Communicator
+from lightning_zero.engine import Engine
+from lightning_zero.memory import estimate
+from lightning_zero.plan import Settings
 from tests.oracle.live_bytes import Watched
 
 WIDTH = 16

@@ -11,18 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.memory import plot
-from lightning_zero.memory.advice import advise
-from lightning_zero.memory.model import ModelPlan
-from lightning_zero.memory.prediction import compare
-from lightning_zero.memory.report import (
+from lightning_zero.memory import (
     EQUAL_STAGES,
+    KINDS,
+    ModelPlan,
+    advise,
+    compare,
     estimate_table,
+    format_bytes,
+    parse_bytes,
+    parse_numel,
+    plot,
     rest_table,
     write_report,
 )
-from lightning_zero.memory.size import format_bytes, parse_bytes, parse_numel
-from lightning_zero.memory.terms import KINDS
 from lightning_zero.plan import Settings
 from tests.oracle.command import run
 from tests.oracle.models import MODELS

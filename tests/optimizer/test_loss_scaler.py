@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_zero.optimizer.loss_scaler import LossScaler
+from lightning_zero.optimizer import LossScaler
 
 OPTIONS = {"init_scale": 8.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3}
 

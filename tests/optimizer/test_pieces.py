@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.optimizer import missing_in_state
-from lightning_zero.parameters.piece import Piece
+from lightning_zero.parameters import Piece
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import shard, whole
 from tests.oracle.stack import Stack, build, rows, square

@@ -17,8 +17,8 @@ import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.optimizer import Way
 from lightning_zero.optimizer.probe import probe
-from lightning_zero.optimizer.taint import Way
 
 ELEMENTWISE = [
     "ASGD",

@@ -10,8 +10,8 @@ import schedulefree
 import torch
 from torch import nn
 
-from lightning_zero.optimizer.probe import probe, verdict_of
-from lightning_zero.optimizer.taint import Way
+from lightning_zero.optimizer import Way, verdict_of
+from lightning_zero.optimizer.probe import probe
 from tests.oracle.own_optimizers import BY_UNIT, NOT_BY_UNIT, Own
 
 

@@ -18,9 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_zero.checkpoint.file.format import Provenance
-from lightning_zero.checkpoint.saver import Saver
-from lightning_zero.checkpoint.values.sharded_value import ShardedValue
+from lightning_zero.checkpoint import Provenance, Saver, ShardedValue
 from lightning_zero.comm import Control
 from tests.oracle.ranks import loopback
 

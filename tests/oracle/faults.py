@@ -43,7 +43,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm import Communicator
 from tests.oracle.forks import server
 from tests.oracle.models import Blocks
 from tests.oracle.projects import WAYS, WIDTH, Regression, make_trainer, rows, wired

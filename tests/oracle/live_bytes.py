@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_zero.memory.live_bytes import LiveBytes
+from lightning_zero.memory import LiveBytes
 
 
 class Resized(LiveBytes):

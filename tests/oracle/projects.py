@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero import ZeROStrategy
-from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm import Communicator
 from lightning_zero.trainer import strategy as strategy_room
 from tests.oracle.models import Block, Blocks
 from tests.oracle.parity import distance_in_ulps

@@ -12,13 +12,12 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint import (
     check_optimizer_states,
+    load,
     load_module_state,
     load_optimizer_state,
 )
-from lightning_zero.checkpoint.load import load
-from lightning_zero.engine.engine import Engine
-from lightning_zero.plan.plan import RECIPES
-from lightning_zero.plan.settings import Settings
+from lightning_zero.engine import Engine
+from lightning_zero.plan import RECIPES, Settings
 from tests.oracle.models import Block
 
 NUM_BEFORE, NUM_AFTER = 2, 2

@@ -18,12 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.comm.communicator import Communicator
-from lightning_zero.engine.engine import Engine
-from lightning_zero.optimizer import clip
-from lightning_zero.optimizer.loss_scaler import LossScaler
-from lightning_zero.plan.plan import RECIPES
-from lightning_zero.plan.settings import Settings
+from lightning_zero.comm import Communicator
+from lightning_zero.engine import Engine
+from lightning_zero.optimizer import LossScaler, clip
+from lightning_zero.plan import RECIPES, Settings
 from tests.oracle.models import MODELS, Batch, Case
 from tests.oracle.parity import RECIPES as PRECISIONS
 from tests.oracle.parity import ROWS, Result, share

@@ -21,12 +21,10 @@ from torch.nn import Parameter
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from lightning_zero import gathered
-from lightning_zero.engine.engine import Engine
+from lightning_zero.engine import Engine
 from lightning_zero.parameters import guards
 from lightning_zero.parameters.classes import ParameterClasses
-from lightning_zero.plan import Home, Placement
-from lightning_zero.plan.plan import RECIPES
-from lightning_zero.plan.settings import Settings
+from lightning_zero.plan import RECIPES, Home, Placement, Settings
 from tests.oracle.models import Block, Blocks
 from tests.oracle.projects import (
     WIDTH,

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.engine import Engine
+from lightning_zero.engine import Engine
 from lightning_zero.optimizer import clip
-from lightning_zero.plan.plan import RECIPES
-from lightning_zero.plan.settings import Settings
+from lightning_zero.plan import RECIPES, Settings
 from tests.oracle.ranks import Pools
 
 STAGES = (1, 2, 3)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero import gathered
-from lightning_zero.engine.engine import Engine
-from lightning_zero.plan.plan import RECIPES
-from lightning_zero.plan.settings import Settings
+from lightning_zero.engine import Engine
+from lightning_zero.plan import RECIPES, Settings
 from tests.oracle.models import Block, Blocks
 from tests.oracle.projects import WIDTH, Regression, Run, assert_like_ddp, fit, rows, under_all
 from tests.oracle.ranks import Pools

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from lightning_zero.plan.layout import ALIGNMENT, Layout
+from lightning_zero.plan import ALIGNMENT, Layout
 
 SIZES = [0, 1, 2, 63, 64, 65, 200]
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from lightning_zero.plan.plan import RECIPES, Placement
-from lightning_zero.plan.settings import Settings
+from lightning_zero.plan import RECIPES, Placement, Settings
 
 R, P, S = Placement.REPLICATED, Placement.PARTIAL, Placement.SHARDED
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64

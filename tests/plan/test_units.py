@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.engine.engine import Engine
-from lightning_zero.plan.settings import Settings
-from lightning_zero.plan.units import MIN_NUMEL, assign_parameters, find_units
+from lightning_zero.engine import Engine
+from lightning_zero.plan import MIN_NUMEL, Settings, find_units
+from lightning_zero.plan.units import assign_parameters
 
 WIDE = 256  # WIDE * WIDE is MIN_NUMEL
 

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
-from lightning_zero.engine.replacements import Replacements
+from lightning_zero.engine import Replacements
 from lightning_zero.trainer import internals
 from tests.oracle.ranks import ROOT
 

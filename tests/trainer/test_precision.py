@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero import MemoryMonitor, ZeROPrecision, ZeROStrategy
-from lightning_zero.optimizer.loss_scaler import LossScaler
+from lightning_zero.optimizer import LossScaler
 from tests.oracle.projects import (
     Regression,
     Run,

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightning_zero import ZeROStrategy
-from lightning_zero.plan.units import find_units
+from lightning_zero.plan import find_units
 from tests.oracle.parity import Result
 from tests.oracle.ranks import Pools
 
