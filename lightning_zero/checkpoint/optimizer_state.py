@@ -6,8 +6,8 @@ tensor. Nothing is gathered.
 Loading takes whole values, usually mapped from a file, and each rank copies its own ranges.
 Whatever does not fit is found before anything in memory has changed.
 
-An optimizer that wraps another may have a ``state_dict`` in its **own form**, whose layout only it
-knows. It saves and loads that form while its states are whole.
+A ``state_dict`` in a format that only its optimizer knows is of one that steps all at once. Every
+rank has all of it, and it saves and loads it by itself.
 """
 
 from __future__ import annotations
@@ -33,11 +33,9 @@ from lightning_zero.optimizer import (
     members,
     missing_in_state,
     owned,
-    pieces_of,
     require_whole_steps,
     stepper_of,
     toy_state,
-    whole_members,
     with_inner,
 )
 from lightning_zero.parameters import Piece
@@ -53,42 +51,13 @@ def optimizer_state(optimizer: Optimizer, engine: Engine, label: str) -> dict[st
     All ranks call it together. ``label`` names the optimizer in the checkpoint.
     """
     require_whole_steps([optimizer])
-    if stepper_of(optimizer).way is Way.ALL_AT_ONCE:
-        with whole_members(optimizer):
-            return stepper_of(optimizer).state_dict()  # every rank has all of it
-    if stepper_of(optimizer).form is not None:
-        return _in_own_form(optimizer, engine, label)
     local = stepper_of(optimizer).state_dict()
-    if not local:
-        return local  # Lightning's stand-in for no optimizer
+    if not local or stepper_of(optimizer).way is Way.ALL_AT_ONCE:
+        return local  # of Lightning's stand-in for no optimizer, or every rank has all of it
     own = [local["state"].get(index) for index in range(len(members(optimizer)))]
     # Some optimizers keep entries that belong to no parameter.
     others = {k: v for k, v in local["state"].items() if not isinstance(v, Mapping)}
     return {**local, "state": {**_whole_states(optimizer, own, engine, label), **others}}
-
-
-def _in_own_form(optimizer: Optimizer, engine: Engine, label: str) -> dict[str, Any]:
-    """Return the state dict in the optimizer's own form, made while all its states are whole."""
-    pieces, holders = members(optimizer), list(with_inner(optimizer))
-    known = set(pieces)
-    before = [dict(holder.state) for holder in holders]
-    whole = [
-        _whole_states(optimizer, list(map(held.get, pieces)), engine, f"{label}, {number}")
-        for number, held in enumerate(before)
-    ]
-    try:
-        for holder, held, states in zip(holders, before, whole, strict=True):
-            others = {key: value for key, value in held.items() if key not in known}
-            _put(holder, {**{pieces[i]: state for i, state in states.items()}, **others})
-        return stepper_of(optimizer).state_dict()
-    finally:
-        for holder, held in zip(holders, before, strict=True):
-            _put(holder, held)
-
-
-def _put(holder: Optimizer, states: Mapping[Any, Any]) -> None:
-    holder.state.clear()
-    holder.state.update(states)
 
 
 def _whole_states(
@@ -158,15 +127,16 @@ def check_optimizer_states(
     if not isinstance(states, Sequence):
         raise ValueError(f"The checkpoint's optimizer states are a {type(states).__name__}.")
     for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=False)):
-        if not state and not stepper_of(optimizer).state_dict():
+        stepper = stepper_of(optimizer)
+        if not state and not stepper.state_dict():
             continue
-        form, is_whole = stepper_of(optimizer).form, stepper_of(optimizer).is_whole
-        is_state = _is_optimizer_state(state) if form is None else isinstance(state, Mapping)
+        is_own, is_whole = stepper.has_own_format, stepper.is_whole
+        is_state = isinstance(state, Mapping) if is_own else _is_optimizer_state(state)
         if not is_state:
             raise ValueError(
                 f"The checkpoint's entry for optimizer {number} is not an optimizer state."
             )
-        faults = _faults if form is None else _faults_in_own_form
+        faults = _faults_in_own_format if is_own else _faults
         for fault in faults(optimizer, state, name_of, is_whole=is_whole):
             kind = type(optimizer).__name__
             raise ValueError(f"The checkpoint does not fit optimizer {number} ({kind}): {fault}.")
@@ -235,13 +205,13 @@ def _faults(
                 )
 
 
-def _faults_in_own_form(
+def _faults_in_own_format(
     optimizer: Optimizer, state: Mapping[str, Any], name_of: Callable[[Any], str], *, is_whole: bool
 ) -> Iterator[str]:
     """Yield the faults that show from outside: in the names, and in wrapped optimizers."""
-    own = stepper_of(optimizer).form
-    if own is not None and set(state) != own:
-        there, here = (", ".join(map(repr, names)) for names in (state, sorted(own)))
+    own = stepper_of(optimizer).state_dict()
+    if not own.keys() <= state.keys():
+        there, here = (", ".join(map(repr, names)) for names in (state, own))
         yield f"its state has {there}, but the optimizer's has {here}"
         return
     inner = list(with_inner(optimizer))[1:]
@@ -259,7 +229,7 @@ def ranges_of_optimizers(
     """
     for optimizer, state in zip(optimizers, states, strict=False):
         stepper = stepper_of(optimizer)
-        if stepper.form is not None:
+        if stepper.way is Way.ALL_AT_ONCE:
             for name, tensor in named_tensors(state):  # the optimizer reads all of it
                 yield from ranges(name, tensor, None)
             continue
@@ -282,11 +252,8 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
     """Load a whole optimizer state; each rank takes its own pieces of it."""
     stepper = stepper_of(optimizer)
     if not state or stepper.way is Way.ALL_AT_ONCE:
-        with whole_members(optimizer):
+        with stepper.whole_members():
             optimizer.load_state_dict(tree_map_only(Tensor, Tensor.clone, {**state}))
-        return
-    if stepper.form is not None:
-        _load_own_form(optimizer, state)
         return
     held = members(optimizer)
     ids = [key for group in state["param_groups"] for key in group["params"]]
@@ -301,22 +268,6 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
         if entries is not None and is_here:
             own[key] = _own_part(entries, piece, optimizer)
     optimizer.load_state_dict({**state, "state": own})
-
-
-def _load_own_form(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load whole states for whole parameters, and then keep only this rank's parts."""
-    with whole_members(optimizer):
-        optimizer.load_state_dict({**state})
-    stepper = stepper_of(optimizer)
-    for holder in with_inner(optimizer):
-        for piece in pieces_of(optimizer):
-            entries = holder.state.pop(piece, None)
-            if entries is not None and stepper.keeps_state_of(piece):
-                holder.state[piece] = _own_part(entries, piece, optimizer)
-        if type(holder).load_state_dict is Optimizer.load_state_dict:
-            # Reload the same state, so that torch moves each value to its parameter's device.
-            with stepper.showing_parts():
-                holder.load_state_dict(holder.state_dict())
 
 
 def _own_part(entries: Any, piece: Any, optimizer: Optimizer) -> Any:

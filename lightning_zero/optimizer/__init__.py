@@ -53,7 +53,6 @@ from lightning_zero.optimizer.steppers import (
     are_torn,
     require_whole_steps,
     stepper_of,
-    whole_members,
 )
 from lightning_zero.optimizer.taint import Way
 from lightning_zero.optimizer.twin import bare, with_inner
@@ -91,7 +90,6 @@ __all__ = [
     "stepper_of",
     "toy_state",
     "verdict_of",
-    "whole_members",
     "whole_state_bytes",
     "with_inner",
 ]

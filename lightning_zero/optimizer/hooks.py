@@ -64,7 +64,7 @@ class OptimizerHooks:
         self.verdict = self._probe(optimizer)
         if self.verdict.way is not Way.BY_ELEMENT:
             self._stepper = WholeStep(optimizer, self.verdict.way, comm)
-        self._stepper.attach(self.verdict.form)
+        self._stepper.attach()
         self._members: list[Parameter] = []
         self._pieces: list[Piece] = []
         self._is_begun = False

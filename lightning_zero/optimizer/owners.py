@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.comm import Communicator, SyncPoint
-from lightning_zero.optimizer.pieces import owned
+from lightning_zero.optimizer.pieces import is_of_torch, owned
 from lightning_zero.optimizer.steppers import Call, Stepper, exchange
 from lightning_zero.optimizer.taint import Way
 from lightning_zero.parameters import Piece
@@ -126,10 +126,26 @@ class WholeStep(Stepper):
     def keeps_state_of(self, piece: Piece) -> bool:
         return self._wholes[id(piece)].is_here
 
+    @property
     @override
-    def parameter_of(self, piece: Piece) -> Parameter:
-        """Return the whole parameter that stands for a piece in a step."""
-        return self._wholes[id(piece)].parameter
+    def has_own_format(self) -> bool:
+        return self.way is Way.ALL_AT_ONCE and not is_of_torch(self.state_dict())
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        with self.whole_members():
+            return super().state_dict()
+
+    @override
+    @contextlib.contextmanager
+    def whole_members(self) -> Iterator[None]:
+        wholes = list(self._wholes.values()) if self.way is Way.ALL_AT_ONCE else []
+        pieces, parameters = [w.piece for w in wholes], [w.parameter for w in wholes]
+        exchange(self.optimizer, pieces, parameters)
+        try:
+            yield
+        finally:
+            exchange(self.optimizer, parameters, pieces)
 
     @override
     def part_of(self, state: Mapping[str, Any], piece: Piece) -> Mapping[str, Any] | None:

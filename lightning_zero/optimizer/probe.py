@@ -24,14 +24,13 @@ import random
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from lightning_zero.optimizer.known import ELEMENT_WISE, is_known
+from lightning_zero.optimizer.pieces import is_of_torch
 from lightning_zero.optimizer.taint import Finding, Traced, Way
 from lightning_zero.optimizer.trial import Master, Trial
-from lightning_zero.optimizer.twin import CannotCopy, bare, with_inner
+from lightning_zero.optimizer.twin import CannotCopy, bare
 from lightning_zero.optimizer.unit_trial import reason_against
 
 
@@ -42,7 +41,6 @@ class Verdict(NamedTuple):
         way: The finest way that is proved.
         reason: Why no finer one is, as the end of a sentence.
         waits_for_closure: Whether the optimizer touches nothing before it has called its closure.
-        form: The names in the optimizer's state dict, if they are not torch's own.
         against_units: Why steps unit by unit are not known to give the numbers of one step, as the
             end of a sentence; empty if they are, or if that was not asked.
     """
@@ -50,7 +48,6 @@ class Verdict(NamedTuple):
     way: Way
     reason: str = ""
     waits_for_closure: bool = True
-    form: frozenset[str] | None = None
     against_units: str = ""
 
 
@@ -100,13 +97,13 @@ def probe(
             least_groups = 2 if by_unit else 1
             whole = Trial(original, master_of, least_groups=least_groups)
             whole.run()
+            _examine_format(whole)
             if whole.taint.way is Way.BY_ELEMENT:
                 part = _compare(whole, original, master_of, least_groups)
             elif whole.taint.way is Way.BY_PARAMETER and whole.taint.read:
                 _answer_otherwise(whole, original, master_of)
-            form = _own_form_of(whole)
             if by_unit and whole.taint.way is Way.BY_ELEMENT:
-                against = reason_against(whole, part, form, original, master_of)
+                against = reason_against(whole, part, original, master_of)
     except CannotCopy as error:
         return Verdict(Way.NOT_AT_ALL, str(error))
     finally:
@@ -114,7 +111,7 @@ def probe(
     way = whole.taint.way
     reason = next((found.what for found in whole.taint.findings if found.way is way), "")
     against = reason if by_unit and way is not Way.BY_ELEMENT else against
-    return Verdict(way, reason, whole.waits_for_closure, form, against)
+    return Verdict(way, reason, whole.waits_for_closure, against)
 
 
 def _compare(whole: Trial, optimizer: Optimizer, master_of: Master, least_groups: int) -> Trial:
@@ -145,27 +142,22 @@ def _answer_otherwise(whole: Trial, optimizer: Optimizer, master_of: Master) -> 
             return
 
 
-def _own_form_of(whole: Trial) -> frozenset[str] | None:
-    """Return the names in the state dict of the stepped copy, if they are not torch's own.
+def _examine_format(whole: Trial) -> None:
+    """It is a finding if only the optimizer itself can put its state dict together.
 
-    It is a finding if it has values computed from the states: parts of these do not give them.
+    A wrapper may return its own states beside the state dict of the optimizer that it wraps. When
+    it steps all at once, its states are whole wherever it is asked for them or loads them.
     """
     twin = whole.twin
     if type(twin).state_dict is Optimizer.state_dict:
-        return None
+        return
     try:
-        form = twin.state_dict()
-        if "state" in form and "param_groups" in form:
-            return None
-        names, shown = frozenset(form), tree_leaves(form)
+        is_known = is_of_torch(twin.state_dict())
     except Exception:
-        return None  # a copy whose steps have raised, or a form without names
-    states = [list(holder.state.values()) for holder in with_inner(twin)]
-    known = set(map(id, tree_leaves(states)))
-    if any(isinstance(leaf, Tensor) and leaf.dim() and id(leaf) not in known for leaf in shown):
-        what = "computes a state_dict with its own format from values that are not in its states"
+        is_known = False
+    if not is_known:
+        what = "has a state_dict with its own format"
         whole.taint.findings.append(Finding(Way.ALL_AT_ONCE, what))
-    return names
 
 
 class _Answers:

@@ -7,27 +7,21 @@ stepper         steps                             states on each rank
 ``UnitStep``    pieces, one unit after the other  of its pieces, in memory or in files
 ``WholeStep``   whole parameters                  of those it owns, or of all
 =============== ================================= ================================================
-
-A wrapper may return its own states beside the state dict of the optimizer that it wraps. Only the
-wrapper knows such a form, so the ranks' parts cannot be put together afterwards. It is asked for
-its state dict while its states are whole, or stand-ins of whole ones, and given whole ones to load.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import nan
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.optimizer.announced import Removable
 from lightning_zero.optimizer.outside import OfOptimizer
-from lightning_zero.optimizer.pieces import FindPiece, cut_state, owned, pieces_of
+from lightning_zero.optimizer.pieces import FindPiece, cut_state, owned
 from lightning_zero.optimizer.taint import Way
 from lightning_zero.optimizer.twin import with_inner
 from lightning_zero.parameters import Piece
@@ -41,7 +35,6 @@ class Stepper(OfOptimizer):
 
     Attributes:
         way: How the optimizer is stepped.
-        form: The names in its state dict; ``None`` if they are torch's own.
         is_torn: Whether some units are stepped and others not.
         steps_before_call: Whether it steps members before the user's own call of ``step``, and so
             after all pre-hooks.
@@ -51,7 +44,6 @@ class Stepper(OfOptimizer):
     """
 
     way = Way.BY_ELEMENT
-    form: frozenset[str] | None = None
     is_torn = False
     steps_before_call = False
     shows_parts = False
@@ -63,9 +55,13 @@ class Stepper(OfOptimizer):
         """Return whether it steps whole parameters, which have whole states."""
         return self.way is not Way.BY_ELEMENT
 
-    def attach(self, form: frozenset[str] | None) -> None:
-        """Be what :func:`stepper_of` returns, for an optimizer with this form of state dict."""
-        self.form = form
+    @property
+    def has_own_format(self) -> bool:
+        """Return whether only the optimizer itself knows the format of its state dict."""
+        return False
+
+    def attach(self) -> None:
+        """Be what :func:`stepper_of` returns for the optimizer."""
         setattr(self.optimizer, _NAME, self)
 
     def stepped_as(self, piece: Piece) -> Tensor:
@@ -106,10 +102,13 @@ class Stepper(OfOptimizer):
         """Return whether this rank has the optimizer's state for a parameter, or a part of it."""
         return True
 
-    def parameter_of(self, piece: Piece) -> Parameter:
-        """Return a whole parameter without values, to stand for a piece."""
-        one = torch.full((), nan, dtype=piece.dtype, device="cpu")
-        return Parameter(one.expand(piece.range.slot.shape), requires_grad=False)
+    @contextmanager
+    def whole_members(self) -> Iterator[None]:
+        """Enter a context in which an optimizer that steps all at once has whole parameters.
+
+        They are without values, in the param groups and as keys of the states.
+        """
+        yield
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -166,22 +165,6 @@ def require_whole_steps(optimizers: Iterable[Optimizer]) -> None:
     for stepper in map(stepper_of, optimizers):
         if stepper.is_torn:
             stepper.check()
-
-
-@contextmanager
-def whole_members(optimizer: Optimizer) -> Iterator[None]:
-    """Enter a context in which param groups and states have whole parameters instead of pieces.
-
-    The whole parameters have no values. For an optimizer that steps pieces they are on the host, as
-    are the states that it loads for them.
-    """
-    pieces, stepper = pieces_of(optimizer), stepper_of(optimizer)
-    wholes = [stepper.parameter_of(piece) for piece in pieces]
-    exchange(optimizer, pieces, wholes)
-    try:
-        yield
-    finally:
-        exchange(optimizer, wholes, pieces)
 
 
 def exchange(optimizer: Optimizer, old: Iterable[Parameter], new: Iterable[Parameter]) -> None:

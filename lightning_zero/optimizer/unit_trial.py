@@ -155,7 +155,6 @@ def _unseen() -> Iterator[None]:
 def reason_against(
     whole: Trial,
     part: Trial,
-    form: frozenset[str] | None,
     optimizer: Optimizer,
     master_of: Master,
 ) -> str:
@@ -164,12 +163,9 @@ def reason_against(
     Args:
         whole: The trial of toys stepped together, by element.
         part: The trial of a part of each of them.
-        form: The names in the optimizer's state dict, if they are not torch's own.
         optimizer: The user's optimizer.
         master_of: As for :class:`Trial`.
     """
-    if form is not None:
-        return "has a state_dict with its own format"
     if found := _kept_otherwise(whole, optimizer):
         return found
     for toy, cut in zip(whole.toys, part.toys, strict=True):

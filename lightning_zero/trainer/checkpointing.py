@@ -78,7 +78,7 @@ class SavingStrategy(SteppingStrategy):
 
     def _require_savable(self, optimizer: Optimizer) -> None:
         """Raise at setup, not at the first save, if a directory has no place for the state."""
-        if self.settings.checkpoint == "dcp" and stepper_of(optimizer).form is not None:
+        if self.settings.checkpoint == "dcp" and stepper_of(optimizer).has_own_format:
             raise ValueError(
                 f"{type(optimizer).__name__}.state_dict() has its own format, which"
                 " checkpoint='dcp' cannot store. Use checkpoint='file'."

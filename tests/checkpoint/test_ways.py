@@ -50,7 +50,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-OWN_FORMS = ("lookahead", "lookahead of adafactor", "schedulefree wrapper")
+OWN_FORMATS = ("lookahead", "lookahead of adafactor", "schedulefree wrapper")
 """Those whose state dict is not as torch's, for which there is no place in a directory."""
 
 
@@ -112,17 +112,46 @@ def fit(name: str, strategy: str, path: str, ckpt_path: str | None = None) -> An
     return module.losses, {key: p.detach().clone() for key, p in module.named_parameters()}
 
 
-def test_a_directory_has_no_place_for_a_form_of_an_optimizers_own(ranks: Pools) -> None:
+def test_a_directory_has_no_place_for_a_format_of_an_optimizers_own(ranks: Pools) -> None:
     match = r"Lookahead.state_dict\(\) has its own format.*checkpoint='file'"
     with pytest.raises(RankError, match=match):
         ranks(2).run(fit, "lookahead", "dcp1", "/nowhere")
+
+
+def of_another_class(saved: dict[str, Any]) -> None:
+    (state,) = saved["optimizer_states"]
+    saved["optimizer_states"] = [state["base_optimizer"]]
+
+
+def of_more_groups(saved: dict[str, Any]) -> None:
+    groups = saved["optimizer_states"][0]["base_optimizer"]["param_groups"]
+    groups.append({**groups[0], "params": []})
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (of_another_class, "'state', 'param_groups'.* optimizer's has 'lookahead_state'"),
+        (of_more_groups, "it has 2 param groups, but the optimizer has 1"),
+    ],
+)
+def test_a_state_that_does_not_fit_a_wrapper_is_refused(
+    ranks: Pools, tmp_path: Path, change: Callable[[Any], None], found: str
+) -> None:
+    path = str(tmp_path / "saved.ckpt")
+    ranks(1).run(fit, "lookahead", "ddp", path)
+    saved = torch.load(path, weights_only=True)
+    change(saved)
+    torch.save(saved, path)
+    with pytest.raises(RankError, match=rf"does not fit optimizer 0 \(Lookahead\): .*{found}"):
+        ranks(2).run(fit, "lookahead", "zero3", "", path)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_files_are_those_of_ddp_and_anybody_resumes(
     ranks: Pools, tmp_path: Path, name: str
 ) -> None:
-    third = "zero1" if name in OWN_FORMS else "dcp1"
+    third = "zero1" if name in OWN_FORMATS else "dcp1"
     paths = {writer: str(tmp_path / f"{writer}.ckpt") for writer in ("ddp", "zero3", third)}
     runs = {writer: ranks(2).run(fit, name, writer, path)[0] for writer, path in paths.items()}
     losses, weights = runs["ddp"]

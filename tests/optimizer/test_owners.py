@@ -71,7 +71,7 @@ OPTIMIZERS: dict[str, tuple[Make, Way]] = {
     "prodigy": (all_of(prodigyopt.Prodigy), Way.ALL_AT_ONCE),
     "lookahead": (
         lambda m: [pytorch_optimizer.Lookahead(torch.optim.AdamW(m.parameters(), lr=0.02))],
-        Way.BY_ELEMENT,
+        Way.ALL_AT_ONCE,
     ),
     "schedulefree": (all_of(schedulefree.AdamWScheduleFree, lr=0.02), Way.BY_ELEMENT),
     **{

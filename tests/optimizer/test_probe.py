@@ -147,10 +147,10 @@ OF_PACKAGES: dict[str, tuple[Callable[[Any], Any], Way]] = {
         Way.BY_ELEMENT,
     ),
     "transformers": (transformers.Adafactor, Way.BY_PARAMETER),
-    "a wrapper": (lambda p: pytorch_optimizer.Lookahead(torch.optim.AdamW(p)), Way.BY_ELEMENT),
+    "a wrapper": (lambda p: pytorch_optimizer.Lookahead(torch.optim.AdamW(p)), Way.ALL_AT_ONCE),
     "a wrapper of Muon": (
         lambda p: pytorch_optimizer.Lookahead(torch.optim.Muon(p[:1])),
-        Way.BY_PARAMETER,
+        Way.ALL_AT_ONCE,
     ),
     "two passes": (
         lambda p: pytorch_optimizer.SAM(p, base_optimizer=torch.optim.SGD, lr=0.1),

@@ -76,7 +76,7 @@ def _optimizer_entries(
 ) -> Iterator[tuple[Keys, Any]]:
     if "param_groups" not in state:
         raise ValueError(
-            f"the state of {root} has its own form ({', '.join(map(repr, state))}), which"
+            f"the state of {root} has its own format ({', '.join(map(repr, state))}), which"
             " checkpoint='dcp' cannot store. Use checkpoint='file'"
         )
     ids = [key for group in state["param_groups"] for key in group["params"]]
