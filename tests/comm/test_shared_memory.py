@@ -12,12 +12,12 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_zero.comm import shared_memory, window
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.control import Control
+from lightning_zero.comm.one_host import shared_memory, window
+from lightning_zero.comm.one_host.window import Address, Window
 from lightning_zero.comm.sync_points import SyncPoint
 from lightning_zero.comm.traffic import Ledger, Sent, sum_of
-from lightning_zero.comm.window import Address, Window
 from lightning_zero.engine.engine import Engine
 from lightning_zero.parameters import FlatParameters
 from lightning_zero.plan.settings import Settings

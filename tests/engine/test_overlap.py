@@ -22,9 +22,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import lightning_zero
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.one_host.window import Window
 from lightning_zero.comm.sync_points import SyncPoint
 from lightning_zero.comm.traffic import sum_of
-from lightning_zero.comm.window import Window
 from lightning_zero.engine.engine import Engine
 from lightning_zero.engine.gradients import Gradients
 from lightning_zero.engine.weights import State, Weights
@@ -303,7 +303,7 @@ def _made_in_a_step(stage: int, keeps_windows: bool) -> Made:
 
 def _in_large_pages(width: int) -> list[bool]:
     """Return whether large pages were asked for: for weights, unreduced gradients and the shard."""
-    comm = Communicator(torch.device("cpu"), windows=False)
+    comm = Communicator(torch.device("cpu"), reads_peers=False)
     engine = Engine(nn.Sequential(nn.Linear(width, width, bias=False)), Settings(), comm)
     optimizer = torch.optim.SGD(engine.module.parameters(), 1e-3)
     engine.adopt(optimizer)
@@ -510,7 +510,7 @@ def _profiles_that_stop_early() -> list[set[str]]:
     """Return the names in profiles of optimizer steps, which stop while gathers are under way."""
     torch.manual_seed(0)
     model = Chain([])
-    comm = Communicator(torch.device("cpu"), windows=False)
+    comm = Communicator(torch.device("cpu"), reads_peers=False)
     engine = Engine(model, Settings(units=(Block,), stage=1), comm)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     engine.adopt(optimizer)

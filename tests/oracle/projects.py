@@ -36,7 +36,7 @@ from tests.oracle.turns import in_turns
 
 WAYS: dict[str, dict[str, bool]] = {
     "windows": {},
-    "point to point": {"windows": False},
+    "point to point": {"reads_peers": False},
     "backend": {"direct": False},
 }
 """Arguments of `Communicator` for each of its wires."""
