@@ -27,6 +27,10 @@ FOLDERS = [
 """From the ground up; ``root`` is ``__init__.py`` and ``__main__.py``."""
 LIGHTNING = {"fabric", "trainer", "mirror", "root"}
 LIGHTNING_NAMES = ("lightning", "pytorch_lightning", "lightning_fabric")
+ONE_HOST = "comm/one_host"
+"""What exists for one host's CPUs only."""
+CHOOSE_ONE_HOST = {"comm/communicator", "comm/dry"}
+"""The only modules that name it: others ask a transport whether it ``reads_peers``."""
 SUBJECTLESS = {"utils", "util", "common", "helpers", "helper", "misc", "core", "base"}
 
 INNER = {
@@ -53,7 +57,8 @@ INNER = {
     "comm.traffic",
     "comm.transport",
     "comm.watchdog",
-    "comm.window",
+    "comm.one_host",
+    "comm.one_host.window",
     "commands.convert",
     "commands.inspect",
     "deepspeed.keys",
@@ -103,6 +108,9 @@ def faults(package: Path) -> Iterator[str]:
                     yield f"{where}: imports {target}, which stands above {folder}"
                 if "." in inner and folder != "root":
                     yield f"{where}: imports {module}, the inside of another folder"
+            knows = f"{inner}.{imported}.".startswith(f"{ONE_HOST.replace('/', '.')}.")
+            if knows and not where.startswith(ONE_HOST) and where not in CHOOSE_ONE_HOST:
+                yield f"{where}: knows of {ONE_HOST}"
             if outer == package.name and imported.startswith("_"):
                 yield f"{where}: imports {imported}, a private name"
 
@@ -209,6 +217,12 @@ def test_tests_import_folders() -> None:
         ("engine/unit.py", "from lightning_zero.memory import estimate", "stands above engine"),
         ("engine/unit.py", "from lightning_zero.plan.layout import Slot", "the inside of another"),
         ("engine/unit.py", "from lightning_zero.engine.engine import _x", "_x, a private name"),
+        (
+            "comm/__init__.py",
+            "from lightning_zero.comm.one_host import x",
+            "knows of comm/one_host",
+        ),
+        ("comm/transport.py", "from lightning_zero.comm import one_host", "knows of comm"),
         ("engine/utils.py", "", "utils names no subject"),
         ("surprise.py", "", "belongs in one of the folders"),
         ("surprise/file.py", "", "belongs in one of the folders"),

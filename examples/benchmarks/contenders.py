@@ -110,7 +110,7 @@ def zero(stage: int, **settings: Any) -> Callable[[nn.Module, Job], Contender]:
     def build(model: nn.Module, job: Job) -> Contender:
         recipe = RECIPES[job.precision]
         device = torch.device(job.device)
-        comm = None if job.windows else Communicator(device, windows=False)
+        comm = None if job.windows else Communicator(device, reads_peers=False)
         engine = Engine(model, Settings(stage, recipe=recipe, device=device, **settings), comm)
         optimizer = adamw(model)
         engine.adopt(optimizer)

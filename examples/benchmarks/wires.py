@@ -225,7 +225,7 @@ def transports(device: torch.device) -> dict[str, Communicator]:
     """Return a ``Communicator`` for each transport available here, the default one first."""
     found = [Communicator(device)]
     if found[0].transport.reads_peers:
-        found.append(Communicator(device, windows=False))
+        found.append(Communicator(device, reads_peers=False))
     if dist.get_backend() == "gloo":
         found.append(Communicator(device, direct=False))
     return {name_of(comm): comm for comm in found}

@@ -3,19 +3,17 @@
 communicator      holds both planes and chooses the transports
 control           control plane: objects, sums, sync points, the store
 sync_points       the points of a step that all ranks reach together
-sync_windows      sync points through shared memory, for ranks on one host
 agreement         an error on one rank raised on all
 disk_room         room on disks for the files of all ranks
 exclusive         exclusive access to masters that peers read
 transport         data plane: the interface of all transports
 point_to_point    messages between each pair of ranks (gloo)
-shared_memory     reads of peers' memory on one host
-reduce_windows    the windows of reduce buffers, reused once peers have read them
-window            memory that peers have mapped
+one_host          what exists only for ranks that share one host's CPUs
 collectives       the backend's own collectives (NCCL)
 codec             quantization to few bits
 coded             transport of quantized weights and gradients
 dry               one rank without the others: allocates as it would, sends nothing
+dry_transports    its transports
 mesh              axes of ranks: shards, replicas
 traffic           ledger of what was sent, and of the time of steps with offload
 collective_log    the collectives that this rank has begun, and the one it waits for
@@ -32,13 +30,7 @@ from lightning_zero.comm.coded import Cargo
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.control import Control
 from lightning_zero.comm.disk_room import require_room
-from lightning_zero.comm.dry import (
-    DryCommunicator,
-    DryHostCopies,
-    DryMessages,
-    DrySharedMemory,
-    DryTransport,
-)
+from lightning_zero.comm.dry import DryCommunicator, DryHostCopies, dry_transport
 from lightning_zero.comm.exclusive import Exclusive
 from lightning_zero.comm.mesh import Axis
 from lightning_zero.comm.process_groups import default_world_size
@@ -56,9 +48,6 @@ __all__ = [
     "Control",
     "DryCommunicator",
     "DryHostCopies",
-    "DryMessages",
-    "DrySharedMemory",
-    "DryTransport",
     "Exclusive",
     "Extent",
     "Ledger",
@@ -71,6 +60,7 @@ __all__ = [
     "Then",
     "Traffic",
     "default_world_size",
+    "dry_transport",
     "join_group",
     "require_room",
     "sum_of",

@@ -17,11 +17,10 @@ from lightning_zero.comm.collectives import Collectives
 from lightning_zero.comm.control import Control
 from lightning_zero.comm.exclusive import Exclusive
 from lightning_zero.comm.mesh import Axis, Mesh
+from lightning_zero.comm.one_host import SharedMemory, SyncWindows
 from lightning_zero.comm.point_to_point import PointToPoint
 from lightning_zero.comm.process_groups import is_initialized
-from lightning_zero.comm.shared_memory import SharedMemory
 from lightning_zero.comm.sync_points import SyncPoint
-from lightning_zero.comm.sync_windows import SyncWindows
 from lightning_zero.comm.traffic import StepTimes, Traffic
 from lightning_zero.comm.transport import Transport
 from lightning_zero.tensors import HostCopies
@@ -34,7 +33,7 @@ class Communicator:
         device: Where weights and gradients are.
         direct: Send messages between ranks, which is best for gloo, instead of using the backend's
             collectives; ``None`` chooses by the backend.
-        windows: ``False`` reads no other rank's memory, even where this host allows it.
+        reads_peers: ``False`` reads no other rank's memory, even where this host allows it.
         num_shards: Ranks over which buffers are sharded; all by default. The same on every rank.
         num_backward_shards: Ranks over which weights are sharded for a backward pass, if fewer. No
             rank reads another's memory then: gathering these needs all of their ranks anyway.
@@ -60,7 +59,7 @@ class Communicator:
         device: torch.device,
         *,
         direct: bool | None = None,
-        windows: bool | None = None,
+        reads_peers: bool | None = None,
         num_shards: int | None = None,
         num_backward_shards: int | None = None,
     ) -> None:
@@ -80,7 +79,7 @@ class Communicator:
             if len(asked) > 1:
                 raise ValueError(f"Expected the same number of shards on all ranks, got {asked}.")
         self.mesh = Mesh.of(self.control.rank, self.control.world_size, *sizes)
-        may_share = windows is not False and device.type == "cpu" and self.mesh.backward is None
+        may_share = reads_peers is not False and device.type == "cpu" and self.mesh.backward is None
         choose = partial(self._choose, is_direct=is_direct, may_share=may_share)
         self.transport = choose(self.mesh.shard)
         self.transports: dict[str, Transport] = {"shard": self.transport}
@@ -115,7 +114,7 @@ class Communicator:
         if transport.reads_peers:
             raise ValueError(
                 "Quantized weights and gradients are sent as messages, but ranks on this host read"
-                " each other's memory. Use Communicator(windows=False), as the strategy does."
+                " each other's memory. Use Communicator(reads_peers=False), as the strategy does."
             )
         return Coded(transport, bits, cargo)
 

@@ -15,7 +15,6 @@ from lightning_zero.comm.control import Control
 from lightning_zero.comm.mesh import Axis
 from lightning_zero.comm.process_groups import group_for
 from lightning_zero.comm.traffic import Ledger
-from lightning_zero.comm.window import Window
 from lightning_zero.plan import Slot
 from lightning_zero.tensors import (
     LARGE_BYTES,
@@ -93,20 +92,19 @@ class Extent(NamedTuple):
     scratch: Scratch | None = None
 
 
-class ReduceBuffer(NamedTuple):
-    """A unit's unreduced gradients, ``[size * n]``; in a window if peers read it."""
+class ReduceBuffer:
+    """A unit's unreduced gradients.
 
-    tensor: Tensor
-    window: Window | None = None
+    Attributes:
+        tensor: All ranks' parts, ``[size * n]``.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
 
     def views_of(self, slots: Sequence[Slot]) -> tuple[list[Tensor], bool]:
         """Return a view for each slot, and whether the buffer was last used for the same slots."""
-        if self.window is not None and self.window.used_for[0] is slots:
-            return self.window.used_for[1], True
-        views = [self.tensor.as_strided(s.shape, s.stride, s.offset) for s in slots]
-        if self.window is not None:
-            self.window.used_for = slots, views
-        return views, False
+        return [self.tensor.as_strided(s.shape, s.stride, s.offset) for s in slots], False
 
 
 class Transport(ABC):

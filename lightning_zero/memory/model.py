@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_zero.comm import DryCommunicator, DryMessages, DrySharedMemory, DryTransport
+from lightning_zero.comm import DryCommunicator, dry_transport
 from lightning_zero.engine import Engine
 from lightning_zero.memory.cluster import Timeline
 from lightning_zero.memory.dry_run import Microbatch, Step, meta_copy
@@ -203,7 +203,7 @@ class ModelPlan:
         if not self.has_units:
             return without_units(terms, is_kept=is_local and num_microbatches > 1)
         reads_peers = shares_memory and num_shards > 1 and num_backward in (None, num_shards)
-        transport = self._transport(reads_peers=reads_peers)
+        transport = dry_transport(self.device, reads_peers=reads_peers)
         stages_states = offload is not None and offload.optimizer == "nvme"
         on_message = None if timeline is None else timeline.begin
         return sharded_step(
@@ -231,11 +231,6 @@ class ModelPlan:
             )
         if asked.steps_by_unit and self._states.against_units:
             raise ValueError(self._states.against_units)
-
-    def _transport(self, *, reads_peers: bool) -> DryTransport:
-        if self.device.type != "cpu":
-            return DryTransport()
-        return DrySharedMemory() if reads_peers else DryMessages()
 
     def _under_ddp(self, *, adds_gradients: bool) -> list[Snapshot]:
         parameters = list(self.module.parameters())

@@ -232,7 +232,7 @@ class Settings:
         """
         is_coded = self.gather_bits is not None or self.reduce_bits is not None
         return {
-            "windows": False if is_coded else None,
+            "reads_peers": False if is_coded else None,
             "num_shards": self.num_shards(world_size, ranks_on_node),
             "num_backward_shards": self.backward_shard
             and self._group("backward_shard", world_size, ranks_on_node),

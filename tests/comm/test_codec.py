@@ -80,7 +80,7 @@ def test_sizes_that_cannot_be_packed_are_refused() -> None:
 
 def _over_ranks(way: dict[str, bool], bits: int) -> tuple[list[float], list[float], int, int]:
     """Return what a coded gather and reduction leave on this rank, and the bytes that it sent."""
-    comm = Communicator(CPU, windows=False, **way)
+    comm = Communicator(CPU, reads_peers=False, **way)
     before = torch.random.get_rng_state()
     weights = Coded(comm.transport, 8, Cargo.WEIGHTS)
     gradients = Coded(comm.transport, bits, Cargo.GRADIENTS)

@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_zero.comm import Communicator, SyncPoint, process_groups, sync_windows
-from lightning_zero.comm.window import Window
+from lightning_zero.comm import Communicator, SyncPoint, process_groups
+from lightning_zero.comm.one_host import sync_windows
+from lightning_zero.comm.one_host.window import Window
 from tests.oracle.ranks import Pools
 
 CPU = torch.device("cpu")
@@ -76,7 +77,7 @@ def test_a_sync_point_may_be_abandoned(ranks: Pools) -> None:
 def has_no_flags() -> None:
     """An optimizer of none of the model's parameters asks for the gradients of none."""
     for windows in (None, False):
-        control = Communicator(CPU, windows=windows).control
+        control = Communicator(CPU, reads_peers=windows).control
         assert control.call(SyncPoint.GRADIENT, b"").wait() == b""
 
 

@@ -37,7 +37,7 @@ def _train(way: dict[str, Any], keys: list[Key]) -> dict[Key, Result]:
     found = {}
     for key in keys:
         name, accumulate, precision, policy, bits = key
-        comm = Communicator(CPU, **({"windows": False} if bits else {}), **way)
+        comm = Communicator(CPU, **({"reads_peers": False} if bits else {}), **way)
         found[key] = train(
             name, sgd, accumulate=accumulate, precision=precision, policy=policy, steps=2,
             clip_norm=0.5, units="leaves", gather_bits=bits, comm=comm,
@@ -77,7 +77,7 @@ class Body(nn.Module):
 
 def _engine(way: dict[str, Any], precision: str = "32-true", **more: Any) -> Engine:
     torch.manual_seed(0)
-    comm = Communicator(CPU, **(way or {"windows": False}))
+    comm = Communicator(CPU, **(way or {"reads_peers": False}))
     engine = shard(Body(**more), comm=comm, recipe=RECIPES[precision])
     engine.adopt(sgd(engine.module))
     return engine
@@ -300,7 +300,7 @@ def _joined(where: str, **way: Any) -> list[Tensor]:
     """Gradients of a forward, behind which ranks run different numbers of others together."""
     torch.manual_seed(0)
     model, x = Body(), torch.ones(2, WIDTH)
-    engine = shard(model, units="leaves", comm=Communicator(CPU, windows=False, **way))
+    engine = shard(model, units="leaves", comm=Communicator(CPU, reads_peers=False, **way))
     times = 2 * (engine.comm.control.rank % 2)
     if where == "within a step":
         with engine.step() as watch:

@@ -42,7 +42,7 @@ def held_and_planned(
     pairs: list[tuple[str, str]],
 ) -> dict[tuple[str, str, int], tuple[Kinds, Kinds]]:
     """By model, precision and stage: what the engine holds after a step, and what the plan says."""
-    comm = Communicator(CPU, windows=False)
+    comm = Communicator(CPU, reads_peers=False)
     found = {}
     for (name, precision), stage in product(pairs, (1, 2, 3)):
         model = MODELS[name].build(dtype=PRECISIONS[precision].master)
@@ -154,7 +154,7 @@ def _elements_sent(
     torch.manual_seed(0)
     model = Body(frozen=frozen)
     how = {} if reshard else {"reshard_after_forward": False}
-    comm = Communicator(CPU, windows=wires == "windows")
+    comm = Communicator(CPU, reads_peers=wires == "windows")
     engine = shard(model, stage=stage, accumulate=policy, comm=comm, **how)
     optimizer = adamw(model)
     engine.adopt(optimizer)

@@ -33,7 +33,7 @@ STEPS = 6
 
 def _engine(way: Way, name: str = "nested", **more: Any) -> Engine:
     stage, precision, num_shards, bits = way
-    comm = Communicator(CPU, num_shards=num_shards, windows=False)
+    comm = Communicator(CPU, num_shards=num_shards, reads_peers=False)
     model = MODELS[name].build()
     if precision.endswith("-true"):
         model = model.to({"bf16-true": torch.bfloat16}.get(precision, torch.float32))
@@ -207,7 +207,7 @@ def _refused() -> list[str]:
 def test_what_cannot_be_coded_is_refused(ranks: Pools) -> None:
     for replicated, windows in ranks(2).run(_refused):
         assert "gather_bits=8 has no effect: at stage=2 without mixed" in replicated
-        assert "Use Communicator(windows=False)" in windows
+        assert "Use Communicator(reads_peers=False)" in windows
     for name, value in (("gather_bits", 4), ("reduce_bits", 2), ("reduce_bits", True)):
         with pytest.raises(ValueError, match=f"Expected {name}="):
             Settings(**{name: value})

@@ -63,7 +63,7 @@ def compare_all() -> None:
         compare(3, momentum, precision=precision, steps=4)
     compare(2, adamw, accumulate=2, policy="local")
     compare(3, own, accumulate=2, clip_norm=0.1)
-    for wires in ({"direct": True, "windows": False}, {"direct": False}):
+    for wires in ({"direct": True, "reads_peers": False}, {"direct": False}):
         compare(3, momentum, comm=Communicator(CPU, **wires))
 
 

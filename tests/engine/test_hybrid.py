@@ -17,7 +17,7 @@ from tests.oracle.sharded import CPU, sgd, shard, surroundings, train, whole
 
 WAYS: dict[str, dict[str, Any]] = {
     "windows": {},
-    "point to point": {"windows": False},
+    "point to point": {"reads_peers": False},
     "backend": {"direct": False},
 }
 Key = tuple[str, int, int, str, str | None]
@@ -133,7 +133,7 @@ def _grads_after(num_shards: int | None, stage: int) -> dict[str, Any]:
     """Whole gradients after each order, or the error of a step on them."""
     found: dict[str, Any] = {}
     # Nobody waits for readers of what is given up before a step.
-    comm = Communicator(CPU, num_shards=num_shards, windows=False)
+    comm = Communicator(CPU, num_shards=num_shards, reads_peers=False)
     for order in ORDERS:
         engine = shard(_Branches(), stage=stage, accumulate="reduce", comm=comm)
         optimizer = sgd(engine.module)
@@ -220,7 +220,7 @@ class _Watched:
 
 def _course(stage: int) -> list[tuple[str, str]]:
     """What a backward pass begins and waits for, in this order, by unit."""
-    comm, case = Communicator(CPU, num_shards=2, windows=False), MODELS["nested"]
+    comm, case = Communicator(CPU, num_shards=2, reads_peers=False), MODELS["nested"]
     model = case.build()
     engine = shard(model, stage=stage, comm=comm)
     course: list[tuple[str, str]] = []

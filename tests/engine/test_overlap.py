@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import lightning_zero
 from lightning_zero.comm import Communicator, SyncPoint, sum_of
-from lightning_zero.comm.window import Window
+from lightning_zero.comm.one_host.window import Window
 from lightning_zero.engine import Engine
 from lightning_zero.engine.gradients import Gradients
 from lightning_zero.engine.weights import State, Weights
@@ -301,7 +301,7 @@ def _made_in_a_step(stage: int, keeps_windows: bool) -> Made:
 
 def _in_large_pages(width: int) -> list[bool]:
     """Return whether large pages were asked for: for weights, unreduced gradients and the shard."""
-    comm = Communicator(torch.device("cpu"), windows=False)
+    comm = Communicator(torch.device("cpu"), reads_peers=False)
     engine = Engine(nn.Sequential(nn.Linear(width, width, bias=False)), Settings(), comm)
     optimizer = torch.optim.SGD(engine.module.parameters(), 1e-3)
     engine.adopt(optimizer)
@@ -508,7 +508,7 @@ def _profiles_that_stop_early() -> list[set[str]]:
     """Return the names in profiles of optimizer steps, which stop while gathers are under way."""
     torch.manual_seed(0)
     model = Chain([])
-    comm = Communicator(torch.device("cpu"), windows=False)
+    comm = Communicator(torch.device("cpu"), reads_peers=False)
     engine = Engine(model, Settings(units=(Block,), stage=1), comm)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     engine.adopt(optimizer)

@@ -183,7 +183,9 @@ def train_each(runs: list[Run]) -> list[Result]:
         how = dict(run)
         wires = how.pop("wires", "windows")
         if wires not in comms:
-            comms[wires] = Communicator(CPU, direct=wires != "backend", windows=wires == "windows")
+            comms[wires] = Communicator(
+                CPU, direct=wires != "backend", reads_peers=wires == "windows"
+            )
         how["comm"] = comms[wires]
         results.append(train(**how))
     return results

@@ -151,7 +151,7 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 def _sent(stage: int, settings: dict[str, Any], accumulate: int) -> dict[tuple[str, str], int]:
     """Bytes that a rank sends in its second step, by axis and verb."""
     chosen = Settings(stage, units=(nn.Linear,), **settings)
-    comm = Communicator(CPU, **{**chosen.division(4), "windows": False})
+    comm = Communicator(CPU, **{**chosen.division(4), "reads_peers": False})
     engine = Engine(Chain(), chosen, comm)
     optimizer = torch.optim.SGD(engine.module.parameters(), lr=0.1)
     engine.adopt(optimizer)

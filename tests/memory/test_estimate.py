@@ -124,7 +124,7 @@ def measure(
     dtype = DTYPES[precision]
     model = case.build(dtype=dtype)
     recipe = RECIPES[precision]
-    comm = Communicator(torch.device("cpu"), windows=has_windows(dist.get_world_size()))
+    comm = Communicator(torch.device("cpu"), reads_peers=has_windows(dist.get_world_size()))
     engine = Engine(model, Settings(stage, recipe, units=is_unit, accumulate=accumulate), comm)
     optimizer = adamw([p for p in model.parameters() if p.requires_grad])
     engine.adopt(optimizer)
@@ -319,7 +319,8 @@ def live_peak(name: str, rows: int, precision: str, checkpointing: bool) -> Aliv
     live.ignore(model.parameters())
     live.follow(model.buffers())
     with live:
-        comm = Communicator(torch.device("cpu"), windows=False)  # whose memory counts on every rank
+        # Memory that ranks share would count on every rank.
+        comm = Communicator(torch.device("cpu"), reads_peers=False)
         engine = Engine(model, Settings(3, recipe, units=is_block), comm)
         units = [unit.name for unit in engine.sharded.units[:-1]] if checkpointing else []
         recompute = ActivationCheckpointing([model.get_submodule(unit) for unit in units])

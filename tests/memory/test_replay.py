@@ -91,7 +91,7 @@ def measure_all(name: str) -> dict[str, dict[str, int]]:
 
 def measure(model: nn.Module, units: Any, settings: dict[str, Any]) -> dict[str, int]:
     chosen = Settings(units=units, **settings)
-    comm = Communicator(torch.device("cpu"), **{**chosen.division(2), "windows": False})
+    comm = Communicator(torch.device("cpu"), **{**chosen.division(2), "reads_peers": False})
     engine = Engine(model, chosen, comm)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     engine.adopt(optimizer)

@@ -35,7 +35,7 @@ from tests.oracle.parity import distance_in_ulps
 
 WAYS: dict[str, dict[str, bool]] = {
     "windows": {},
-    "point to point": {"windows": False},
+    "point to point": {"reads_peers": False},
     "backend": {"direct": False},
 }
 """Arguments of `Communicator` for each of its wires."""

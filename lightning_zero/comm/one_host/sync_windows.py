@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.comm.control import Control
+from lightning_zero.comm.one_host.window import Address, Window, are_supported
 from lightning_zero.comm.process_groups import time_limit
-from lightning_zero.comm.window import Address, Window, are_supported
 
 MOST_FLAGS = 2**16
 """Flags for which a word has room; untouched pages cost nothing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_zero.comm.collective_log import CollectiveLog
 from lightning_zero.comm.mesh import Axis
-from lightning_zero.comm.window import Address, Window
+from lightning_zero.comm.one_host.window import Address, Window
 
 
 class ReduceWindows:

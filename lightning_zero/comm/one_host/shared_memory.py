@@ -17,8 +17,9 @@ from typing_extensions import override
 
 from lightning_zero.comm.control import Control
 from lightning_zero.comm.mesh import Axis
+from lightning_zero.comm.one_host.reduce_windows import ReduceWindows
+from lightning_zero.comm.one_host.window import Address, Window, are_supported
 from lightning_zero.comm.point_to_point import PointToPoint
-from lightning_zero.comm.reduce_windows import ReduceWindows
 from lightning_zero.comm.sync_points import SyncPoint
 from lightning_zero.comm.transport import (
     Arrived,
@@ -30,10 +31,25 @@ from lightning_zero.comm.transport import (
     gradients_of,
     sum_into,
 )
-from lightning_zero.comm.window import Address, Window, are_supported
+from lightning_zero.plan import Slot
 from lightning_zero.tensors import Work
 
 WINDOWS_AT_ONCE = 128
+
+
+class WindowBuffer(ReduceBuffer):
+    """A unit's unreduced gradients in a window, which peers read."""
+
+    def __init__(self, tensor: Tensor, window: Window) -> None:
+        super().__init__(tensor)
+        self.window = window
+
+    @override
+    def views_of(self, slots: Sequence[Slot]) -> tuple[list[Tensor], bool]:
+        if self.window.used_for[0] is slots:
+            return self.window.used_for[1], True
+        self.window.used_for = slots, super().views_of(slots)[0]
+        return self.window.used_for[1], False
 
 
 class SharedMemory(PointToPoint):
@@ -101,13 +117,13 @@ class SharedMemory(PointToPoint):
     @override
     def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
         window = self._windows.take(numel * dtype.itemsize)
-        return ReduceBuffer(window.view(numel, dtype), window)
+        return WindowBuffer(window.view(numel, dtype), window)
 
     @override
     def _reduce(self, partial: ReduceBuffer, out: Tensor, unit: str, tag: int) -> Work:
         """Send peers the buffer's address; sum over their buffers once these are full."""
+        assert isinstance(partial, WindowBuffer)
         own, dtype, part = partial.window, partial.tensor.dtype, out.numel()
-        assert own is not None
         own.num_published += 1
         mine = torch.tensor([*own.address, own.num_published], device="cpu")
         theirs = {peer: torch.empty_like(mine) for peer in self.sources}
