@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -64,7 +65,7 @@ class SavingStrategy(SteppingStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self.engine is None or self.engine.is_restored:
-            return super().lightning_module_state_dict()
+            return self._module.state_dict()
         return module_state(self._module, self.engine)
 
     @override
@@ -103,7 +104,7 @@ class SavingStrategy(SteppingStrategy):
         if passed is None:
             # The user's own writer takes whole tensors.
             whole = collected(checkpoint, self._saver.control)
-            super().save_checkpoint(whole, filepath, storage_options)
+            self._save_by_plugin(whole, filepath, storage_options)
             return
         is_async = self.settings.async_checkpoint or any(
             isinstance(plugin, AsyncCheckpointIO) for plugin in plugins_of(self.checkpoint_io)
@@ -117,6 +118,15 @@ class SavingStrategy(SteppingStrategy):
                 self._provenance,
                 in_background=is_async and is_running,
                 kind=self._checkpoint_kind,
+            )
+
+    def _save_by_plugin(
+        self, checkpoint: dict[str, Any], filepath: StoredPath, storage_options: Any | None
+    ) -> None:
+        # As `Strategy.save_checkpoint`, which a user may have replaced by one that calls ours.
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(
+                checkpoint, filepath, storage_options=storage_options
             )
 
     def _passed_on(
@@ -137,7 +147,7 @@ class SavingStrategy(SteppingStrategy):
             if self.is_global_zero and not self._plugin_reads:
                 try:
                     with replaced(plugins_of(self.checkpoint_io)[-1], save_checkpoint=note):
-                        super().save_checkpoint(checkpoint, filepath, storage_options)
+                        self._save_by_plugin(checkpoint, filepath, storage_options)
                         for plugin in plugins_of(self.checkpoint_io):
                             wait_for_plugin(plugin)
                 except ElsewhereError:
@@ -170,7 +180,8 @@ class SavingStrategy(SteppingStrategy):
         is_ours = self._writes_files and self._run is not None
         remove = {"remove_checkpoint": self._saver.remove} if is_ours else {}
         with replaced(plugins_of(self.checkpoint_io)[-1], **remove):
-            super().remove_checkpoint(filepath)
+            if self.is_global_zero:
+                self.checkpoint_io.remove_checkpoint(filepath)
 
     @property
     def _saver(self) -> Saver:
@@ -198,11 +209,12 @@ class SavingStrategy(SteppingStrategy):
             self._saver.wait()
             self._agree_to_load(str(checkpoint_path))
         # Lightning 2.5 neither has nor passes this argument.
-        given = {} if weights_only is None else {"weights_only": weights_only}
+        known = inspect.signature(TorchCheckpointIO.load_checkpoint).parameters
+        given = {"weights_only": weights_only} if "weights_only" in known else {}
         is_ours = self._writes_files and self._run is not None
         load = {"load_checkpoint": self._load} if is_ours else {}
         with replaced(plugins_of(self.checkpoint_io)[-1], **load):
-            return super().load_checkpoint(checkpoint_path, **given)
+            return self.checkpoint_io.load_checkpoint(checkpoint_path, **given)
 
     def _load(
         self, checkpoint_path: StoredPath, *_: Any, weights_only: bool | None = None, **__: Any

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -65,6 +66,7 @@ class ZeROPrecision(ShardedPrecision, Precision):
         self.comm: Communicator | None = None
         # A weak reference: the plugin outlives the engine.
         self._find_piece: Callable[[], FindPiece | None] = _nothing
+        self._engine: Callable[[], Engine | None] = _nothing
 
     @classmethod
     def of(cls, plugin: Precision) -> ZeROPrecision:
@@ -86,12 +88,36 @@ class ZeROPrecision(ShardedPrecision, Precision):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "comm": None, "_find_piece": _nothing}
+        return {**self.__dict__, "comm": None, "_find_piece": _nothing, "_engine": _nothing}
 
     def attach(self, engine: Engine) -> None:
         """Act on the gradients of ``engine``, without keeping it alive."""
         self.comm, self.device = engine.comm, engine.comm.device.type
         self._find_piece = weakref.WeakMethod(engine.sharded.piece)
+        self._engine = weakref.ref(engine)
+
+    def _evaluation(self) -> AbstractContextManager[Any]:
+        """Return a step of the engine that no backward pass follows."""
+        engine = self._engine()
+        return nullcontext() if engine is None else engine.step(awaits_backward=False)
+
+    @override
+    @contextmanager
+    def val_step_context(self) -> Iterator[None]:
+        with self._evaluation(), super().val_step_context():
+            yield
+
+    @override
+    @contextmanager
+    def test_step_context(self) -> Iterator[None]:
+        with self._evaluation(), super().test_step_context():
+            yield
+
+    @override
+    @contextmanager
+    def predict_step_context(self) -> Iterator[None]:
+        with self._evaluation(), super().predict_step_context():
+            yield
 
     @override
     def pre_backward(self, tensor: torch.Tensor, module: pl.LightningModule) -> torch.Tensor:  # type: ignore[override]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.comm import StepTimes, Traffic
@@ -67,41 +66,24 @@ class SteppingStrategy(RankStrategy):
         if self._run is not None and self._run.signals is not None:
             self._run.signals.answer()
 
+    # Where Lightning has a hook within a method of `Strategy`, the hook is overridden, not the
+    # method, which users patch by one that calls the instance's. `ZeROPrecision` has those of
+    # evaluation.
+
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.engine is not None
         with self.engine.step(awaits_backward=self._module.automatic_optimization) as watch:
-            output = super().training_step(*args, **kwargs)
+            with self.precision_plugin.train_step_context():
+                output = self._module.training_step(*args, **kwargs)
             watch(output)
             return output
 
     @override
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
+    def pre_backward(self, closure_loss: Tensor) -> None:
         assert self.engine is not None
         if not self._module.automatic_optimization:
             self.engine.prepare_backward()
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation():
-            return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation():
-            return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation():
-            return super().predict_step(*args, **kwargs)
-
-    def _evaluation(self) -> AbstractContextManager[Any]:
-        assert self.engine is not None
-        return self.engine.step(awaits_backward=False)
 
     @override
     @contextmanager
