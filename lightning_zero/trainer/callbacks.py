@@ -90,7 +90,7 @@ class AdaptedCallbacks:
             if isinstance(callback, BatchSizeFinder):
                 self._replaced.put(callback, "setup", _refuse_search)
         for callback in self._in_pieces:
-            self._replaced.put(callback, "setup", lambda *args, **kwargs: None)
+            self._replaced.wrap(callback, "setup", lambda *args, **kwargs: None)
 
     def prepare(self, module: nn.Module) -> None:
         """Copy what averages need from ``module``, before it is sharded."""
