@@ -112,19 +112,22 @@ class Blocks(NamedTuple):
 
     Attributes:
         starts: Where the record's parts begin.
-        sums: The checksums of each part's blocks, ``[n]``.
+        sums: The checksums of each part's blocks, numbers of 64 bits.
     """
 
     starts: Sequence[int]
-    sums: Sequence[Tensor]
+    sums: Sequence[memoryview]
 
     @classmethod
     def of(cls, sums: Sequence[int]) -> Blocks:
         """Return the checksums of a record that has one part."""
-        return cls([0], [torch.tensor(sums, dtype=torch.int64, device="cpu")])
+        return cls([0], [memoryview(array("q", sums))])
 
     def fit(self, nbytes: int) -> bool:
         """Return whether the number of checksums is right for a record of ``nbytes``."""
+        if len(self.starts) == len(self.sums) == 1:
+            size = nbytes - self.starts[0]
+            return size >= 0 and len(self.sums[0]) == -(-size // BLOCK_BYTES)
         stops = [*self.starts[1:], nbytes]
         parts = zip(self.starts, stops, self.sums, strict=True)
         return all(
@@ -157,7 +160,7 @@ class Stretch(NamedTuple):
 
     start: int
     stop: int
-    expected: Tensor
+    expected: memoryview
     is_crc: bool = False
 
     def damage_in(self, pieces: Iterable[Tensor]) -> tuple[int, int] | None:
@@ -169,18 +172,18 @@ class Stretch(NamedTuple):
             checksum = 0
             for piece in pieces:
                 checksum = zlib.crc32(piece.numpy().data, checksum)
-            return None if checksum == int(self.expected[0]) else (self.start, self.stop)
+            return None if checksum == self.expected[0] else (self.start, self.stop)
         sums = []
         for piece in pieces:
             if not len(piece) or len(piece) % BLOCK_BYTES:
                 return self.start, self.stop
             sums.append(word_sums(piece.numpy().data))
-        found = torch.cat(sums)
-        if torch.equal(found, self.expected):
+        found, expected = torch.cat(sums), torch.frombuffer(self.expected, dtype=torch.int64)
+        if torch.equal(found, expected):
             return None
-        if len(found) != len(self.expected):
+        if len(found) != len(expected):
             return self.start, self.stop
-        first = self.start + int((found != self.expected).nonzero()[0]) * BLOCK_BYTES
+        first = self.start + int((found != expected).nonzero()[0]) * BLOCK_BYTES
         return first, first + BLOCK_BYTES
 
 
@@ -221,18 +224,23 @@ def encoded_blocks(records: Iterable[RecordChecksums]) -> bytes:
 
 def decoded_blocks(content: bytes, sizes: Iterable[int]) -> list[Blocks]:
     """Decode the block checksums of each record, given the ``sizes`` of the records."""
-    numbers = torch.frombuffer(bytearray(content), dtype=torch.int64)
+    # Writable, as torch wants the memory of its tensors.
+    numbers = memoryview(bytearray(content)).cast("q")
     found, position = [], 0
     for nbytes in sizes:
-        num_parts = int(numbers[position]) if position < len(numbers) else -1
-        starts = numbers[position + 1 : position + 1 + num_parts].tolist()
+        num_parts = numbers[position] if position < len(numbers) else -1
+        starts = numbers[position + 1 : position + 1 + max(num_parts, 0)].tolist()
         position += 1 + num_parts
-        counts = [-(-(b - a) // BLOCK_BYTES) for a, b in itertools.pairwise([*starts, nbytes])]
-        if num_parts < 0 or len(starts) != num_parts or min(counts, default=0) < 0:
+        if num_parts < 0 or len(starts) != num_parts:
             raise ValueError("its block checksums do not match its records")
-        sums = torch.split(numbers[position : position + sum(counts)], counts)
-        position += sum(counts)
-        found.append(Blocks(starts or [0], sums if starts else [numbers[:0]]))
+        sums = []
+        for start, stop in itertools.pairwise([*starts, nbytes]):
+            if start > stop:
+                raise ValueError("its block checksums do not match its records")
+            count = -(-(stop - start) // BLOCK_BYTES)
+            sums.append(numbers[position : position + count])
+            position += count
+        found.append(Blocks(starts or [0], sums or [numbers[:0]]))
     if position != len(numbers):
         raise ValueError(f"its block checksums have {len(numbers)} numbers; expected {position}")
     return found
@@ -268,7 +276,9 @@ class CheckedBytes:
         name, mapped = each.name, each.mapped
         for stretch in self._stretches(each.start, each.stop):
             if mapped is not None:
-                shown = torch.split(mapped[stretch.start : stretch.stop], _PORTION_BYTES)
+                shown = [mapped[stretch.start : stretch.stop]]
+                if stretch.stop - stretch.start > _PORTION_BYTES:
+                    shown = [*torch.split(shown[0], _PORTION_BYTES)]
                 if stretch.damage_in(_counted(shown, passed)) is None:
                     continue
             place, nbytes = self.offset + stretch.start, stretch.stop - stretch.start
@@ -295,7 +305,7 @@ class CheckedBytes:
         if self.blocks is not None:
             yield from self.blocks.touched(start, stop, self.nbytes)
         else:
-            whole = torch.tensor([self.whole], dtype=torch.int64, device="cpu")
+            whole = memoryview(array("q", [self.whole or 0]))
             yield Stretch(0, self.nbytes, whole, is_crc=True)
 
 

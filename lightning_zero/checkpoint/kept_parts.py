@@ -32,7 +32,7 @@ def can_be_kept(value: Any, piece: Any) -> bool:
     return (
         type(value) is Tensor
         and isinstance(piece, Piece)
-        and value.shape == piece.parameter.shape
+        and value.shape == piece.range.slot.shape
         and value.stride() == piece.range.slot.stride
         and value.device == piece.device == torch.device("cpu")
     )

@@ -40,7 +40,7 @@ from lightning_zero.checkpoint.file.records import check_small_records, stored_r
 from lightning_zero.checkpoint.unread import NeedsMapping, are_supported, unread
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
 from lightning_zero.comm import Control, Outcome
-from lightning_zero.tensors import named_tensors, tensors_in
+from lightning_zero.tensors import named_tensors, tensors_in, uncollected
 
 _COPY_BYTES = 8 * 2**20
 _ARCHIVE = b"PK\3\4"
@@ -50,6 +50,7 @@ _INDEX_BYTES = 2**16  # hashed to identify a file that is not a zip archive
 _records: WeakKeyDictionary[torch.UntypedStorage, CheckedBytes] = WeakKeyDictionary()
 
 
+@uncollected()
 def load(
     path: str,
     control: Control,
@@ -148,8 +149,7 @@ def _with_identity(path: str, *, weights_only: bool, maps: bool = True) -> tuple
     if isinstance(file_system, LocalFileSystem):
         if not os.path.exists(local):
             raise FileNotFoundError(f"Checkpoint file not found: {local}")
-        value = _mapped(Path(local), weights_only=weights_only, maps=maps)
-        return value, identity_of(Path(local))
+        return _mapped(Path(local), weights_only=weights_only, maps=maps)
     if not file_system.exists(local):
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
     # A local copy, unlinked once it is mapped: only what is read takes memory.
@@ -159,10 +159,10 @@ def _with_identity(path: str, *, weights_only: bool, maps: bool = True) -> tuple
                 copy.write(chunk)
         copy.flush()
         file = Path(copy.name)
-        value = _mapped(file, weights_only=weights_only)
+        value, identity = _mapped(file, weights_only=weights_only)
         check_values(value)  # now, while the copy has a name
         _forget_records(value)
-        return value, identity_of(file)
+        return value, identity
 
 
 def identity_of(path: Path) -> str:
@@ -171,33 +171,43 @@ def identity_of(path: Path) -> str:
         return Directory.open(path).identity
     if path.is_dir():
         return ", ".join(identity_of(file) for file in sorted(path.glob("*.safetensors")))
-    size = path.stat().st_size
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            index = [(info.filename, info.file_size, info.CRC) for info in archive.infolist()]
-        content = repr(index).encode()
-    else:
-        content = _begin_of(path, _INDEX_BYTES)
-    return f"{size} bytes, checksum {zlib.crc32(content):08x}"
+    if not zipfile.is_zipfile(path):
+        return _identity(path, _begin_of(path, _INDEX_BYTES))
+    with zipfile.ZipFile(path) as archive:
+        return _identity_of_archive(path, archive)
+
+
+def _identity_of_archive(path: Path, archive: zipfile.ZipFile) -> str:
+    index = [(info.filename, info.file_size, info.CRC) for info in archive.infolist()]
+    return _identity(path, repr(index).encode())
+
+
+def _identity(path: Path, index: bytes) -> str:
+    return f"{path.stat().st_size} bytes, checksum {zlib.crc32(index):08x}"
 
 
 def rest_of(directory: Directory, *, weights_only: bool = True) -> Any:
     """Return what a directory holds besides tensors; ``{}`` if no Trainer wrote it."""
     rest = directory.path / REST
-    return _mapped(rest, weights_only=weights_only) if rest.is_file() else {}
+    return _mapped(rest, weights_only=weights_only)[0] if rest.is_file() else {}
 
 
 def provenance(path: Path) -> dict[str, Any] | None:
     """Return the record of the file's origin, if this package wrote it."""
     with zipfile.ZipFile(path) as archive:
-        for name in archive.namelist():
-            if name.endswith(f"/{PROVENANCE}"):
-                record = json.loads(archive.read(name))
-                return record if isinstance(record, dict) else None
+        return _provenance_in(archive)
+
+
+def _provenance_in(archive: zipfile.ZipFile) -> dict[str, Any] | None:
+    for name in archive.namelist():
+        if name.endswith(f"/{PROVENANCE}"):
+            record = json.loads(archive.read(name))
+            return record if isinstance(record, dict) else None
     return None
 
 
-def _mapped(path: Path, *, weights_only: bool, maps: bool = True) -> Any:
+def _mapped(path: Path, *, weights_only: bool, maps: bool = True) -> tuple[Any, str]:
+    """Return a file's content, mapped, and its identity."""
     if not path.is_dir() and not path.is_file():
         raise ValueError(f"{str(path)!r} is a device or a pipe; expected a file")
     if path.is_dir():
@@ -215,10 +225,14 @@ def _mapped(path: Path, *, weights_only: bool, maps: bool = True) -> Any:
         )
     try:
         if is_archive:
-            return _mapped_archive(path, weights_only=weights_only, maps=maps)
+            # Opened once: an archive of very many records takes long to open.
+            with zipfile.ZipFile(path) as archive:
+                value = _mapped_archive(path, archive, weights_only=weights_only, maps=maps)
+                return value, _identity_of_archive(path, archive)
         if begin.startswith(_ARCHIVE):
             raise ValueError("it is truncated")
-        return torch.load(path, map_location="cpu", weights_only=weights_only)
+        value = torch.load(path, map_location="cpu", weights_only=weights_only)
+        return value, identity_of(path)
     except pickle.UnpicklingError as error:
         raise ValueError(_refusal(path, error)) from error
     except (FileNotFoundError, PermissionError, MemoryError, LaterFormat):
@@ -228,33 +242,32 @@ def _mapped(path: Path, *, weights_only: bool, maps: bool = True) -> Any:
         raise unreadable(path, error) from error
 
 
-def _mapped_archive(path: Path, *, weights_only: bool, maps: bool) -> Any:
-    check_version(path, provenance(path))
-    with zipfile.ZipFile(path) as archive:
-        # Before unpickling: a damaged pickle may ask for any class.
-        check_small_records(archive)
-        if not maps and are_supported():
-            with contextlib.suppress(NeedsMapping):
-                return unread(path, archive, weights_only=weights_only)
+def _mapped_archive(path: Path, archive: zipfile.ZipFile, *, weights_only: bool, maps: bool) -> Any:
+    check_version(path, _provenance_in(archive))
+    # Before unpickling: a damaged pickle may ask for any class.
+    check_small_records(archive)
+    if not maps and are_supported():
+        with contextlib.suppress(NeedsMapping):
+            return unread(path, archive, weights_only=weights_only)
+    try:
+        return _mapped_storages(path, archive, weights_only=weights_only)
+    except RuntimeError as error:
+        if "unable to mmap" not in str(error):
+            raise
+        # The file is larger than memory, or than what a limit leaves of it.
+        if not are_supported():
+            raise MemoryError(
+                f"{path} is too large to be mapped here, and torch {torch.__version__} cannot"
+                " leave its tensors in the file, as 2.13 and newer do. Update torch, or load it"
+                " on a machine with more memory."
+            ) from error
         try:
-            return _mapped_storages(path, archive, weights_only=weights_only)
-        except RuntimeError as error:
-            if "unable to mmap" not in str(error):
-                raise
-            # The file is larger than memory, or than what a limit leaves of it.
-            if not are_supported():
-                raise MemoryError(
-                    f"{path} is too large to be mapped here, and torch {torch.__version__} cannot"
-                    " leave its tensors in the file, as 2.13 and newer do. Update torch, or load it"
-                    " on a machine with more memory."
-                ) from error
-            try:
-                return unread(path, archive, weights_only=weights_only)
-            except NeedsMapping as what:
-                raise MemoryError(
-                    f"{path} is too large to be mapped here, and holds {what}, which cannot be left"
-                    " in the file. Load it on a machine with more memory and save it again."
-                ) from error
+            return unread(path, archive, weights_only=weights_only)
+        except NeedsMapping as what:
+            raise MemoryError(
+                f"{path} is too large to be mapped here, and holds {what}, which cannot be left"
+                " in the file. Load it on a machine with more memory and save it again."
+            ) from error
 
 
 def _mapped_storages(path: Path, archive: zipfile.ZipFile, *, weights_only: bool) -> Any:

@@ -31,7 +31,6 @@ from lightning_zero.optimizer import (
     members,
     missing_in_state,
     owned,
-    parameter_of,
     pieces_of,
     require_whole_steps,
     stepper_of,
@@ -39,11 +38,12 @@ from lightning_zero.optimizer import (
     with_inner,
 )
 from lightning_zero.parameters import Piece
-from lightning_zero.tensors import lasting_tensors, named_tensors
+from lightning_zero.tensors import lasting_tensors, named_tensors, uncollected
 
 # -- saving ----------------------------------------------------------------------------------------
 
 
+@uncollected()
 def optimizer_state(optimizer: Optimizer, engine: Engine, label: str) -> dict[str, Any]:
     """Return ``optimizer.state_dict()`` with sharded states, under the integer ids of DDP.
 
@@ -67,6 +67,7 @@ def optimizer_state(optimizer: Optimizer, engine: Engine, label: str) -> dict[st
 def _in_own_form(optimizer: Optimizer, engine: Engine, label: str) -> dict[str, Any]:
     """Return the state dict in the optimizer's own form, made while all its states are whole."""
     pieces, holders = members(optimizer), list(with_inner(optimizer))
+    known = set(pieces)
     before = [dict(holder.state) for holder in holders]
     whole = [
         _whole_states(optimizer, list(map(held.get, pieces)), engine, f"{label}, {number}")
@@ -74,7 +75,7 @@ def _in_own_form(optimizer: Optimizer, engine: Engine, label: str) -> dict[str, 
     ]
     try:
         for holder, held, states in zip(holders, before, whole, strict=True):
-            others = {key: value for key, value in held.items() if key not in set(pieces)}
+            others = {key: value for key, value in held.items() if key not in known}
             _put(holder, {**{pieces[i]: state for i, state in states.items()}, **others})
         return stepper_of(optimizer).state_dict()
     finally:
@@ -204,7 +205,8 @@ def _faults(
             return
         if is_whole:
             continue  # steps of whole parameters may keep tensors of any shape
-        shape = parameter_of(parameter).shape
+        is_piece = isinstance(parameter, Piece)
+        shape = parameter.range.slot.shape if is_piece else parameter.shape
         for name, value in entries.items():
             # A state has one number per element, or a single one.
             if isinstance(value, Tensor) and value.dim() and value.shape != shape:
@@ -213,7 +215,7 @@ def _faults(
                     f" parameter has shape {tuple(shape)}"
                 )
         kind = number, frozenset(entries)
-        if isinstance(parameter, Piece) and kind not in tried:
+        if is_piece and kind not in tried:
             tried.add(kind)
             missing = missing_in_state(optimizer, number, saved[number], entries)
             if missing is not None:
@@ -265,6 +267,7 @@ def ranges_of_optimizers(
                         yield one._replace(then=then)
 
 
+@uncollected()
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load a whole optimizer state; each rank takes its own pieces of it."""
     stepper = stepper_of(optimizer)
@@ -278,7 +281,8 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
     held = members(optimizer)
     ids = [key for group in state["param_groups"] for key in group["params"]]
     # Entries that belong to no parameter, which some optimizers keep.
-    own = {key: owned(value) for key, value in state["state"].items() if key not in set(ids)}
+    known = set(ids)
+    own = {key: owned(value) for key, value in state["state"].items() if key not in known}
     for key, piece in zip(ids, held, strict=True):
         entries = state["state"].get(key)
         is_here = not isinstance(piece, Piece) or (

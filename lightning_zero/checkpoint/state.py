@@ -29,11 +29,12 @@ from lightning_zero.comm import Control, Outcome
 from lightning_zero.engine import Engine
 from lightning_zero.optimizer import require_whole_steps
 from lightning_zero.parameters import Piece
-from lightning_zero.tensors import internals, properties, tensors_in
+from lightning_zero.tensors import internals, properties, tensors_in, uncollected
 
 # -- saving ----------------------------------------------------------------------------------------
 
 
+@uncollected()
 def module_state(module: nn.Module, engine: Engine) -> dict[str, Any]:
     """Return ``module.state_dict()`` with sharded values in the master's precision.
 
@@ -66,6 +67,7 @@ def sharded(key: str, piece: Piece, part: Tensor) -> ShardedValue:
 # -- loading ---------------------------------------------------------------------------------------
 
 
+@uncollected()
 def load_module_state(
     module: nn.Module,
     engine: Engine | None,
@@ -212,7 +214,7 @@ def ranges(name: str, value: Any, piece: Any) -> Iterator[CheckedRange]:
     """Yield the bytes that this rank reads of a stored tensor: its piece, or the whole."""
     if not isinstance(value, Tensor):
         return
-    if isinstance(piece, Piece) and value.shape == piece.parameter.shape:
+    if isinstance(piece, Piece) and value.shape == piece.range.slot.shape:
         own = piece.range
         if own.start == own.stop:
             return

@@ -17,8 +17,7 @@ collectives       the backend's own collectives (NCCL)
 codec             quantization to few bits
 coded             transport of quantized weights and gradients
 dry               one rank without the others: allocates as it would, sends nothing
-mesh              axes of ranks (shards, replicas) and paths between placements on them
-redistribution    movement of buffers along such a path, one step after another
+mesh              axes of ranks: shards, replicas
 traffic           ledger of what was sent, and of the time of steps with offload
 collective_log    the collectives that this rank has begun, and the one it waits for
 watchdog          ends a run on all ranks, with one error, when one cannot go on
@@ -41,14 +40,14 @@ from lightning_zero.comm.dry import (
     DryTransport,
 )
 from lightning_zero.comm.host_copies import HostCopies
-from lightning_zero.comm.mesh import Axis, Placements
+from lightning_zero.comm.mesh import Axis
 from lightning_zero.comm.process_groups import default_world_size
 from lightning_zero.comm.rendezvous import join_group
 from lightning_zero.comm.scratch import Scratch
 from lightning_zero.comm.staged_file import PAGE, StagedFile, StagingMemory, in_pages
 from lightning_zero.comm.sync_points import Exclusive, PendingSync, SyncPoint, with_complements
 from lightning_zero.comm.traffic import Ledger, StepTimes, Traffic, sum_of
-from lightning_zero.comm.transport import Arrived, Extent, ReduceBuffer, Shared, Work
+from lightning_zero.comm.transport import Arrived, Extent, ReduceBuffer, Shared, Then, Work
 
 __all__ = [
     "PAGE",
@@ -69,7 +68,6 @@ __all__ = [
     "Ledger",
     "Outcome",
     "PendingSync",
-    "Placements",
     "ReduceBuffer",
     "Scratch",
     "Shared",
@@ -77,6 +75,7 @@ __all__ = [
     "StagingMemory",
     "StepTimes",
     "SyncPoint",
+    "Then",
     "Traffic",
     "Work",
     "default_world_size",

@@ -8,14 +8,20 @@ decodes and adds up in fp32: no sum is ever quantized.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from enum import Enum
 
 import torch
 from torch import Tensor
 
 from lightning_zero.comm.codec import Codec
-from lightning_zero.comm.transport import ReduceBuffer, Shared, Transport, Work
+from lightning_zero.comm.transport import (
+    ReduceBuffer,
+    Shared,
+    Then,
+    Transport,
+    Work,
+    reduce_and_gather,
+)
 
 
 class Cargo(Enum):
@@ -52,7 +58,7 @@ class Coded:
         own = codes.view(self.size, codec.nbytes)[self._transport.rank]
         codec.encode(source.own, own, self._noise(unit, tag, codes.device))
         work = self._transport.gather_codes(codes, own, out, unit=unit, tag=tag)
-        return _Then(work, lambda: codec.decode(codes, out))
+        return Then(work, lambda: codec.decode(codes, out))
 
     def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
         """Return memory for the source of :meth:`reduce`."""
@@ -65,7 +71,11 @@ class Coded:
         codec.encode(source.tensor, sent, self._noise(unit, tag, sent.device))
         received = self._buffer(sent.numel())
         work = self._transport.trade(received, sent, out, unit=unit, tag=tag)
-        return _Then(work, lambda: codec.add_up(received, out), sent)
+        return Then(work, lambda: codec.add_up(received, out), sent)
+
+    def all_reduce(self, tensor: Tensor, *, unit: str, tag: int) -> Work:
+        """Add up like :meth:`Transport.all_reduce`, in code both ways."""
+        return reduce_and_gather(self, tensor, unit=unit, tag=tag)
 
     def _buffer(self, nbytes: int) -> Tensor:
         return self._transport.passing_buffer(nbytes, torch.uint8, self._cargo.value)
@@ -78,20 +88,3 @@ class Coded:
         axis = self._transport.axis
         seed = zlib.crc32(f"{unit} {tag} {axis.ranks} {axis.rank} {self._num_coded}".encode())
         return torch.Generator(device).manual_seed(seed)
-
-
-class _Then:
-    """Work, and a function to call when it is over."""
-
-    def __init__(self, work: Work, finish: Callable[[], None], *read: Tensor) -> None:
-        self._work: Work | None = work
-        self._finish: Callable[[], None] | None = finish
-        # Keeps what the work reads alive until then.
-        self._read = read
-
-    def wait(self) -> None:
-        """Wait until both are done; drop what they needed."""
-        if self._work is not None and self._finish is not None:
-            self._work.wait()
-            self._finish()
-        self._work, self._finish, self._read = None, None, ()

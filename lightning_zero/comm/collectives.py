@@ -69,6 +69,16 @@ class Collectives(Transport):
         return Pending(self.log, collective, [work], None if lands else lambda: copy(out, landing))
 
     @override
+    def all_reduce(self, tensor: Tensor, *, unit: str, tag: int) -> Work:
+        sent = tensor.numel() // self.size * (self.size - 1)
+        for verb in ("reduce", "gather"):
+            self.ledger.note(unit, verb, sent, tensor.element_size())
+        collective = self.log.begin(gradients_of(unit), "reduce")
+        real = tensor.view(tensor.dtype.to_real())
+        work = dist.all_reduce(real, group=self._reduce_group, async_op=True)
+        return Pending(self.log, collective, [] if work is None else [work])
+
+    @override
     def _trade(self, received: Tensor, sent: Tensor, out: Tensor, unit: str, tag: int) -> Work:
         collective = self.log.begin(gradients_of(unit), "reduce")
         work = dist.all_to_all_single(received, sent, group=self._reduce_group, async_op=True)

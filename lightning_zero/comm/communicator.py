@@ -16,15 +16,13 @@ from lightning_zero.comm.coded import Cargo, Coded
 from lightning_zero.comm.collectives import Collectives
 from lightning_zero.comm.control import Control
 from lightning_zero.comm.host_copies import HostCopies
-from lightning_zero.comm.mesh import Axis, Mesh, Placements, path
+from lightning_zero.comm.mesh import Axis, Mesh
 from lightning_zero.comm.point_to_point import PointToPoint
 from lightning_zero.comm.process_groups import is_initialized
-from lightning_zero.comm.redistribution import Redistribute, along
 from lightning_zero.comm.shared_memory import SharedMemory
 from lightning_zero.comm.sync_points import Exclusive, SyncPoint
 from lightning_zero.comm.traffic import StepTimes, Traffic
 from lightning_zero.comm.transport import Transport
-from lightning_zero.plan import Placement
 
 
 class Communicator:
@@ -104,32 +102,20 @@ class Communicator:
         # send each rank its part, (N - 1) / N of it in total, and are added in rank order.
         return PointToPoint(self.control, axis, self.device)
 
-    def redistribution(
-        self,
-        source: Placement | Placements,
-        target: Placement | Placements,
-        *,
-        bits: int | None = None,
-        cargo: Cargo = Cargo.WEIGHTS,
-    ) -> Redistribute:
-        """Return the verb that brings a buffer from one placement to another.
-
-        With ``bits``, ``cargo`` is sent quantized.
+    def coded(self, transport: Transport, bits: int | None, cargo: Cargo) -> Transport | Coded:
+        """Return ``transport``, or one that sends ``cargo`` quantized to ``bits`` by it.
 
         Raises:
-            ValueError: There is no path, or ranks read each other's memory but ``bits`` are given.
+            ValueError: Ranks read each other's memory, but ``bits`` are given.
         """
-        steps = path(Placements.of(source), Placements.of(target))
-        taken = [(self.transports[axis], verb) for axis, verb in steps if axis in self.transports]
         if bits is None:
-            return along(taken)
-        if any(transport.reads_peers for transport, _ in taken):
+            return transport
+        if transport.reads_peers:
             raise ValueError(
                 "Quantized weights and gradients are sent as messages, but ranks on this host read"
                 " each other's memory. Use Communicator(windows=False), as the strategy does."
             )
-        code = partial(Coded, bits=bits, cargo=cargo)
-        return along([(code(transport), verb) for transport, verb in taken])
+        return Coded(transport, bits, cargo)
 
     @property
     def traffic(self) -> Traffic:

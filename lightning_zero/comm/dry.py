@@ -19,7 +19,7 @@ from typing_extensions import Self, override
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.control import Control
-from lightning_zero.comm.host_copies import HostCopies, pinned_bytes
+from lightning_zero.comm.host_copies import HostCopies, Landing, pinned_bytes
 from lightning_zero.comm.mesh import Axis, Mesh
 from lightning_zero.comm.traffic import Ledger
 from lightning_zero.comm.transport import ReduceBuffer, Shared, Transport, Work
@@ -80,6 +80,7 @@ class DryHostCopies(HostCopies):
     """
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__(_META)
         self.device = device
         self._passing = Storages()
 
@@ -93,15 +94,21 @@ class DryHostCopies(HostCopies):
         return isinstance(tensor, FakeTensor) and tensor.device.type == self.device.type
 
     @override
-    def storage_down(self, tensor: Tensor) -> Tensor:
+    def storage_down(self, tensor: Tensor, group: object) -> tuple[Tensor, Landing]:
         with internals.without_modes():
             nbytes = pinned_bytes(tensor.untyped_storage().nbytes(), self.device)
             memory = torch.empty(nbytes, dtype=torch.uint8, device=_META)
         self._passing.add(memory)
-        return memory
+        return memory, Landing(None, None)
 
     @override
-    def up(self, out: Tensor, source: Tensor, then: Callable[[], Work]) -> Work:
+    def up(
+        self,
+        out: Tensor,
+        source: Tensor,
+        then: Callable[[], Work],
+        after: Landing | None = None,
+    ) -> Work:
         return then()
 
 

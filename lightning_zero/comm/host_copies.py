@@ -14,6 +14,10 @@ from torch import Tensor
 from lightning_zero.comm.transport import Work
 from lightning_zero.tensors import LentMemory, lasting_tensors
 
+_WITHOUT_STREAMS = ("cpu", "meta")
+"""Devices that need no copies, or make them at once."""
+_MOST_GROUPS = 2
+"""Groups of copies whose sources are kept: one is sent while the next one's are computed."""
 _MOST_LANDINGS = 2
 """Most copies to the host that may await their follow-up: one arrives while one is added."""
 
@@ -28,7 +32,13 @@ def pinned_bytes(nbytes: int, device: torch.device) -> int:
 
 
 class HostCopies:
-    """Copies between a device and its host, on a side stream.
+    """Copies between a device and its host, on a stream for each direction.
+
+    A source on the device is kept until a copy has read it, and no longer than needed: those of two
+    groups of copies, such as those of two units, are kept, and before those of an earlier group are
+    dropped, the device's computation waits for their copies. Its allocator may then reuse their
+    memory at once, however far the host is ahead. (``Tensor.record_stream`` would keep it until the
+    host has seen the copy's end, which a host far ahead does in the next step.)
 
     Args:
         device: The device; if it is the host itself, copies are synchronous.
@@ -39,9 +49,13 @@ class HostCopies:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = None if device.type in ("cpu", "meta") else torch.Stream(device)
+        has_streams = device.type not in _WITHOUT_STREAMS
+        self._down_stream = torch.Stream(device) if has_streams else None
+        self._up_stream = torch.Stream(device) if has_streams else None
         # End of the last copy to the device.
         self._up: torch.Event | None = None
+        # What copies to the host still read, by group, the oldest first.
+        self._leaving: deque[tuple[object, list[tuple[torch.Event, Tensor]]]] = deque()
         self._landings: deque[Landing] = deque()
         self._recurring = LentMemory()
         # Host memory, held until the copy into it has ended.
@@ -95,23 +109,36 @@ class HostCopies:
             is_pinned = self.device.type == "cuda"
             return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=is_pinned)
 
-    def storage_down(self, tensor: Tensor) -> Tensor:
-        """Start to copy a tensor's whole storage to temporary host memory; return its bytes."""
+    def storage_down(self, tensor: Tensor, group: object) -> tuple[Tensor, Landing]:
+        """Start to copy a tensor's whole storage to temporary host memory.
+
+        Returns its bytes there, and the copy, as for :meth:`down`.
+        """
         content = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         content.set_(tensor.untyped_storage())
         memory = self.passing_memory(content.numel(), torch.uint8)
-        self.down(memory, content)
-        return memory
+        return memory, self.down(memory, content, group=group)
 
-    def up(self, out: Tensor, source: Tensor, then: Callable[[], Work]) -> Work:
-        """Start to copy ``source`` to the device, then ``then``; return one work for both."""
-        if self._stream is None:
+    def up(
+        self,
+        out: Tensor,
+        source: Tensor,
+        then: Callable[[], Work],
+        after: Landing | None = None,
+    ) -> Work:
+        """Start to copy ``source`` to the device, then ``then``; return one work for both.
+
+        ``after`` is the copy that brings ``source`` to the host, if it may still be under way.
+        """
+        if self._up_stream is None:
             out.copy_(source)
             return then()
-        with self._beside_computation(self._stream):
+        with self._beside_computation(self._up_stream):
+            if after is not None:
+                after.precede(self._up_stream)
             out.copy_(source, non_blocking=True)
-            self._up = self._stream.record_event()
-            return _Arrival(then(), self._stream.record_event(), self.device)
+            self._up = self._up_stream.record_event()
+            return _Arrival(then(), self._up_stream.record_event(), self.device)
 
     def wait_until_read(self) -> None:
         """Wait until the device has read all sources sent up, which may then be overwritten."""
@@ -124,24 +151,32 @@ class HostCopies:
         Iterating may block until a source is ready. The copies wait for the work queued on the
         device so far, and for none that is queued later.
         """
-        if self._stream is None:
+        if self._up_stream is None:
             return _Ascent(parts, None, None)
         begin = torch.accelerator.current_stream(self.device).record_event()
-        return _Ascent(parts, self._stream, begin)
+        return _Ascent(parts, self._up_stream, begin)
 
     def down(
-        self, out: Tensor, source: Tensor, then: Callable[[], object] | None = None
+        self,
+        out: Tensor,
+        source: Tensor,
+        then: Callable[[], object] | None = None,
+        *,
+        group: object,
     ) -> Landing:
-        """Start to copy ``source`` to the host; the first wait for its landing calls ``then``."""
-        if self._stream is None:
+        """Start to copy ``source`` to the host; the first wait for its landing calls ``then``.
+
+        Copies of one ``group`` begin one after the other, and none when a later group has begun.
+        """
+        if self._down_stream is None:
             out.copy_(source)
             landing = Landing(None, then)
         else:
-            with self._beside_computation(self._stream):
+            with self._beside_computation(self._down_stream):
                 out.copy_(source, non_blocking=True)
-                event = self._stream.record_event()
+                event = self._down_stream.record_event()
             landing = Landing(event, then)
-            source.record_stream(self._stream)
+            self._keep(group, event, source)
             self._let_go()
             self._held.append((event, out.untyped_storage()))
         if then is not None:
@@ -150,11 +185,39 @@ class HostCopies:
                 self._landings.popleft().wait()
         return landing
 
+    def release_sources(self) -> None:
+        """Drop what copies to the host read; computation waits for these copies first."""
+        self._drop_but(0)
+
+    def _keep(self, group: object, event: torch.Event, source: Tensor) -> None:
+        """Keep ``source`` until the group after the next one begins."""
+        if not self._leaving or self._leaving[-1][0] != group:
+            self._leaving.append((group, []))
+        self._leaving[-1][1].append((event, source))
+        self._drop_but(_MOST_GROUPS)
+
+    def _drop_but(self, number: int) -> None:
+        """Drop the sources of all groups but the last ``number``."""
+        while len(self._leaving) > number:
+            stream = torch.accelerator.current_stream(self.device)
+            for event, _ in self._leaving[0][1]:
+                stream.wait_event(event)
+            self._leaving.popleft()
+
     def abandon(self) -> None:
-        """Drop the follow-ups of copies on their way to the host."""
+        """Drop the follow-ups of copies on their way to the host, and what they read."""
         for landing in self._landings:
             landing.abandon()
         self._landings.clear()
+        self.release_sources()
+
+    def close(self) -> None:
+        """Wait for all copies, and free the host memory that would have been reused."""
+        self.abandon()
+        while self._held:
+            self._held.popleft()[0].synchronize()
+        self.wait_until_read()
+        self._recurring.close()
 
     @contextlib.contextmanager
     def _beside_computation(self, stream: torch.Stream) -> Iterator[None]:
@@ -212,6 +275,11 @@ class Landing:
 
     def __init__(self, event: torch.Event | None, then: Callable[[], object] | None) -> None:
         self._event, self._then = event, then
+
+    def precede(self, stream: torch.Stream) -> None:
+        """Make ``stream`` wait for the copy; its follow-up is not waited for."""
+        if self._event is not None:
+            stream.wait_event(self._event)
 
     def wait(self) -> None:
         """Wait until it has landed and its follow-up, which runs once, is done."""

@@ -1,4 +1,4 @@
-"""Axes of ranks, and the path of a buffer from one placement on them to another.
+"""Axes of ranks.
 
 Buffers are sharded over one axis, and each shard is replicated along the other. Consecutive ranks,
 such as those of one host, hold the shards of one copy. Six ranks in two copies::
@@ -11,20 +11,14 @@ For backward passes, weights may be sharded over fewer ranks of one copy. Four r
     shard      0 1 2 3
     backward   0 1 | 2 3
 
-A path consists of two verbs, each along one axis: **reduce** gives each rank the sum of its own
-part, **gather** makes parts whole. Reductions run along the shard axis first, then along the other
-one; gathers run the other way round. So an all-reduce of shards is two steps of a path, a reduction
-and a gather, and not a verb.
+Reductions run along the shard axis first and leave each rank its shard; then the shards are added
+up along the other axis. Gathers run along the shard axis.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
-from typing import NamedTuple
-
-from lightning_zero.plan import Placement
 
 
 @dataclass(frozen=True)
@@ -96,52 +90,3 @@ class Mesh:
         parts = [ranks[first : first + num_backward] for first in ranks[::num_backward]]
         backward = Axis.of(parts, rank) if num_backward < num_shards else None
         return cls(Axis.of(copies, rank), Axis.of(same, rank), world_size, backward)
-
-
-class Verb(Enum):
-    """A collective along one axis."""
-
-    REDUCE = "reduce"
-    """Each rank gets the sum of its own part."""
-    GATHER = "gather"
-    """Each rank gets all parts."""
-
-
-class Placements(NamedTuple):
-    """The placements of a buffer on the axes of a mesh.
-
-    Attributes:
-        shard: On the axis of shards.
-        replicate: On the axis of replicas.
-    """
-
-    shard: Placement
-    replicate: Placement
-
-    @classmethod
-    def of(cls, placement: Placement | Placements) -> Placements:
-        """Return both placements of a home; everything but partial sums is replicated."""
-        if isinstance(placement, Placements):
-            return placement
-        is_partial = placement is Placement.PARTIAL
-        return cls(placement, placement if is_partial else Placement.REPLICATED)
-
-
-def path(source: Placements, target: Placements) -> list[tuple[str, Verb]]:
-    """Return the steps from ``source`` to ``target``: the name of an axis and a verb each.
-
-    Raises:
-        ValueError: There is no such path.
-    """
-    now, steps = source._asdict(), []
-    for axis in ("shard", "replicate"):
-        if now[axis] is Placement.PARTIAL and getattr(target, axis) is not Placement.PARTIAL:
-            steps.append((axis, Verb.REDUCE))
-            now[axis] = Placement.SHARDED
-    for axis in ("replicate", "shard"):
-        if now[axis] is Placement.SHARDED and getattr(target, axis) is Placement.REPLICATED:
-            steps.append((axis, Verb.GATHER))
-            now[axis] = Placement.REPLICATED
-    if Placements(**now) != target:
-        raise ValueError(f"No collectives take a buffer from {source} to {target}.")
-    return steps

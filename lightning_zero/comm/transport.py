@@ -35,6 +35,21 @@ class Arrived:
         """Return at once."""
 
 
+class Then:
+    """Work, and a function to call once it is over; ``kept`` lives until then."""
+
+    def __init__(self, work: Work, finish: Callable[[], object], *kept: Tensor) -> None:
+        self._left: tuple[Work, Callable[[], object], tuple[Tensor, ...]] | None
+        self._left = work, finish, kept
+
+    def wait(self) -> None:
+        """Wait until both are done; drop what they needed."""
+        left, self._left = self._left, None
+        if left is not None:
+            left[0].wait()
+            left[1]()
+
+
 class Pending:
     """The transfers of one collective, and a function to call when they have arrived."""
 
@@ -163,6 +178,10 @@ class Transport(ABC):
         self.ledger.note(unit, "reduce", sent, source.tensor.element_size())
         return self._reduce(source, out, unit, tag)
 
+    def all_reduce(self, tensor: Tensor, *, unit: str, tag: int) -> Work:
+        """Start to replace ``tensor`` (``[size * n]``) by its sum over all ranks."""
+        return reduce_and_gather(self, tensor, unit=unit, tag=tag)
+
     def gather_codes(self, codes: Tensor, own: Tensor, out: Tensor, *, unit: str, tag: int) -> Work:
         """Start to fill ``codes`` from every rank's ``own``, to be decoded to ``out``."""
         return self.gather(codes, Shared(own), unit=unit, tag=tag)
@@ -248,6 +267,32 @@ class Transport(ABC):
         if memory.nbytes >= LARGE_BYTES:
             ask_for_large_pages(memory)
         return memory
+
+
+class Verbs(Protocol):
+    """What :func:`reduce_and_gather` needs of a transport, plain or coded."""
+
+    size: int
+
+    def gather(self, out: Tensor, source: Shared, *, unit: str, tag: int) -> Work:
+        """Gather as :meth:`Transport.gather` does."""
+
+    def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
+        """Return memory as :meth:`Transport.reduce_buffer` does."""
+
+    def reduce(self, out: Tensor, source: ReduceBuffer, *, unit: str, tag: int) -> Work:
+        """Reduce as :meth:`Transport.reduce` does."""
+
+
+def reduce_and_gather(transport: Verbs, tensor: Tensor, *, unit: str, tag: int) -> Work:
+    """Start an all-reduce in two steps, of which the second begins when it is waited for."""
+    source = transport.reduce_buffer(tensor.numel(), tensor.dtype)
+    source.tensor.copy_(tensor)
+    part = tensor.new_empty(tensor.numel() // transport.size)
+    reduced = transport.reduce(part, source, unit=unit, tag=tag)
+    return Then(
+        reduced, lambda: transport.gather(tensor, Shared(part), unit=unit, tag=tag).wait(), part
+    )
 
 
 def weights_of(unit: str) -> str:

@@ -63,17 +63,17 @@ class ActivationOffload(Replacements):
 
     @classmethod
     def beside(cls, comm: Communicator, units: Sequence[Unit]) -> ActivationOffload:
-        """Offload the activations of ``units`` to the host of their device.
+        """Offload the activations of ``units`` to the host of their device."""
+        return cls.of(units, comm.host_copies)
 
-        Raises:
-            ValueError: The device is the host itself.
-        """
-        if comm.device.type == "cpu":
+    @staticmethod
+    def require(device: torch.device) -> None:
+        """Raise a ``ValueError`` if ``device`` is the host itself."""
+        if device.type == "cpu":
             raise ValueError(
                 "activation_offload=True needs a device other than the host, but accelerator='cpu'"
                 " has none. Remove it; activation_checkpointing=True saves memory on the CPU too."
             )
-        return cls.of(units, comm.host_copies)
 
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = _Call(self._last_call)
@@ -143,19 +143,21 @@ class _Saved:
         self.source, self.version = weakref.ref(storage), tensor._version
         self.call = call
         self._copies, self._device = copies, tensor.device
-        self._on_host = copies.storage_down(tensor)
+        self._on_host, self._landing = copies.storage_down(tensor, call)
         self._fetched: tuple[Tensor, Work] | None = None
+        self._is_awaited = False
         call.saved.add(self)
 
     def fetch(self) -> None:
         """Start to copy the content to the device, unless that was done."""
         if self._fetched is None:
-            # Ordered after the copy to the host, as both are on one stream.
             content = torch.empty(len(self._on_host), dtype=torch.uint8, device=self._device)
-            self._fetched = content, self._copies.up(content, self._on_host, Arrived)
+            work = self._copies.up(content, self._on_host, Arrived, self._landing)
+            self._fetched = content, work
 
     def content(self) -> Tensor:
         """Return the bytes on the device, and prefetch what backward needs next."""
+        self._copies.release_sources()  # forward is over
         self.call.fetch()
         before = self.call.before() if self.call.before is not None else None
         if before is not None:
@@ -163,7 +165,13 @@ class _Saved:
         assert self._fetched is not None
         content, work = self._fetched
         work.wait()
+        self._is_awaited = True
         return content
+
+    def __del__(self) -> None:
+        # Fetched and never used: computation may reuse its memory only once it has been written.
+        if self._fetched is not None and not self._is_awaited:
+            self._fetched[1].wait()
 
 
 class _View(NamedTuple):

@@ -192,6 +192,7 @@ class Backward:
                 unit.gradients.show_local()
         for transport in self._sharded.comm.transports.values():
             transport.release_scratch()
+        self._sharded.comm.host_copies.release_sources()
         for unit in self._units:
             unit.calls.end_pass()
         if ends_step:

@@ -100,6 +100,11 @@ class Gradients:
         if self._finishes:
             self._finish()
 
+    def join(self) -> None:
+        """Wait until sums over the copies have arrived, if they are under way."""
+        for flat in self._flats:
+            flat.reducer.shard.join()
+
     @span("finish_reduce")
     def _finish(self) -> None:
         finishes, self._finishes = self._finishes, []

@@ -72,17 +72,20 @@ def refuse(descriptions: Sequence[Description]) -> None:
 
 def describe(facts: Facts) -> Description:
     """Return facts as text, without the values that cannot be compared."""
-    return {
-        thing: {
-            name: text for name, value in attributes.items() if (text := _text(value)) is not None
-        }
-        for thing, attributes in facts.items()
+    # Of very many things, most have the attributes of others.
+    different = {id(attributes): attributes for attributes in facts.values()}
+    texts = {
+        key: {n: text for n, value in attributes.items() if (text := _text(value)) is not None}
+        for key, attributes in different.items()
     }
+    return {thing: texts[id(attributes)] for thing, attributes in facts.items()}
 
 
 def digest(description: Description) -> bytes:
     """Return a few bytes that are equal for equal descriptions, in any process."""
-    items = [(thing, sorted(attributes.items())) for thing, attributes in description.items()]
+    different = {id(attributes): attributes for attributes in description.values()}
+    texts = {key: repr(sorted(attributes.items())) for key, attributes in different.items()}
+    items = [(thing, texts[id(attributes)]) for thing, attributes in description.items()]
     return hashlib.blake2b(repr(items).encode(), digest_size=_DIGEST_BYTES).digest()
 
 
@@ -182,13 +185,12 @@ def model_facts(module: nn.Module, settings: Settings, more: Facts) -> dict[str,
     own = {field.name: getattr(settings, field.name) for field in fields(settings)}
     facts.setdefault("The strategy", {}).update(own)
     first_names: dict[int, str] = {}
+    known: dict[Any, dict[str, Any]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(id(parameter), name)
-        facts[f"Parameter {name!r}"] = {
-            **_facts_of(parameter),
-            "requires_grad": parameter.requires_grad,
-            "tie": None if first == name else first,
-        }
+        tie = None if first == name else first
+        own = {**_facts_of(parameter), "requires_grad": parameter.requires_grad, "tie": tie}
+        facts[f"Parameter {name!r}"] = known.setdefault(tuple(own.values()), own)
     for name, buffer in module.named_buffers(remove_duplicate=False):
         facts[f"Buffer {name!r}"] = _facts_of(buffer)
     facts.update((f"Unit {name!r}", {}) for name in _unit_names(module, settings))
@@ -219,16 +221,15 @@ def optimizer_facts(
     """Return the facts of optimizers that must be equal, including the members of groups."""
     names = {id(p): name for name, p in module.named_parameters()}
     facts: dict[str, dict[str, Any]] = {}
+    known: dict[Any, dict[str, Any]] = {}
     for number, optimizer in enumerate(optimizers):
         facts.update(group_facts(optimizer, f"optimizer {number}"))
         for index, group in enumerate(optimizer.param_groups):
             for place, member in enumerate(group["params"]):
                 parameter = parameter_of(member)
                 name = _member_name(parameter, names, f"{place} of group {index}")
-                facts[f"{name} of optimizer {number}"] = {
-                    "group": index,
-                    "requires_grad": parameter.requires_grad,
-                }
+                own = {"group": index, "requires_grad": parameter.requires_grad}
+                facts[f"{name} of optimizer {number}"] = known.setdefault(tuple(own.values()), own)
     return facts
 
 

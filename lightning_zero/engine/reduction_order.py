@@ -38,6 +38,8 @@ class ReductionOrder:
         self._order: list[Unit] | None = None
         self._left: list[Unit] | None = None
         self._under_way: Unit | None = None
+        self._joining: Unit | None = None
+        self._has_copies = sharded.comm.mesh.replicate.size > 1
         self._work: PendingSync | None = None
 
     def begin(self, forward_order: Iterable[int]) -> None:
@@ -83,10 +85,14 @@ class ReductionOrder:
         return self._left
 
     def _reduce(self, unit: Unit) -> None:
-        # One reduction overlaps with the next unit's backward; two would only hold memory.
+        # One reduction overlaps with the next unit's backward, as does one sum over the copies; two
+        # would only hold memory.
         before, self._under_way = self._under_way, unit
         if before is not None:
             before.gradients.finish()
+            if self._joining is not None:
+                self._joining.gradients.join()
+            self._joining = before if self._has_copies else None
         unit.gradients.reduce()
 
     def finish(self) -> None:
@@ -107,7 +113,7 @@ class ReductionOrder:
                 self._reduce(unit)
         if self._under_way is not None:
             self._under_way.gradients.finish()
-        self._under_way = None
+        self._under_way = self._joining = None
         held = iter(agreed[len(self._units) :])
         for unit in self._units:
             unit.gradients.install(held)
@@ -115,4 +121,4 @@ class ReductionOrder:
     def abandon(self) -> None:
         """Drop a backward pass that an exception ended."""
         # Not waited for: the others may be gone, or be waiting for this rank.
-        self._under_way = self._left = self._work = None
+        self._under_way = self._joining = self._left = self._work = None

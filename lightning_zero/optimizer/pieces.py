@@ -176,7 +176,7 @@ def cut_state(state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
 
 def has_whole_state(optimizer: Optimizer, piece: Piece) -> bool:
     """Return whether the state of ``piece`` is that of its whole parameter and has to be cut."""
-    if piece.shape == piece.parameter.shape:
+    if piece.shape == piece.range.slot.shape:
         return False
     states = [holder.state.get(piece, ()) for holder in with_inner(optimizer)]
     return any(

@@ -81,7 +81,8 @@ class FlatParameters:
                 parameter.grad_dtype = None  # any: autograd's gradients have the weight's dtype
         if not self.store.is_stream:
             self._load()
-        self.pieces = [self._cut_piece(index) for index in range(len(named))]
+        with lasting_tensors():
+            self.pieces = [self._cut_piece(index) for index in range(len(named))]
         self.edits = Edits(self.parameters, self.weight, has_copies=plan.rests_apart)
         self.reducer = Reducer(self.pieces, self.store)
         self.classes = ParameterClasses(named, owner, plan.weight, plan.master.dtype)

@@ -22,7 +22,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from lightning_zero.comm import ReduceBuffer, Work
+from lightning_zero.comm import Arrived, ReduceBuffer, Then, Work
 from lightning_zero.parameters.grad_view import GradState, averages
 from lightning_zero.parameters.piece import Piece
 from lightning_zero.parameters.stores import Store
@@ -257,6 +257,7 @@ class GradShard:
         self.is_of_copy = False
         # The shard while its gradients are not installed yet, and the work that fills it.
         self._fresh: tuple[Tensor, Work] | None = None
+        self._is_joining = False
         self._installed: Callable[[], Tensor | None] = _nothing
 
     def add(self, reach: Reach, scale: float, reduced: Tensor, *, unit: str, tag: int) -> None:
@@ -264,9 +265,8 @@ class GradShard:
 
         The average is ``scale`` times ``reduced``, or times the sum of ``reduced`` over the copies.
         """
-        if self._fresh is not None:
-            # From this same pass: some gradients came after their unit's reduction.
-            self._fresh[1].wait()
+        # From this same pass, if some gradients came after their unit's reduction.
+        self._arrive()
         earlier, joins = self._earlier(), reach is Reach.ALL and self._store.has_copies
         if not joins and scale != 1.0:
             reduced.mul_(scale)
@@ -274,11 +274,19 @@ class GradShard:
             earlier.mul_(1 / (scale * self._store.comm.mesh.replicate.size))
         shard, flush = self._store.flush(reduced, earlier, unit=unit)
         if joins:
-            flush.wait()
-            self._store.join(shard, unit=unit, tag=tag).wait()
-            if scale != 1.0:
-                shard.mul_(scale)
-        self._fresh = shard, flush
+            work = self._store.join(shard, flush, unit=unit, tag=tag)
+            flush = Then(work, functools.partial(shard.mul_, scale) if scale != 1.0 else _nothing)
+        self._fresh, self._is_joining = (shard, flush), joins
+
+    def join(self) -> None:
+        """Wait until the copies' sums have arrived, if they are under way."""
+        if self._is_joining:
+            self._arrive()
+
+    def _arrive(self) -> None:
+        if self._fresh is not None:
+            self._fresh[1].wait()
+            self._fresh, self._is_joining = (self._fresh[0], Arrived()), False
 
     def drop(self) -> None:
         """Discard gradients that are not installed yet."""

@@ -22,13 +22,12 @@ from lightning_zero.comm import (
     Codec,
     Communicator,
     Extent,
-    Placements,
     Scratch,
     Shared,
     Work,
 )
 from lightning_zero.parameters.buffer import Buffer
-from lightning_zero.plan import Layout, Medium, Placement, Plan
+from lightning_zero.plan import Layout, Medium, Plan
 from lightning_zero.tensors import LARGE_BYTES, ask_for_large_pages, lasting_tensors
 
 
@@ -62,8 +61,8 @@ class Store:
         plan: The homes of weights, gradients and masters.
         comm: The ranks.
         shared: The masters.
-        gather: The verb that makes shards whole.
-        reduce: The verb that sums gradients within a copy, and leaves this rank its shard.
+        gather: Makes shards whole, without loss.
+        reduce: Sums gradients within a copy, and leaves this rank its shard.
         is_stream: Whether there are no masters, and weights are read from a checkpoint.
     """
 
@@ -90,16 +89,11 @@ class Store:
         else:
             whole = self._next(shared)
             self._whole, masters = whole.own, whole.sharded(comm.mesh.shard)
-        self.gather = comm.redistribution(plan.master.placement, Placement.REPLICATED)
-        of_copy = Placements(plan.master.placement, Placement.PARTIAL)
-        redistribution = functools.partial(
-            comm.redistribution, bits=plan.reduce_bits, cargo=Cargo.GRADIENTS
-        )
-        self.reduce = redistribution(Placement.PARTIAL, of_copy)
-        self._join = redistribution(of_copy, plan.master.placement)
-        self._gather_weights = comm.redistribution(
-            plan.master.placement, Placement.REPLICATED, bits=plan.gather_bits
-        )
+        self.gather = comm.transport.gather
+        self._gather_weights = comm.coded(comm.transport, plan.gather_bits, Cargo.WEIGHTS).gather
+        self.reduce = comm.coded(comm.transport, plan.reduce_bits, Cargo.GRADIENTS).reduce
+        copies = comm.transports.get("replicate")
+        self._copies = copies and comm.coded(copies, plan.reduce_bits, Cargo.GRADIENTS)
         self._rest(masters)
 
     @property
@@ -181,9 +175,12 @@ class Store:
             return source, Arrived()
         return resting.add_(source), Arrived()
 
-    def join(self, resting: Tensor, *, unit: str, tag: int) -> Work:
-        """Start to sum resting gradients over the copies, in place."""
-        return self._join(resting, Shared(resting), unit=unit, tag=tag)
+    def join(self, resting: Tensor, arrival: Work, *, unit: str, tag: int) -> Work:
+        """Start to sum resting gradients over the copies, in place, after their ``arrival``."""
+        arrival.wait()
+        if self._copies is None:
+            return Arrived()
+        return self._copies.all_reduce(resting, unit=unit, tag=tag)
 
     def keep(self, whole: Tensor) -> None:
         """Keep a part of ``whole`` weights for this step's later gathers, if the store does so."""
@@ -235,14 +232,17 @@ class HostStore(Store):
         copies, landing = self.comm.host_copies, self.gradients()
         self.comm.transport.ledger.note(unit, "down", source.numel(), source.element_size())
         if resting is None:
-            return landing, copies.down(landing, source)
-        return resting, copies.down(landing, source, functools.partial(resting.add_, landing))
+            return landing, copies.down(landing, source, group=unit)
+        return resting, copies.down(
+            landing, source, functools.partial(resting.add_, landing), group=unit
+        )
 
     @override
-    def join(self, resting: Tensor, *, unit: str, tag: int) -> Work:
+    def join(self, resting: Tensor, arrival: Work, *, unit: str, tag: int) -> Work:
         """Sum resting gradients over the copies, which only devices can, and copy them back."""
+        arrival.wait()
         on_device = self.reduced().copy_(resting)
-        self._join(on_device, Shared(on_device), unit=unit, tag=tag).wait()
+        super().join(on_device, Arrived(), unit=unit, tag=tag).wait()
         resting.copy_(on_device)
         return Arrived()
 

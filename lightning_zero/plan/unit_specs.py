@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from torch import nn
@@ -86,9 +87,10 @@ def specify_units(module: nn.Module, settings: Settings) -> list[UnitSpec]:
 def _specify_flat_parameters(
     named: list[tuple[str, Parameter]], settings: Settings, uncast: set[int]
 ) -> list[FlatSpec]:
+    plan_of = functools.cache(settings.plan)  # of very many parameters, there are few kinds
     groups: dict[tuple[Plan, bool], list[tuple[str, Parameter]]] = {}
     for name, parameter in named:
-        is_cast = id(parameter) not in uncast
-        plan = settings.plan(parameter.dtype, is_cast=is_cast, trainable=parameter.requires_grad)
-        groups.setdefault((plan, parameter.requires_grad), []).append((name, parameter))
+        trainable, is_cast = parameter.requires_grad, id(parameter) not in uncast
+        plan = plan_of(parameter.dtype, is_cast=is_cast, trainable=trainable)
+        groups.setdefault((plan, trainable), []).append((name, parameter))
     return [FlatSpec(members, plan) for (plan, _), members in groups.items()]

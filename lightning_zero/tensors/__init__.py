@@ -3,6 +3,7 @@
 =========== ====================================================================================
 lasting     ordinary tensors, even when created in inference mode
 nested      the tensors in nested values
+garbage     no search for reference cycles while very many objects are made
 properties  torch's functions, grouped by what they need of a tensor's memory
 chunks      the chunk size in which large tensors are processed
 storages    storages, counted while they are alive
@@ -14,6 +15,7 @@ internals   every private name of torch in use, with the reason
 """
 
 from lightning_zero.tensors.chunks import numel_at_a_time
+from lightning_zero.tensors.garbage import uncollected
 from lightning_zero.tensors.lasting import lasting_tensors
 from lightning_zero.tensors.lent_memory import SECTOR, LentMemory
 from lightning_zero.tensors.nested import named_tensors, tensors_in
@@ -33,5 +35,6 @@ __all__ = [
     "numel_at_a_time",
     "span",
     "tensors_in",
+    "uncollected",
     "unseen",
 ]

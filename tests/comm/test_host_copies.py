@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_zero.comm import Arrived
 from lightning_zero.comm.dry import DryHostCopies
 from lightning_zero.comm.host_copies import HostCopies, pinned_bytes
 from lightning_zero.tensors import LentMemory
+from tests.oracle.streams import late_streams
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -103,5 +106,49 @@ def test_what_waits_in_torchs_pinned_memory_is_rounded_up() -> None:
     assert [pinned_bytes(n, CUDA) for n in (0, 1, 4096, 4097)] == [0, 1, 4096, 8192]
     for device, expected in ((CUDA, 8192), (CPU, 4097)):
         copies = DryHostCopies(device)
-        held = copies.storage_down(torch.empty(4097, dtype=torch.uint8))
+        held, _ = copies.storage_down(torch.empty(4097, dtype=torch.uint8), None)
         assert copies.passing == expected == held.nbytes
+
+
+def test_sources_of_two_groups_are_kept_and_no_more() -> None:
+    with late_streams() as device:
+        copies = HostCopies(CPU)
+        sources = [torch.full((4,), float(number)) for number in range(6)]
+        alive = [weakref.ref(source.untyped_storage()) for source in sources]
+        landed = [torch.zeros(4) for _ in sources]
+        for number, out in enumerate(landed):
+            # Units of two tensors each.
+            copies.down(out, sources.pop(0), group=number // 2)
+            kept = [place for place, storage in enumerate(alive) if storage() is not None]
+            first = max(0, 2 * (number // 2 - 1))
+            assert kept == list(range(first, 6)), number
+        # None but the first two had to be waited for, and by the device.
+        assert device.host_waits == 0
+        assert [out.tolist()[0] for out in landed] == [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+        copies.close()
+        assert [out.tolist()[0] for out in landed] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_nothing_goes_up_behind_what_goes_down() -> None:
+    with late_streams():
+        copies = HostCopies(CPU)
+        below, above, other = torch.zeros(4), torch.zeros(4), torch.full((4,), 2.0)
+        landing = copies.down(below, torch.ones(4), group="unit")
+        copies.up(above, other, Arrived).wait()
+        assert above.tolist() == [2.0] * 4
+        assert below.tolist() == [0.0] * 4
+        # But where it is the same that comes and goes.
+        copies.up(above, below, Arrived, landing).wait()
+        assert above.tolist() == below.tolist() == [1.0] * 4
+
+
+def test_host_memory_is_given_back_at_the_end() -> None:
+    with late_streams():
+        copies = HostCopies(CPU)
+        memory = copies.recurring_memory(1024, torch.float32)
+        place = weakref.ref(memory.untyped_storage())
+        copies.down(memory, torch.ones(1024), group="unit")
+        del memory
+        assert place() is not None
+        copies.close()
+        assert place() is None

@@ -1,4 +1,4 @@
-"""Axes of ranks, and buffers that go from one placement on them to another."""
+"""Axes of ranks, and what is gathered and added up along them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import pytest
 import torch
 
 from lightning_zero.comm import Communicator, Extent, SyncPoint
-from lightning_zero.comm.mesh import Mesh, Placements, Verb, path
-from lightning_zero.plan import Placement
+from lightning_zero.comm.mesh import Mesh
 from tests.oracle.projects import WAYS
 from tests.oracle.ranks import Pools
 
 CPU = torch.device("cpu")
 NUMEL = 384
-PARTIAL, SHARDED, REPLICATED = Placement.PARTIAL, Placement.SHARDED, Placement.REPLICATED
 
 
 def test_neighbours_hold_the_shards_of_one_copy() -> None:
@@ -34,18 +32,6 @@ def test_ranks_that_cannot_be_divided_are_refused() -> None:
         Mesh.of(0, 12, num_shards=4, num_backward_shards=3)
 
 
-def test_a_path_reduces_shards_first_and_gathers_them_last() -> None:
-    summands, shards, wholes = map(Placements.of, (PARTIAL, SHARDED, REPLICATED))
-    reduce_shards = [("shard", Verb.REDUCE), ("replicate", Verb.REDUCE), ("replicate", Verb.GATHER)]
-    assert path(summands, shards) == reduce_shards
-    assert path(shards, wholes) == [("shard", Verb.GATHER)]
-    assert path(summands, wholes) == [*reduce_shards, ("shard", Verb.GATHER)]
-    everywhere = Placements(SHARDED, SHARDED)
-    assert path(everywhere, wholes) == [("replicate", Verb.GATHER), ("shard", Verb.GATHER)]
-    with pytest.raises(ValueError, match="No collective"):
-        path(wholes, shards)
-
-
 def _summand(rank: int) -> torch.Tensor:
     """Whole numbers, whose sum has no rounding."""
     return torch.randint(100, (NUMEL,), generator=torch.Generator().manual_seed(rank)).float()
@@ -56,19 +42,18 @@ def _over_two_axes(way: str) -> list[dict[tuple[str, str], int]]:
     comm = Communicator(CPU, num_shards=2, **WAYS[way])
     total = sum(_summand(rank) for rank in range(comm.mesh.size))
     assert isinstance(total, torch.Tensor)
-    for target in (SHARDED, REPLICATED):
-        partial_sum = comm.transport.reduce_buffer(NUMEL, torch.float32)
-        partial_sum.tensor.copy_(_summand(comm.control.rank))
-        expected = total.chunk(2)[comm.mesh.shard.rank] if target is SHARDED else total
-        out = torch.empty_like(expected)
-        reduce = comm.redistribution(PARTIAL, target)
-        reduce(out, partial_sum, unit=target.value, tag=1).wait()
-        torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    partial_sum = comm.transport.reduce_buffer(NUMEL, torch.float32)
+    partial_sum.tensor.copy_(_summand(comm.control.rank))
+    expected = total.chunk(2)[comm.mesh.shard.rank]
+    out = torch.empty_like(expected)
+    comm.transport.reduce(out, partial_sum, unit="gradients", tag=1).wait()
+    comm.transports["replicate"].all_reduce(out, unit="gradients", tag=1).wait()
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
     master = next(comm.transport.share([Extent(NUMEL // 2, torch.float32)]))
     with comm.exclusive(SyncPoint.EDIT):
         master.own.copy_(total.chunk(2)[comm.mesh.shard.rank])
     whole = torch.empty(NUMEL)
-    comm.redistribution(SHARDED, REPLICATED)(whole, master, unit="weights", tag=2).wait()
+    comm.transport.gather(whole, master, unit="weights", tag=2).wait()
     torch.testing.assert_close(whole, total, rtol=0, atol=0)
     comm.fence(SyncPoint.REFRESH)
     sent = [dict(transport.ledger.elements) for transport in comm.transports.values()]
@@ -81,15 +66,7 @@ def _over_two_axes(way: str) -> list[dict[tuple[str, str], int]]:
 @pytest.mark.parametrize("way", list(WAYS))
 def test_two_axes_give_a_plain_sum(ranks: Pools, way: str) -> None:
     for shard, replicate in ranks(4).run(partial(_over_two_axes, way)):
-        for target in ("sharded", "replicated"):
-            assert shard[target, "reduce"] == NUMEL // 2
-            assert replicate[target, "reduce"] == replicate[target, "gather"] == NUMEL // 4
-        assert shard["replicated", "gather"] == shard["weights", "gather"] == NUMEL // 2
+        assert shard["gradients", "reduce"] == shard["weights", "gather"] == NUMEL // 2
+        assert replicate["gradients", "reduce"] == NUMEL // 4
+        assert replicate["gradients", "gather"] == NUMEL // 4
         assert ("weights", "gather") not in replicate
-
-
-def test_one_axis_costs_no_more_than_its_transport() -> None:
-    comm = Communicator(CPU)
-    assert comm.redistribution(PARTIAL, SHARDED) == comm.transport.reduce
-    assert comm.redistribution(SHARDED, REPLICATED) == comm.transport.gather
-    assert list(comm.transports) == ["shard"]

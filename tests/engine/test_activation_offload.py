@@ -21,6 +21,7 @@ from tests.oracle.models import Block
 from tests.oracle.painted import beside_the_host
 from tests.oracle.projects import Regression, fit
 from tests.oracle.ranks import Pools
+from tests.oracle.streams import late_streams
 
 WIDTH, ROWS = 16, 64
 
@@ -104,6 +105,47 @@ def compare() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_numbers_are_the_same(ranks: Pools, world: int) -> None:
     ranks(world).run(compare)
+
+
+class Dropping(nn.Module):
+    """Asks for what its forward has saved, and makes nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).exp().tanh()
+
+
+def compare_late() -> None:
+    """Copies as late as streams allow, also of what is fetched ahead and dropped."""
+    for stage in (1, 3):
+        plain, _ = train(stage, is_away=False, checkpointed=False)
+        with late_streams() as device:
+            away, _ = train(stage, is_away=True, checkpointed=False)
+            assert device.host_waits == 0
+        assert all(map(torch.equal, plain, away))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_numbers_are_the_same_however_late_copies_are(ranks: Pools, world: int) -> None:
+    ranks(world).run(compare_late)
+
+
+def test_what_is_fetched_and_dropped_is_written_before_it_is_freed() -> None:
+    with late_streams(), beside_the_host(painted=False):
+        blocks = nn.Sequential(*[Dropping() for _ in range(3)])
+        engine = Engine(blocks, Settings(units=[Dropping]))
+        offload = ActivationOffload.of(engine.sharded.units, engine.comm.host_copies, 1)
+        x = torch.randn(ROWS, WIDTH, requires_grad=True)
+        middle = blocks[:2](x)
+        # Backward of the second block fetches the first one's, which is dropped with the graph.
+        torch.autograd.grad(middle.sum(), blocks[1].inner.weight)
+        del middle
+        gc.collect()
+        offload.remove()
+        engine.close()
 
 
 def saved_bytes(forward: Any, weights: set[int]) -> int:
@@ -213,6 +255,7 @@ def fit_both_ways() -> None:
         with (
             beside_the_host() as memories,
             mock.patch.object(ActivationOffload, "beside", beside),
+            mock.patch.object(ActivationOffload, "require"),
         ):
             losses.append(fit(Regression(), ZeROStrategy(3, units=[Block], **choices)).losses)
         assert (memories.crossed["up"] > 0) == bool(choices)

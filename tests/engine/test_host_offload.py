@@ -27,10 +27,11 @@ from lightning_zero.plan import Offload
 from lightning_zero.plan.settings import Settings
 from tests.oracle.models import MODELS
 from tests.oracle.own_optimizers import GroupCounting
-from tests.oracle.painted import beside_the_host, late_landings, late_readings
+from tests.oracle.painted import beside_the_host, late_readings
 from tests.oracle.parity import assert_parity
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import CPU, shard, train
+from tests.oracle.streams import late_streams
 
 STEPS, MICRO = 3, 2
 
@@ -53,6 +54,8 @@ def compare(stage: int, make: Callable[[nn.Module], Optimizer], **how: Any) -> N
     with beside_the_host():
         actual = run(offload=Offload.of_stage(stage, "cpu"))
     assert_parity(actual, expected, ulps=0)
+    with late_streams(), beside_the_host(painted=False):
+        assert_parity(run(offload=Offload.of_stage(stage, "cpu")), expected, ulps=0)
 
 
 def compare_all() -> None:
@@ -229,7 +232,9 @@ def test_the_double_knows_two_memories() -> None:
 # ---------------------------------------------------------------------------- late copies
 
 
-def late(own: Callable[..., Landing], copies: Any, out: Tensor, source: Tensor, then: Any) -> Any:
+def late(
+    own: Callable[..., Landing], copies: Any, out: Tensor, source: Tensor, then: Any, **more: Any
+) -> Any:
     """A copy that is made when it is waited for, and not before."""
     out.fill_(float("nan"))
 
@@ -238,7 +243,7 @@ def late(own: Callable[..., Landing], copies: Any, out: Tensor, source: Tensor, 
         if then is not None:
             then()
 
-    return own(copies, torch.empty(0), torch.empty(0), arrive)
+    return own(copies, torch.empty(0), torch.empty(0), arrive, **more)
 
 
 def trained(**settings: Any) -> dict[str, Tensor]:
@@ -268,8 +273,8 @@ def compare_edited() -> None:
     expected = trained()
     down = HostCopies.down
 
-    def slow(copies: Any, out: Tensor, source: Tensor, then: Any = None) -> Any:
-        return late(down, copies, out, source, then)
+    def slow(copies: Any, out: Tensor, source: Tensor, then: Any = None, **more: Any) -> Any:
+        return late(down, copies, out, source, then, **more)
 
     # Nothing is painted: on a CPU an edit's copy to the host is none.
     with beside_the_host(painted=False), mock.patch.object(HostCopies, "down", slow):
@@ -328,7 +333,7 @@ def compare_abandoned() -> None:
         expected = stepped_behind(is_interrupted=False, stage=stage)
         found = {"the device": stepped_behind(is_interrupted=True, stage=stage)}
         offload = Offload.of_stage(stage, "cpu")
-        with beside_the_host(painted=False), late_landings():
+        with beside_the_host(painted=False), late_streams():
             found["its host"] = stepped_behind(is_interrupted=True, stage=stage, offload=offload)
         for where, weights in found.items():
             wrong = [name for name, one in weights.items() if not torch.equal(one, expected[name])]

@@ -205,3 +205,52 @@ def test_edits_reach_all_copies(ranks: Pools, stage: int, precision: str) -> Non
     plain = ranks(4).run(_edited, None, stage, precision)[0]
     for of_rank in ranks(4).run(_edited, 2, stage, precision):
         assert of_rank == plain
+
+
+class _Watched:
+    """Work that says when it is waited for."""
+
+    def __init__(self, work: Any, note: Any) -> None:
+        self._work, self._note = work, note
+
+    def wait(self) -> None:
+        self._note()
+        self._work.wait()
+
+
+def _course(stage: int) -> list[tuple[str, str]]:
+    """What a backward pass begins and waits for, in this order, by unit."""
+    comm, case = Communicator(CPU, num_shards=2, windows=False), MODELS["nested"]
+    model = case.build()
+    engine = shard(model, stage=stage, comm=comm)
+    course: list[tuple[str, str]] = []
+    copies, within = comm.transports["replicate"], comm.transport
+    all_reduce, reduce = copies.all_reduce, within._reduce
+
+    def joining(tensor: Tensor, *, unit: str, tag: int) -> Any:
+        work = all_reduce(tensor, unit=unit, tag=tag)
+        course.append(("join", unit))
+        return _Watched(work, lambda: course.append(("joined", unit)))
+
+    def reducing(partial: Any, out: Tensor, unit: str, tag: int) -> Any:
+        course.append(("reduce", unit))
+        return reduce(partial, out, unit, tag)
+
+    copies.all_reduce, within._reduce = joining, reducing  # type: ignore[method-assign]
+    for flat in engine.sharded.flats:
+        flat.store._copies = copies
+    case.loss(model, case.batch(4, 0)).backward()
+    engine.close()
+    return course
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_sums_over_copies_overlap_with_backward(ranks: Pools, stage: int) -> None:
+    for course in ranks(4).run(_course, stage):
+        units = [unit for verb, unit in course if verb == "join"]
+        assert len(units) > 2
+        for number, unit in enumerate(units[:-2]):
+            begins, ends = course.index(("join", unit)), course.index(("joined", unit))
+            # While it is under way the next unit is reduced, and none after that.
+            between = [other for verb, other in course[begins:ends] if verb == "reduce"]
+            assert between == [units[number + 1]], course

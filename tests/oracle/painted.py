@@ -8,12 +8,8 @@ it would between a host and a real device. What copies move is counted.
         ...                                # under offload to "cpu"
     assert memories.crossed == {"up": ..., "down": ...}
 
-Copies are made at once; those to the host later, if at all, within
-
-    with late_landings() as stream:
-        ...
-
-and those to the device read late, and see whether anybody writes what they read, within
+Copies are made at once (streams.py makes them late). Those to the device read late, and see whether
+anybody writes what they read, within
 
     with late_readings() as stream:
         ...
@@ -23,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -36,7 +31,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_zero.comm import StagedFile, StagingMemory
-from lightning_zero.comm.host_copies import HostCopies, Landing
+from lightning_zero.comm.host_copies import HostCopies
 from lightning_zero.comm.scratch import Scratch
 from lightning_zero.optimizer.operations import leaves_of
 from lightning_zero.plan import Offload
@@ -155,18 +150,6 @@ class LateStream:
         self.gate.set()
         self._thread = ThreadPoolExecutor(1)
 
-    def copy(self, out: Tensor, source: Tensor) -> Any:
-        """Start one; returns its end, as an event."""
-        out.fill_(float("nan"))
-        source = source.clone()
-
-        def arrive() -> None:
-            assert self.gate.wait(20), "a copy was waited for that cannot come"
-            time.sleep(0.002)
-            out.copy_(source)
-
-        return LateEvent(self._thread.submit(arrive))
-
     def read(self, source: Tensor) -> Any:
         """Read one that goes the other way; returns the end, which raises if it was changed."""
         sent = source.clone()
@@ -189,30 +172,15 @@ class LateEvent:
 
 
 @contextlib.contextmanager
-def late_landings() -> Iterator[LateStream]:
-    """Let copies to the host come late; until they are waited for there are no numbers."""
-    stream, down = LateStream(), HostCopies.down
-
-    def late(copies: Any, out: Tensor, source: Tensor, then: Any = None) -> Landing:
-        event = stream.copy(out, source)
-        landing = down(copies, torch.empty(0), torch.empty(0), then)
-        landing._event = event
-        return landing
-
-    with mock.patch.object(HostCopies, "down", late):
-        yield stream
-
-
-@contextlib.contextmanager
 def late_readings() -> Iterator[LateStream]:
     """Let copies to the device, which come at once, read late what they bring."""
     stream, up = LateStream(), HostCopies.up
     events: list[LateEvent] = []
 
-    def late(copies: Any, out: Tensor, source: Tensor, then: Any) -> Any:
+    def late(copies: Any, out: Tensor, source: Tensor, then: Any, after: Any = None) -> Any:
         events.append(stream.read(source))
         copies._up = events[-1]
-        return up(copies, out, source, then)
+        return up(copies, out, source, then, after)
 
     with mock.patch.object(HostCopies, "up", late):
         yield stream

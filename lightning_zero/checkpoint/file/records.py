@@ -64,9 +64,8 @@ def checked_record(
 def content_offset(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> int:
     """Return where the bytes of a record begin in the archive, after its header."""
     assert archive.fp is not None
-    archive.fp.seek(record.header_offset)
-    header = archive.fp.read(30)
-    name, extra = struct.unpack("<HH", header[26:30])
+    archive.fp.seek(record.header_offset + 26)
+    name, extra = struct.unpack("<HH", archive.fp.read(4))
     return int(record.header_offset) + 30 + int(name) + int(extra)
 
 
