@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
+
+from lightning_zero.optimizer import Announced
 
 
 class Replacements:
@@ -23,7 +24,8 @@ class Replacements:
 
     def wrap(self, owner: Any, name: str, around: Callable[..., Any], *args: Any) -> None:
         """Replace ``owner.name`` by ``around(owner.name, *args, ...)``."""
-        self.put(owner, name, functools.partial(around, getattr(owner, name), *args))
+        self._places.append((owner, name, vars(owner).get(name)))
+        Announced.put(owner, name, around, getattr(owner, name), *args)
 
     def remove(self) -> None:
         """Restore the methods of all objects."""

@@ -28,6 +28,7 @@ loss_scaler     dynamic loss scaling
 from lightning_zero.optimizer.announced import Removable, follow
 from lightning_zero.optimizer.hooks import OptimizerHooks
 from lightning_zero.optimizer.loss_scaler import LossScaler
+from lightning_zero.optimizer.outside import Announced
 from lightning_zero.optimizer.owners import owners_of
 from lightning_zero.optimizer.pieces import (
     FindPiece,
@@ -59,6 +60,7 @@ from lightning_zero.optimizer.twin import bare, with_inner
 from lightning_zero.optimizer.unit_step import UnitStep
 
 __all__ = [
+    "Announced",
     "FindPiece",
     "LossScaler",
     "OptimizerHooks",

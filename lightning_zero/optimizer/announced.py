@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import weakref
 from collections.abc import Callable
@@ -36,9 +35,9 @@ class Around:
         self._holder, self._name, self._function = holder, name, call
         self._optimizer = optimizer
         self._own = {name: vars(holder)[name]} if name in vars(holder) else {}
-        self._put = Announced(self.call, holder)
+        self._put: Announced | None = None
         if callable(getattr(type(holder), name, None)) or self._own:
-            vars(holder)[name] = self._put
+            self._put = Announced.put(holder, name, self.call, holder)
 
     def call(self, who: Any, *args: Any, **kwargs: Any) -> Any:
         """Call the function for ``who``, the optimizer or a wrapper with the same methods."""
@@ -48,7 +47,7 @@ class Around:
 
     def remove(self) -> None:
         """Restore the object's own method, unless the user has replaced it since."""
-        if vars(self._holder).get(self._name) is self._put:
+        if self._put is not None and vars(self._holder).get(self._name) is self._put:
             del vars(self._holder)[self._name]
             vars(self._holder).update(self._own)
 
@@ -66,9 +65,7 @@ def follow(wrapper: Any, optimizer: Optimizer) -> None:
     """
     for name in METHODS:
         if callable(getattr(type(wrapper), name, None)):
-            vars(wrapper)[name] = functools.partial(
-                _call_through, weakref.ref(wrapper), optimizer, name
-            )
+            Announced.put(wrapper, name, _call_through, weakref.ref(wrapper), optimizer, name)
 
 
 def _call_through(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,24 @@ Entries = dict[Any, Any]
 
 
 class Announced(functools.partial[Any]):
-    """A function that an engine has put in place of a method of the user's optimizer.
+    """A function that stands in the place of a method of a user's object.
 
-    Stand-ins and copies of the optimizer have the method of its class.
+    Stand-ins and copies of the object have the method of its class.
     """
+
+    @classmethod
+    def put(cls, owner: Any, name: str, function: Callable[..., Any], *args: Any) -> Announced:
+        """Put a function in the place of ``owner.name``."""
+        made = cls(function, *args)
+        made.place = owner, name
+        setattr(owner, name, made)
+        return made
+
+    place: tuple[Any, str]
+
+    def __reduce__(self) -> Any:
+        # The copy of an owner is being made, and has no attributes yet that hide its methods.
+        return getattr, self.place
 
 
 class OfOptimizer:
@@ -37,12 +51,19 @@ class OfOptimizer:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
 
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer."""
         optimizer = self._optimizer()
         assert optimizer is not None
         return optimizer
+
+
+def _nothing() -> None:
+    """Return what a copy of an optimizer has in such a place."""
 
 
 def outside_of(optimizer: Optimizer) -> list[Entries]:

@@ -99,7 +99,7 @@ class AdaptedCallbacks:
                 if isinstance(callback, cls):
                     self._replaced.wrap(callback, name, self._load_later)
         for callback in self._in_pieces:
-            self._replaced.put(callback, "setup", lambda *args, **kwargs: None)
+            self._replaced.wrap(callback, "setup", lambda *args, **kwargs: None)
 
     def prepare(self, module: nn.Module) -> None:
         """Copy what averages need from ``module``, before it is sharded."""

@@ -84,6 +84,9 @@ class MemoryMonitor(Callback):
 
     # -- the points ------------------------------------------------------------------------------
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_subject": None}  # its optimizers
+
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._most = _zeros()

@@ -78,7 +78,8 @@ class _Noted:
         self._has_published = False
         self._replaced = Replacements()
         connector = internals.signal_connector(trainer)
-        self._answer = self._replaced.put(connector, self.handler, self.note)
+        self._answer = getattr(connector, self.handler)
+        self._replaced.wrap(connector, self.handler, lambda _, *args: self.note(*args))
 
     def note(self, number: int, frame: Any) -> None:
         """Note the signal, wherever it interrupts this rank."""

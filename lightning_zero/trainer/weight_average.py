@@ -54,6 +54,7 @@ class Average:
         self.copy = copy.deepcopy(module, dict(stand_ins))
         self._pieces: dict[int, Piece] = {}
         self._handles: list[RemovableHandle] = []
+        self._copying: dict[str, Any] = {}
 
     def fill(self, engine: Engine, device: torch.device | None) -> None:
         """Start from the module's weights, now that ``engine`` shards it.
@@ -69,14 +70,32 @@ class Average:
             assert piece is not None, "an engine has a piece of each of its module's parameters"
             self._pieces[id(own)] = piece
             own.data = piece.data.to(device or piece.device, own.dtype, copy=True)
+        # torch sets an attribute on the hook, which fails for a bound method.
+        cut, show = functools.partial(self._cut), functools.partial(self._show_sharded)
         for child, twin in zip(self.copy.modules(), self._module.modules(), strict=True):
             self._fill_buffers(child, twin, device or engine.sharded.settings.device)
-            handle = child.register_load_state_dict_pre_hook(self._cut)  # type: ignore[no-untyped-call]
+            handle = child.register_load_state_dict_pre_hook(cut)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
-        # torch sets an attribute on the hook, which fails for a bound method.
-        show = functools.partial(self._show_sharded)
         handle = self.copy.register_state_dict_post_hook(show)  # type: ignore[no-untyped-call]
         self._handles.append(handle)
+        copies = functools.partial(self._copied, [cut, show])
+        self._copying = {
+            "__deepcopy__": copies,
+            "__reduce_ex__": lambda protocol: (_same, (copies({}),)),
+        }
+        vars(self.copy).update(self._copying)
+
+    def _copied(self, hooks: Sequence[Any], memo: dict[int, Any]) -> nn.Module:
+        """Return a deep copy of the average, an ordinary module; a collective."""
+        for own, value in zip(self.copy.parameters(), self.whole(), strict=True):
+            memo[id(own)] = Parameter(value.to(own.device), own.requires_grad)
+        memo.update({id(hook): _no_hook for hook in hooks})
+        for name in self._copying:
+            del vars(self.copy)[name]
+        try:
+            return copy.deepcopy(self.copy, memo)
+        finally:
+            vars(self.copy).update(self._copying)
 
     @staticmethod
     def _fill_buffers(child: nn.Module, twin: nn.Module, device: torch.device) -> None:
@@ -179,9 +198,20 @@ class Average:
         """Make the copy an ordinary module on the CPU, with ``whole`` as its parameters."""
         for handle in self._handles:
             handle.remove()
+        for name in self._copying:
+            del vars(self.copy)[name]
         for own, value in zip(self.copy.parameters(), whole, strict=True):
             own.data = value
         self.copy.cpu()
+
+
+def _same(module: nn.Module) -> nn.Module:
+    """Return what a pickle holds in place of an average."""
+    return module
+
+
+def _no_hook(*_: Any) -> None:
+    """Do nothing, in a copy of the average."""
 
 
 def is_by_element(options: Mapping[str, Any]) -> bool:
