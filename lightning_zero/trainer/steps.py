@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.comm import StepTimes, Traffic

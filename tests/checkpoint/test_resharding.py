@@ -135,7 +135,7 @@ def fit_faults(path: str) -> list[str]:
     def check(states: list[Any]) -> None:
         check_optimizer_states(optimizers, states, lambda piece: names[id(piece.parameter)])
 
-    attempt(lambda: check(states[:1]))
+    check(states[:1])  # the other one begins with fresh states
     group = states[0]["param_groups"][0]
     one = {**states[0], "param_groups": [group]}
     attempt(lambda: check([one, states[1]]))
@@ -158,9 +158,7 @@ def test_what_does_not_fit_is_told_before_anything_changes(
 ) -> None:
     told = ranks(2).run(fit_faults, next(iter(files)))
     assert told[0] == told[1]
-    optimizers, groups, parameters, shape, weights = told[0]
-    assert "1 optimizers" in optimizers
-    assert "returned 2" in optimizers
+    groups, parameters, shape, weights = told[0]
     assert "1 param groups, but the optimizer has 2" in groups
     assert "its param group 1 has 1 parameters, but the optimizer's has " in parameters
     assert "'exp_avg' of 'scale' has shape (7,), but the parameter has shape ()" in shape
