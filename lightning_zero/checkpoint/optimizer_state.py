@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only
 
 from lightning_zero.checkpoint.checksums import CheckedRange
 from lightning_zero.checkpoint.kept_parts import can_be_kept, keep_part, take_part
@@ -39,7 +39,7 @@ from lightning_zero.optimizer import (
     with_inner,
 )
 from lightning_zero.parameters import Piece
-from lightning_zero.tensors import lasting_tensors, named_tensors, uncollected
+from lightning_zero.tensors import lasting_tensors, uncollected
 
 # -- saving ----------------------------------------------------------------------------------------
 
@@ -230,8 +230,8 @@ def ranges_of_optimizers(
     for optimizer, state in zip(optimizers, states, strict=False):
         stepper = stepper_of(optimizer)
         if stepper.way is Way.ALL_AT_ONCE:
-            for name, tensor in named_tensors(state):  # the optimizer reads all of it
-                yield from ranges(name, tensor, None)
+            for path, value in tree_flatten_with_path({**state})[0]:  # every rank reads all of it
+                yield from ranges(keystr(path), value, None)
             continue
         ids = [key for group in state.get("param_groups", ()) for key in group["params"]]
         for key, piece in zip(ids, members(optimizer) if state else (), strict=True):
