@@ -40,7 +40,7 @@ ANSWERS_REQUEUE = "_slurm_sigusr_handler_fn"
 ANSWERS_END = "_sigterm_notifier_fn"
 """Handlers that answer a signal at once, on one rank; there is no public way to answer later."""
 ASKS_FOR_END = "_broadcast_sigterm_tensor"
-"""Asks rank 0 at each batch whether it was told to end, by a collective without a name."""
+"""Asks rank 0 at each batch whether it was told to end, and waits until its device has answered."""
 
 
 def unwrapped(optimizer: Any) -> Optimizer:

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable
 from typing import Any
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_zero.comm import Control
 from lightning_zero.engine import Replacements
@@ -38,14 +39,16 @@ class Signals:
     def __init__(self, trainer: Any, control: Control) -> None:
         self._noted = [_Requeue(trainer, control), _End(trainer, control)]
         self._replaced = Replacements()
-        self._control = control
+        self._trainer = trainer
         loop = trainer.fit_loop.epoch_loop
         if hasattr(loop, internals.ASKS_FOR_END):
-            self._replaced.wrap(loop, internals.ASKS_FOR_END, self._ask)
+            self._replaced.put(loop, internals.ASKS_FOR_END, self._end_if_answered)
 
-    def _ask(self, inner: Callable[[], None]) -> None:
-        with self._control.log.at("the start of a batch"):
-            inner()
+    def _end_if_answered(self) -> None:
+        # All ranks have answered at the same batch, so none needs to ask another, and a device is
+        # not drained at each batch to read its answer.
+        if self._trainer.received_sigterm:
+            raise SIGTERMException
 
     def answer(self) -> None:
         """Answer, at the start of a batch, the signals that are due."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback
 from lightning_utilities.core import rank_zero
@@ -101,6 +102,36 @@ class _TwoLoaders(Regression):
 
 def test_options_of_the_loops(ranks: Pools) -> None:
     assert_like_ddp(ranks(2).run(under_all, _loop_options, stages=(1, 3)))
+
+
+class _Alone(Regression):
+    """Notes what is broadcast from the end of a batch to the start of the next."""
+
+    def on_fit_start(self) -> None:
+        self.sent: list[Any] = []
+        self._broadcast: Any = None
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._broadcast, dist.broadcast = dist.broadcast, lambda *args, **_: self.sent.append(args)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self._broadcast is not None:
+            dist.broadcast, self._broadcast = self._broadcast, None
+
+    def on_train_epoch_end(self) -> None:
+        self.on_train_batch_start()
+
+
+def _fit_alone() -> None:
+    module = _Alone()
+    fit(module, 3)
+    assert len(module.losses) > 1
+    assert not module.sent
+
+
+def test_no_rank_asks_another_between_batches_whether_to_end(ranks: Pools) -> None:
+    """Lightning does, and waits for the answer: a device would be drained at each batch."""
+    ranks(2).run(_fit_alone)
 
 
 def _two_trainers(strategy: Any) -> Run:
