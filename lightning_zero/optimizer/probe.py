@@ -21,10 +21,13 @@ arrays, whose possible values cannot be enumerated.
 from __future__ import annotations
 
 import random
+from math import nan
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_zero.optimizer.known import ELEMENT_WISE, is_known
 from lightning_zero.optimizer.pieces import is_of_torch
@@ -147,17 +150,32 @@ def _examine_format(whole: Trial) -> None:
 
     A wrapper may return its own states beside the state dict of the optimizer that it wraps. When
     it steps all at once, its states are whole wherever it is asked for them or loads them.
+
+    Raises:
+        CannotCopy: It shows values of its parameters, which are not there between steps.
     """
     twin = whole.twin
     if type(twin).state_dict is Optimizer.state_dict:
         return
+    what = "has a state_dict with its own format"
     try:
-        is_known = is_of_torch(twin.state_dict())
+        form = twin.state_dict()
+        if is_of_torch(form):
+            return
+        before = _num_nans(form)
+        for toy in whole.toys:
+            toy.data.fill_(nan)
+        shows_values = _num_nans(twin.state_dict()) != before
     except Exception:
-        is_known = False
-    if not is_known:
-        what = "has a state_dict with its own format"
-        whole.taint.findings.append(Finding(Way.ALL_AT_ONCE, what))
+        shows_values = False  # it has none to show, at least after steps of toys
+    if shows_values:
+        raise CannotCopy(f"{what}, into which it writes values of its parameters")
+    whole.taint.findings.append(Finding(Way.ALL_AT_ONCE, what))
+
+
+def _num_nans(state_dict: Any) -> int:
+    leaves = [leaf for leaf in tree_leaves(state_dict) if isinstance(leaf, (Tensor, float))]
+    return sum(int(torch.as_tensor(leaf).isnan().sum()) for leaf in leaves)
 
 
 class _Answers:

@@ -379,6 +379,40 @@ def test_the_probe_is_not_fooled(cls: Any) -> None:
     assert probe(Stepped(mixed())).way is Way.BY_ELEMENT
 
 
+class Showing(Stepped):
+    """Writes something into a state dict with its own format."""
+
+    show: Callable[[Tensor, Tensor], Any]
+
+    def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
+        self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(grad, 0.1)
+        p.sub_(self.state[p]["mean"], alpha=lr)
+
+    def state_dict(self) -> Any:
+        members = self.param_groups[0]["params"]
+        return {"shown": [type(self).show(p, self.state[p]["mean"]) for p in members]}
+
+
+@pytest.mark.parametrize(
+    ("show", "way"),
+    [
+        (lambda p, mean: mean, Way.ALL_AT_ONCE),
+        (lambda p, mean: 2 * mean, Way.ALL_AT_ONCE),
+        (lambda p, mean: mean.new_tensor(float("nan")), Way.ALL_AT_ONCE),
+        (lambda p, mean: p, Way.NOT_AT_ALL),
+        (lambda p, mean: (p - mean).half(), Way.NOT_AT_ALL),
+        (lambda p, mean: p.norm().item(), Way.NOT_AT_ALL),
+    ],
+)
+def test_a_state_dict_of_its_own_may_show_all_but_values_of_parameters(
+    show: Callable[[Tensor, Tensor], Any], way: Way
+) -> None:
+    found = probe(type("Showing", (Showing,), {"show": staticmethod(show)})(mixed()))
+    assert found.way is way, found.reason
+    end = "format" if way is Way.ALL_AT_ONCE else "format, into which it writes .* its parameters"
+    assert re.search(f"its own {end}$", found.reason)
+
+
 class Lookahead(Optimizer):
     """Element-wise, with another signature and state of its own."""
 
