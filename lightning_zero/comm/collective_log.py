@@ -54,7 +54,7 @@ class CollectiveLog:
         self._numbers = itertools.count(1)
 
     def begin(self, place: str, channel: str = "") -> CollectiveId:
-        """Note that this rank begins a collective; raise if the run has ended."""
+        """Note that this rank begins a collective."""
         if self.verdict:
             raise RuntimeError(self.verdict)
         channel = channel or place

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_zero.commands.model_source import (
+    find_class,
     find_model,
     model_of_config,
     parse_arguments,
@@ -19,9 +20,9 @@ from lightning_zero.commands.model_source import (
 )
 from lightning_zero.commands.option import option
 from lightning_zero.commands.times import times, times_table
+from lightning_zero.deepspeed import Config
 from lightning_zero.memory import (
     EQUAL_STAGES,
-    STEP_SETTINGS,
     TERMS,
     Cluster,
     Estimate,
@@ -36,9 +37,10 @@ from lightning_zero.memory import (
     format_ranks,
     named_offloads,
     parse_bytes,
+    step_settings,
     write_report,
 )
-from lightning_zero.plan import CAST_WEIGHTS, MIN_NUMEL, RECIPES, as_dtype
+from lightning_zero.plan import RECIPES, Settings, strategy_arguments
 
 _EXAMPLES = """examples:
   lightning-zero estimate 10B --ranks 8 64 --precision bf16-mixed --device-memory 80GB
@@ -57,21 +59,6 @@ _ROWS = """\
 Each kind: the most that a rank holds of it within a step; 1 GB is 10^9 bytes.
 peak: the largest total at one instant, so it may be less than the sum of all kinds.
 saved: how much lower the peak is than that of {first}."""
-
-_CHECKPOINTING, _AWAY = "activation_checkpointing", "activation_offload"
-
-_BY_OPTION = ("shard", "backward_shard", "gather_bits", "reduce_bits")
-"""The arguments of the strategy that are options of the command, too."""
-
-_WITHOUT_MEMORY = {
-    "stage",
-    "checkpoint",
-    "broadcast_buffers",
-    "offload_path",
-    "restore_weights",
-    "launcher",
-}
-"""Arguments of the strategy that do not change a step's memory; all stages are shown anyway."""
 
 
 def add_estimate_command(commands: Any) -> None:
@@ -94,16 +81,16 @@ def add_estimate_command(commands: Any) -> None:
     parser.add_argument("--model", help="the class, if the configuration does not name it")
     parser.add_argument("--stages", nargs="+", type=int, help="default: 0 (DDP) 1 2 3")
     parser.add_argument("--ranks", nargs="+", type=int, help="default: as in the YAML, else 8")
-    parser.add_argument("--shard", type=int, help="number of ranks per copy (default: all)")
-    parser.add_argument("--backward-shard", type=int, help="number of ranks per gather in backward")
-    parser.add_argument("--gather-bits", type=int, choices=[8], help="as in the strategy")
-    parser.add_argument("--reduce-bits", type=int, choices=[4, 8], help="as in the strategy")
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="arguments of ZeROStrategy, such as shard=8 activation_checkpointing=True",
+    )
     parser.add_argument("--precision", choices=list(RECIPES), help="as in the Trainer")
-    parser.add_argument("--cast-weights", choices=CAST_WEIGHTS, help="as in the strategy")
     parser.add_argument("--optimizer", help="a name in torch.optim")
     parser.add_argument("--batch", nargs="*", default=[], help='one rank\'s, e.g. "int64[4,128]"')
-    parser.add_argument("--activation-checkpointing", action="store_true")
-    parser.add_argument("--activation-offload", action="store_true", help="as in the strategy")
     parser.add_argument(
         "--accumulate-grad-batches", type=int, help="default: as in the YAML, else 1"
     )
@@ -134,12 +121,24 @@ def add_estimate_command(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
+_OF_LIGHTNING = {
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "precision_plugin",
+    "process_group_backend",
+    "timeout",
+}
+"""Arguments of the strategy that are Lightning's, and change no memory."""
+
+
 class _Asked(NamedTuple):
-    """A model, its settings as in ``ModelPlan.snapshots``, and the other content of a YAML."""
+    """A model, its settings and those of its step, and the other content of a YAML."""
 
     subject: ModelPlan
-    settings: dict[str, Any]
-    chosen: dict[str, Any]
+    settings: Settings
+    of_step: dict[str, Any]
     trainer: dict[str, Any]
 
 
@@ -151,37 +150,47 @@ def _asked(options: argparse.Namespace) -> _Asked:
         source, named = model_of_config(config, options.model)
         arguments = {**named, **arguments}
     trainer = config.get("trainer") or {}
-    chosen = _options_of(trainer)
+    settings = _settings(trainer.get("strategy"), parse_arguments(options.set))
     subject = ModelPlan(
         find_model(source, arguments),
+        settings,
         precision=options.precision or str(trainer.get("precision") or "32-true"),
         optimizer=options.optimizer,
         batch=parse_batch(options.batch),
-        checkpointing=options.activation_checkpointing or chosen.pop(_CHECKPOINTING, None) is True,
-        activation_offload=options.activation_offload or chosen.pop(_AWAY, None) is True,
-        cast_weights=options.cast_weights or chosen.pop("cast_weights", "autocast"),
-        min_num_params=chosen.pop("min_num_params", MIN_NUMEL),
         device=torch.device(options.device),
     )
     microbatches = options.accumulate_grad_batches or trainer.get("accumulate_grad_batches") or 1
-    settings = {
-        "num_microbatches": microbatches,
-        **{name: chosen.pop(name) for name in STEP_SETTINGS if name in chosen},
-    }
-    if "reduce_dtype" in settings:
-        settings["reduce_dtype"] = as_dtype(settings["reduce_dtype"])
-    for name in _BY_OPTION:
-        if (value := getattr(options, name)) is not None:
-            settings[name] = value
-    return _Asked(subject, settings, chosen, trainer)
+    of_step = {"num_microbatches": microbatches, **step_settings(settings)}
+    return _Asked(subject, settings, of_step, trainer)
+
+
+def _settings(strategy: Any, more: dict[str, Any]) -> Settings:
+    """Return the settings of a configuration's ``strategy``, with ``more`` of its arguments."""
+    given: dict[str, Any] = {}
+    if isinstance(strategy, str) and strategy.startswith("zero"):
+        given = strategy_arguments(strategy)
+    elif isinstance(strategy, dict) and not _foreign(strategy):
+        given = dict(strategy.get("init_args") or {})
+    given = {name: value for name, value in {**given, **more}.items() if name not in _OF_LIGHTNING}
+    if isinstance(units := given.get("units", "auto"), list):
+        given["units"] = tuple(map(find_class, units))
+    elif units != "auto":
+        given["units"] = find_class(units)
+    return Settings.of(**Config.read(given.pop("config", None)).merged(given))
+
+
+def _foreign(strategy: Any) -> str:
+    """Return the class of a configuration's strategy if it is not this package's, else ``""``."""
+    name = str(strategy.get("class_path")) if isinstance(strategy, dict) else ""
+    return "" if name.endswith("ZeROStrategy") else name
 
 
 def _print_times(options: argparse.Namespace, asked: _Asked) -> int:
     """Print the times of a step on ``--cluster``; return the exit code."""
     names = ("offload", "host_memory", "ranks", "report")
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
-    given += [_AWAY] if asked.subject.microbatch.offloading else []
-    given += [name for name in ("offload_optimizer", "offload_weights") if asked.chosen.get(name)]
+    given += ["activation_offload"] if asked.settings.activation_offload else []
+    given += ["offload"] if asked.settings.offload is not None else []
     if given:
         raise ValueError(
             "--cluster predicts step times on its own ranks, without offload, so it cannot be"
@@ -191,7 +200,7 @@ def _print_times(options: argparse.Namespace, asked: _Asked) -> int:
     sizes = {"node": cluster.ranks_per_node}
     settings = {
         name: sizes.get(value, value) if isinstance(value, str) else value
-        for name, value in asked.settings.items()
+        for name, value in asked.of_step.items()
     }
     limit = parse_bytes(options.device_memory) if options.device_memory else None
     found = times(asked.subject, cluster, limit, options.stages, **settings)
@@ -201,10 +210,10 @@ def _print_times(options: argparse.Namespace, asked: _Asked) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Print the estimate that ``options`` ask for; return the exit code."""
-    asked = subject, settings, chosen, trainer = _asked(options)
+    asked = subject, settings, of_step, trainer = _asked(options)
     if options.cluster is not None:
         return _print_times(options, asked)
-    offloads = _offloads(options, chosen)
+    offloads = _offloads(options, settings)
     device, host = (
         parse_bytes(text) if text else None for text in (options.device_memory, options.host_memory)
     )
@@ -216,24 +225,23 @@ def run(options: argparse.Namespace) -> int:
     limits = Limits(device or 0, host, ranks_per_node)
     ranks = options.ranks or [_ranks_of(trainer) or 8]
     stages = (0, 1, 2, 3) if options.stages is None else options.stages
-    found = compare(subject, stages, ranks, offloads=offloads, **settings)
+    found = compare(subject, stages, ranks, offloads=offloads, **of_step)
     print("\n\n".join(_texts(subject, found)))
     print("\n" + "\n".join(_beside_the_device(found, limits)))
-    if unread := sorted(set(chosen) - _WITHOUT_MEMORY):
-        print(f"\nIgnored init_args of the strategy: {', '.join(unread)}.")
+    if name := _foreign(trainer.get("strategy")):
+        print(f"\nIgnored the arguments of {name}.")
     if device is not None:
-        print(f"\n{advise(subject, found, limits, **settings)}")
+        print(f"\n{advise(subject, found, limits, **of_step)}")
     if options.report is not None:
         print(f"\n{_report(options.report, subject, found, device)}")
     return 0
 
 
-def _offloads(options: argparse.Namespace, chosen: dict[str, Any]) -> list[tuple[int, Offload]]:
-    """Return the offloads of the options and of the configuration, with their stages."""
+def _offloads(options: argparse.Namespace, settings: Settings) -> list[tuple[int, Offload]]:
+    """Return the offloads of the options and of the settings, with their stages."""
     offloads = named_offloads(*dict.fromkeys(options.offload))
-    media = [chosen.pop(name, None) for name in ("offload_optimizer", "offload_weights")]
-    if any(media):
-        own = (chosen.get("stage", 3), Offload(*media))
+    if settings.offload is not None:
+        own = (settings.stage, settings.offload)
         offloads += [own] if own not in offloads else []
     return offloads
 
@@ -278,12 +286,6 @@ def _report(folder: Path, subject: ModelPlan, found: list[Estimate], limit: int 
         stages=own,
         device_memory=limit,
     )
-
-
-def _options_of(trainer: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a configuration gives the strategy."""
-    strategy = trainer.get("strategy")
-    return dict(strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
 
 
 def _ranks_of(trainer: dict[str, Any]) -> int | None:

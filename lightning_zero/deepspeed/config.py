@@ -16,7 +16,7 @@ import torch
 
 from lightning_zero.deepspeed.keys import KEYS, Fate, Kind, suggestion
 from lightning_zero.deepspeed.optimizer_block import OptimizerBlock, SchedulerBlock
-from lightning_zero.plan import Settings
+from lightning_zero.plan import Settings, as_dtype
 
 _ALIASES = {"bfloat16": "bf16"}
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -172,24 +172,28 @@ class Config:
 
     # -- the strategy and the Trainer ------------------------------------------------------------
 
-    def argument(self, name: str, given: Any) -> Any:
-        """Return the strategy's argument ``name``; ``given`` is the user's value or the default."""
-        wanted = self.arguments.get(name, given)
-        return _agreed(f"{name}={given!r}", given, wanted, _DEFAULTS[name])
-
-    def stage(self, given: int) -> int:
-        """Return the strategy's stage, which was ``given``.
+    def merged(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the strategy's arguments, of which the user gave ``given``.
 
         Warns of a configuration without a stage, which DeepSpeed reads as stage 0.
+
+        Raises:
+            ValueError: One of them contradicts the configuration.
         """
-        stage: int = self.argument("stage", given)
-        if self.is_given and "stage" not in self.arguments and stage == _DEFAULTS["stage"]:
+        found = {**given, "reduce_dtype": as_dtype(given.get("reduce_dtype"))}
+        wanted = dict(self.arguments)
+        for name, value in wanted.items():
+            default = _DEFAULTS[name]
+            own = found.get(name, default)
+            found[name] = _agreed(f"{name}={own!r}", own, value, default)
+        stage = found.setdefault("stage", _DEFAULTS["stage"])
+        if self.is_given and "stage" not in wanted and stage == _DEFAULTS["stage"]:
             self.warnings.append(
                 "zero_optimization.stage is missing from the DeepSpeed configuration. DeepSpeed"
                 f" would use stage 0; ZeROStrategy(stage={stage}) is used here. Set it in the"
                 " configuration."
             )
-        return stage
+        return found
 
     def check_precision(self, precision: str) -> None:
         """Raise a ``ValueError`` if the Trainer's ``precision`` contradicts the configuration."""

@@ -63,17 +63,17 @@ class ActivationOffload(Replacements):
 
     @classmethod
     def beside(cls, comm: Communicator, units: Sequence[Unit]) -> ActivationOffload:
-        """Offload the activations of ``units`` to the host of their device.
+        """Offload the activations of ``units`` to the host of their device."""
+        return cls.of(units, comm.host_copies)
 
-        Raises:
-            ValueError: The device is the host itself.
-        """
-        if comm.device.type == "cpu":
+    @staticmethod
+    def require(device: torch.device) -> None:
+        """Raise a ``ValueError`` if ``device`` is the host itself."""
+        if device.type == "cpu":
             raise ValueError(
                 "activation_offload=True needs a device other than the host, but accelerator='cpu'"
                 " has none. Remove it; activation_checkpointing=True saves memory on the CPU too."
             )
-        return cls.of(units, comm.host_copies)
 
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = _Call(self._last_call)

@@ -26,10 +26,13 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm import Communicator, SyncPoint, default_world_size
 from lightning_zero.engine import rank_check
+from lightning_zero.engine.activation_checkpointing import ActivationCheckpointing
+from lightning_zero.engine.activation_offload import ActivationOffload
 from lightning_zero.engine.backward import Backward
 from lightning_zero.engine.forward import Forward
 from lightning_zero.engine.join import Join
 from lightning_zero.engine.module_hook import Hooks
+from lightning_zero.engine.replacements import Replacements
 from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import Progress, ShardedModel
 from lightning_zero.engine.step import Lifetime, Step
@@ -90,6 +93,8 @@ class Engine:
         rank_check.require_equal(
             comm.control, lambda: rank_check.model_facts(module, settings, facts)
         )
+        if settings.activation_offload:
+            ActivationOffload.require(comm.device)
         self.sharded = sharded = ShardedModel(module, settings, comm, sources, on_written)
         self._step = Step(sharded.units, self.reset)
         self._join = Join(sharded)
@@ -102,7 +107,18 @@ class Engine:
         sharded.on_touch = self._forward.touch
         self._forward.hook_modules()
         self._step.close()
+        self._wrapped = self._wrap_units()
         _engines.add(self)
+
+    def _wrap_units(self) -> list[Replacements]:
+        """Checkpoint and offload the units' activations, as the settings say."""
+        settings, units = self.sharded.settings, self.sharded.units
+        choice, modules = settings.activation_checkpointing, [unit.module for unit in units[:-1]]
+        wrapped: list[Replacements] = []
+        wrapped.append(ActivationCheckpointing.chosen(choice, self.module, modules))
+        if settings.activation_offload:
+            wrapped.append(ActivationOffload.beside(self.comm, units))
+        return wrapped
 
     @property
     def is_closed(self) -> bool:
@@ -260,6 +276,8 @@ class Engine:
             if unit.weights.state is not State.RESTING:
                 unit.weights.wait()
         self._hooks.remove()
+        for wrapped in reversed(self._wrapped):
+            wrapped.remove()
         for optimizer in self.sharded.optimizers:
             end(optimizer)
         self._step.lifetime = Lifetime.CLOSED

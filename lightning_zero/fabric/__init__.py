@@ -4,21 +4,16 @@ strategy       ``ZeROStrategy`` for ``lightning.Fabric``
 checkpointing  its base class that saves and loads
 module         what ``fabric.setup`` wraps
 precision      precisions on pieces, for Fabric and the Trainer
-options        the user's options of a run, and the registered names
 internals      every private name of Fabric in use
 """
 
 from lightning_zero.fabric.internals import to_device_but_parameters
 from lightning_zero.fabric.module import ShardedModule
-from lightning_zero.fabric.options import START_METHODS, STRATEGIES, Options
 from lightning_zero.fabric.precision import FabricPrecision, ShardedPrecision, scaler_of
 from lightning_zero.fabric.strategy import ZeROStrategy
 
 __all__ = [
-    "START_METHODS",
-    "STRATEGIES",
     "FabricPrecision",
-    "Options",
     "ShardedModule",
     "ShardedPrecision",
     "ZeROStrategy",

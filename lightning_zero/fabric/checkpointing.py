@@ -31,7 +31,6 @@ from lightning_zero.comm import Control
 from lightning_zero.engine import Engine
 from lightning_zero.fabric import internals
 from lightning_zero.fabric.module import ShardedModule
-from lightning_zero.fabric.options import Options
 from lightning_zero.optimizer import members, parameter_of
 from lightning_zero.plan import Settings
 
@@ -41,12 +40,10 @@ class SavingStrategy(DDPStrategy):
 
     Attributes:
         engines: The engines of all modules that were set up.
-        options: The user's options of the run.
         settings: The user's settings of the engines.
     """
 
     engines: list[Engine]
-    options: Options
     settings: Settings
 
     def _engine_of(self, optimizer: Optimizer) -> Engine | None:
@@ -79,7 +76,7 @@ class SavingStrategy(DDPStrategy):
         }
         if storage_options is None and type(self.checkpoint_io) is TorchCheckpointIO:
             self._saver.save(
-                converted, str(path), self._provenance, in_background=self.options.async_checkpoint
+                converted, str(path), self._provenance, in_background=self.settings.async_checkpoint
             )
         else:
             # The user's own writer takes whole tensors.
@@ -130,7 +127,7 @@ class SavingStrategy(DDPStrategy):
                 self._saver.path_of(str(path)),
                 self._saver.control,
                 weights_only=weights_only in (None, True),
-                verify=self.options.verify_checkpoint,
+                verify=self.settings.verify_checkpoint,
                 maps=self.settings.offload is None,
             )
         if not state:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,9 @@ from lightning_zero.engine import Engine, broadcast_buffers
 from lightning_zero.fabric import internals
 from lightning_zero.fabric.checkpointing import SavingStrategy
 from lightning_zero.fabric.module import ShardedModule
-from lightning_zero.fabric.options import START_METHODS, STRATEGIES, chosen
 from lightning_zero.fabric.precision import FabricPrecision
 from lightning_zero.optimizer import clip, pieces_of
+from lightning_zero.plan import START_METHODS, STRATEGIES, Settings
 
 
 class ZeROStrategy(SavingStrategy):
@@ -75,7 +75,9 @@ class ZeROStrategy(SavingStrategy):
         timeout: timedelta | None = default_pg_timeout,
         **settings: Any,
     ) -> None:
-        self.settings, self.options = chosen(stage, launcher=launcher, **settings)
+        if unknown := settings.keys() & {"checkpoint", "restore_weights"}:
+            raise TypeError(f"{', '.join(unknown)} belongs to the Trainer's strategy. Remove it.")
+        self.settings = Settings.of(stage=stage, launcher=launcher, **settings)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -147,10 +149,8 @@ class ZeROStrategy(SavingStrategy):
         )
         internals.to_device_but_parameters(module, self.root_device)
         self.precision.device = self.root_device.type
-        facts = {"The strategy": dict(vars(self.options))}
-        engine = Engine(module, settings, comm, facts=facts)
+        engine = Engine(module, settings, comm)
         broadcast_buffers(module, comm)
-        self.options.wrap_units(engine, ExitStack())
         self.engines.append(engine)
         rank_zero_info(engine.sharded.describe())
         return ShardedModule(module, engine)

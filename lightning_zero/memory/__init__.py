@@ -11,28 +11,27 @@ cluster        the time of a step on a cluster, from what the replay does and wa
 steps          a step under the engine, under DDP, of a bare number of parameters, with offload
 states         optimizers on meta, and the bytes of their states
 terms          what rests, by the plan's arithmetic
-difference     why a rank holds other bytes than predicted
 advice         which stage fits a device, and what to change if none does
-report, plot   text, the page and its pictures; size: bytes as people write them
+report, plot   text, the page and its picture; size: bytes as people write them
 """
 
-from lightning_zero.memory import plot
 from lightning_zero.memory.advice import Limits, advise
 from lightning_zero.memory.cluster import TERMS, Cluster, Played, Timeline, play
 from lightning_zero.memory.live_bytes import LiveBytes
 from lightning_zero.memory.model import ModelPlan
 from lightning_zero.memory.prediction import (
-    STEP_SETTINGS,
     Estimate,
     compare,
     estimate,
     estimate_of,
     named_offloads,
+    step_settings,
 )
 from lightning_zero.memory.report import (
     EQUAL_STAGES,
     are_equal_stages,
     estimate_table,
+    rest_table,
     table,
     write_report,
 )
@@ -45,7 +44,6 @@ __all__ = [
     "EQUAL_STAGES",
     "KINDS",
     "RESTING",
-    "STEP_SETTINGS",
     "TERMS",
     "Cluster",
     "Estimate",
@@ -67,7 +65,8 @@ __all__ = [
     "parse_bytes",
     "parse_numel",
     "play",
-    "plot",
+    "rest_table",
+    "step_settings",
     "table",
     "write_report",
 ]

@@ -25,17 +25,20 @@ from lightning_zero.plan import (
     RECIPES,
     Offload,
     Settings,
-    UnitPolicy,
     specify_units,
 )
 from lightning_zero.tensors import tensors_in
 
 _META = torch.device("meta")
+_CUT = ("units", "cast_weights", "min_num_params")
+"""The settings by which a model is cut into units."""
 _TRUE_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 
 
 class ModelPlan:
     """A model on ``meta`` with its optimizer and batch; the arguments are those of ``estimate``.
+
+    Of ``settings`` only how the model is cut and what is done with activations count here.
 
     Attributes:
         module: The model on ``meta``.
@@ -48,17 +51,21 @@ class ModelPlan:
     def __init__(
         self,
         model_or_numel: nn.Module | Callable[[], nn.Module] | int,
+        settings: Settings | None = None,
         *,
         precision: str = "32-true",
         optimizer: Optimizers = None,
         batch: Any = None,
         step: Step | None = None,
-        checkpointing: bool = False,
-        activation_offload: bool = False,
-        units: UnitPolicy = "auto",
         device: torch.device,
-        **cut: Any,
     ) -> None:
+        settings = settings or Settings()
+        checkpointing = settings.activation_checkpointing
+        if batch is not None and not isinstance(checkpointing, bool):
+            raise ValueError(
+                "Activations are counted with activation_checkpointing=True, of every unit, or"
+                f" without, got {checkpointing!r}. Remove `batch`, or pass True."
+            )
         if precision not in RECIPES:
             raise ValueError(
                 f"Expected a precision among {', '.join(map(repr, RECIPES))}, got {precision!r}."
@@ -70,9 +77,13 @@ class ModelPlan:
             )
         dtype = _TRUE_DTYPES.get(precision)
         self.precision, self.device = precision, device
-        recipe, kept = RECIPES[precision], (checkpointing, activation_offload)
+        recipe, kept = RECIPES[precision], (checkpointing is True, settings.activation_offload)
         self.microbatch = Microbatch(batch, step, *kept, recipe, dtype, device)
-        self._cut: dict[str, Any] = {"recipe": recipe, "device": _META, "units": units, **cut}
+        self._cut: dict[str, Any] = {
+            "recipe": recipe,
+            "device": _META,
+            **{name: getattr(settings, name) for name in _CUT},
+        }
         self.has_units = not isinstance(model_or_numel, int)
         if isinstance(model_or_numel, int):
             if model_or_numel < 1:
@@ -129,7 +140,6 @@ class ModelPlan:
         *,
         precision: str,
         batch: Any = None,
-        activation_offload: bool = False,
     ) -> ModelPlan:
         """Return the plan of the model that ``engine`` shards and ``optimizers`` step."""
         settings = engine.sharded.settings
@@ -142,14 +152,11 @@ class ModelPlan:
         bare = meta_copy(engine.module, lambda tensor: dtypes.get(id(tensor), tensor.dtype))
         model = cls(
             bare,
+            replace(settings, activation_checkpointing=False),  # the module itself does it
             precision=precision,
             optimizer=torch.optim.SGD,
             batch=batch,
-            activation_offload=activation_offload,
-            units=settings.units,
             device=settings.device,
-            cast_weights=settings.cast_weights,
-            min_num_params=settings.min_num_params,
         )
         pairs = zip(engine.module.parameters(), model.module.parameters(), strict=True)
         own = {id(parameter): bare for parameter, bare in pairs}
@@ -241,12 +248,7 @@ class ModelPlan:
 
     @property
     def _buffers(self) -> int:
-        return sum(self.buffer_bytes.values())
-
-    @property
-    def buffer_bytes(self) -> dict[str, int]:
-        """Bytes of the module's buffers, by name."""
-        return {name: buffer.nbytes for name, buffer in self.module.named_buffers()}
+        return sum(buffer.nbytes for buffer in self.module.buffers())
 
     def state_bytes(
         self, parameter: Parameter, numel: int, rank: int = 0, world_size: int = 1

@@ -1,4 +1,4 @@
-"""A picture of a step's memory; it needs the ``plot`` extra (matplotlib)."""
+"""The picture of a step's memory; it needs the ``plot`` extra (matplotlib)."""
 
 from __future__ import annotations
 
@@ -38,12 +38,14 @@ def has_matplotlib() -> bool:
 def timeline(snapshots: Sequence[Snapshot], *, title: str, limit: int | None = None) -> Figure:
     """Draw one step from left to right, with the bytes held stacked by kind, those at rest first.
 
+    Resting kinds are stacked first, then those that come and go.
+
     Args:
         snapshots: The snapshots of a step, as in ``Estimate.snapshots``.
         title: The title.
         limit: Bytes of a device's memory, drawn as a line.
     """
-    figure, axes = _figure(9.0, 4.4, title)
+    figure, axes = _figure(title)
     edges = list(range(len(snapshots) + 1))
     bottom = [0.0] * len(edges)
     scale, unit = _scale(max(snapshot.total for snapshot in snapshots))
@@ -76,12 +78,12 @@ def timeline(snapshots: Sequence[Snapshot], *, title: str, limit: int | None = N
     return figure
 
 
-def _figure(width: float, height: float, title: str) -> tuple[Figure, Any]:
+def _figure(title: str) -> tuple[Figure, Any]:
     if not has_matplotlib():
         raise ImportError("Pictures need matplotlib: pip install 'lightning-zero[plot]'.")
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained", dpi=130)
+    figure = Figure(figsize=(9.0, 4.4), layout="constrained", dpi=130)
     axes = figure.add_subplot()
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=_INK)
     axes.spines[["top", "right"]].set_visible(False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -14,10 +14,10 @@ from lightning_zero.memory.model import ModelPlan
 from lightning_zero.memory.snapshots import Snapshot
 from lightning_zero.memory.states import Optimizers
 from lightning_zero.memory.terms import AWAY_ROWS, HOST_KINDS, KINDS, RESTING, Kinds
-from lightning_zero.plan import MIN_NUMEL, Offload, UnitPolicy
+from lightning_zero.plan import Offload, Settings, strategy_arguments
 
 _OF_STAGE_3 = ("reshard_after_forward", "backward_shard")
-STEP_SETTINGS = (
+_STEP_SETTINGS = (
     *_OF_STAGE_3,
     "prefetch",
     "reduce_dtype",
@@ -27,7 +27,6 @@ STEP_SETTINGS = (
     "reduce_bits",
     "stochastic_rounding",
 )
-"""The arguments of the strategy that a step's memory depends on, as ``estimate_of`` takes them."""
 
 
 @dataclass(frozen=True)
@@ -130,44 +129,39 @@ class Estimate:
         return {kind: self.snapshots[-1].disk.get(kind, 0) for kind in RESTING}
 
 
+class Configured(Protocol):
+    """A strategy, as far as its memory depends on it."""
+
+    settings: Settings
+
+
 def estimate(
     model_or_numel: nn.Module | Callable[[], nn.Module] | int,
+    strategy: str | Configured | Settings = "zero3",
     *,
-    stage: int = 3,
     world_size: int = 1,
     precision: str = "32-true",
     optimizer: Optimizers = None,
     batch: Any = None,
     step: Step | None = None,
-    activation_checkpointing: bool = False,
-    activation_offload: bool = False,
-    offload: Offload | str | None = None,
     accumulate_grad_batches: int = 1,
-    accumulate: str | None = None,
-    units: UnitPolicy = "auto",
-    cast_weights: str = "autocast",
-    min_num_params: int = MIN_NUMEL,
-    prefetch: int = 1,
-    reshard_after_forward: bool = True,
-    reduce_dtype: torch.dtype | None = None,
-    shard: int | str = "all",
-    backward_shard: int | str | None = None,
-    gather_bits: int | None = None,
-    reduce_bits: int | None = None,
-    stochastic_rounding: bool = False,
     shares_memory: bool = False,
     rank: int = 0,
     device: torch.device | str = "cpu",
 ) -> Estimate:
     """Estimate the bytes that one rank will hold, by kind, through a step.
 
-    An ``offload`` that a strategy refuses is refused here too, and so is an optimizer that it
-    refuses to step unit by unit.
+    An offload that a strategy refuses is refused here too, and so is an optimizer that it refuses
+    to step unit by unit.
 
     Args:
         model_or_numel: A module on any device, a function that builds one (it is called on
             ``meta``), or a number of parameters.
-        stage: 1, 2 or 3; 0 is DDP.
+        strategy: A registered name, such as ``"zero3"``, a ``ZeROStrategy(...)``, or ``"ddp"``.
+            Offload to host memory, or of a share, is assumed to be to that beside an accelerator,
+            and so is offload of activations, also with ``device="cpu"``. With ``shard``, the
+            temporary memory of reductions between copies is not counted: up to three shards of the
+            unit being reduced.
         world_size: Number of ranks.
         precision: As in ``Trainer(precision=...)``.
         optimizer: Makes an optimizer from a list of parameters, or its name in ``torch.optim``; by
@@ -175,44 +169,39 @@ def estimate(
         batch: One rank's batch (only shapes and dtypes matter), to count activations as well.
         step: Computes the loss from the module and the batch; by default ``training_step``, or the
             module's own outputs.
-        activation_checkpointing: Recompute every unit's activations in backward.
-        activation_offload: Keep activations in host memory until backward, as in ``ZeROStrategy``;
-            not at stage 0. The device is then assumed to be an accelerator.
-        offload: ``"cpu"`` or ``"nvme"`` for optimizer states, at stage 3 for weights too; or an
-            ``Offload`` with a medium for each and a ratio. Host memory, or a ratio below 1, is then
-            assumed to be that beside an accelerator, also with ``device="cpu"``.
         accumulate_grad_batches: As in the Trainer.
-        accumulate: As in ``ZeROStrategy``.
-        units: As in ``ZeROStrategy``.
-        cast_weights: As in ``ZeROStrategy``.
-        min_num_params: As in ``ZeROStrategy``.
-        prefetch: As in ``ZeROStrategy``.
-        reshard_after_forward: As in ``ZeROStrategy``.
-        reduce_dtype: As in ``ZeROStrategy``.
-        shard: As in ``ZeROStrategy``, ``"all"`` or a number. Temporary memory of reductions between
-            copies is not counted: up to three shards of the unit being reduced.
-        backward_shard: As in ``ZeROStrategy``, a number of ranks.
-        gather_bits: As in ``ZeROStrategy``.
-        reduce_bits: As in ``ZeROStrategy``.
-        stochastic_rounding: As in ``ZeROStrategy``.
         shares_memory: The ranks are on one host's CPUs and read each other's reduce buffers, which
             then persist from step to step; ``unreduced`` is an upper bound.
         rank: The rank to estimate. Ranks differ in padding.
         device: Where the model will run: ``"cpu"`` or ``"cuda"``.
     """
+    settings = _settings_of(strategy)
     model = ModelPlan(
-        model_or_numel, precision=precision, optimizer=optimizer, batch=batch, step=step,
-        checkpointing=activation_checkpointing, activation_offload=activation_offload, units=units,
-        device=torch.device(device), cast_weights=cast_weights, min_num_params=min_num_params,
+        model_or_numel, settings, precision=precision, optimizer=optimizer, batch=batch, step=step,
+        device=torch.device(device),
     )  # fmt: skip
     return estimate_of(
-        model, stage, world_size, rank=rank, num_microbatches=accumulate_grad_batches,
-        prefetch=prefetch, accumulate=accumulate, reduce_dtype=reduce_dtype,
-        reshard_after_forward=reshard_after_forward, offload=offload, shares_memory=shares_memory,
-        shard=shard, backward_shard=backward_shard, gather_bits=gather_bits,
-        reduce_bits=reduce_bits,
-        stochastic_rounding=stochastic_rounding,
+        model, 0 if strategy == "ddp" else settings.stage, world_size, rank=rank,
+        num_microbatches=accumulate_grad_batches, offload=settings.offload,
+        shares_memory=shares_memory, **step_settings(settings),
     )  # fmt: skip
+
+
+def _settings_of(strategy: str | Configured | Settings) -> Settings:
+    if isinstance(strategy, Settings):
+        return strategy
+    if isinstance(strategy, str):
+        return Settings() if strategy == "ddp" else Settings.of(**strategy_arguments(strategy))
+    found = getattr(strategy, "settings", None)
+    if not isinstance(found, Settings):
+        raise TypeError(f"Expected a strategy's name or a ZeROStrategy, got {strategy!r}.")
+    return found
+
+
+def step_settings(settings: Settings) -> dict[str, Any]:
+    """Return the settings that a step's memory depends on, unless they are the defaults."""
+    of_step = {name: getattr(settings, name) for name in _STEP_SETTINGS}
+    return {name: value for name, value in of_step.items() if value != getattr(Settings, name)}
 
 
 def estimate_of(

@@ -8,16 +8,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_zero.comm import StepTimes
 from lightning_zero.memory import plot
 from lightning_zero.memory.prediction import Estimate
 from lightning_zero.memory.size import format_bytes, format_ranks
-from lightning_zero.memory.terms import HOST_KINDS, KINDS, RESTING
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from lightning_zero.memory.terms import AWAY_ROWS, HOST_KINDS, KINDS, RESTING
 
 EQUAL_STAGES = (
     "zero1 and zero2 need the same memory here. They differ only with several microbatches per step"
@@ -37,7 +34,6 @@ _KINDS = {
 }
 
 Measured = Mapping[str, Mapping[str, int]]
-Row = Sequence[str | int]
 
 
 def write_report(
@@ -59,8 +55,7 @@ def write_report(
         measured: Bytes by kind at each point of a step, the maximum over ranks.
         held: Bytes by kind that the predicted rank held between steps.
         predicted: The estimate for the same run; its step becomes the timeline.
-        stages: Estimates whose device memory is shown side by side; savings are relative to the
-            first. A separate table shows what they offload.
+        stages: Estimates that are shown side by side; savings are relative to the first.
         device_memory: Bytes of a device, drawn as a line.
         times: Times of the steps with offload, on the predicted rank.
     """
@@ -76,10 +71,18 @@ def write_report(
         "times": times._asdict() if times and times.seconds else None,
     }
     (folder / "memory.json").write_text(json.dumps(facts, indent=1) + "\n")
-    parts = [_LEGEND, *_timeline(predicted, device_memory), *_stages(stages), *_measured(measured)]
+    parts = [_LEGEND, *_timeline(predicted, device_memory)]
+    if stages:
+        parts += _titled("The stages side by side", estimate_table(stages))
+        parts += [f"<p>{EQUAL_STAGES}</p>"] if are_equal_stages(stages) else []
+    if measured:
+        rows = list(next(iter(measured.values())))
+        parts += _titled("Measured, the maximum over all steps and ranks", table(measured, rows))
     if times and times.seconds:
         parts.append(f"<p>{times.describe()}</p>")
-    parts += _compared(held, predicted)
+    if held and predicted is not None:
+        rests = {"predicted": predicted.rests, "measured": held}
+        parts += _titled("Predicted and measured, between steps, on one rank", rest_table(rests))
     page = folder / "memory.html"
     text = _PAGE.replace("{subject}", html.escape(subject))
     page.write_text(text.replace("{content}", "\n".join(parts)))
@@ -90,6 +93,11 @@ def are_equal_stages(stages: Sequence[Estimate]) -> bool:
     """Return whether stages 1 and 2 are both among ``stages`` and have the same peak."""
     peaks = {e.stage: e.peak.total for e in stages if e.offload is None and e.stage in (1, 2)}
     return len(peaks) == 2 and peaks[1] == peaks[2]
+
+
+def rest_table(columns: Mapping[str, Mapping[str, int]]) -> str:
+    """Return a table of bytes between steps."""
+    return table(columns, (*RESTING, *AWAY_ROWS))
 
 
 def table(columns: Mapping[str, Mapping[str, int | None]], rows: Sequence[str]) -> str:
@@ -160,100 +168,22 @@ def _timeline(predicted: Estimate | None, limit: int | None) -> list[str]:
     ]
     if not predicted.has_activations:
         parts.append("<p>Activations are not counted, because no batch was passed.</p>")
-    return [*parts, *_picture(lambda: plot.timeline(predicted.snapshots, title=title, limit=limit))]
-
-
-def _stages(stages: Sequence[Estimate]) -> list[str]:
-    if not stages:
-        return []
-    shown = [kind for kind in KINDS if any(found.most[kind] for found in stages)]
-    rows: list[Row] = [
-        [found.name, *(found.most[kind] for kind in shown), found.model_states, found.peak.total]
-        for found in stages
-    ]
-    return [
-        f"<h2>The stages side by side, {format_ranks(stages[0].world_size)}</h2>",
-        "<p>Each kind is shown at its maximum within a step. Model states are weights, gradients,"
-        " master and states between steps. The peak is the largest total at one instant, so it may"
-        " be less than the sum of its row.</p>",
-        *([f"<p>{EQUAL_STAGES}</p>"] if are_equal_stages(stages) else []),
-        _html_table(["", *shown, "model states", "peak"], rows),
-        *_offloaded([found for found in stages if found.offload is not None]),
-    ]
-
-
-def _offloaded(stages: Sequence[Estimate]) -> list[str]:
-    if not stages:
-        return []
-    parts = ["<p>Held outside the device, per rank.</p>"]
-    places = {
-        "in host memory": {found.name: found.host for found in stages},
-        "in files": {found.name: found.disk for found in stages},
-    }
-    for place, held in places.items():
-        shown = [kind for kind in HOST_KINDS if any(kinds.get(kind) for kinds in held.values())]
-        rows: list[Row] = [
-            [name, *(kinds.get(kind, 0) for kind in shown), sum(kinds.values())]
-            for name, kinds in held.items()
-        ]
-        if shown:
-            parts.append(_html_table([place, *shown, "total"], rows))
-    return parts
-
-
-def _measured(measured: Measured | None) -> list[str]:
-    if not measured:
-        return []
-    kinds = list(next(iter(measured.values())))
-    shown = [kind for kind in kinds if any(row.get(kind) for row in measured.values())]
-    rows: list[Row] = [[point, *(row[kind] for kind in shown)] for point, row in measured.items()]
-    return [
-        "<h2>Measured</h2>",
-        "<p>The maximum over all steps and ranks, after each part of a step.</p>",
-        _html_table(["after", *shown], rows),
-    ]
-
-
-def _compared(held: Mapping[str, int] | None, predicted: Estimate | None) -> list[str]:
-    if not held or predicted is None:
-        return []
-    rows: list[Row] = []
-    for kind, foreseen in predicted.rests.items():
-        found = held.get(kind, 0)
-        if foreseen or found:
-            rows.append([kind, foreseen, found, found - foreseen])
-    return [
-        "<h2>Predicted and measured, between steps, on one rank</h2>",
-        _html_table(["", "predicted", "measured", "difference"], rows, exact=True),
-    ]
-
-
-def _picture(draw: Any) -> list[str]:
     if not plot.has_matplotlib():
-        return ["<p>(Pictures need matplotlib: pip install 'lightning-zero[plot]'.)</p>"]
-    figure: Figure = draw()
-    text = io.StringIO()
-    figure.savefig(text, format="svg")
-    return [f"<figure>{text.getvalue()[text.getvalue().index('<svg') :]}</figure>"]
+        return [*parts, "<p>(Pictures need matplotlib: pip install 'lightning-zero[plot]'.)</p>"]
+    svg = io.StringIO()
+    plot.timeline(predicted.snapshots, title=title, limit=limit).savefig(svg, format="svg")
+    return [*parts, f"<figure>{svg.getvalue()[svg.getvalue().index('<svg') :]}</figure>"]
 
 
-def _html_table(head: Sequence[str], rows: Sequence[Row], *, exact: bool = False) -> str:
-    def cell(value: str | int) -> str:
-        if isinstance(value, str):
-            return f"<th>{html.escape(value)}</th>"
-        text = f"{value:,}" if exact else format_bytes(value)
-        return f"<td title='{value:,} bytes'>{text if value or exact else ''}</td>"
-
-    lines = ["<table><tr>" + "".join(f"<th>{html.escape(name)}</th>" for name in head) + "</tr>"]
-    lines += ["<tr>" + "".join(map(cell, row)) + "</tr>" for row in rows]
-    return "\n".join([*lines, "</table>"])
+def _titled(title: str, text: str) -> list[str]:
+    return [f"<h2>{title}</h2>", f"<pre>{html.escape(text)}</pre>"]
 
 
 _LEGEND = (
     "<p>All figures on this page are for one rank, that is, one process with one device. Sizes are"
-    " decimal: 1 GB is 10<sup>9</sup> bytes, or 0.93 GiB. Hover over a number in a table to see its"
-    " exact bytes. A unit of the model is a part that is gathered and reduced together, usually one"
-    " of its repeated blocks.</p><details open><summary>The kinds of bytes</summary><dl>"
+    " decimal: 1 GB is 10<sup>9</sup> bytes, or 0.93 GiB; memory.json has the exact bytes. A unit"
+    " of the model is a part that is gathered and reduced together, usually one of its repeated"
+    " blocks.</p><details open><summary>The kinds of bytes</summary><dl>"
     + "".join(f"<dt>{kind}</dt><dd>{text}</dd>" for kind, text in _KINDS.items())
     + "</dl></details>"
 )
@@ -266,11 +196,8 @@ body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 62rem; marg
        padding: 0 1rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.2rem; margin: 2.2rem 0 .4rem; }
 figure { margin: .5rem 0; } figure svg { width: 100%; height: auto; }
-table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right;
-         white-space: nowrap; }
+pre { overflow-x: auto; font-size: .85rem; }
 dt { font-weight: bold; float: left; clear: left; width: 7rem; } dd { margin-left: 7.5rem; }
-th:first-child { text-align: left; } tr:first-child th { border-bottom: 2px solid #888; }
 </style></head><body><h1>Memory of {subject}</h1>
 {content}
 </body></html>

@@ -1,7 +1,7 @@
 """Data only: stages, precisions, layouts, units and settings. No communication, no Lightning.
 
 plan         the homes of weights, gradients and masters; the table of stages; offload
-settings     the user's settings, validated
+settings     the user's settings of a run, validated, and the strategies that have names
 units        the search for a model's units
 casts        which parameters forward may read in half precision
 unit_specs   units with their parameters and plans, before they have memory
@@ -11,7 +11,14 @@ layout       the place of every parameter in its flat buffer, and every rank's p
 from lightning_zero.plan.casts import CAST_WEIGHTS
 from lightning_zero.plan.layout import ALIGNMENT, Layout, Slot
 from lightning_zero.plan.plan import RECIPES, Home, Medium, Offload, Placement, Plan, Recipe
-from lightning_zero.plan.settings import Settings, as_dtype
+from lightning_zero.plan.settings import (
+    ARGUMENTS,
+    START_METHODS,
+    STRATEGIES,
+    Settings,
+    as_dtype,
+    strategy_arguments,
+)
 from lightning_zero.plan.unit_specs import (
     FlatSpec,
     UnitSpec,
@@ -21,9 +28,12 @@ from lightning_zero.plan.units import MIN_NUMEL, UnitPolicy, find_units
 
 __all__ = [
     "ALIGNMENT",
+    "ARGUMENTS",
     "CAST_WEIGHTS",
     "MIN_NUMEL",
     "RECIPES",
+    "START_METHODS",
+    "STRATEGIES",
     "FlatSpec",
     "Home",
     "Layout",
@@ -39,4 +49,5 @@ __all__ = [
     "as_dtype",
     "find_units",
     "specify_units",
+    "strategy_arguments",
 ]

@@ -1,11 +1,14 @@
-"""The user's settings of the engine, validated when they are made."""
+"""The user's settings of a run, validated when they are made, and the strategies with names."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_zero.plan.casts import CAST_WEIGHTS
 from lightning_zero.plan.plan import (
@@ -20,10 +23,40 @@ from lightning_zero.plan.plan import (
 )
 from lightning_zero.plan.units import MIN_NUMEL, UnitPolicy
 
+START_METHODS = {"subprocess": "popen", "spawn": "spawn", "fork": "fork", "notebook": "fork"}
+"""Lightning's start method of each launcher."""
+
+
+def _to(medium: str) -> dict[str, str]:
+    return {"offload_optimizer": medium, "offload_weights": medium}
+
+
+STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "zero1": ("ZeRO stage 1", {"stage": 1}),
+    "zero2": ("ZeRO stage 2", {"stage": 2}),
+    "zero3": ("ZeRO stage 3", {"stage": 3}),
+    "zero2_offload": (
+        "ZeRO stage 2, optimizer offloaded to the host",
+        {"stage": 2, "offload_optimizer": "cpu"},
+    ),
+    "zero3_offload": ("ZeRO stage 3, offloaded to the host", {"stage": 3, **_to("cpu")}),
+    "zero3_nvme": ("ZeRO stage 3, offloaded to files", {"stage": 3, **_to("nvme")}),
+}
+"""The registered strategies, by name: description and arguments."""
+
+
+def strategy_arguments(name: str) -> dict[str, Any]:
+    """Return the arguments of a registered strategy, such as ``zero3`` or ``zero3_spawn``."""
+    for launcher in START_METHODS:
+        bare = name.removesuffix(f"_{launcher}")
+        if bare in STRATEGIES:
+            return {**STRATEGIES[bare][1], "launcher": "subprocess" if bare == name else launcher}
+    raise ValueError(f"Expected a strategy among {', '.join(STRATEGIES)}, got {name!r}.")
+
 
 @dataclass(frozen=True)
 class Settings:
-    """The user's settings of the engine; ``ZeROStrategy`` documents each of them.
+    """The user's settings of a run; ``ZeROStrategy`` documents each of them.
 
     Under a Trainer ``broadcast_in_calls`` is off: there a step stands for DDP's forward and
     broadcasts buffers, and a call of the module in a hook, which would bypass DDP, does not.
@@ -48,8 +81,48 @@ class Settings:
     offload: Offload | None = None
     offload_path: str = "."
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    activation_checkpointing: bool | Iterable[type[nn.Module]] = False
+    activation_offload: bool = False
+    restore_weights: bool = True
+    checkpoint: str = "file"
+    async_checkpoint: bool = False
+    verify_checkpoint: bool = False
+    launcher: str = "subprocess"
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        offload_optimizer: str | None = None,
+        offload_weights: str | None = None,
+        offload_path: str | Path | None = None,
+        reduce_dtype: torch.dtype | str | None = None,
+        **others: Any,
+    ) -> Settings:
+        """Return the settings that arguments of ``ZeROStrategy`` ask for."""
+        if unknown := sorted(others.keys() - ARGUMENTS):
+            raise TypeError(f"ZeROStrategy has no argument {unknown[0]!r}.")
+        media = {"offload_optimizer": offload_optimizer, "offload_weights": offload_weights}
+        for name, medium in media.items():
+            if medium not in (None, "cpu", "nvme"):
+                raise ValueError(f"Expected {name}='cpu', 'nvme' or None, got {medium!r}.")
+        if offload_path is not None and "nvme" not in media.values():
+            raise ValueError(
+                f"offload_path={str(offload_path)!r} has no effect without offload to files. Remove"
+                " it, or set offload_optimizer='nvme'."
+            )
+        offload = None
+        if any(media.values()):
+            offload = Offload(offload_optimizer, offload_weights)
+        return cls(
+            offload=offload,
+            offload_path="" if offload_path is None else str(offload_path),
+            reduce_dtype=as_dtype(reduce_dtype),
+            **others,
+        )
 
     def __post_init__(self) -> None:
+        self._check_run()
         if self.stage not in PLACEMENTS:
             raise ValueError(f"Expected stage to be 1, 2 or 3, got {self.stage!r}.")
         if not isinstance(self.prefetch, int) or self.prefetch < 0:
@@ -94,6 +167,24 @@ class Settings:
             self._check_offload(self.offload)
         if self.backward_shard is not None:
             self._check_backward_shard(f"backward_shard={self.backward_shard!r}")
+
+    def _check_run(self) -> None:
+        if self.launcher not in START_METHODS:
+            raise ValueError(
+                f"Expected launcher among {', '.join(START_METHODS)}, got {self.launcher!r}."
+            )
+        if self.checkpoint not in ("file", "dcp"):
+            raise ValueError(f"Expected checkpoint among 'file', 'dcp', got {self.checkpoint!r}.")
+        if not self.restore_weights and self.launcher != "subprocess":
+            raise ValueError(
+                f"launcher={self.launcher!r} returns the trained weights to this process, which"
+                " restore_weights=False prevents. Remove one of them."
+            )
+        if self.offload is not None and self.async_checkpoint:
+            raise ValueError(
+                "async_checkpoint=True copies masters and optimizer states to host memory, which"
+                " defeats offload. Remove one of them."
+            )
 
     def _check_backward_shard(self, what: str) -> None:
         if self.stage < 3 or not self.reshard_after_forward:
@@ -234,6 +325,12 @@ class Settings:
             reduce_bits=self.reduce_bits if is_floating else None,
             stochastic_rounding=self.stochastic_rounding and dtype is torch.bfloat16,
         )
+
+
+_OFFLOAD = {"offload_optimizer", "offload_weights", "offload_path"}
+_NOT_GIVEN = {"recipe", "offload", "device", "broadcast_in_calls"}
+ARGUMENTS = {one.name for one in fields(Settings)} - _NOT_GIVEN | _OFFLOAD
+"""The arguments of ``ZeROStrategy`` that :meth:`Settings.of` takes."""
 
 
 def as_dtype(value: torch.dtype | str | None) -> torch.dtype | None:

@@ -5,7 +5,6 @@
 - ``steps``: ``SteppingStrategy``, the next base class, runs the Trainer's steps in the engine
 - ``ranks``: ``RankStrategy``, the next, joins and leaves the process group
 - ``run``: the strategy's state for one call of the Trainer
-- ``options``: the arguments that the engine does not need
 - ``deepspeed_config``: demands of a DeepSpeed configuration on the Trainer and the module
 - ``precision``: ``ZeROPrecision``: casting, loss scaling and clipping on pieces
 - ``callbacks``: Lightning's callbacks that read or write weights, adapted to shards

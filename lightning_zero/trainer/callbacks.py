@@ -3,14 +3,15 @@
 They are used unmodified, so their methods are wrapped during a fit. Averaging is element-wise:
 averaging callbacks average, swap and save this rank's pieces (``weight_average.py``), unless a
 subclass or the averaging function needs whole weights. A finetuning callback that looks for its
-parameters in an optimizer finds them in place of their pieces.
+parameters in an optimizer finds them in place of their pieces. A batch size search is refused, as
+under DDP.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import (
@@ -58,6 +59,11 @@ _OTHER_WORK = (
     *internals.OVERRIDABLE,
 )
 """Other methods of an averaging callback that touch the average."""
+_NO_BATCH_SIZES = (
+    "BatchSizeFinder does not work under ZeRO, as under DDP: a rank that runs out of memory would"
+    " leave the others waiting for it. Remove the callback; lightning_zero.estimate(model,"
+    " batch=...) predicts the memory of a batch of any size without running it."
+)
 
 
 class AdaptedCallbacks:
@@ -71,10 +77,15 @@ class AdaptedCallbacks:
     Args:
         callbacks: The Trainer's callbacks.
         is_fitting: Whether they will train. If not, averages are whole, from an earlier fit.
+
+    Raises:
+        MisconfigurationException: One of them is a ``BatchSizeFinder``.
     """
 
     def __init__(self, callbacks: Iterable[Callback], *, is_fitting: bool) -> None:
         self._callbacks = list(callbacks)
+        if any(isinstance(callback, BatchSizeFinder) for callback in self._callbacks):
+            raise MisconfigurationException(_NO_BATCH_SIZES)
         self._replaced = Replacements()
         self._engine: Engine | None = None
         self._awaiting: list[Callable[[], None]] = []
@@ -87,8 +98,6 @@ class AdaptedCallbacks:
             for cls, name in _LOADING.items():
                 if isinstance(callback, cls):
                     self._replaced.wrap(callback, name, self._load_later)
-            if isinstance(callback, BatchSizeFinder):
-                self._replaced.put(callback, "setup", _refuse_search)
         for callback in self._in_pieces:
             self._replaced.put(callback, "setup", lambda *args, **kwargs: None)
 
@@ -169,15 +178,6 @@ def _with_parameters(
         for group in groups
     ]
     return inner(whole, mapping)
-
-
-def _refuse_search(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raise, as under DDP: a rank that runs out of memory would leave the others waiting."""
-    raise MisconfigurationException(
-        "BatchSizeFinder does not search under strategies of several ranks. Remove it, and use"
-        " `lightning_zero.estimate(model, batch=...)` or the command `lightning-zero estimate"
-        " --batch`, which predict the bytes of any batch without running it."
-    )
 
 
 # -- averages in pieces ----------------------------------------------------------------------------

@@ -34,7 +34,6 @@ from lightning_zero.checkpoint import (
     ranges_of_optimizers,
 )
 from lightning_zero.engine import Engine
-from lightning_zero.fabric import Options
 from lightning_zero.optimizer import members, parameter_of, stepper_of
 from lightning_zero.parameters import Source
 from lightning_zero.plan import Settings
@@ -51,11 +50,9 @@ class SavingStrategy(SteppingStrategy):
     3. Setup ends with :meth:`_load_pending`, which runs them.
 
     Attributes:
-        options: The user's options of the run.
-        settings: The user's settings of the engine.
+        settings: The user's settings of the run.
     """
 
-    options: Options
     settings: Settings
 
     @override
@@ -75,7 +72,7 @@ class SavingStrategy(SteppingStrategy):
 
     def _require_savable(self, optimizer: Optimizer) -> None:
         """Raise at setup, not at the first save, if a directory has no place for the state."""
-        if self.options.checkpoint == "dcp" and stepper_of(optimizer).form is not None:
+        if self.settings.checkpoint == "dcp" and stepper_of(optimizer).form is not None:
             raise ValueError(
                 f"{type(optimizer).__name__}.state_dict() has its own format, which"
                 " checkpoint='dcp' cannot store. Use checkpoint='file'."
@@ -89,7 +86,7 @@ class SavingStrategy(SteppingStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         is_ours = storage_options is None and self._writes_files
-        if not is_ours and self.options.checkpoint == "dcp":
+        if not is_ours and self.settings.checkpoint == "dcp":
             plugin = type(self.checkpoint_io).__name__
             what = plugin if storage_options is None else "storage_options"
             raise ValueError(
@@ -101,7 +98,7 @@ class SavingStrategy(SteppingStrategy):
             whole = collected(checkpoint, self._saver.control)
             super().save_checkpoint(whole, filepath, storage_options)
             return
-        is_async = self.options.async_checkpoint or isinstance(
+        is_async = self.settings.async_checkpoint or isinstance(
             self.checkpoint_io, AsyncCheckpointIO
         )
         # After fit there is no training to overlap with, and nothing waits for the thread.
@@ -117,7 +114,7 @@ class SavingStrategy(SteppingStrategy):
     @property
     def _checkpoint_kind(self) -> Callable[..., Any]:
         """Return the constructor of save jobs in the chosen format."""
-        if self.options.checkpoint == "file":
+        if self.settings.checkpoint == "file":
             return FileSave
         names = self._parameter_names
         parameters = [
@@ -172,7 +169,7 @@ class SavingStrategy(SteppingStrategy):
         if are_bare_weights(path) and not self._is_fitting:
             weights = load_bare_weights(path, control, maps=maps)
             return {"state_dict": weights, "pytorch-lightning_version": pl.__version__}
-        safe, verify = weights_only in (None, True), self.options.verify_checkpoint
+        safe, verify = weights_only in (None, True), self.settings.verify_checkpoint
         checkpoint = load(path, control, weights_only=safe, verify=verify, maps=maps)
         held = checkpoint if isinstance(checkpoint, dict) else {}
         for key in ("state_dict", "pytorch-lightning_version"):

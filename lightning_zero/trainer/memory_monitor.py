@@ -18,14 +18,13 @@ from lightning_zero.engine import Engine
 from lightning_zero.memory import (
     AWAY_ROWS,
     KINDS,
-    RESTING,
-    STEP_SETTINGS,
     Estimate,
     ModelPlan,
-    compare,
     estimate_of,
     format_bytes,
     format_ranks,
+    rest_table,
+    step_settings,
     table,
     write_report,
 )
@@ -70,8 +69,6 @@ class MemoryMonitor(Callback):
         measured: Bytes by kind at each point, the maximum over all steps and ranks.
         predicted: The estimate for this rank.
         times: Times of this rank's steps with offload, without the first step.
-        differences: One sentence for each kind whose bytes on this rank between steps differ from
-            the prediction.
     """
 
     def __init__(self, *, report: str | Path | None = None, predict: bool = True) -> None:
@@ -80,9 +77,8 @@ class MemoryMonitor(Callback):
         self.measured: dict[str, dict[str, int]] = {}
         self.predicted: Estimate | None = None
         self.times = StepTimes()
-        self.differences: list[str] = []
         self._own: dict[str, int] = {}
-        self._subject: ModelPlan | None = None
+        self._subject = "a rank"
         self._most = _zeros()
         self._is_logged = False
 
@@ -91,7 +87,7 @@ class MemoryMonitor(Callback):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._most = _zeros()
-        self._subject, self.predicted, self._own, self.differences = None, None, {}, []
+        self._subject, self.predicted, self._own = "a rank", None, {}
         self.times = StepTimes()
         self._look("setup", trainer)
 
@@ -99,7 +95,7 @@ class MemoryMonitor(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self.predict and self._subject is None:
+        if self.predict and self.predicted is None:
             self._foresee(trainer, batch)
 
     @override
@@ -144,8 +140,8 @@ class MemoryMonitor(Callback):
             self.predict = False
             return
         chosen, mesh = strategy.settings, engine.comm.mesh
-        self._settings: dict[str, Any] = {
-            **{name: getattr(chosen, name) for name in STEP_SETTINGS},
+        settings: dict[str, Any] = {
+            **step_settings(chosen),
             "num_microbatches": trainer.accumulate_grad_batches,
             "shard": mesh.shard.size if mesh.replicate.size > 1 else "all",
             "backward_shard": None if mesh.backward is None else mesh.backward.size,
@@ -153,36 +149,37 @@ class MemoryMonitor(Callback):
         }
         for given, what in ((batch, "activations"), (None, "memory")):
             try:
-                self._subject = ModelPlan.of_engine(
+                subject = ModelPlan.of_engine(
                     engine,
                     [internals.unwrapped(optimizer) for optimizer in trainer.optimizers],
                     precision=str(strategy.precision_plugin.precision),
                     batch=given,
-                    activation_offload=strategy.options.activation_offload,
                 )
                 self.predicted = estimate_of(
-                    self._subject,
+                    subject,
                     chosen.stage,
                     strategy.world_size,
                     rank=strategy.global_rank,
                     offload=chosen.offload,
-                    **self._settings,
+                    **settings,
                 )
+                self._subject = subject.describe()
                 return
             except ValueError as error:
                 rank_zero_warn(f"MemoryMonitor cannot predict {what}: {error}")
-        self._subject, self.predict = None, False
+        self.predict = False
 
-    def _compare(self, trainer: pl.Trainer) -> None:
-        """Note every kind whose bytes between steps differ from its prediction."""
+    @property
+    def differences(self) -> list[str]:
+        """One sentence for each kind whose bytes between steps differ from the prediction."""
         if self.predicted is None or not self._own:
-            return
-        # Since the last measurement, hooks of the module may have changed what is held.
-        self._own = {**held_by(trainer), _STAGING: self._own[_STAGING]}
-        for kind, foreseen in self.predicted.rests.items():
-            if more := self._own.get(kind, 0) - foreseen:
-                sign = "more" if more > 0 else "less"
-                self.differences.append(f"{kind}: {format_bytes(abs(more))} {sign} than predicted.")
+            return []
+        found = {k: self._own.get(k, 0) - count for k, count in self.predicted.rests.items()}
+        return [
+            f"{kind}: {format_bytes(abs(n))} {'more' if n > 0 else 'less'} than predicted."
+            for kind, n in found.items()
+            if n
+        ]
 
     # -- what is shown ---------------------------------------------------------------------------
 
@@ -212,21 +209,19 @@ class MemoryMonitor(Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._is_logged:
             self.on_train_epoch_end(trainer, pl_module)
-        self._compare(trainer)
+        if self._own:
+            # Since the last measurement, hooks of the module may have changed what is held.
+            self._own = {**held_by(trainer), _STAGING: self._own.get(_STAGING, 0)}
         if (engine := _engine_of(trainer)) is not None:
             self.times = engine.comm.transport.ledger.total_times
         rank_zero_info(self.text(trainer.world_size))
         if self.report is not None and trainer.is_global_zero:
-            subject, stages = self._subject, []
-            if subject is not None:
-                stages = compare(subject, (0, 1, 2, 3), [trainer.world_size], **self._settings)
             write_report(
                 self.report,
-                subject="a rank" if subject is None else subject.describe(),
+                subject=self._subject,
                 measured=self.measured,
                 held=self._own,
                 predicted=self.predicted,
-                stages=stages,
                 times=self.times,
             )
 
@@ -250,12 +245,9 @@ class MemoryMonitor(Callback):
     def _explained(self) -> list[str]:
         if self.predicted is None or not self._own:
             return []
-        rows = (*RESTING, *AWAY_ROWS)
-        predicted: dict[str, int | None] = {**self.predicted.rests}
-        measured: dict[str, int | None] = {k: self._own.get(k, 0) for k in rows}
         lines = [
             "This rank between steps, predicted and measured:",
-            table({"predicted": predicted, "measured": measured}, rows),
+            rest_table({"predicted": self.predicted.rests, "measured": self._own}),
             *self.differences,
         ]
         of_steps = [one.host for one in self.predicted.snapshots if one.phase == "step"]

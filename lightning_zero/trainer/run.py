@@ -14,7 +14,6 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning_zero.checkpoint import ModuleLoad, Saver
 from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
-from lightning_zero.fabric import Options
 from lightning_zero.optimizer import are_torn
 from lightning_zero.trainer.callbacks import AdaptedCallbacks
 from lightning_zero.trainer.precision import ZeROPrecision
@@ -93,10 +92,8 @@ class Run:
         return False
 
 
-def facts_of(
-    trainer: pl.Trainer, precision: ZeROPrecision, options: Options
-) -> dict[str, dict[str, Any]]:
-    """Return what must be equal on all ranks besides the model and the engine's settings."""
+def facts_of(trainer: pl.Trainer, precision: ZeROPrecision) -> dict[str, dict[str, Any]]:
+    """Return what must be equal on all ranks besides the model and the settings."""
     names = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches")
     facts = {
         "The Trainer": {
@@ -109,7 +106,6 @@ def facts_of(
                 if isinstance(callback, GradientAccumulationScheduler)
             ],
         },
-        "The strategy": dict(vars(options)),
     }
     if precision.scaler is not None:
         facts["The loss scaler"] = dict(vars(precision.scaler))

@@ -24,14 +24,16 @@ from lightning_zero.checkpoint import Saver
 from lightning_zero.comm import Communicator
 from lightning_zero.deepspeed import Config
 from lightning_zero.engine import Engine, broadcast_buffers, forget_values
-from lightning_zero.fabric import (
+from lightning_zero.fabric import to_device_but_parameters
+from lightning_zero.parameters import Source
+from lightning_zero.plan import (
+    ARGUMENTS,
+    MIN_NUMEL,
     START_METHODS,
     STRATEGIES,
-    Options,
-    to_device_but_parameters,
+    Settings,
+    UnitPolicy,
 )
-from lightning_zero.parameters import Source
-from lightning_zero.plan import MIN_NUMEL, Settings, UnitPolicy, as_dtype
 from lightning_zero.trainer import internals
 from lightning_zero.trainer.callbacks import AdaptedCallbacks
 from lightning_zero.trainer.checkpointing import SavingStrategy
@@ -149,21 +151,9 @@ class ZeROStrategy(SavingStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        options = Options(
-            activation_checkpointing=activation_checkpointing,
-            activation_offload=activation_offload,
-            restore_weights=restore_weights,
-            checkpoint=checkpoint,
-            async_checkpoint=async_checkpoint,
-            verify_checkpoint=verify_checkpoint,
-            launcher=launcher,
-        )
+        given = {name: value for name, value in locals().items() if name in ARGUMENTS}
         self.config = Config.read(config)
-        offload = options.offload(
-            self.config.argument("offload_optimizer", offload_optimizer),
-            self.config.argument("offload_weights", offload_weights),
-            path := self.config.argument("offload_path", offload_path),
-        )
+        self.settings = Settings.of(**self.config.merged(given))
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -174,25 +164,6 @@ class ZeROStrategy(SavingStrategy):
             start_method=START_METHODS[launcher],
         )
         self.precision_plugin = precision_plugin
-        self.settings = Settings(
-            stage=self.config.stage(stage),
-            units=units,
-            min_num_params=min_num_params,
-            prefetch=self.config.argument("prefetch", prefetch),
-            reshard_after_forward=reshard_after_forward,
-            reduce_dtype=self.config.argument("reduce_dtype", as_dtype(reduce_dtype)),
-            cast_weights=cast_weights,
-            accumulate=accumulate,
-            broadcast_buffers=broadcast_buffers,
-            shard=self.config.argument("shard", shard),
-            backward_shard=self.config.argument("backward_shard", backward_shard),
-            gather_bits=self.config.argument("gather_bits", gather_bits),
-            reduce_bits=self.config.argument("reduce_bits", reduce_bits),
-            stochastic_rounding=stochastic_rounding,
-            offload=offload,
-            offload_path="" if path is None else str(path),
-        )
-        self.options = options
         self._announced = ""
 
     # -- precision -------------------------------------------------------------------------------
@@ -259,7 +230,7 @@ class ZeROStrategy(SavingStrategy):
         shard(sources=sources)
         assert self.engine is not None
         # A model that was never in memory may not fit there.
-        run.restores = self.options.restore_weights and not (is_blank and sources)
+        run.restores = self.settings.restore_weights and not (is_blank and sources)
         if run.callbacks is not None:
             run.callbacks.attach(self.engine)
         run.stand_ins.callback(log_whole_graphs(trainer.loggers, self.engine).remove)
@@ -289,7 +260,7 @@ class ZeROStrategy(SavingStrategy):
             offload_path=self.settings.offload_path or module.trainer.default_root_dir,
         )
         run = self._current
-        facts = facts_of(module.trainer, self.precision_plugin, self.options)
+        facts = facts_of(module.trainer, self.precision_plugin)
         bar = WritingBar(module.trainer)
         self.engine = Engine(
             module, settings, run.comm, facts=facts, sources=sources, on_written=bar
@@ -297,7 +268,6 @@ class ZeROStrategy(SavingStrategy):
         broadcast_buffers(module, run.comm)
         self.precision_plugin.attach(self.engine)
         self.model = module
-        self.options.wrap_units(self.engine, run.stand_ins)
         if (units := self.engine.sharded.describe()) != self._announced:
             self._announced = units
             rank_zero_info(units)

@@ -120,7 +120,7 @@ def predicted_peak(stage: int) -> float:
     batch = torch.zeros(job.batch, job.length + 1, dtype=torch.int64)
     found = estimate(
         lambda: contenders.GPT(job),
-        stage=stage,
+        f"zero{stage}",
         world_size=2,
         optimizer="AdamW",
         batch=batch,

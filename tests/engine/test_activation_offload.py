@@ -255,6 +255,7 @@ def fit_both_ways() -> None:
         with (
             beside_the_host() as memories,
             mock.patch.object(ActivationOffload, "beside", beside),
+            mock.patch.object(ActivationOffload, "require"),
         ):
             losses.append(fit(Regression(), ZeROStrategy(3, units=[Block], **choices)).losses)
         assert (memories.crossed["up"] > 0) == bool(choices)

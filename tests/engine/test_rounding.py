@@ -264,10 +264,9 @@ def test_what_is_in_fp32_is_predicted(ranks: Pools) -> None:
     case = MODELS["transformer"]
     for rank, lent in enumerate(ranks(2).run(lent_at_most)):
         predicted = estimate(
-            case.build(dtype=BF16), stage=3, world_size=2, rank=rank, min_num_params=1,
-            precision="bf16-true", batch=case.batch(4, 0), step=case.loss,
+            case.build(dtype=BF16), Settings(min_num_params=1, stochastic_rounding=True),
+            world_size=2, rank=rank, precision="bf16-true", batch=case.batch(4, 0), step=case.loss,
             optimizer=lambda params: torch.optim.AdamW(params, fused=True),
-            stochastic_rounding=True,
         )  # fmt: skip
         step, rest = predicted.snapshots[-2:]
         assert step.kinds["gathered"] - rest.kinds["gathered"] == lent > 0

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero import MemoryMonitor, ZeROStrategy
-from lightning_zero.comm import Communicator
 from lightning_zero.engine.activation_checkpointing import ActivationCheckpointing
 from lightning_zero.engine.activation_offload import ActivationOffload
 from lightning_zero.engine.engine import Engine
-from lightning_zero.memory.prediction import estimate
+from lightning_zero.memory.model import ModelPlan
+from lightning_zero.memory.prediction import compare, estimate
 from lightning_zero.plan.settings import Settings
 from tests.oracle.models import Block as ModelBlock
 from tests.oracle.painted import beside_the_host
@@ -88,9 +88,14 @@ def test_the_peak_falls_as_a_runs(checkpointed: bool) -> None:
     for is_away in (False, True):
         crossed, peak = of_run(is_away=is_away, checkpointed=checkpointed)
         found = estimate(
-            Stack(), stage=3, units=[Block], batch=torch.randn(ROWS, WIDTH), step=loss,
-            optimizer=sgd, activation_checkpointing=checkpointed, activation_offload=is_away,
-        )  # fmt: skip
+            Stack(),
+            ZeROStrategy(
+                units={Block}, activation_checkpointing=checkpointed, activation_offload=is_away
+            ),
+            batch=torch.randn(ROWS, WIDTH),
+            step=loss,
+            optimizer=sgd,
+        )
         peaks.append(peak)
         predicted.append(found.peak.total)
         # All that goes down is there until backward.
@@ -103,14 +108,20 @@ def test_the_peak_falls_as_a_runs(checkpointed: bool) -> None:
 
 
 def test_ddp_has_none() -> None:
-    how: Any = {"stage": 0, "batch": torch.randn(ROWS, WIDTH), "step": loss, "optimizer": sgd}
-    found = [estimate(Stack(), **how, activation_offload=is_away) for is_away in (False, True)]
-    assert found[0] == found[1]
+    how: Any = {"batch": torch.randn(ROWS, WIDTH), "step": loss, "optimizer": sgd}
+    found = [
+        compare(ModelPlan(Stack(), settings, **how, device=torch.device("cpu")), (0,), [1])
+        for settings in (Settings(), Settings(activation_offload=True))
+    ]
+    assert found[0] == found[1] == [estimate(Stack(), "ddp", **how)]
 
 
 def test_a_device_that_is_the_host_is_refused() -> None:
     with pytest.raises(ValueError, match="activation_offload=True needs a device beside the host"):
-        estimate(Stack(), stage=3, offload="nvme", activation_offload=True)
+        estimate(
+            Stack(),
+            ZeROStrategy(offload_optimizer="nvme", offload_weights="nvme", activation_offload=True),
+        )
 
 
 def watched() -> None:
@@ -118,10 +129,7 @@ def watched() -> None:
     monitor = MemoryMonitor()
     strategy = ZeROStrategy(3, units=[ModelBlock], activation_offload=True)
 
-    def beside(comm: Communicator, units: Any) -> ActivationOffload:
-        return ActivationOffload.of(units, comm.host_copies)
-
-    with beside_the_host(painted=False), mock.patch.object(ActivationOffload, "beside", beside):
+    with beside_the_host(painted=False), mock.patch.object(ActivationOffload, "require"):
         fit(Regression(), strategy, callbacks=[monitor])
     assert monitor.predicted is not None
     assert monitor.predicted.has_activations

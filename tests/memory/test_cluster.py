@@ -37,8 +37,8 @@ def _loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 def _timeline(stage: int, world: int, *, num_microbatches: int = 1, **settings: Any) -> Timeline:
     plan = ModelPlan(
-        Chain, optimizer="sgd", batch=torch.ones(ROWS, WIDTH), step=_loss,
-        units=(nn.Linear,), device=CPU,
+        Chain, Settings(units=(nn.Linear,)), optimizer="sgd", batch=torch.ones(ROWS, WIDTH),
+        step=_loss, device=CPU,
     )  # fmt: skip
     timeline = Timeline()
     plan.snapshots(stage, world, timeline=timeline, num_microbatches=num_microbatches, **settings)
@@ -201,11 +201,11 @@ def test_the_command_shows_the_best_choice_first(capsys: pytest.CaptureFixture[s
     assert "backward_shard=2, gather_bits=8" in text
     assert text.count(" *\n") == len(times)
     # What contradicts a setting is left out; what is given is not varied.
-    assert main([*arguments, "--batch", "int64[4,5]", "--shard", "2"]) == 0
+    assert main([*arguments, "--batch", "int64[4,5]", "--set", "shard=2"]) == 0
     text = capsys.readouterr().out
     assert "zero3, gather_bits=8" in text
     assert "shard=" not in text
-    assert main([*arguments, "--batch", "int64[4,5]", "--shard", "3"]) == 1
+    assert main([*arguments, "--batch", "int64[4,5]", "--set", "shard=3"]) == 1
     assert "shard=3 makes groups of 3 ranks" in capsys.readouterr().err
     for option, value in (("--offload", "nvme"), ("--ranks", "4"), ("--host-memory", "1GB")):
         assert main([*arguments, "--batch", "int64[4,5]", option, value]) == 1

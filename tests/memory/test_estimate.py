@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_zero import ZeROStrategy
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.activation_checkpointing import ActivationCheckpointing
 from lightning_zero.engine.engine import Engine
@@ -217,7 +218,7 @@ def subject(name: str, precision: str) -> ModelPlan:
     """A model to predict for, the same on any number of ranks."""
     case = CASES[name]
     return ModelPlan(
-        case.build(), precision=precision, optimizer=adamw, units=is_unit,
+        case.build(), Settings(units=is_unit), precision=precision, optimizer=adamw,
         batch=case.batch(4, 0), step=case.loss, device=torch.device("cpu"),
     )  # fmt: skip
 
@@ -413,9 +414,9 @@ def test_peak_of_all_live_tensors(
     case, world = PEAKS[name], 2
     for rows, tolerance in ((4, 0.09), (512, 0.012)):
         predicted = estimate(
-            case.build(), stage=3, world_size=world, precision=precision, optimizer=adamw,
-            batch=case.batch(rows, 0), step=case.loss, units=is_block,
-            activation_checkpointing=checkpointing,
+            case.build(), Settings(units=is_block, activation_checkpointing=checkpointing),
+            world_size=world, precision=precision, optimizer=adamw, batch=case.batch(rows, 0),
+            step=case.loss,
         )  # fmt: skip
         alive = ranks(world).run(live_peak, name, rows, precision, checkpointing)[0]
         # Beside what the engine counts live the placeholders, one element for each bundle, and now
@@ -463,6 +464,7 @@ import torch
 from pathlib import Path
 from torch import nn
 from lightning_zero.memory import estimate
+from lightning_zero.plan import Settings
 width = 12288
 def build():
     return nn.Sequential(*[
@@ -470,8 +472,8 @@ def build():
         for _ in range(55)
     ])
 found = estimate(
-    build, stage=3, world_size=512, precision="bf16-mixed", batch=torch.empty(1, 128, width),
-    activation_checkpointing=True,
+    build, Settings(activation_checkpointing=True), world_size=512, precision="bf16-mixed",
+    batch=torch.empty(1, 128, width),
 )
 assert found.num_parameters > 99e9, found.num_parameters
 assert found.model_states < 16.01 * found.num_parameters / 512
@@ -486,13 +488,11 @@ print(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
 def test_gradients_of_ddp_live_as_long_as_they_are_shown() -> None:
     """Until the Trainer drops them before a backward; all the time if microbatches add to them."""
     case = PEAKS["tower"]
-    once, added = (
-        estimate(
-            case.build(), stage=0, world_size=2, optimizer=adamw, batch=case.batch(4, 0),
-            step=case.loss, units=is_block, accumulate_grad_batches=number,
-        )
-        for number in (1, 4)
+    model = ModelPlan(
+        case.build(), Settings(units=is_block), optimizer=adamw, batch=case.batch(4, 0),
+        step=case.loss, device=torch.device("cpu"),
     )  # fmt: skip
+    once, added = (estimate_of(model, 0, 2, num_microbatches=number) for number in (1, 4))
     whole = once.resting["gradients"]
     assert {m.kinds["gradients"] for m in once.snapshots if m.phase == "forward"} == {whole}
     first = next(m for m in once.snapshots if m.phase == "backward")
@@ -506,8 +506,8 @@ def test_adam_weighs_sixteen_bytes_a_parameter() -> None:
     for precision in ("32-true", "bf16-mixed"):
         for world in (1, 8, 64):
             of_stage = [
-                estimate(numel, stage=stage, world_size=world, precision=precision).model_states
-                for stage in (0, 1, 2, 3)
+                estimate(numel, name, world_size=world, precision=precision).model_states
+                for name in ("ddp", "zero1", "zero2", "zero3")
             ]
             weight = 4 if precision == "32-true" else 2
             master = 0 if precision == "32-true" else 4
@@ -520,7 +520,7 @@ def test_adam_weighs_sixteen_bytes_a_parameter() -> None:
     ("change", "message"),
     [
         ({"world_size": 0}, "Expected world_size >= 1, got 0."),
-        ({"stage": 4}, "Expected stage among 0 (DDP), 1, 2, 3, got 4."),
+        ({"strategy": "zero4"}, "Expected a strategy among zero1, zero2, zero3, zero2_offload"),
         ({"precision": "8-bit"}, "Expected a precision among"),
         ({"optimizer": "adamm"}, "Expected an optimizer of torch.optim (adadelta, "),
         ({"optimizer": "lbfgs"}, "The size of LBFGS's state cannot be predicted"),
@@ -529,13 +529,27 @@ def test_adam_weighs_sixteen_bytes_a_parameter() -> None:
             {"device": "cuda", "batch": torch.zeros(1)},
             "Activations on 'cuda' are counted only where",
         ),
-        ({"prefetch": -1}, "Expected prefetch to be a number of units >= 0, got -1."),
+        (
+            {
+                "strategy": Settings(activation_checkpointing=[torch.nn.Linear]),
+                "batch": torch.zeros(1),
+            },
+            "Activations are counted with activation_checkpointing=True",
+        ),
         ({"batch": {"wrong": torch.zeros(1)}}, "Tied does not run on tensors without data"),
     ],
 )
 def test_a_bad_argument_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         estimate(MODELS["tied"].build(), **change)
+
+
+def test_a_strategy_is_its_name_or_itself() -> None:
+    found = estimate(10**6, ZeROStrategy(2, offload_optimizer="cpu"), world_size=2)
+    assert found == estimate(10**6, "zero2_offload", world_size=2)
+    assert found == estimate(10**6, "zero2_offload_spawn", world_size=2)
+    with pytest.raises(TypeError, match="Expected a strategy's name or a ZeROStrategy, got 3"):
+        estimate(10**6, 3)  # type: ignore[arg-type]
 
 
 def test_an_optimizer_that_needs_a_trainer_is_named() -> None:
@@ -555,7 +569,7 @@ def test_data_dependent_shapes_are_named() -> None:
 
 @pytest.mark.parametrize(("optimizer", "per_element"), [("sgd", 0), ("adam", 8), ("adagrad", 4)])
 def test_the_optimizer_tells_its_state(optimizer: str, per_element: int) -> None:
-    found = estimate(10**6, stage=3, world_size=4, optimizer=optimizer)
+    found = estimate(10**6, world_size=4, optimizer=optimizer)
     assert found.resting["states"] == pytest.approx(per_element * 10**6 / 4, rel=1e-3)
 
 

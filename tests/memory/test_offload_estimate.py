@@ -57,9 +57,8 @@ def total(kinds: dict[str, int]) -> float:
 def test_what_rests_where(
     stage: int, medium: str, precision: str, device: float, host: float, disk: float
 ) -> None:
-    found = estimate(
-        P, stage=stage, world_size=N, precision=precision, offload=medium, device="cuda"
-    )
+    settings = Settings(stage, offload=Offload.of_stage(stage, medium))
+    found = estimate(P, settings, world_size=N, precision=precision, device="cuda")
     held = (found.model_states / P, total(found.host), total(found.disk))
     assert held == pytest.approx((device, host, disk), rel=1e-6)
     assert found.host_peak == sum(found.host.values())
@@ -75,7 +74,7 @@ def test_what_rests_where(
     ],
 )
 def test_homes_move_in_part(offload: Offload, device: float, host: float, disk: float) -> None:
-    found = estimate(P, world_size=N, precision="bf16-mixed", offload=offload)
+    found = estimate(P, Settings(offload=offload), world_size=N, precision="bf16-mixed")
     held = (found.model_states / P, total(found.host), total(found.disk))
     assert held == pytest.approx((device, host, disk), rel=1e-6)
 
@@ -91,7 +90,8 @@ def test_homes_move_in_part(offload: Offload, device: float, host: float, disk: 
     ],
 )
 def test_files_of_a_cpu_are_mapped(stage: int, precision: str, memory: float, disk: float) -> None:
-    found = estimate(P, stage=stage, world_size=N, precision=precision, offload="nvme")
+    settings = Settings(stage, offload=Offload.of_stage(stage, "nvme"))
+    found = estimate(P, settings, world_size=N, precision=precision)
     held = (found.model_states / P, total(found.host), total(found.disk))
     assert held == pytest.approx((memory, 0, disk), rel=1e-6)
     assert found.host_peak == found.peak.total
@@ -100,7 +100,7 @@ def test_files_of_a_cpu_are_mapped(stage: int, precision: str, memory: float, di
 def test_what_does_not_move_is_as_before() -> None:
     for precision in ("32-true", "bf16-mixed"):
         here = estimate(P, world_size=N, precision=precision)
-        away = estimate(P, world_size=N, precision=precision, offload="nvme")
+        away = estimate(P, "zero3_nvme", world_size=N, precision=precision)
         everywhere = [away.resting, away.host, away.disk]
         for kind, count in here.resting.items():
             assert sum(kinds[kind] for kinds in everywhere) == count
@@ -116,8 +116,10 @@ def chain() -> nn.Module:
     return nn.Sequential(*[nn.Linear(128, width, bias=False) for width in widths])
 
 
-def of_chain(**changes: Any) -> Estimate:
-    return estimate(chain, world_size=2, units=(nn.Linear,), optimizer="adam", **changes)
+def of_chain(*, stage: int = 3, offload: str | None = None, **how: Any) -> Estimate:
+    away = None if offload is None else Offload.of_stage(stage, offload)
+    settings = Settings(stage, units=(nn.Linear,), offload=away)
+    return estimate(chain, settings, world_size=2, optimizer="adam", **how)
 
 
 def test_what_is_on_its_way() -> None:
@@ -159,11 +161,9 @@ def test_frozen_weights_go_with_the_weights() -> None:
     plain, states = (
         estimate(
             frozen,
-            stage=2,
+            Settings(2, units=(nn.Linear,), offload=offload),
             world_size=2,
-            units=(nn.Linear,),
             precision="bf16-mixed",
-            offload=offload,
         )
         for offload in (None, Offload("cpu"))
     )
@@ -176,24 +176,37 @@ def test_frozen_weights_go_with_the_weights() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"offload": "ram"}, "Expected offload of optimizer to 'cpu' or 'nvme', got 'ram'."),
-        ({"offload": "cpu", "stage": 0}, "got stage=0 (DDP) and Offload(optimizer='cpu'"),
-        ({"offload": Offload("cpu", "cpu"), "stage": 2}, "stage=2 keeps whole weights"),
         # As in a run.
-        ({"offload": Offload("cpu", "nvme")}, "weights rest beside their masters"),
-        ({"offload": Offload("cpu")}, "weights rest beside their masters"),
-        ({"offload": Offload("nvme"), "device": "cuda"}, "weights rest beside their masters"),
-        ({"offload": "cpu", "gather_bits": 8}, "keeps them on an accelerator's host"),
-        ({"offload": "cpu", "backward_shard": 1}, "offload_weights='cpu' moves the first off it"),
-        (
-            {"offload": "nvme", "stochastic_rounding": True},
-            "offload steps parameters where they rest",
-        ),
+        ({"offload": Offload("nvme")}, "weights rest beside their masters"),
+        ({"offload": Offload("cpu", "cpu"), "gather_bits": 8}, "keeps them on an accelerator's"),
     ],
 )
 def test_a_bad_offload_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        estimate(P, **change)
+        estimate(P, Settings(**change), device="cuda")
+    subject = ModelPlan(P, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"got stage=0 \(DDP\) and Offload\(optimizer='cpu'"):
+        estimate_of(subject, 0, 1, offload="cpu")
+    with pytest.raises(ValueError, match="Expected offload of optimizer to 'cpu' or 'nvme', got"):
+        estimate_of(subject, 3, 1, offload="ram")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"offload": Offload("cpu", "cpu"), "stage": 2}, "stage=2 keeps whole weights"),
+        ({"offload": Offload("cpu", "nvme")}, "weights rest beside their masters"),
+        ({"offload": Offload("cpu")}, "weights rest beside their masters"),
+        ({"offload": Offload("cpu", "cpu"), "backward_shard": 1}, "moves the first off it"),
+        (
+            {"offload": Offload("nvme", "nvme"), "stochastic_rounding": True},
+            "offload steps parameters where they rest",
+        ),
+    ],
+)
+def test_a_bad_offload_is_named_at_once(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Settings(**change)
 
 
 def test_an_offload_of_nothing_is_named() -> None:
@@ -207,7 +220,7 @@ def test_columns_have_the_strategies_names() -> None:
         one.name for one in compare(subject, (3,), [2], offloads=named_offloads("cpu", "nvme"))
     ]
     assert names == ["zero3", "zero2_offload", "zero3_offload", "zero3_nvme"]
-    assert estimate(P, offload=Offload("nvme")).name == "zero3, optimizer on nvme"
+    assert estimate(P, Settings(offload=Offload("nvme"))).name == "zero3, optimizer on nvme"
 
 
 def test_advice_comes_to_offload_last() -> None:
@@ -279,8 +292,8 @@ def test_command_predicts_offload(capsys: Any, tmp_path: Any) -> None:
     )
     assert " zero3_offload would fit" in out
     page = (tmp_path / "memory.html").read_text()
-    assert "in host memory" in page
-    assert "in files" in page
+    assert "host states" in page
+    assert "disk states" in page
 
 
 def test_command_tells_where_activations_wait(capsys: Any, tmp_path: Path) -> None:
@@ -291,7 +304,7 @@ def test_command_tells_where_activations_wait(capsys: Any, tmp_path: Path) -> No
         f"    def __init__(self):\n        super().__init__({layers})\n"
     )
     words = [f"{tmp_path / 'layers.py'}:Layers", "--batch", "float32[512,1024]", "--stages", "3"]
-    words += ["--optimizer", "adamw", "--activation-offload", "--device-memory", "1KB"]
+    words += ["--optimizer", "adamw", "--set", "activation_offload=True", "--device-memory", "1KB"]
     code, out, error = run(capsys, *words)
     assert (code, error) == (0, "")
     assert re.search(r"^host staging .* MB$", out, re.MULTILINE)
@@ -367,13 +380,11 @@ def beside_a_run(folder: str, stage: int, medium: str) -> list[tuple[Any, Any]]:
         engine.close(restore=False)
         found = estimate(
             large,
-            stage=stage,
+            Settings(stage, units=(nn.Linear,), offload=offload),
             world_size=default_world_size(),
             rank=engine.comm.mesh.shard.rank,
-            units=(nn.Linear,),
             precision="bf16-mixed",
             optimizer=lambda all_: torch.optim.Adam([p for p in all_ if p.requires_grad]),
-            offload=offload,
             device="cpu",
         )
     pairs = [(held.get(row, 0), count) for row, count in found.rests.items()]
@@ -437,11 +448,10 @@ def staged(folder: str, optimizer: str, batch_bytes: int) -> tuple[int, int, int
             own.step()
         found = estimate(
             large,
+            Settings(units=(nn.Linear,), offload=Offload.of_stage(3, "nvme")),
             world_size=default_world_size(),
             rank=engine.comm.mesh.shard.rank,
-            units=(nn.Linear,),
             optimizer=lambda all_: make([p for p in all_ if p.requires_grad]),
-            offload="nvme",
         )
         by_ledger = engine.comm.transport.ledger.most_staged
         engine.close(restore=False)

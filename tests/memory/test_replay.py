@@ -118,7 +118,7 @@ def test_replay_holds_what_training_holds(ranks: Any, name: str) -> None:
     for chosen, held in measured.items():
         cut = cuts(name)[chosen]
         found = estimate(
-            Calls(**MODELS[name]), world_size=2, optimizer="sgd", batch=torch.ones(4, WIDTH),
-            step=loss_of, units=UNITS[cut], **SETTINGS[chosen],
+            Calls(**MODELS[name]), Settings(units=UNITS[cut], **SETTINGS[chosen]), world_size=2,
+            optimizer="sgd", batch=torch.ones(4, WIDTH), step=loss_of,
         )  # fmt: skip
         assert {kind: found.most[kind] for kind in held} == held, (cut, chosen)

@@ -1,4 +1,4 @@
-"""The command, the pictures and the report page."""
+"""The command, the picture and the report page."""
 
 from __future__ import annotations
 
@@ -15,9 +15,15 @@ from lightning_zero.memory import plot
 from lightning_zero.memory.advice import advise
 from lightning_zero.memory.model import ModelPlan
 from lightning_zero.memory.prediction import compare
-from lightning_zero.memory.report import EQUAL_STAGES, write_report
+from lightning_zero.memory.report import (
+    EQUAL_STAGES,
+    estimate_table,
+    rest_table,
+    write_report,
+)
 from lightning_zero.memory.size import format_bytes, parse_bytes, parse_numel
 from lightning_zero.memory.terms import KINDS
+from lightning_zero.plan import Settings
 from tests.oracle.command import run
 from tests.oracle.models import MODELS
 from tests.oracle.ranks import ROOT
@@ -33,7 +39,7 @@ def subject() -> ModelPlan:
 def subject_of(rows: int) -> ModelPlan:
     case = MODELS["transformer"]
     return ModelPlan(
-        case.build(), batch=case.batch(rows, 0), step=case.loss, units=is_block,
+        case.build(), Settings(units=is_block), batch=case.batch(rows, 0), step=case.loss,
         device=torch.device("cpu"),
     )  # fmt: skip
 
@@ -84,7 +90,9 @@ def test_the_page_stands_alone(subject: ModelPlan, tmp_path: Path) -> None:
     assert not re.search(r"<(script|link|img|iframe)\b", text)
     facts = json.loads((page.parent / "memory.json").read_text())
     assert facts["predicted"]["peak"]["total"] == stages[3].peak.total
-    assert f"{stages[3].resting['weights']:,}" in text
+    assert [row["strategy"] for row in facts["stages"]] == ["ddp", "zero1", "zero2", "zero3"]
+    assert estimate_table(stages) in text
+    assert rest_table({"predicted": stages[3].rests, "measured": stages[3].resting}) in text
 
 
 def test_the_page_without_matplotlib(
@@ -96,14 +104,14 @@ def test_the_page_without_matplotlib(
     assert "lightning-zero[plot]" in page.read_text()
     assert "<svg" not in page.read_text()
     with pytest.raises(ImportError, match="Pictures need matplotlib"):
-        plot.timeline(compare(subject, [3], [2])[0].snapshots, title="")
+        plot.timeline(subject.snapshots(3, 2), title="")
 
 
-def test_pictures_show_what_was_estimated(subject: ModelPlan) -> None:
-    stages = compare(subject, (0, 3), [2])
-    step = plot.timeline(stages[1].snapshots, title="")
+def test_the_picture_shows_what_was_estimated(subject: ModelPlan) -> None:
+    found = compare(subject, [3], [2])[0]
+    step = plot.timeline(found.snapshots, title="")
     highest = step.axes[0].lines[0].get_ydata().max() * 1e3
-    assert highest == pytest.approx(stages[1].peak.total)
+    assert highest == pytest.approx(found.peak.total)
 
 
 def test_the_page_explains_itself(subject: ModelPlan, tmp_path: Path) -> None:
@@ -196,7 +204,7 @@ def test_command_counts_activation_checkpointing(capsys: Any) -> None:
     words = [GPT, "--args", "width=128", "depth=6", "--optimizer", "adamw", "--ranks", "2",
              "--batch", "int64[2,129]", "--stages", "3"]  # fmt: skip
     found = []
-    for more in ([], ["--activation-checkpointing"]):
+    for more in ([], ["--set", "activation_checkpointing=True"]):
         code, out, _ = run(capsys, *words, *more)
         assert code == 0
         row = next(line for line in out.splitlines() if line.startswith("activations"))
@@ -212,22 +220,42 @@ def test_command_on_a_configuration(capsys: Any) -> None:
 
 
 def test_command_reads_what_a_configuration_gives_the_strategy(capsys: Any, tmp_path: Path) -> None:
-    def unreduced(more: str) -> int:
+    def unreduced(more: str, *words: str) -> int:
         config = tmp_path / "config.yaml"
         config.write_text(
             "trainer:\n  devices: 2\n  accumulate_grad_batches: 4\n  strategy:\n"
             f"    class_path: lightning_zero.ZeROStrategy\n    init_args: {{stage: 3{more}}}\n"
         )
         code, out, _ = run(
-            capsys, str(config), "--model", GPT, "--optimizer", "sgd", "--stages", "3"
+            capsys, str(config), "--model", GPT, "--optimizer", "sgd", "--stages", "3", *words
         )
         assert code == 0
-        assert ("Ignored init_args of the strategy: units." in out) == ("units" in more)
         row = next(line for line in out.splitlines() if line.startswith("unreduced"))
         return parse_bytes(row.removeprefix("unreduced").strip())
 
     # All units' gradients wait for the last microbatch.
-    assert unreduced(", accumulate: local, units: [x]") > 1.2 * unreduced("")
+    least, most = unreduced(""), unreduced(", accumulate: local")
+    assert most > 1.2 * least
+    assert unreduced("", "--set", "accumulate=local") == most
+    assert unreduced(", units: [torch.nn.Linear]") < least
+    config = tmp_path / "deepspeed.yaml"
+    config.write_text(
+        "trainer: {devices: 2, strategy: {class_path: lightning_zero.ZeROStrategy, init_args:"
+        " {config: {zero_optimization: {stage: 3, mics_shard_size: 2}}}}}\n"
+    )
+    code, _, err = run(capsys, str(config), "--model", GPT, "--set", "shard=1")
+    assert code == 1
+    assert "shard=1 contradicts the DeepSpeed configuration, which sets 2" in err
+    config.write_text(
+        "trainer: {strategy: {class_path: My, init_args: {accumulate: local}}}\nmodel: {}\n"
+    )
+    code, out, _ = run(capsys, str(config), "--model", GPT, "--optimizer", "sgd")
+    assert code == 0
+    assert "Ignored the arguments of My." in out
+    config.write_text("trainer: {devices: 2, strategy: zero3_nvme}\n")
+    code, out, _ = run(capsys, str(config), "--model", GPT, "--optimizer", "sgd", "--stages", "3")
+    assert code == 0
+    assert "zero3_nvme, 2 ranks" in out
 
 
 def test_command_on_a_hugging_face_configuration(capsys: Any, tmp_path: Path) -> None:
@@ -260,6 +288,8 @@ def test_command_on_a_hugging_face_configuration(capsys: Any, tmp_path: Path) ->
         (["10B", "--batch", "int64[2]"], "A number of parameters has no activations"),
         (["10B", "--batch", "int65[2]"], "Expected a batch such as int64[4,128]"),
         (["10B", "--device-memory", "big"], "Expected a number of bytes such as '80GB'"),
+        (["10B", "--set", "shards=2"], "ZeROStrategy has no argument 'shards'."),
+        (["10B", "--set", "prefetch=-1"], "Expected prefetch to be a number of units >= 0, got"),
         ([GPT, "--args", "width"], "Expected arguments as name=value, got 'width'."),
     ],
 )

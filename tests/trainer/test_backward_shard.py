@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_zero import MemoryMonitor, TrafficMonitor, ZeROStrategy, estimate
+from lightning_zero.memory import Estimate
 from tests.oracle.by_trainer import Rows, make_trainer, model
 from tests.oracle.models import MODELS
 from tests.oracle.ranks import Pools
@@ -64,11 +65,13 @@ def test_deepspeeds_hpz_is_the_same() -> None:
 
 
 def test_an_estimate_takes_it() -> None:
-    build, arguments = MODELS["nested"].build, {"world_size": 8, "min_num_params": 0}
-    plain = estimate(build, **arguments)
-    second = estimate(build, backward_shard=2, **arguments)
+    def held(**arguments: Any) -> Estimate:
+        strategy = ZeROStrategy(min_num_params=0, **arguments)
+        return estimate(MODELS["nested"].build, strategy, world_size=8)
+
+    plain, second = held(), held(backward_shard=2)
     assert second.resting == plain.resting
     assert second.most["gathered"] > plain.most["gathered"]
-    assert estimate(build, backward_shard=8, **arguments).most == plain.most
+    assert held(backward_shard=8).most == plain.most
     with pytest.raises(ValueError, match="backward_shard=3 makes groups of 3 ranks"):
-        estimate(build, backward_shard=3, **arguments)
+        held(backward_shard=3)

@@ -6,9 +6,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
+    BatchSizeFinder,
     DeviceStatsMonitor,
     EarlyStopping,
     LambdaCallback,
@@ -22,6 +24,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.oracle.projects import (
     Regression,
@@ -208,6 +211,20 @@ def test_learning_rate_finder(ranks: Pools, tmp_path: Path) -> None:
     runs = ranks(2).run(under_all, _find_rate, str(tmp_path))
     assert len(runs[0]["ddp"].notes[0]["loss"]) == 8
     assert_like_ddp(runs, ulps=256)
+
+
+def _find_batch_sizes(stage: int) -> None:
+    for method in ("fit", "validate", "test", "predict"):
+        trainer = make_trainer(stage, callbacks=[BatchSizeFinder()])
+        with pytest.raises(MisconfigurationException, match=r"lightning_zero\.estimate"):
+            getattr(trainer, method)(Regression())
+    with pytest.raises(ValueError, match="not supported with distributed"):
+        Tuner(make_trainer(stage)).scale_batch_size(Regression())
+
+
+def test_batch_size_finder_is_refused(ranks: Pools) -> None:
+    for stage in STAGES:
+        ranks(2).run(_find_batch_sizes, stage)
 
 
 # ------------------------------------------------------------------------------- pruning

@@ -157,9 +157,10 @@ def test_the_price_of_full_weights_is_estimated() -> None:
     weights, gathered = {}, {}
     for choice in ("all", "autocast", "none"):
         settings = {"precision": "bf16-mixed", "world_size": 2, "optimizer": "adamw"}
-        resting = estimate(Body(), stage=2, cast_weights=choice, **settings)
+        resting = estimate(Body(), ZeROStrategy(2, cast_weights=choice), **settings)
         weights[choice] = resting.resting["weights"] + resting.resting["master"]
-        gathered[choice] = estimate(Body(), cast_weights=choice, **settings).most["gathered"]
+        in_use = estimate(Body(), ZeROStrategy(cast_weights=choice), **settings)
+        gathered[choice] = in_use.most["gathered"]
     # On two ranks a weight in half and half a master are as large as a weight that is both.
     assert weights["all"] == weights["autocast"] == weights["none"]
     assert gathered["all"] < gathered["autocast"] < gathered["none"]

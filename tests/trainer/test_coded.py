@@ -62,14 +62,14 @@ def test_deepspeeds_keys_are_the_same() -> None:
 
 def test_an_estimate_takes_them() -> None:
     build = MODELS["nested"].build
-    plain = estimate(build, stage=3, world_size=4)
-    coded = estimate(build, stage=3, world_size=4, **CODED)
+    plain = estimate(build, world_size=4)
+    coded = estimate(build, ZeROStrategy(**CODED), world_size=4)
     assert coded.resting == plain.resting
     assert coded.most["gathered"] > plain.most["gathered"]
     # Inboxes hold codes, and what was coded is gone.
     assert coded.most["unreduced"] < plain.most["unreduced"]
     with pytest.raises(ValueError, match="read each other's memory"):
-        estimate(build, stage=3, world_size=4, shares_memory=True, **CODED)
+        estimate(build, ZeROStrategy(**CODED), world_size=4, shares_memory=True)
     with pytest.raises(ValueError, match="gather_bits=8 has no effect"):
-        estimate(build, stage=2, world_size=4, gather_bits=8)
-    assert estimate(build, stage=0, world_size=4, gather_bits=8).stage == 0
+        estimate(build, ZeROStrategy(2, gather_bits=8), world_size=4)
+    assert estimate(build, "ddp", world_size=4).stage == 0

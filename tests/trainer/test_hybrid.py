@@ -95,7 +95,7 @@ def test_deepspeeds_mics_is_the_same() -> None:
 
 def test_a_rank_is_predicted_to_hold_its_part_of_a_copy() -> None:
     build = MODELS["nested"].build
-    copies = estimate(build, stage=3, world_size=8, shard=2, rank=5)
-    assert copies.resting == estimate(build, stage=3, world_size=2, rank=1).resting
+    copies = estimate(build, ZeROStrategy(shard=2), world_size=8, rank=5)
+    assert copies.resting == estimate(build, world_size=2, rank=1).resting
     with pytest.raises(ValueError, match="shard=3 makes groups of 3 ranks"):
-        estimate(build, stage=3, world_size=8, shard=3)
+        estimate(build, ZeROStrategy(shard=3), world_size=8)

@@ -170,7 +170,6 @@ def test_the_table_explains_itself(ranks: Any, tmp_path: Path) -> None:
         assert row in rows
     assert "Predicted peak within a step: " in text
     facts = json.loads((tmp_path / "memory.json").read_text())
-    assert [row["strategy"] for row in facts["stages"]] == ["ddp", "zero1", "zero2", "zero3"]
     assert facts["held"]["states"] == facts["predicted"]["resting"]["states"]
     page = (tmp_path / "memory.html").read_text()
     assert page.count("<svg") == 1
@@ -199,7 +198,7 @@ def differences(result: dict) -> dict[str, str]:
     return found
 
 
-def test_what_differs_is_named(ranks: Any, tmp_path: Path) -> None:
+def test_what_differs_is_told(ranks: Any, tmp_path: Path) -> None:
     """Parameters that no loss reaches, all of them on rank 1, and a buffer that grows."""
     first, second = map(differences, ranks(2).run(run, str(tmp_path), 3, surprises=True))
     buffers = "64 B more than predicted."
