@@ -93,7 +93,8 @@ class Backward:
         self.begin()
         weights = [self._units[index].weights for index in indices]
         for each in weights:
-            each.unshard()
+            if each.are_released:
+                each.unshard()
         for each in weights:
             each.wait()
 

@@ -54,6 +54,11 @@ class Join:
         """Leave the context without waiting for the others."""
         self.is_open = self.asks = False
 
+    def ask_for(self, unit: Unit) -> None:
+        """Make a released unit whole, together with ranks that do not need it."""
+        if unit.weights.are_released:
+            self.gather(unit)
+
     @torch.no_grad()
     def gather(self, wanted: Unit | None) -> None:
         """Gather what ranks want until this one has ``wanted`` or, without it, all are done."""

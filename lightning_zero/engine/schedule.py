@@ -105,24 +105,40 @@ class Prefetcher:
     def need(self, unit: Unit, *, is_backward: bool) -> None:
         """Make a unit whole, and prefetch those that are needed after it."""
         self.schedule.record(Need(unit.index, is_backward))
-        if unit.weights.state is State.RESTING or unit.weights.state is State.GATHERED:
-            self.unshard(unit)
+        if self._join.asks:
+            self._join.ask_for(unit)
+        weights, released = unit.weights, []
+        # Without a call where they are whole or rest, as they nearly always do.
+        is_gathered = weights.state is State.GATHERED
+        if weights.state is State.RESTING or (is_gathered and weights.are_released):
+            released.append(unit)
         before, self.last_backward = self.last_backward, unit if is_backward else None
         if before is None or before is unit or not before.will_reshard:
-            self.prefetch()
+            released += self._released_ahead(unit)
         # Otherwise the unit whose backward just ended is still whole: the gradients of its inputs
         # are those of this unit's outputs, and this event comes first. Prefetching now would hold
         # one more unit; it starts in a moment, when that one is resharded.
-        unit.weights.wait()
+        for one in released:
+            one.weights.unshard()
+        weights.wait()
 
     def unshard(self, unit: Unit) -> None:
         """Start to gather a resting unit; in a join, together with ranks that do not need it."""
-        if self._join.asks and unit.weights.are_released:
-            self._join.gather(unit)
-        unit.weights.unshard()
+        if self._join.asks:
+            self._join.ask_for(unit)
+        if unit.weights.are_released:
+            unit.weights.unshard()
 
     def prefetch(self) -> None:
         """Start to gather the units that are needed next."""
-        if not self._join.asks:
-            for need in self.schedule.ahead(self._count):
-                self._units[need.unit].weights.unshard()
+        for unit in self._released_ahead():
+            unit.weights.unshard()
+
+    def _released_ahead(self, needed: Unit | None = None) -> list[Unit]:
+        """Return the released units but the ``needed`` one that come next, each once."""
+        found: list[Unit] = []
+        for need in () if self._join.asks else self.schedule.ahead(self._count):
+            unit = self._units[need.unit]
+            if unit is not needed and unit not in found and unit.weights.are_released:
+                found.append(unit)
+        return found

@@ -86,10 +86,15 @@ class Weights:
         """Return whether the weights' own buffer is empty."""
         return self.state is State.RESTING or self._rest_beneath
 
-    def unshard(self) -> None:
-        """Start to make released weights whole."""
-        if self.state is State.RESTING or self._rest_beneath:
-            self._gather()
+    @span("unshard")
+    def unshard(self, *, only_stepped: bool = False) -> None:
+        """Start to make the weights whole, anew if they are: all, or those that are stepped."""
+        self._rest_beneath = False
+        self._works = []
+        for tag, flat in enumerate(self._flats, self._first_tag):
+            if not only_stepped or flat.may_be_stepped:
+                self._works.append(flat.gather(self.label, tag))
+        self.state = State.IN_FLIGHT
 
     def refresh(self, *, only_stepped: bool = False) -> None:
         """Start to bring whole weights up to date with masters: all, or those that are stepped."""
@@ -98,16 +103,7 @@ class Weights:
         if self.state is not State.GUARDED:
             self.wait()
             self.guard()
-        self._gather(only_stepped=only_stepped)
-
-    @span("unshard")
-    def _gather(self, *, only_stepped: bool = False) -> None:
-        self._rest_beneath = False
-        self._works = []
-        for tag, flat in enumerate(self._flats, self._first_tag):
-            if not only_stepped or flat.may_be_stepped:
-                self._works.append(flat.gather(self.label, tag))
-        self.state = State.IN_FLIGHT
+        self.unshard(only_stepped=only_stepped)
 
     def wait(self) -> None:
         """Make the weights readable; they must be whole or in flight."""
@@ -137,7 +133,7 @@ class Weights:
         """Gather for ranks that ask for it, whether the weights are whole here or not."""
         was_guarded = self.state is State.GUARDED
         self.keep_edits()
-        self._gather()
+        self.unshard()
         self._arrive()
         if was_guarded:
             self.idle()

@@ -66,7 +66,7 @@ class Chain(nn.Module):
 def _noted(events: list[str]) -> Iterator[None]:
     """Enter what units do into ``events``."""
     verbs = {
-        (Weights, "_gather"): "gather",
+        (Weights, "unshard"): "gather",
         (Weights, "wait"): "wait",
         (Gradients, "reduce"): "reduce",
         (Gradients, "finish"): "finish",
