@@ -37,14 +37,38 @@ class Collectives(Transport):
         control: As for every transport.
         axis: As for every transport.
         device: As for every transport.
+        reduces: Whether gradients travel along the axis; without, there is no group for them.
+
+    Raises:
+        ValueError: The backend has no all-gather or reduce-scatter for the device.
     """
 
     has_tags: ClassVar[bool] = False
 
-    def __init__(self, control: Control, axis: Axis, device: torch.device) -> None:
+    def __init__(
+        self, control: Control, axis: Axis, device: torch.device, *, reduces: bool = True
+    ) -> None:
         super().__init__(control, axis, device)
-        self._gather_group = group_for("weights", along=axis.groups)
-        self._reduce_group = group_for("gradients", along=axis.groups)
+        self._gather_group = group_for("weights", along=axis.groups, is_urgent=True)
+        if reduces:
+            self._reduce_group = group_for("gradients", along=axis.groups, is_urgent=True)
+        self._try(reduces=reduces)
+
+    def _try(self, *, reduces: bool) -> None:
+        """Send a few numbers each way, which also connects the ranks before the first step."""
+        whole = torch.zeros(self.size, device=self.device)
+        part = whole[self.rank : self.rank + 1].clone()
+        try:
+            _all_gather(whole, part, group=self._gather_group)
+            if reduces:
+                _reduce_scatter(part, whole, group=self._reduce_group)
+        except (RuntimeError, NotImplementedError) as error:
+            raise ValueError(
+                f"The process group's backend {dist.get_backend()!r} could not all-gather and"
+                f" reduce-scatter tensors on a device of type {self.device.type!r}, which weights"
+                " and gradients need. Pass the device's own backend, for instance"
+                " ZeROStrategy(process_group_backend='nccl'), or train on one device."
+            ) from error
 
     @override
     def _gather(self, whole: Tensor, shard: Shared, unit: str, tag: int) -> Work:

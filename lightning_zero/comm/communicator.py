@@ -23,7 +23,7 @@ from lightning_zero.comm.process_groups import is_initialized
 from lightning_zero.comm.sync_points import SyncPoint
 from lightning_zero.comm.traffic import StepTimes, Traffic
 from lightning_zero.comm.transport import Transport
-from lightning_zero.tensors import HostCopies
+from lightning_zero.tensors import HostCopies, require_abilities
 
 
 class Communicator:
@@ -48,8 +48,9 @@ class Communicator:
         transport: That of the shard axis.
 
     Raises:
-        ValueError: The backend's messages do not reach the device's memory, or the ranks cannot be
-            divided into copies of ``num_shards``, or ask for different numbers.
+        ValueError: The backend's messages do not reach the device's memory, or it or the device
+            lacks what is needed, or the ranks cannot be divided into copies of ``num_shards``, or
+            ask for different numbers.
     """
 
     num_changes = 0
@@ -73,6 +74,7 @@ class Communicator:
                     f" backend is {dist.get_backend()!r}, which can only send host memory. Use the"
                     " device's own backend: ZeROStrategy(process_group_backend='nccl')."
                 )
+        require_abilities(device)
         self.control = Control()
         sizes = num_shards, num_backward_shards
         for asked in map(set, zip(*self.control.gather_objects(sizes), strict=True)):
@@ -86,21 +88,24 @@ class Communicator:
         if self.mesh.replicate.size > 1:
             self.transports["replicate"] = choose(self.mesh.replicate)
         if self.mesh.backward is not None:
-            self.transports["backward"] = choose(self.mesh.backward)
+            self.transports["backward"] = choose(self.mesh.backward, reduces=False)
         if self.transport.reads_peers and self.mesh.shard.size == self.control.world_size:
             self.control.channel.go_through(SyncWindows.among(self.control))
 
-    def _choose(self, axis: Axis, *, is_direct: bool, may_share: bool) -> Transport:
+    def _choose(
+        self, axis: Axis, *, is_direct: bool, may_share: bool, reduces: bool = True
+    ) -> Transport:
         """Return the fastest transport for an axis (see ``examples/benchmarks/wires.py``)."""
-        if not is_direct:
+        if not is_direct and axis.size > 1:
             # NCCL reduce-scatters and gathers over the device's own links, sends no more than it
             # must, and has no tags that could tell messages of two units apart.
-            return Collectives(self.control, axis, self.device)
+            return Collectives(self.control, axis, self.device, reduces=reduces)
         if may_share and axis.size > 1 and SharedMemory.can_see_peers(self.control, axis):
             # No data is sent, and a gather needs no peer to take part.
             return SharedMemory(self.control, axis, self.device)
         # Gloo's reduce-scatter sends the whole buffer and adds up in an order of its own. Messages
-        # send each rank its part, (N - 1) / N of it in total, and are added in rank order.
+        # send each rank its part, (N - 1) / N of it in total, and are added in rank order. A rank
+        # alone sends nothing, whatever the backend.
         return PointToPoint(self.control, axis, self.device)
 
     def coded(self, transport: Transport, bits: int | None, cargo: Cargo) -> Transport | Coded:

@@ -33,22 +33,29 @@ def default_world_size() -> int:
     return dist.get_world_size() if is_initialized() else 1
 
 
-def group_for(purpose: str, *, of_hosts: bool = False, along: Sequence[Sequence[int]] = ()) -> Any:
+def group_for(
+    purpose: str,
+    *,
+    of_hosts: bool = False,
+    along: Sequence[Sequence[int]] = (),
+    is_urgent: bool = False,
+) -> Any:
     """Return the group for a purpose; the first call makes it, which is a collective.
 
     Args:
         purpose: Its name.
         of_hosts: Whether messages travel between host CPUs and never touch a device.
         along: All ranks in groups, of which this rank gets its own; by default one of all ranks.
+        is_urgent: Whether a device gives its messages precedence over computation.
     """
     groups = _groups.setdefault(dist.group.WORLD, {})
     if len(along) > 1:
         purpose = f"{purpose} along {along}"
     if purpose not in groups and len(along) > 1:
-        made = [_new_group(ranks=list(ranks)) for ranks in along]
+        made = [_new_group(ranks=list(ranks), is_urgent=is_urgent) for ranks in along]
         groups[purpose] = next(g for g, r in zip(made, along, strict=True) if dist.get_rank() in r)
     elif purpose not in groups:
-        groups[purpose] = new_group_of_hosts() if of_hosts else _new_group()
+        groups[purpose] = new_group_of_hosts() if of_hosts else _new_group(is_urgent=is_urgent)
     return groups[purpose]
 
 
@@ -61,10 +68,20 @@ def new_group_of_hosts() -> Any:
 def time_limit() -> timedelta | None:
     """Return the timeout of the default group's collectives, if it has one."""
     # Private, as torch exposes it nowhere else.
-    world = dist.distributed_c10d._get_default_group()
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    options = getattr(world._get_backend(device), "options", None)
-    return getattr(options, "_timeout", None)
+    options = [getattr(one, "options", None) for one in _backends_of(_default_group())]
+    limits = [limit for one in options if (limit := getattr(one, "_timeout", None)) is not None]
+    return limits[0] if limits else None
+
+
+def _default_group() -> Any:
+    return dist.distributed_c10d._get_default_group()
+
+
+def _backends_of(group: Any) -> Iterator[Any]:
+    """Yield a group's backend for each type of device that it serves."""
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError):
+            yield group._get_backend(device)
 
 
 def destroy(group: Any) -> None:
@@ -138,7 +155,8 @@ def give_up_devices() -> None:
 @contextlib.contextmanager
 def _together(groups: list[Any]) -> Iterator[None]:
     """Abort groups together: one aborted alone may wait for another (pytorch 119797)."""
-    backends = [backend for group in groups if (backend := _nccl_of(group)) is not None][:1]
+    every = (backend for group in groups for backend in _backends_of(group))
+    backends = [backend for backend in every if hasattr(backend, "_group_start")][:1]
     for backend in backends:
         backend._group_start()
     try:
@@ -148,20 +166,21 @@ def _together(groups: list[Any]) -> Iterator[None]:
             backend._group_end()
 
 
-def _nccl_of(group: Any) -> Any:
-    with contextlib.suppress(RuntimeError):
-        backend = group._get_backend(torch.device("cuda"))
-        return backend if hasattr(backend, "_group_start") else None
-    return None
-
-
 def _all_groups() -> list[Any]:
     if not dist.is_initialized():
         return []
     return [dist.group.WORLD, *_groups.get(dist.group.WORLD, {}).values()]
 
 
-def _new_group(backend: str | None = None, ranks: list[int] | None = None) -> Any:
+def _new_group(
+    backend: str | None = None, ranks: list[int] | None = None, *, is_urgent: bool = False
+) -> Any:
     """Make a group, of all ranks by default, with the time limit of the default group."""
     # A new group would otherwise get torch's default.
-    return dist.new_group(ranks, backend=backend, timeout=time_limit())
+    limit, options = time_limit(), None
+    if is_urgent and dist.get_backend() == "nccl":
+        # A kernel of NCCL would otherwise wait until the kernels of computation leave it room.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        if limit is not None:
+            options._timeout = limit
+    return dist.new_group(ranks, backend=backend, timeout=limit, pg_options=options)

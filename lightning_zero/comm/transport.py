@@ -305,7 +305,9 @@ def gradients_of(unit: str) -> str:
 def sum_into(out: Tensor, summands: list[Tensor]) -> None:
     """Write the sum to ``out``, added in list order; no tensor may require a gradient."""
     first, *rest = summands
-    if rest and first.dtype == out.dtype:
+    if not rest:
+        copy(out, first)
+    elif first.dtype == out.dtype:
         torch.add(first, rest.pop(0), out=out)
     else:
         out.copy_(first)

@@ -70,10 +70,11 @@ class ModelPlan:
             raise ValueError(
                 f"Expected a precision among {', '.join(map(repr, RECIPES))}, got {precision!r}."
             )
-        if batch is not None and device.type == "cuda" and not torch.cuda.is_available():
+        present = torch.accelerator.current_accelerator(check_available=True)
+        if batch is not None and device.type not in ("cpu", present and present.type):
             raise ValueError(
-                "Activations on 'cuda' are counted only where torch finds a CUDA device, because"
-                " its kernels decide what they keep. Remove `batch`, or pass device='cpu'."
+                f"Activations on {device.type!r} are counted only where torch finds such a device,"
+                " because its kernels decide what they keep. Remove `batch`, or pass device='cpu'."
             )
         dtype = _TRUE_DTYPES.get(precision)
         self.precision, self.device = precision, device

@@ -168,8 +168,8 @@ class Reducer:
                 view.zero_()
         self.partial = None
         self.filled = [False] * len(self._pieces)
-        target = self._store.reduced()
-        self._in_flight = [partial.tensor, target]
+        target = self._store.reduced(partial.tensor)
+        self._in_flight = [partial.tensor] if target is partial.tensor else [partial.tensor, target]
         work = self._store.reduce(target, partial, unit=unit, tag=tag)
         if self._store.plan.reduce_bits is not None:
             self._in_flight = [target]  # the partial buffer is encoded, and only the code is sent

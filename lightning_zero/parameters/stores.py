@@ -141,8 +141,15 @@ class Store:
         """Return a new buffer for whole masters, on the device where weights are whole."""
         return Buffer(self.layout, self.plan.master.dtype, self.plan.weight.device)
 
-    def reduced(self) -> Tensor:
-        """Return memory for this rank's shard of a reduction's result; its content is undefined."""
+    def reduced(self, partial: Tensor | None = None) -> Tensor:
+        """Return memory for this rank's shard of a reduction's result; its content is undefined.
+
+        It is that of the ``partial`` sum where one rank's gradients are the whole sum already.
+        """
+        plan = self.plan
+        is_whole = self.comm.mesh.shard.size == 1 and plan.reduce_bits is None
+        if partial is not None and is_whole and partial.dtype == plan.master.dtype:
+            return partial
         return self._shard(self.plan.weight.device)
 
     def gradients(self) -> Tensor:

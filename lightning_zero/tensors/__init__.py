@@ -20,7 +20,12 @@ internals   every private name of torch in use, with the reason
 
 from lightning_zero.tensors.chunks import numel_at_a_time
 from lightning_zero.tensors.garbage import uncollected
-from lightning_zero.tensors.host_copies import HostCopies, Landing, pinned_bytes
+from lightning_zero.tensors.host_copies import (
+    HostCopies,
+    Landing,
+    pinned_bytes,
+    require_abilities,
+)
 from lightning_zero.tensors.lasting import lasting_tensors
 from lightning_zero.tensors.lent_memory import SECTOR, LentMemory
 from lightning_zero.tensors.nested import named_tensors, tensors_in
@@ -50,6 +55,7 @@ __all__ = [
     "named_tensors",
     "numel_at_a_time",
     "pinned_bytes",
+    "require_abilities",
     "span",
     "tensors_in",
     "uncollected",

@@ -32,6 +32,26 @@ def pinned_bytes(nbytes: int, device: torch.device) -> int:
     return 1 << (nbytes - 1).bit_length() if is_rounded else nbytes
 
 
+def require_abilities(device: torch.device) -> None:
+    """Check that a device has streams and events, and storages that can be freed and filled again.
+
+    Raises:
+        ValueError: It has not.
+    """
+    if device.type in _WITHOUT_STREAMS:
+        return
+    try:
+        event = torch.Stream(device).record_event()
+        torch.accelerator.current_stream(device).wait_event(event)
+        torch.empty(1, device=device).untyped_storage().resize_(0)
+    except (RuntimeError, NotImplementedError) as error:
+        raise ValueError(
+            "Torch finds no streams and events, or no storages that can be resized, for a device of"
+            f" type {device.type!r}. Train on the CPU, or on a device that `torch.accelerator`"
+            " supports."
+        ) from error
+
+
 class HostCopies:
     """Copies between a device and its host, on a stream for each direction.
 

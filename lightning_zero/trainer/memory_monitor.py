@@ -49,11 +49,11 @@ class MemoryMonitor(Callback):
     """Measures memory by kind through a step, logs it, and compares it with the prediction.
 
     At setup, after forward, backward and the optimizer step, and in validation, the monitor reads
-    the bytes of each kind, which the engine counts exactly, and the allocator's figures: on CUDA
-    allocated, reserved and peak bytes and the fragmentation (peak reserved minus peak allocated,
-    both since the previous point, as each point resets the allocator's peaks), on the CPU the
-    process's resident memory. The maximum over all ranks is logged as ``memory/<point>/<kind>`` and
-    printed as a table when training ends.
+    the bytes of each kind, which the engine counts exactly, and the allocator's figures: on an
+    accelerator allocated, reserved and peak bytes and the fragmentation (peak reserved minus peak
+    allocated, both since the previous point, as each point resets the allocator's peaks), on the
+    CPU the process's resident memory. The maximum over all ranks is logged as
+    ``memory/<point>/<kind>`` and printed as a table when training ends.
 
     Under strategies other than ``ZeROStrategy``, the kinds are weights, gradients, optimizer states
     and buffers. With offload, the speed of files and the share of time spent in optimizer steps on
@@ -299,15 +299,16 @@ def held_by(trainer: pl.Trainer) -> dict[str, int]:
 
 
 def allocated_on(device: torch.device) -> dict[str, int]:
-    """Return the figures of a CUDA device's allocator, or else this process's resident memory.
+    """Return the figures of an accelerator's allocator, or else this process's resident memory.
 
     Peaks are those since the last call and are reset here, so that an old spike does not show at
     every later point.
     """
-    if device.type != "cuda":
+    allocator = torch.get_device_module(device)
+    if not hasattr(allocator, "memory_stats"):
         return {"resident": _resident()}
-    stats = torch.cuda.memory_stats(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    stats = allocator.memory_stats(device)
+    allocator.reset_peak_memory_stats(device)
     reserved, peak = stats["reserved_bytes.all.peak"], stats["allocated_bytes.all.peak"]
     return {
         "allocated": stats["allocated_bytes.all.current"],

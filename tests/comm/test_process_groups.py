@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_zero import ZeROStrategy
-from lightning_zero.comm import Communicator
+from lightning_zero.comm import Communicator, collectives, process_groups
 from lightning_zero.comm.process_groups import destroy, group_for, new_group_of_hosts
 from tests.oracle.models import Block
 from tests.oracle.projects import Regression, make_trainer, rows, wired
@@ -71,3 +76,95 @@ def make_and_destroy() -> None:
 
 def test_a_channel_apart_ends_with_its_ranks(ranks: Pools) -> None:
     ranks(2).run(make_and_destroy)
+
+
+# ---------------------------------------------------------------------------- accelerators
+
+
+class Options:
+    """What NCCL's options have."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self._timeout = timedelta(minutes=10)
+
+
+def test_weights_and_gradients_go_before_computation_and_keep_the_time_limit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of the default group, whatever the name of its device."""
+    made: list[dict[str, Any]] = []
+    limit = timedelta(seconds=77)
+    backend = SimpleNamespace(options=SimpleNamespace(_timeout=limit))
+    default = SimpleNamespace(
+        _device_types=[torch.device("xpu")], _get_backend=lambda device: backend
+    )
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: default)
+        monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
+        monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), False)
+        monkeypatch.setattr(dist, "new_group", lambda *_, **options: made.append(options))
+        group_for("weights", is_urgent=True)
+        group_for("owners")
+    finally:
+        monkeypatch.undo()
+        dist.destroy_process_group()
+    urgent, other = made
+    assert urgent["pg_options"].is_high_priority_stream
+    assert urgent["pg_options"]._timeout == urgent["timeout"] == other["timeout"] == limit
+    assert other["pg_options"] is None
+
+
+def groups_asked_for() -> list[tuple[str, int, bool]]:
+    asked: list[tuple[str, int, bool]] = []
+
+    def ask(purpose: str, *, along: Any = (), is_urgent: bool = False) -> Any:
+        asked.append((purpose, len(along), is_urgent))
+        return group_for(purpose, along=along, is_urgent=is_urgent)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "group_for", ask)
+        Communicator(CPU, direct=False, num_backward_shards=2)
+    return asked
+
+
+def test_no_group_is_made_that_nothing_uses(ranks: Pools) -> None:
+    """Along the axis of weights for a backward pass no gradients travel."""
+    expected = [("weights", 1, True), ("gradients", 1, True), ("weights", 2, True)]
+    assert ranks(4).run(groups_asked_for) == 4 * [expected]
+
+
+def lacks_a_verb() -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Backend none does not support reduce_scatter")
+
+    for verb in ("_all_gather", "_reduce_scatter"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(collectives, verb, fail)
+            with pytest.raises(ValueError, match=r"'gloo' could not all-gather and.*type 'cpu'"):
+                Communicator(CPU, direct=False)
+
+
+def test_a_backend_without_what_weights_need_is_refused_at_setup(ranks: Pools) -> None:
+    ranks(2).run(lacks_a_verb)
+
+
+def test_a_device_without_streams_is_refused_at_setup() -> None:
+    with pytest.raises(ValueError, match=r"no streams and events, or .* of type 'mps'"):
+        Communicator(torch.device("mps"))
+
+
+def alone() -> None:
+    def ask(*_: Any, **__: Any) -> None:
+        raise AssertionError("a rank alone sends nothing")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "group_for", ask)
+        patch.setattr(process_groups, "_new_group", ask)
+        assert not Communicator(CPU, direct=False).transport.gathers_together
+
+
+def test_one_rank_needs_no_group(ranks: Pools) -> None:
+    ranks(1).run(alone)

@@ -114,12 +114,15 @@ class Job:
         width: int = WIDTH,
         num_rows: int = 32,
         precision: str = "bf16-mixed",
+        offload: Offload | None = None,
     ) -> None:
         torch.manual_seed(0)
         self.device, self.recipe = device, RECIPES[precision]
         self.model = nn.Sequential(*(nn.Linear(width, width) for _ in range(NUM_LAYERS)))
         self.model.to(device)
-        settings = Settings(stage, recipe=self.recipe, units=[nn.Linear], device=device)
+        settings = Settings(
+            stage, recipe=self.recipe, units=[nn.Linear], device=device, offload=offload
+        )
         self.engine = Engine(self.model, settings, over_collectives(device))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3, fused=True)
         self.engine.adopt(self.optimizer)
@@ -172,6 +175,25 @@ def test_the_host_never_waits(device: torch.device, stage: int, precision: str) 
         losses = [job.step() for _ in range(3)]
     job.wait()
     assert losses[0] > losses[1] > losses[2]
+    job.engine.close()
+
+
+def test_a_rank_alone_holds_each_gradient_once(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is its own sum: nothing is sent, and pieces get the buffer that autograd's came to."""
+    job, buffers = Job(device, precision="32-true"), []
+    reduce_buffer = type(job.engine.comm.transport).reduce_buffer
+
+    def noted(transport: Any, numel: int, dtype: torch.dtype) -> Any:
+        buffers.append(reduce_buffer(transport, numel, dtype))
+        return buffers[-1]
+
+    monkeypatch.setattr(type(job.engine.comm.transport), "reduce_buffer", noted)
+    job.model(job.x).square().mean().backward()
+    places = {buffer.tensor.untyped_storage().data_ptr() for buffer in buffers}
+    held = {p.reduced.untyped_storage().data_ptr() for p in job.engine.sharded.pieces}
+    assert held == places
     job.engine.close()
 
 
@@ -331,7 +353,8 @@ def test_an_optimizer_that_a_graph_may_capture(name: str) -> None:
 def test_a_profile_shows_what_a_step_does_and_overlaps(device: torch.device) -> None:
     is_cuda = device.type == "cuda"
     # Enough for the device to be behind the host, or nothing could overlap.
-    job = Job(device, width=2048, num_rows=16384) if is_cuda else Job(device)
+    offload = Offload.of_stage(3, "cpu")
+    job = Job(device, width=2048, num_rows=16384, offload=offload) if is_cuda else Job(device)
     for _ in range(3):
         job.step()
     job.wait()
@@ -357,7 +380,7 @@ def test_a_profile_shows_what_a_step_does_and_overlaps(device: torch.device) -> 
 def _assert_overlap(kernels: list[Any]) -> None:
     """Work on another stream than most runs while that one is busy.
 
-    A rank alone sends nothing, but NCCL moves its reduced gradients on a stream of its own.
+    A rank alone sends nothing, but offload copies on streams of its own.
     """
     streams: dict[int, list[tuple[float, float]]] = {}
     for kernel in kernels:
@@ -508,8 +531,10 @@ class Group:
     def __init__(self, kind: str, events: list[str]) -> None:
         self.kind, self.events = kind, events
 
+    _device_types = (torch.device("xpu"),)
+
     def _get_backend(self, device: torch.device) -> Group:
-        assert device.type == "cuda"
+        assert device.type == "xpu"
         return self
 
     def _group_start(self) -> None:

@@ -258,7 +258,7 @@ def test_the_most_over_ranks_is_exact(ranks: Any, tmp_path: Path) -> None:
 
 
 class Allocator:
-    """The answers of ``torch.cuda`` about a device, by its documentation, without a device."""
+    """The answers of torch about a device's allocator, by its documentation, without a device."""
 
     def __init__(self) -> None:
         self.now = {"allocated_bytes": 0, "reserved_bytes": 0}
@@ -277,10 +277,12 @@ class Allocator:
         self.most = dict(self.now)
 
 
-def test_fragmentation_is_that_of_each_part_of_a_step(mocker: Any) -> None:
-    allocator, device = Allocator(), torch.device("cuda", 0)
-    mocker.patch.object(torch.cuda, "memory_stats", allocator.memory_stats)
-    mocker.patch.object(torch.cuda, "reset_peak_memory_stats", allocator.reset_peak_memory_stats)
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_fragmentation_is_that_of_each_part_of_a_step(mocker: Any, kind: str) -> None:
+    allocator, device = Allocator(), torch.device(kind, 0)
+    module = getattr(torch, kind)
+    mocker.patch.object(module, "memory_stats", allocator.memory_stats)
+    mocker.patch.object(module, "reset_peak_memory_stats", allocator.reset_peak_memory_stats)
     allocator.hold(allocated=60, reserved=100)
     allocator.hold(allocated=30, reserved=100)
     expected = {"allocated": 30, "reserved": 100, "peak": 60, "fragmentation": 40}
