@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint docs package bench bench-offload bench-tensors bench-hosts wires faults gpu
+.PHONY: train test lint docs package bench bench-offload bench-tensors bench-hosts wires matrix faults gpu
 .DEFAULT_GOAL := test
 
 # Train a small GPT under stage 3 on two processes; ARGS adds to the command line.
@@ -42,6 +42,10 @@ bench-tensors: .venv/stamp
 # Every transport beside torch's own collectives: what `Communicator` chooses by; ARGS adds to the command line.
 wires: .venv/stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore examples/benchmarks/wires.py $(ARGS)
+
+# The quick tests with other interpreters, versions of torch and of Lightning, in fresh environments.
+matrix:
+	$(PYTHON) examples/benchmarks/matrix.py $(ARGS)
 
 # Step times over hosts that share a slow link, played by this machine; needs the rights of root.
 bench-hosts: .venv/stamp

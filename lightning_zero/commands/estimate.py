@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from lightning_zero.commands.times import times, times_table
 from lightning_zero.deepspeed import Config
 from lightning_zero.memory import (
     EQUAL_STAGES,
+    OF_STAGE_3,
     TERMS,
     Cluster,
     Estimate,
@@ -40,7 +42,7 @@ from lightning_zero.memory import (
     step_settings,
     write_report,
 )
-from lightning_zero.plan import RECIPES, Settings, strategy_arguments
+from lightning_zero.plan import RECIPES, STRATEGIES, Settings, strategy_arguments
 
 _EXAMPLES = """examples:
   lightning-zero estimate 10B --ranks 8 64 --precision bf16-mixed --device-memory 80GB
@@ -134,9 +136,13 @@ _OF_LIGHTNING = {
 
 
 class _Asked(NamedTuple):
-    """A model, its settings and those of its step, and the other content of a YAML."""
+    """A model, its settings and those of its step, and the other content of a YAML.
+
+    ``given`` are the arguments of the strategy that the settings are made from.
+    """
 
     subject: ModelPlan
+    given: dict[str, Any]
     settings: Settings
     of_step: dict[str, Any]
     trainer: dict[str, Any]
@@ -150,7 +156,8 @@ def _asked(options: argparse.Namespace) -> _Asked:
         source, named = model_of_config(config, options.model)
         arguments = {**named, **arguments}
     trainer = config.get("trainer") or {}
-    settings = _settings(trainer.get("strategy"), parse_arguments(options.set))
+    given = _given(trainer.get("strategy"), parse_arguments(options.set))
+    settings = _settings(given)
     subject = ModelPlan(
         find_model(source, arguments),
         settings,
@@ -161,22 +168,28 @@ def _asked(options: argparse.Namespace) -> _Asked:
     )
     microbatches = options.accumulate_grad_batches or trainer.get("accumulate_grad_batches") or 1
     of_step = {"num_microbatches": microbatches, **step_settings(settings)}
-    return _Asked(subject, settings, of_step, trainer)
+    return _Asked(subject, given, settings, of_step, trainer)
 
 
-def _settings(strategy: Any, more: dict[str, Any]) -> Settings:
-    """Return the settings of a configuration's ``strategy``, with ``more`` of its arguments."""
+def _given(strategy: Any, more: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a configuration's ``strategy``, with ``more`` of them."""
     given: dict[str, Any] = {}
     if isinstance(strategy, str) and strategy.startswith("zero"):
         given = strategy_arguments(strategy)
     elif isinstance(strategy, dict) and not _foreign(strategy):
         given = dict(strategy.get("init_args") or {})
     given = {name: value for name, value in {**given, **more}.items() if name not in _OF_LIGHTNING}
+    return Config.read(given.pop("config", None)).merged(given)
+
+
+def _settings(given: dict[str, Any]) -> Settings:
+    """Return the settings that arguments of the strategy ask for."""
+    given = dict(given)
     if isinstance(units := given.get("units", "auto"), list):
         given["units"] = tuple(map(find_class, units))
     elif units != "auto":
         given["units"] = find_class(units)
-    return Settings.of(**Config.read(given.pop("config", None)).merged(given))
+    return Settings.of(**given)
 
 
 def _foreign(strategy: Any) -> str:
@@ -210,7 +223,7 @@ def _print_times(options: argparse.Namespace, asked: _Asked) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Print the estimate that ``options`` ask for; return the exit code."""
-    asked = subject, settings, of_step, trainer = _asked(options)
+    asked = subject, _, settings, of_step, trainer = _asked(options)
     if options.cluster is not None:
         return _print_times(options, asked)
     offloads = _offloads(options, settings)
@@ -230,11 +243,52 @@ def run(options: argparse.Namespace) -> int:
     print("\n" + "\n".join(_beside_the_device(found, limits)))
     if name := _foreign(trainer.get("strategy")):
         print(f"\nIgnored the arguments of {name}.")
+    write = functools.partial(_to_write, asked, limits)
     if device is not None:
-        print(f"\n{advise(subject, found, limits, **of_step)}")
+        print(f"\n{advise(subject, found, limits, write=write, **of_step)}")
     if options.report is not None:
         print(f"\n{_report(options.report, subject, found, device)}")
+    if device is None:
+        print(f"\n{write(min(found, key=lambda one: one.device_peak))}")
     return 0
+
+
+def _to_write(asked: _Asked, limits: Limits, found: Estimate) -> str:
+    """Return a line on how to train as it was estimated."""
+    num = limits.on_node(found.world_size)
+    num_nodes, rest = divmod(found.world_size, num)
+    trainer: dict[str, Any] = {"devices": found.world_size if rest else num}
+    trainer |= {"num_nodes": num_nodes} if num_nodes > 1 and not rest else {}
+    trainer |= {"precision": found.precision} if found.precision != "32-true" else {}
+    if (microbatches := asked.of_step["num_microbatches"]) > 1:
+        trainer["accumulate_grad_batches"] = microbatches
+    after = ", after import lightning_zero" if found.stage else ""
+    words = [f"strategy={_strategy(asked.given, found)}", *_as_arguments(trainer)]
+    return f"To train with {found.name}: Trainer({', '.join(words)}){after}."
+
+
+def _strategy(given: dict[str, Any], found: Estimate) -> str:
+    """Return the strategy of an estimate as code, with the other arguments that were ``given``."""
+    homes = {} if found.offload is None else {
+        "offload_optimizer": found.offload.optimizer, "offload_weights": found.offload.weights
+    }  # fmt: skip
+    is_own = {"stage", "offload_optimizer", "offload_weights"}
+    others = {name: value for name, value in given.items() if name not in is_own}
+    others = {name: value for name, value in others.items() if value not in (None, "subprocess")}
+    if found.stage < 3:
+        others = {name: value for name, value in others.items() if name not in OF_STAGE_3}
+    if found.stage == 0 or (not others and found.name in STRATEGIES):
+        return f'"{found.name}"'
+    arguments = {**{name: home for name, home in homes.items() if home}, **others}
+    return f"ZeROStrategy({', '.join([str(found.stage), *_as_arguments(arguments)])})"
+
+
+def _as_arguments(values: dict[str, Any]) -> Iterator[str]:
+    for name, value in values.items():
+        text = f'"{value}"' if isinstance(value, str) else repr(value)
+        if name == "units" and value != "auto":
+            text = f"{{{', '.join(value)}}}" if isinstance(value, list) else value
+        yield f"{name}={text}"
 
 
 def _offloads(options: argparse.Namespace, settings: Settings) -> list[tuple[int, Offload]]:

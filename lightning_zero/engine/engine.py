@@ -69,6 +69,7 @@ class Engine:
         module: The model.
         comm: The ranks.
         sharded: The model in units: its parameters, pieces and bytes.
+        steps: One line on each adopted optimizer: how it is stepped.
 
     Raises:
         ValueError: The module cannot be sharded as it is; the message says why.
@@ -96,6 +97,7 @@ class Engine:
         if settings.activation_offload:
             ActivationOffload.require(comm.device)
         self.sharded = sharded = ShardedModel(module, settings, comm, sources, on_written)
+        self.steps: list[str] = []
         self._step = Step(sharded.units, self.reset)
         self._join = Join(sharded)
         self._prefetcher = Prefetcher(sharded, self._join)
@@ -197,6 +199,8 @@ class Engine:
         )
         self.sharded.optimizers.append(optimizer)
         self._hooks.handles += hooks.handles
+        name = type(optimizer).__name__
+        self.steps.append(hooks.notice or f"{name} steps by element, each rank its own part")
         return hooks.notice
 
     def _by_unit(self, optimizer: Optimizer) -> UnitStep:

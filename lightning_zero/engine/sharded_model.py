@@ -51,6 +51,7 @@ class ShardedModel:
         flats: The flat parameters of all units.
         optimizers: The optimizers that step the pieces.
         scratch: The folder for what rests in files; ``None`` if nothing does.
+        moves_nothing: Whether the user asked for an offload to the memory where all is anyway.
         opened: The units that code between steps has touched.
         reader: Reads weights that rest in a checkpoint.
         on_touch: Makes units readable that a step uses outside of their forward; returns ``False``
@@ -67,7 +68,7 @@ class ShardedModel:
     ) -> None:
         self.module = module
         self.settings, asked = settings.on_device(), settings
-        self._moves_nothing = self.settings.offload is not asked.offload
+        self.moves_nothing = self.settings.offload is not asked.offload
         settings = self.settings
         self.comm = comm
         self.units: list[Unit] = []
@@ -354,15 +355,19 @@ class ShardedModel:
         """This rank's pieces of every parameter."""
         return [piece for flat in self.flats for piece in flat.pieces]
 
-    def describe(self) -> str:
-        """Return the units with their sizes, consecutive equal ones on one line."""
+    @property
+    def headline(self) -> str:
+        """The stage and the ranks."""
         mesh, stage = self.comm.mesh, self.settings.stage
         copies = f", in {mesh.replicate.size} copies" if mesh.replicate.size > 1 else ""
         if mesh.backward is not None:
             copies = f", over {mesh.backward.size} for backward"
-        head = f"ZeRO stage {stage} over {mesh.shard.size} ranks{copies}, by unit:"
-        note = ["offload to 'cpu': the device is the host, so nothing moves"]
-        return "\n".join([head, *listed(self.units), *note * self._moves_nothing])
+        ranks = f"{mesh.shard.size} ranks" if mesh.shard.size > 1 else "1 rank"
+        return f"ZeRO stage {stage} over {ranks}{copies}"
+
+    def describe(self) -> str:
+        """Return the units with their sizes, consecutive equal ones on one line."""
+        return "\n".join([f"{self.headline}, by unit:", *listed(self.units)])
 
     # -- memory ----------------------------------------------------------------------------------
 

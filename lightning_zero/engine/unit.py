@@ -50,6 +50,12 @@ class Unit:
         return [piece for flat in self.flat_parameters for piece in flat.pieces]
 
     @property
+    def numel(self) -> int:
+        """Number of elements of the parameters."""
+        slots = [slot for flat in self.flat_parameters for slot in flat.layout.slots]
+        return sum(slot.numel for slot in slots)
+
+    @property
     def will_reshard(self) -> bool:
         """Return whether the weights are whole and the end of the backward will release them."""
         weights = self.weights
@@ -81,12 +87,7 @@ class Unit:
 
 def listed(units: Iterable[Unit]) -> Iterator[str]:
     """Yield units with their sizes, consecutive equal ones, except the root, on one line."""
-
-    def size(unit: Unit) -> tuple[bool, int]:
-        slots = [slot for flat in unit.flat_parameters for slot in flat.layout.slots]
-        return not unit.name, sum(slot.numel for slot in slots)
-
-    for (_, numel), equal in itertools.groupby(units, size):
+    for (_, numel), equal in itertools.groupby(units, lambda unit: (not unit.name, unit.numel)):
         first, *others = [unit.label for unit in equal]
         names = f"{first} to {others[-1]}: {len(others) + 1} x" if others else f"{first}:"
         yield f"  {names} {numel:,} parameters"

@@ -15,7 +15,7 @@ from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.plugins.precision import Precision
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_debug, rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -26,6 +26,7 @@ from lightning_zero.fabric import internals
 from lightning_zero.fabric.checkpointing import SavingStrategy
 from lightning_zero.fabric.module import ShardedModule
 from lightning_zero.fabric.precision import FabricPrecision
+from lightning_zero.memory import summary
 from lightning_zero.optimizer import clip, pieces_of
 from lightning_zero.plan import START_METHODS, STRATEGIES, Settings
 
@@ -90,6 +91,7 @@ class ZeROStrategy(SavingStrategy):
         self.precision = precision
         self._backward_sync_control = _BackwardSync()
         self.engines: list[Engine] = []
+        self._awaits_optimizers = False
 
     @property
     @override
@@ -126,6 +128,21 @@ class ZeROStrategy(SavingStrategy):
         """Move nothing: :meth:`setup_module` moves the module unit by unit."""
 
     @override
+    def setup_module_and_optimizers(self, *args: Any, **kwargs: Any) -> Any:
+        self._awaits_optimizers = True
+        try:
+            found = super().setup_module_and_optimizers(*args, **kwargs)
+        finally:
+            self._awaits_optimizers = False
+        self._announce(self.engines[-1])
+        return found
+
+    def _announce(self, engine: Engine) -> None:
+        """Print what a user wants to know of a module's training."""
+        rank_zero_info(summary(engine, "a plain file, written by all ranks", self.num_processes))
+        rank_zero_debug(engine.sharded.describe())
+
+    @override
     def setup_module(self, module: nn.Module) -> ShardedModule:  # type: ignore[override]
         """Shard a module; parameters stay the same objects, so that optimizers may exist already.
 
@@ -152,7 +169,8 @@ class ZeROStrategy(SavingStrategy):
         engine = Engine(module, settings, comm)
         broadcast_buffers(module, comm)
         self.engines.append(engine)
-        rank_zero_info(engine.sharded.describe())
+        if not self._awaits_optimizers:
+            self._announce(engine)
         return ShardedModule(module, engine)
 
     @override
@@ -163,8 +181,10 @@ class ZeROStrategy(SavingStrategy):
             ValueError: Its parameters belong to several modules, or there is no way to step it.
         """
         engine = self._engine_of(optimizer)
-        if engine is not None and (notice := engine.adopt(optimizer)) is not None:
-            rank_zero_info(notice)
+        if engine is not None:
+            engine.adopt(optimizer)
+            if not self._awaits_optimizers:
+                rank_zero_info(engine.steps[-1])
         return optimizer
 
     # -- the step --------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ steps          a step under the engine, under DDP, of a bare number of parameter
 states         optimizers on meta, and the bytes of their states
 terms          what rests, by the plan's arithmetic
 advice         which stage fits a device, and what to change if none does
+summary        what a strategy prints when training begins
 report, plot   text, the page and its picture; size: bytes as people write them
 """
 
@@ -20,6 +21,7 @@ from lightning_zero.memory.cluster import TERMS, Cluster, Played, Timeline, play
 from lightning_zero.memory.live_bytes import LiveBytes
 from lightning_zero.memory.model import ModelPlan
 from lightning_zero.memory.prediction import (
+    OF_STAGE_3,
     Estimate,
     compare,
     estimate,
@@ -36,6 +38,7 @@ from lightning_zero.memory.report import (
     write_report,
 )
 from lightning_zero.memory.size import format_bytes, format_ranks, parse_bytes, parse_numel
+from lightning_zero.memory.summary import summary
 from lightning_zero.memory.terms import AWAY_ROWS, KINDS, RESTING
 from lightning_zero.plan import Offload
 
@@ -43,6 +46,7 @@ __all__ = [
     "AWAY_ROWS",
     "EQUAL_STAGES",
     "KINDS",
+    "OF_STAGE_3",
     "RESTING",
     "TERMS",
     "Cluster",
@@ -67,6 +71,7 @@ __all__ = [
     "play",
     "rest_table",
     "step_settings",
+    "summary",
     "table",
     "write_report",
 ]

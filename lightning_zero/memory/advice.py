@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from lightning_zero.memory.model import ModelPlan
@@ -45,19 +46,30 @@ class Limits:
 
 
 def advise(
-    model: ModelPlan, estimates: Sequence[Estimate], limits: Limits | int, **settings: Any
+    model: ModelPlan,
+    estimates: Sequence[Estimate],
+    limits: Limits | int,
+    *,
+    write: Callable[[Estimate], str] | None = None,
+    **settings: Any,
 ) -> str:
     """Return a paragraph per number of ranks: the least sharding that fits, or what would.
 
-    ``limits`` may be the bytes of one device; ``settings`` are those of the estimates.
+    ``limits`` may be the bytes of one device; ``settings`` are those of the estimates. ``write``
+    returns a last line, for the first that fits.
     """
     limits = Limits(limits) if isinstance(limits, int) else limits
-    lines = []
+    lines: list[str] = []
+    chosen: list[Estimate] = []
     for world_size in dict.fromkeys(found.world_size for found in estimates):
         own = [e for e in estimates if e.world_size == world_size and e.offload is None]
-        lines += _Case(model, world_size, limits, settings).advice(own)
+        case = _Case(model, world_size, limits, settings)
+        lines += case.advice(own)
+        chosen += filter(None, [next(filter(limits.admits, own), None) or case.with_offload])
     if not model.has_activations:
         lines.append("Activations are not counted. Pass a batch to count them too.")
+    if write is not None and chosen:
+        lines.append(write(chosen[0]))
     return "\n".join(lines)
 
 
@@ -121,9 +133,14 @@ class _Case:
             cures.append(f"zero3 fits on {more} ranks.")
         return cures
 
+    @cached_property
+    def with_offload(self) -> Estimate | None:
+        """The least offload that would fit, if any does."""
+        return next(filter(self.limits.admits, self._with_offload()), None)
+
     def _offloaded(self) -> list[str]:
-        """Return the least offload that would fit, if any does."""
-        found = next(filter(self.limits.admits, self._with_offload()), None)
+        """Return a line on the least offload that would fit, if any does."""
+        found = self.with_offload
         if found is None:
             return []
         device, host, disk = found.device_peak, found.host_peak, sum(found.disk.values())

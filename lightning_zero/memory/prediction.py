@@ -16,9 +16,11 @@ from lightning_zero.memory.states import Optimizers
 from lightning_zero.memory.terms import AWAY_ROWS, HOST_KINDS, KINDS, RESTING, Kinds
 from lightning_zero.plan import Offload, Settings, strategy_arguments
 
-_OF_STAGE_3 = ("reshard_after_forward", "backward_shard")
+OF_STAGE_3 = ("reshard_after_forward", "backward_shard")
+"""Settings that apply to stage 3 only."""
+
 _STEP_SETTINGS = (
-    *_OF_STAGE_3,
+    *OF_STAGE_3,
     "prefetch",
     "reduce_dtype",
     "accumulate",
@@ -245,7 +247,7 @@ def compare(
     Each stage gets only the settings that apply to it.
     """
     columns = [*((stage, None) for stage in stages), *offloads]
-    below = {name: value for name, value in settings.items() if name not in _OF_STAGE_3}
+    below = {name: value for name, value in settings.items() if name not in OF_STAGE_3}
     return [
         estimate_of(
             model, stage, world_size, offload=offload, **(settings if stage == 3 else below)

@@ -1,15 +1,17 @@
 """Data only: stages, precisions, layouts, units and settings. No communication, no Lightning.
 
-plan         the homes of weights, gradients and masters; the table of stages; offload
-settings     the user's settings of a run, validated, and the strategies that have names
-units        the search for a model's units
-casts        which parameters forward may read in half precision
-unit_specs   units with their parameters and plans, before they have memory
-layout       the place of every parameter in its flat buffer, and every rank's part
+plan              the homes of weights, gradients and masters; the table of stages; offload
+settings          the user's settings of a run, validated, and the strategies that have names
+other_strategies  arguments of DDP and FSDP, and what to do instead
+units             the search for a model's units
+casts             which parameters forward may read in half precision
+unit_specs        units with their parameters and plans, before they have memory
+layout            the place of every parameter in its flat buffer, and every rank's part
 """
 
 from lightning_zero.plan.casts import CAST_WEIGHTS
 from lightning_zero.plan.layout import ALIGNMENT, Layout, Slot
+from lightning_zero.plan.other_strategies import CURES, refuses_others
 from lightning_zero.plan.plan import RECIPES, Home, Medium, Offload, Placement, Plan, Recipe
 from lightning_zero.plan.settings import (
     ARGUMENTS,
@@ -30,6 +32,7 @@ __all__ = [
     "ALIGNMENT",
     "ARGUMENTS",
     "CAST_WEIGHTS",
+    "CURES",
     "MIN_NUMEL",
     "RECIPES",
     "START_METHODS",
@@ -48,6 +51,7 @@ __all__ = [
     "UnitSpec",
     "as_dtype",
     "find_units",
+    "refuses_others",
     "specify_units",
     "strategy_arguments",
 ]

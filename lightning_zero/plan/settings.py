@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_zero.plan.casts import CAST_WEIGHTS
+from lightning_zero.plan.other_strategies import refuse
 from lightning_zero.plan.plan import (
     PLACEMENTS,
     RECIPES,
@@ -100,6 +101,7 @@ class Settings:
         **others: Any,
     ) -> Settings:
         """Return the settings that arguments of ``ZeROStrategy`` ask for."""
+        refuse(others)
         if unknown := sorted(others.keys() - ARGUMENTS):
             raise TypeError(f"ZeROStrategy has no argument {unknown[0]!r}.")
         media = {"offload_optimizer": offload_optimizer, "offload_weights": offload_weights}

@@ -16,7 +16,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_info
 from torch import nn
 from typing_extensions import override
 
@@ -25,6 +25,7 @@ from lightning_zero.comm import Communicator
 from lightning_zero.deepspeed import Config
 from lightning_zero.engine import Engine, broadcast_buffers, forget_values
 from lightning_zero.fabric import to_device_but_parameters
+from lightning_zero.memory import summary
 from lightning_zero.parameters import Source
 from lightning_zero.plan import (
     ARGUMENTS,
@@ -33,6 +34,7 @@ from lightning_zero.plan import (
     STRATEGIES,
     Settings,
     UnitPolicy,
+    refuses_others,
 )
 from lightning_zero.trainer import internals
 from lightning_zero.trainer.callbacks import AdaptedCallbacks
@@ -115,6 +117,7 @@ class ZeROStrategy(SavingStrategy):
         ValueError: An argument is out of range or contradicts another.
     """
 
+    @refuses_others
     def __init__(
         self,
         stage: int = 3,
@@ -164,7 +167,7 @@ class ZeROStrategy(SavingStrategy):
             start_method=START_METHODS[launcher],
         )
         self.precision_plugin = precision_plugin
-        self._announced = ""
+        self._announced: tuple[str, list[str]] = ("", [])
 
     # -- precision -------------------------------------------------------------------------------
 
@@ -238,6 +241,7 @@ class ZeROStrategy(SavingStrategy):
             run.signals = Signals(trainer, self.engine.comm.control)
             run.stand_ins.callback(run.signals.remove)
             self.setup_optimizers(trainer)
+        self._announce()
         self.setup_precision_plugin()
         self._load_pending(trainer)
 
@@ -268,9 +272,6 @@ class ZeROStrategy(SavingStrategy):
         broadcast_buffers(module, run.comm)
         self.precision_plugin.attach(self.engine)
         self.model = module
-        if (units := self.engine.sharded.describe()) != self._announced:
-            self._announced = units
-            rank_zero_info(units)
         return self.engine
 
     @override
@@ -288,9 +289,24 @@ class ZeROStrategy(SavingStrategy):
         self.lr_scheduler_configs = demands.schedulers(self.optimizers, self.lr_scheduler_configs)
         assert self.engine is not None
         for optimizer in self.optimizers:
-            if (notice := self.engine.adopt(internals.unwrapped(optimizer))) is not None:
-                rank_zero_info(notice)
+            self.engine.adopt(internals.unwrapped(optimizer))
             self._require_savable(optimizer)
+
+    def _announce(self) -> None:
+        """Print what a user wants to know of a run, unless an earlier one has printed the same."""
+        assert self.engine is not None
+        units, steps = self.engine.sharded.describe(), self.engine.steps
+        known, known_steps = self._announced
+        if units != known:
+            form = "one plain file" if self.settings.checkpoint == "file" else "a DCP directory"
+            when = " in the background" if self.settings.async_checkpoint else ""
+            rank_zero_info(
+                summary(self.engine, f"{form}, written by all ranks{when}", self.num_processes)
+            )
+            rank_zero_debug(units)
+        elif steps and steps != known_steps:
+            rank_zero_info("\n".join(steps))
+        self._announced = units, steps or known_steps
 
     # -- the end ---------------------------------------------------------------------------------
 

@@ -290,9 +290,9 @@ def test_nothing_moves_from_the_host_to_its_memory() -> None:
         settings = Settings(stage=3 if offload.weights else 2, offload=offload)
         sharded = Engine(nn.Linear(2, 2), settings).sharded
         assert sharded.settings.offload is None
-        assert sharded.describe().endswith("the device is the host, so nothing moves")
+        assert sharded.moves_nothing
     plain = Engine(nn.Linear(2, 2), Settings()).sharded
-    assert "nothing moves" not in plain.describe()
+    assert not plain.moves_nothing
 
 
 # ---------------------------------------------------------------------------- abandoned passes

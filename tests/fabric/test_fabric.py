@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from lightning.pytorch import LightningModule
+from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 
 import lightning_zero
@@ -328,6 +330,37 @@ def test_what_cannot_be_set_up_is_refused_by_name(ranks: Pools) -> None:
         ZeROStrategy(stage=4)
     with pytest.raises(TypeError, match="no_backward_sync"):
         ZeROStrategy()._backward_sync_control.no_backward_sync(nn.Linear(1, 1), True)
+
+
+def _told(is_together: bool) -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = rank_zero.log
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    fabric, model = fabric_of("zero3"), Blocks(2, WIDTH)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if is_together:
+        fabric.setup(model, optimizer)
+    else:
+        fabric.setup_module(model)
+        fabric.setup_optimizers(optimizer)
+    logger.removeHandler(handler)
+    return [text for text in records if "ZeRO" in text or "AdamW" in text]
+
+
+def test_a_run_is_summed_up_once(ranks: Pools) -> None:
+    ((told,), second) = ranks(2).run(_told, True)
+    assert second == []
+    assert told.startswith("ZeRO stage 3 over 2 ranks\n  units       6, the largest ")
+    assert "\n  optimizer   AdamW steps by element, each rank its own part\n" in told
+    (first, second) = ranks(2).run(_told, False)
+    assert second == []
+    assert [text.splitlines()[0] for text in first] == [
+        "ZeRO stage 3 over 2 ranks",
+        "AdamW steps by element, each rank its own part",
+    ]
 
 
 # -- checkpoints -----------------------------------------------------------------------------------

@@ -186,6 +186,40 @@ def test_command_on_a_number(capsys: Any) -> None:
     assert "On 8 ranks, zero1 fits" in out
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("10B --device-memory 80GB", 'Trainer(strategy="zero1", devices=8), after'),
+        ("10B --device-memory 200GB", 'Trainer(strategy="ddp", devices=8).'),
+        ("10B --ranks 2 64 --device-memory 16GB", '"zero3", devices=8, num_nodes=8), after'),
+        (
+            "10B --device cuda --device-memory 16GB --precision bf16-mixed",
+            'Trainer(strategy="zero3_offload", devices=8, precision="bf16-mixed"), after',
+        ),
+        (
+            "10B --set shard=4 reshard_after_forward=False --accumulate-grad-batches 2",
+            "Trainer(strategy=ZeROStrategy(3, shard=4, reshard_after_forward=False), devices=8,"
+            " accumulate_grad_batches=2), after",
+        ),
+        (
+            "10B --set shard=4 reshard_after_forward=False --device-memory 80GB",
+            "ZeROStrategy(1, shard=4), devices=8), after",
+        ),
+    ],
+)
+def test_the_last_line_is_what_to_write(capsys: Any, words: str, expected: str) -> None:
+    code, out, error = run(capsys, *words.split())
+    assert (code, error) == (0, "")
+    last = out.splitlines()[-1]
+    assert last.startswith("To train with ")
+    assert expected in last
+
+
+def test_nothing_is_to_be_written_if_nothing_fits(capsys: Any) -> None:
+    _, out, _ = run(capsys, "10B", "--device-memory", "1GB", "--host-memory", "1GB")
+    assert "To train" not in out
+
+
 def test_command_on_a_class_with_a_batch(capsys: Any, tmp_path: Path) -> None:
     code, out, _ = run(
         capsys, GPT, "--args", "width=64", "depth=2", "--optimizer", "adamw", "--ranks", "1", "2",

@@ -6,6 +6,7 @@ import copy
 import io
 import logging
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_zero import ZeROPrecision, ZeROStrategy
+from lightning_zero import ZeROPrecision, ZeROStrategy, fabric
+from lightning_zero.plan import CURES
 from tests.oracle.projects import (
     Regression,
     Run,
@@ -227,15 +229,29 @@ def _logged(stage: int) -> list[str]:
         trainer.test(module, rows(4), verbose=False)
     finally:
         logger.removeHandler(handler)
-    return [record for record in records if "by unit" in record]
+    return [record for record in records if "ZeRO stage" in record or "steps by" in record]
 
 
-def test_units_are_logged_once_by_rank_0(ranks: Pools) -> None:
+def test_a_run_is_summed_up_once_by_rank_0(ranks: Pools) -> None:
+    """The optimizer, which validation does not have, in a line of its own when fit begins."""
     first, second = ranks(2).run(_logged, 3)
     assert second == []
-    assert len(first) == 1
-    assert "stage 3 over 2 ranks" in first[0]
-    assert "net.blocks.0 to net.blocks.2: 3 x 54 parameters" in first[0]
+    summary, optimizer = first
+    head, *rows = summary.splitlines()
+    assert head == "ZeRO stage 3 over 2 ranks"
+    assert [row[:14] for row in rows] == ["  units       ", "  memory      ", "  checkpoint  "]
+    assert "4, the largest root with 84 of 246 parameters" in rows[0]
+    assert "of weights" in rows[1]
+    assert optimizer == "AdamW steps by element, each rank its own part"
+
+
+@pytest.mark.parametrize("make", [ZeROStrategy, fabric.ZeROStrategy])
+def test_arguments_of_other_strategies_are_refused_with_what_to_do(make: Any) -> None:
+    for name, cure in CURES.items():
+        with pytest.raises(TypeError, match=re.escape(f"{name!r}: {cure}")):
+            make(**{name: True})
+    with pytest.raises(TypeError, match="unheard_of"):
+        make(unheard_of=True)
 
 
 # ------------------------------------------------------------------------------------ errors

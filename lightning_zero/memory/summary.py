@@ -1,0 +1,145 @@
+"""The lines that a strategy prints once, when training begins."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch.nn import Parameter
+
+from lightning_zero.engine import Engine
+from lightning_zero.memory.size import format_bytes
+from lightning_zero.memory.states import OptimizerStates
+
+
+def summary(engine: Engine, checkpoint: str, ranks_on_host: int) -> str:
+    """Return at most eight lines: stage and ranks, units, memory, optimizers and checkpoints.
+
+    Nothing is run for it. Ranks do not communicate, so they may differ in a few bytes of padding.
+
+    Args:
+        engine: The engine. It has adopted the optimizers, if there are any.
+        checkpoint: What a checkpoint is.
+        ranks_on_host: The ranks that share this host.
+    """
+    sharded = engine.sharded
+    sizes = {unit.label: unit.numel for unit in sharded.units}
+    largest = max(sizes, key=lambda label: sizes[label])
+    counted = [f"{n} x {step}" if n > 1 else step for step, n in Counter(engine.steps).items()]
+    first, *others = counted or [""]
+    steps = [step for step in (first, "; ".join(others)) if step]
+    rows = [
+        (
+            "units",
+            f"{len(sizes)}, the largest {largest} with {sizes[largest]:,} of"
+            f" {sum(sizes.values()):,} parameters",
+        ),
+        *_memory(engine, ranks_on_host),
+        *(("optimizer", step) for step in steps),
+        ("checkpoint", checkpoint),
+    ]
+    if sharded.moves_nothing:
+        rows.append(("offload", "none to 'cpu': the device is the host, so nothing moves"))
+    return "\n".join([sharded.headline, *(f"  {name:<11} {text}" for name, text in rows)])
+
+
+def _memory(engine: Engine, ranks_on_host: int) -> list[tuple[str, str]]:
+    """Return rows on the bytes of a rank, on the device, on its host and in files."""
+    device, rests = engine.sharded.settings.device, resting(engine)
+    away = {
+        word: sum(count for row, count in rests.items() if row.startswith(f"{word} "))
+        for word in ("host", "disk")
+    }
+    at_rest = rests.total() - sum(away.values())
+    what = "between steps" if engine.sharded.optimizers else "of weights"
+    found = f"{format_bytes(at_rest)} per rank {what}, "
+    found += f"{format_bytes(at_rest + _in_use(engine))} with the largest unit whole"
+    found += " (activations not counted)"
+    held = engine.sharded.memory()
+    on_host = sum(held.values()) if device.type == "cpu" else 0
+    on_host += sum(count for row, count in held.items() if row.startswith("host "))
+    of_host = _of_host(on_host, ranks_on_host)
+    of_device = of_host if device.type == "cpu" else _of_device(device)
+    rows = [("memory", f"{found}{of_device}")]
+    if away["host"]:
+        rows.append(("host", f"{format_bytes(away['host'])} per rank{of_host}"))
+    if away["disk"]:
+        rows.append(("files", f"{format_bytes(away['disk'])} per rank"))
+    return rows
+
+
+def resting(engine: Engine) -> Counter[str]:
+    """Return this rank's bytes from the first step on, between steps, by kind and medium.
+
+    Without optimizers these are the weights. Kinds are those of ``ShardedModel.memory``.
+    """
+    sharded, axis = engine.sharded, engine.comm.mesh.shard
+    pairs = [
+        (parameter, flat.plan.master.dtype)
+        for flat in sharded.flats
+        for parameter in flat.parameters
+    ]
+    own = {
+        id(parameter): Parameter(
+            torch.empty(parameter.shape, dtype=dtype, device="meta"), parameter.requires_grad
+        )
+        for parameter, dtype in pairs
+    }
+    states = OptimizerStates(sharded.optimizers, own)
+    rows = Counter({"buffers": sum(buffer.nbytes for buffer in sharded.module.buffers())})
+    for flat in sharded.flats:
+        plan, layout = flat.plan, flat.layout
+        trains = flat.trainable and bool(sharded.optimizers)
+        rows.update(plan.rows(plan.resting_bytes(layout.numel, axis.size, trainable=trains)))
+        for index, parameter in enumerate(flat.parameters):
+            start, stop = layout.piece(index, axis.rank)
+            numel = states.nbytes(parameter, stop - start, axis.rank, axis.size)
+            rows[plan.row("states")] += numel
+    return rows
+
+
+def _in_use(engine: Engine) -> int:
+    """Return the bytes of whole weights and unreduced gradients while a unit is at work."""
+    sharded = engine.sharded
+    weights, gradients = [], []
+    for unit in sharded.units:
+        flats = [flat for flat in unit.flat_parameters if flat.plan.gives_weights_back]
+        weights.append(sum(f.layout.numel * f.plan.weight.dtype.itemsize for f in flats))
+        flats = [flat for flat in unit.flat_parameters if flat.trainable]
+        gradients.append(sum(f.layout.numel * f.plan.grad.dtype.itemsize for f in flats))
+    *inner, root = weights
+    at_once = max(inner, default=0) if sharded.settings.reshard_after_forward else sum(inner)
+    return root + at_once + (max(gradients) if sharded.optimizers else 0)
+
+
+def _of_device(device: torch.device) -> str:
+    if device.type != "cuda":
+        return ""
+    free, _ = torch.cuda.mem_get_info(device)
+    return f", of {format_bytes(free + torch.cuda.memory_reserved(device))} available"
+
+
+def _of_host(held: int, ranks: int) -> str:
+    """Return a rank's share of the memory that is free or ``held`` by the host's ``ranks``."""
+    free = free_of_host()
+    return "" if free is None else f", of {format_bytes(free / ranks + held)} available"
+
+
+def free_of_host(root: Path = Path("/")) -> int | None:
+    """Return the bytes that processes of this host, or container, may still take, if known."""
+    try:
+        fields = (root / "proc/meminfo").read_text().split()
+        free = 1024 * int(fields[fields.index("MemAvailable:") + 1])
+    except (OSError, ValueError):
+        return None
+    group = root / "sys/fs/cgroup"
+    try:
+        limit = int((group / "memory.max").read_text())  # "max" if there is none
+        used = int((group / "memory.current").read_text())
+        stat = (group / "memory.stat").read_text().split()
+        # Pages of files that the system drops when memory is needed.
+        used -= int(stat[stat.index("inactive_file") + 1])
+    except (OSError, ValueError):
+        return free
+    return max(0, min(free, limit - used))

@@ -1,0 +1,91 @@
+"""The lines that a strategy prints when training begins, and whether what they predict is true."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_zero.engine import Engine
+from lightning_zero.memory import summary
+from lightning_zero.memory.summary import free_of_host, resting
+from lightning_zero.plan import RECIPES, Settings
+from tests.oracle.models import Blocks
+from tests.oracle.ranks import Pools
+
+WIDTH = 64
+
+
+def _optimizers(name: str, module: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    parameters = list(module.parameters())
+    if name == "AdamW":
+        return [torch.optim.AdamW(parameters)]
+    if name == "Muon":
+        matrices = [p for p in parameters if p.ndim == 2]
+        others = [p for p in parameters if p.ndim != 2]
+        return [torch.optim.Muon(matrices), torch.optim.AdamW(others)]
+    return [torch.optim.SGD([p], momentum=0.9) for p in parameters]
+
+
+def _foretold(stage: int, optimizer: str, precision: str) -> tuple[Any, Any, list[str]]:
+    """Bytes that are foretold and held between steps, and the summary."""
+    module = Blocks(3, WIDTH)
+    module.get_submodule("blocks.0").requires_grad_(False)
+    optimizers = _optimizers(optimizer, module)
+    settings = Settings(stage, recipe=RECIPES[precision], min_num_params=1)
+    engine = Engine(module, settings)
+    for one in optimizers:
+        engine.adopt(one)
+    lines = summary(engine, "a plain file", 2).splitlines()
+    foretold = resting(engine)
+    half = torch.autocast("cpu", enabled=precision == "bf16-mixed")
+    for _ in range(2):
+        with half:
+            loss: Tensor = module(torch.ones(2, WIDTH)).sum()
+        loss.backward()
+        for one in optimizers:
+            one.step()
+    engine.sharded.refresh(engine.sharded.units)
+    for unit in engine.sharded.units:
+        unit.weights.wait_if_in_flight()
+        unit.weights.reshard()
+    held = engine.sharded.memory()
+    engine.close()
+    return +foretold, held, lines
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "Muon", "many"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_bytes_between_steps_are_foretold(
+    ranks: Pools, stage: int, optimizer: str, precision: str
+) -> None:
+    for foretold, held, lines in ranks(2).run(_foretold, stage, optimizer, precision):
+        passing = {"gathered", "unreduced"}
+        assert foretold == {k: n for k, n in held.items() if n and k not in passing}
+        assert lines[0] == f"ZeRO stage {stage} over 2 ranks"
+        assert len(lines) <= 8
+        assert all(line[:2] == "  " and line[13] == " " != line[14] for line in lines[1:])
+        optimizers = [line[14:] for line in lines if line.startswith("  optimizer")]
+        assert len(optimizers) == 1 + (optimizer == "Muon")
+        assert optimizers[0].startswith("14 x SGD" if optimizer == "many" else optimizer)
+
+
+def test_what_is_free_on_a_host_and_in_a_container(tmp_path: Path) -> None:
+    assert free_of_host(tmp_path) is None
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 900 kB\nMemAvailable: 700 kB\nX: 1 kB\n")
+    assert free_of_host(tmp_path) == 700 * 1024
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.current").write_text("5000\n")
+    (group / "memory.stat").write_text("anon 1000\ninactive_file 3000\n")
+    (group / "memory.max").write_text("max\n")
+    assert free_of_host(tmp_path) == 700 * 1024
+    (group / "memory.max").write_text("12000\n")
+    assert free_of_host(tmp_path) == 10000
+    (group / "memory.max").write_text("1000\n")
+    assert free_of_host(tmp_path) == 0
