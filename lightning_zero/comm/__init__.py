@@ -18,6 +18,7 @@ codec             quantization to few bits
 coded             transport of quantized weights and gradients
 dry               one rank without the others: allocates as it would, sends nothing
 mesh              axes of ranks: shards, replicas
+tensor_parallel   torch's device mesh, and parameters as DTensors
 traffic           ledger of what was sent, and of the time of steps with offload
 collective_log    the collectives that this rank has begun, and the one it waits for
 watchdog          ends a run on all ranks, with one error, when one cannot go on
@@ -46,6 +47,7 @@ from lightning_zero.comm.rendezvous import join_group
 from lightning_zero.comm.scratch import Scratch
 from lightning_zero.comm.staged_file import PAGE, StagedFile, StagingMemory, in_pages
 from lightning_zero.comm.sync_points import Exclusive, PendingSync, SyncPoint, with_complements
+from lightning_zero.comm.tensor_parallel import DTensorForm, device_mesh, is_dtensor
 from lightning_zero.comm.traffic import Ledger, StepTimes, Traffic, sum_of
 from lightning_zero.comm.transport import Arrived, Extent, ReduceBuffer, Shared, Then, Work
 
@@ -57,6 +59,7 @@ __all__ = [
     "Codec",
     "Communicator",
     "Control",
+    "DTensorForm",
     "DryCommunicator",
     "DryHostCopies",
     "DryMessages",
@@ -79,7 +82,9 @@ __all__ = [
     "Traffic",
     "Work",
     "default_world_size",
+    "device_mesh",
     "in_pages",
+    "is_dtensor",
     "join_group",
     "sum_of",
     "with_complements",

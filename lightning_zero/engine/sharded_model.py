@@ -359,6 +359,8 @@ class ShardedModel:
         copies = f", in {mesh.replicate.size} copies" if mesh.replicate.size > 1 else ""
         if mesh.backward is not None:
             copies = f", over {mesh.backward.size} for backward"
+        if mesh.tensor is not None:
+            copies = f", each part of {mesh.tensor.size}"
         head = f"ZeRO stage {stage} over {mesh.shard.size} ranks{copies}, by unit:"
         note = ["offload to 'cpu': the device is the host, so nothing moves"]
         return "\n".join([head, *listed(self.units), *note * self._moves_nothing])

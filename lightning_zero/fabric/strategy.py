@@ -78,6 +78,8 @@ class ZeROStrategy(SavingStrategy):
         if unknown := settings.keys() & {"checkpoint", "restore_weights"}:
             raise TypeError(f"{', '.join(unknown)} belongs to the Trainer's strategy. Remove it.")
         self.settings = Settings.of(stage=stage, launcher=launcher, **settings)
+        if self.settings.tensor_parallel_size != 1:
+            raise ValueError("tensor_parallel_size is supported under a Trainer only. Remove it.")
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,

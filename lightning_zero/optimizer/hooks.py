@@ -62,6 +62,13 @@ class OptimizerHooks:
         self._changed, self._before, self._after = changed, before, after
         self._stepper = by_unit(optimizer) if by_unit else Stepper(optimizer)
         self.verdict = self._probe(optimizer)
+        is_plain = self.verdict.way is Way.BY_ELEMENT and self.verdict.form is None
+        if comm.mesh.tensor is not None and not is_plain:
+            raise ValueError(
+                f"{type(optimizer).__name__} does not step element by element, or its state dict"
+                " has a form of its own, which is not supported with tensor_parallel_size > 1. Use"
+                " an optimizer such as AdamW or SGD."
+            )
         if self.verdict.way is not Way.BY_ELEMENT:
             self._stepper = WholeStep(optimizer, self.verdict.way, comm)
         self._stepper.attach(self.verdict.form)

@@ -3,12 +3,14 @@
 plan         the homes of weights, gradients and masters; the table of stages; offload
 settings     the user's settings of a run, validated, and the strategies that have names
 units        the search for a model's units
+cuts         how tensor parallelism cuts a parameter
 casts        which parameters forward may read in half precision
 unit_specs   units with their parameters and plans, before they have memory
 layout       the place of every parameter in its flat buffer, and every rank's part
 """
 
 from lightning_zero.plan.casts import CAST_WEIGHTS
+from lightning_zero.plan.cuts import Cut, cut_of, derived_class, original_class, set_cut
 from lightning_zero.plan.layout import ALIGNMENT, Layout, Slot
 from lightning_zero.plan.plan import RECIPES, Home, Medium, Offload, Placement, Plan, Recipe
 from lightning_zero.plan.settings import (
@@ -34,6 +36,7 @@ __all__ = [
     "RECIPES",
     "START_METHODS",
     "STRATEGIES",
+    "Cut",
     "FlatSpec",
     "Home",
     "Layout",
@@ -47,7 +50,11 @@ __all__ = [
     "UnitPolicy",
     "UnitSpec",
     "as_dtype",
+    "cut_of",
+    "derived_class",
     "find_units",
+    "original_class",
+    "set_cut",
     "specify_units",
     "strategy_arguments",
 ]
