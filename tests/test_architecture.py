@@ -34,6 +34,8 @@ CHOOSE_ONE_HOST = {"comm/communicator", "comm/dry"}
 SUBJECTLESS = {"utils", "util", "common", "helpers", "helper", "misc", "core", "base"}
 
 INNER = {
+    "engine.forward",
+    "memory.summary",
     "checkpoint.checksums",
     "checkpoint.crc",
     "checkpoint.file.archive",

@@ -3,6 +3,7 @@
 =============== ===================================================================================
 state           the state dict of a sharded module, and loading it
 optimizer_state the state dicts of optimizers, and loading them
+cut_values      whole tensors of parameters that tensor parallelism has cut
 state_entries   what ranks tell each other of optimizer states, and the entries made of it
 save            one save: agree, write, seal, rename
 saver           the saves of a run, in the calling thread or in the background
@@ -23,6 +24,7 @@ safetensors     files of that format
 =============== ===================================================================================
 """
 
+from lightning_zero.checkpoint.cut_values import local_optimizer_states
 from lightning_zero.checkpoint.dcp.directory import Directory, is_directory
 from lightning_zero.checkpoint.dcp.save import DirectorySave
 from lightning_zero.checkpoint.file.format import REST, Provenance
@@ -83,6 +85,7 @@ __all__ = [
     "load_module_state",
     "load_optimizer_state",
     "load_weights",
+    "local_optimizer_states",
     "mapped",
     "module_state",
     "optimizer_state",

@@ -82,9 +82,12 @@ def _whole_states(
             _check_alike(states, f"the state of parameter {index} of {label}")
             if not states or not states[0]:
                 continue
-            here = (own[index] if engine.comm.is_in_first_copy else None) or {}
+            is_first = engine.comm.is_in_first_copy and not getattr(piece, "is_copy", False)
+            here = (own[index] if is_first else None) or {}
             whole[index] = {
-                key: entry(f"{label} {index}.{key}", here.get(key), described_entry, piece)
+                key: entry(
+                    f"{label} {index}.{key}", here.get(key), described_entry, piece, engine.comm
+                )
                 for key, described_entry in states[0].items()
             }
     return whole

@@ -20,15 +20,17 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.checkpoint.checksums import CheckedRange, check
+from lightning_zero.checkpoint.cut_values import joined, local_state
 from lightning_zero.checkpoint.load import ranges_of
 from lightning_zero.checkpoint.read_ahead import read_ahead
 from lightning_zero.checkpoint.source import Source
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
-from lightning_zero.comm import Control, Outcome
+from lightning_zero.comm import Communicator, Control, Outcome
 from lightning_zero.engine import Engine
 from lightning_zero.optimizer import require_whole_steps
 from lightning_zero.parameters import Piece
+from lightning_zero.plan import cut_of
 from lightning_zero.tensors import internals, properties, tensors_in, uncollected
 
 # -- saving ----------------------------------------------------------------------------------------
@@ -50,17 +52,29 @@ def module_state(module: nn.Module, engine: Engine) -> dict[str, Any]:
             piece = engine.sharded.piece(value)
             if piece is not None:
                 # Tied names share one tensor in the file, as they do in the module.
-                part = piece if engine.comm.is_in_first_copy else piece[:0]
-                state[key] = values.setdefault(id(value), sharded(key, piece, part))
+                if id(value) not in values:
+                    part = piece if holds(piece, engine.comm) else piece[:0]
+                    values[id(value)] = sharded(key, piece, part, engine.comm)
+                state[key] = values[id(value)]
                 continue
         if isinstance(value, Tensor):
             state[key] = value.detach()
     return state
 
 
-def sharded(key: str, piece: Piece, part: Tensor) -> ShardedValue:
-    """Return a value of the whole shape of the piece's parameter, with this rank's ``part``."""
+def holds(piece: Piece, comm: Communicator) -> bool:
+    """Return whether this rank writes its piece: of copies, one is written."""
+    return comm.is_in_first_copy and not piece.is_copy
+
+
+def sharded(key: str, piece: Piece, part: Tensor, comm: Communicator) -> ShardedValue:
+    """Return a value of the whole shape of the piece's parameter, with this rank's ``part``.
+
+    A collective for parameters that tensor parallelism has cut.
+    """
     slot = piece.range.slot
+    if (cut := cut_of(piece.parameter)) is not None:
+        return joined(key, piece, part, cut, comm)
     return ShardedValue.of(key, part, piece.range.start, slot.shape, slot.stride)
 
 
@@ -135,7 +149,7 @@ class ModuleLoad(TorchFunctionMode):
             # torch's copies to a meta module would be no-ops; ours are only noted.
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")
             try:
-                return self._module.load_state_dict(state, strict=strict)
+                return self._module.load_state_dict(local_state(self._module, state), strict=strict)
             finally:
                 # torch would report it as the failure of whatever it was copying.
                 if self._failure is not None:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from lightning_zero.checkpoint.state import sharded
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
+from lightning_zero.comm import Communicator
 from lightning_zero.parameters import Piece
 
 
@@ -29,11 +30,11 @@ class _StandIn:
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...] | None) -> None:
         self.dtype, self.shape = dtype, shape
 
-    def value(self, key: str, part: Tensor | None, piece: Any) -> ShardedValue:
+    def value(self, key: str, part: Tensor | None, piece: Any, comm: Communicator) -> ShardedValue:
         """Return the sharded value; ``part`` is ``None`` on a rank that holds nothing of it."""
         part = torch.empty(0, dtype=self.dtype) if part is None else part
         if self.shape is None:
-            return sharded(key, piece, part)
+            return sharded(key, piece, part, comm)
         stride = torch.empty(self.shape, device="meta").stride()
         return ShardedValue.of(key, part.contiguous().reshape(-1), 0, self.shape, stride)
 
@@ -92,16 +93,16 @@ class Descriptions:
         return self._leaves[key]
 
 
-def entry(key: str, mine: Any, described: Any, piece: Any) -> Any:
+def entry(key: str, mine: Any, described: Any, piece: Any, comm: Communicator) -> Any:
     """Return an entry with values in place of its stand-ins; ``mine`` is this rank's own."""
     if isinstance(described, _Number):
         return described.tensor()
     if isinstance(described, _StandIn):
-        return described.value(key, mine, piece)
+        return described.value(key, mine, piece, comm)
     leaves, tree = tree_flatten(described)
     own = [None] * len(leaves) if mine is None else tree_leaves(mine)
     parts = [
-        entry(f"{key}.{number}", part, leaf, piece)
+        entry(f"{key}.{number}", part, leaf, piece, comm)
         if isinstance(leaf, _StandIn | _Number)
         else leaf
         for number, (leaf, part) in enumerate(zip(leaves, own, strict=True))

@@ -15,6 +15,7 @@ coded             transport of quantized weights and gradients
 dry               one rank without the others: allocates as it would, sends nothing
 dry_transports    its transports
 mesh              axes of ranks: shards, replicas
+tensor_parallel   torch's device mesh, and parameters as DTensors
 traffic           ledger of what was sent, and of the time of steps with offload
 collective_log    the collectives that this rank has begun, and the one it waits for
 watchdog          ends a run on all ranks, with one error, when one cannot go on
@@ -36,6 +37,7 @@ from lightning_zero.comm.mesh import Axis
 from lightning_zero.comm.process_groups import default_world_size
 from lightning_zero.comm.rendezvous import join_group
 from lightning_zero.comm.sync_points import PendingSync, SyncPoint, with_complements
+from lightning_zero.comm.tensor_parallel import DTensorForm, device_mesh, is_dtensor
 from lightning_zero.comm.traffic import Ledger, StepTimes, Traffic, sum_of
 from lightning_zero.comm.transport import Arrived, Extent, ReduceBuffer, Shared, Then
 
@@ -46,6 +48,7 @@ __all__ = [
     "Codec",
     "Communicator",
     "Control",
+    "DTensorForm",
     "DryCommunicator",
     "DryHostCopies",
     "Exclusive",
@@ -60,7 +63,9 @@ __all__ = [
     "Then",
     "Traffic",
     "default_world_size",
+    "device_mesh",
     "dry_transport",
+    "is_dtensor",
     "join_group",
     "require_room",
     "sum_of",

@@ -19,7 +19,7 @@ from lightning_zero.comm.exclusive import Exclusive
 from lightning_zero.comm.mesh import Axis, Mesh
 from lightning_zero.comm.one_host import SharedMemory, SyncWindows
 from lightning_zero.comm.point_to_point import PointToPoint
-from lightning_zero.comm.process_groups import is_initialized
+from lightning_zero.comm.process_groups import group_for, is_initialized
 from lightning_zero.comm.sync_points import SyncPoint
 from lightning_zero.comm.traffic import StepTimes, Traffic
 from lightning_zero.comm.transport import Transport
@@ -35,6 +35,7 @@ class Communicator:
             collectives; ``None`` chooses by the backend.
         reads_peers: ``False`` reads no other rank's memory, even where this host allows it.
         num_shards: Ranks over which buffers are sharded; all by default. The same on every rank.
+        tensor_size: Ranks over which tensor parallelism cuts parameters.
         num_backward_shards: Ranks over which weights are sharded for a backward pass, if fewer. No
             rank reads another's memory then: gathering these needs all of their ranks anyway.
 
@@ -63,6 +64,7 @@ class Communicator:
         reads_peers: bool | None = None,
         num_shards: int | None = None,
         num_backward_shards: int | None = None,
+        tensor_size: int = 1,
     ) -> None:
         self.device = device
         is_direct = True
@@ -76,7 +78,7 @@ class Communicator:
                 )
         require_abilities(device)
         self.control = Control()
-        sizes = num_shards, num_backward_shards
+        sizes = num_shards, num_backward_shards, tensor_size
         for asked in map(set, zip(*self.control.gather_objects(sizes), strict=True)):
             if len(asked) > 1:
                 raise ValueError(f"Expected the same number of shards on all ranks, got {asked}.")
@@ -145,6 +147,26 @@ class Communicator:
     def is_in_first_copy(self) -> bool:
         """Return whether this rank is in the first copy, which counts where replicas count once."""
         return self.mesh.replicate.rank == 0
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrite ``tensor`` with that of the first rank that has the same part of the model."""
+        if self.mesh.tensor is None:
+            self.control.broadcast(tensor)
+        elif self.mesh.size > 1:
+            axis = self.mesh.shard
+            with self.control.log.at("a broadcast of the first rank's values"):
+                group = group_for("data parallel", along=axis.groups)
+                dist.broadcast(tensor, axis.ranks[0], group=group)
+
+    def parts_of_ranks(self, part: Tensor) -> list[Tensor]:
+        """Return every rank's ``part`` (``[n]`` of any ``n``, one dtype), in rank order."""
+        sizes = self.control.gather_objects(part.numel())
+        sent = torch.zeros(max(sizes), dtype=part.dtype, device=self.device)
+        sent[: part.numel()] = part
+        rows = [torch.empty_like(sent) for _ in sizes]
+        with self.control.log.at("an exchange of parts to be saved"):
+            dist.all_gather(rows, sent)
+        return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
     def sum_over_shards(self, tensor: Tensor, place: str = "a sum over the shards") -> None:
         """Replace ``tensor`` by its sum over the ranks of the first copy, on all ranks."""

@@ -11,6 +11,12 @@ For backward passes, weights may be sharded over fewer ranks of one copy. Four r
     shard      0 1 2 3
     backward   0 1 | 2 3
 
+With tensor parallelism, consecutive ranks have parts of the same parameters, and each part is
+sharded over the others. Four ranks, two parts::
+
+    shard   0 2 | 1 3
+    tensor  0 1 | 2 3
+
 Reductions run along the shard axis first and leave each rank its shard; then the shards are added
 up along the other axis. Gathers run along the shard axis.
 """
@@ -52,14 +58,16 @@ class Mesh:
     Attributes:
         shard: The axis over which buffers are sharded.
         replicate: The axis along which shards are replicated.
-        size: Number of all ranks, over which gradients are averaged.
+        size: Number of ranks over which gradients are averaged: all, or the data-parallel ones.
         backward: The axis over which weights are sharded for a backward pass, if it is another.
+        tensor: The axis over which tensor parallelism cuts parameters, if it does.
     """
 
     shard: Axis
     replicate: Axis
     size: int
     backward: Axis | None = None
+    tensor: Axis | None = None
 
     @classmethod
     def of(
@@ -68,12 +76,17 @@ class Mesh:
         world_size: int,
         num_shards: int | None = None,
         num_backward_shards: int | None = None,
+        tensor_size: int = 1,
     ) -> Mesh:
         """Return the mesh with copies of ``num_shards`` ranks; one copy of all by default.
+
+        With tensor parallelism over ``tensor_size`` ranks, there is one copy of each part.
 
         Raises:
             ValueError: The shards do not divide the ranks, or the backward shards the shards.
         """
+        if tensor_size > 1:
+            return cls._with_tensor_axis(rank, world_size, tensor_size)
         num_shards = num_shards or world_size
         num_backward = num_backward_shards or num_shards
         for what, number, whole, of in (
@@ -90,3 +103,20 @@ class Mesh:
         parts = [ranks[first : first + num_backward] for first in ranks[::num_backward]]
         backward = Axis.of(parts, rank) if num_backward < num_shards else None
         return cls(Axis.of(copies, rank), Axis.of(same, rank), world_size, backward)
+
+    @classmethod
+    def _with_tensor_axis(cls, rank: int, world_size: int, tensor_size: int) -> Mesh:
+        if world_size % tensor_size:
+            raise ValueError(
+                f"Expected a number of tensor-parallel ranks that divides the {world_size} ranks,"
+                f" got {tensor_size}."
+            )
+        ranks = range(world_size)
+        same_part = [ranks[first::tensor_size] for first in ranks[:tensor_size]]
+        of_parts = [ranks[first : first + tensor_size] for first in ranks[::tensor_size]]
+        return cls(
+            Axis.of(same_part, rank),
+            Axis.of([[one] for one in ranks], rank),
+            world_size // tensor_size,
+            tensor=Axis.of(of_parts, rank),
+        )

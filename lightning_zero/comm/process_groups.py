@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from time import sleep
 from typing import Any
@@ -48,14 +48,23 @@ def group_for(
         along: All ranks in groups, of which this rank gets its own; by default one of all ranks.
         is_urgent: Whether a device gives its messages precedence over computation.
     """
-    groups = _groups.setdefault(dist.group.WORLD, {})
     if len(along) > 1:
         purpose = f"{purpose} along {along}"
-    if purpose not in groups and len(along) > 1:
-        made = [_new_group(ranks=list(ranks), is_urgent=is_urgent) for ranks in along]
-        groups[purpose] = next(g for g, r in zip(made, along, strict=True) if dist.get_rank() in r)
-    elif purpose not in groups:
-        groups[purpose] = new_group_of_hosts() if of_hosts else _new_group(is_urgent=is_urgent)
+
+    def make() -> Any:
+        if len(along) > 1:
+            made = [_new_group(ranks=list(ranks), is_urgent=is_urgent) for ranks in along]
+            return next(g for g, r in zip(made, along, strict=True) if dist.get_rank() in r)
+        return new_group_of_hosts() if of_hosts else _new_group(is_urgent=is_urgent)
+
+    return kept(purpose, make)
+
+
+def kept(purpose: str, make: Callable[[], Any]) -> Any:
+    """Return what ``make`` made for a purpose, and call it first if nothing is there yet."""
+    groups = _groups.setdefault(dist.group.WORLD, {})
+    if purpose not in groups:
+        groups[purpose] = make()
     return groups[purpose]
 
 

@@ -54,7 +54,7 @@ _refused = functools.partial(Key, Fate.REFUSED)
 _UNITS = "`units` chooses what is gathered and reduced together, one message per unit"
 _LOGGERS = "use Lightning's loggers and callbacks"
 _DATA = "set the DataLoader's `batch_size`"
-_PARALLEL = "only data parallelism is supported; remove the key"
+_PARALLEL = "only data and tensor parallelism are supported; remove the key"
 _OFFLOAD_SWITCH = "offload is set by blocks; use `offload_optimizer` and `offload_param`"
 _ZENFLOW = "a step updates all parameters, none later than the rest; remove the key"
 _MEDIUM = "`none`, `cpu` (the host of an accelerator) or `nvme`"
@@ -253,7 +253,9 @@ KEYS: dict[str, Key] = {
     "quantize_training": _refused(Kind.BLOCK, _COMPRESSION),
     "hybrid_engine": _refused(Kind.BLOCK, _PARALLEL),
     "pipeline": _refused(Kind.BLOCK, _PARALLEL),
-    "tensor_parallel": _refused(Kind.BLOCK, _PARALLEL),
+    "tensor_parallel": _refused(
+        Kind.BLOCK, "cut the model in `configure_model`, and pass `tensor_parallel_size`"
+    ),
     "sequence_parallel_size": _refused(Kind.NUMBER, _PARALLEL),
     "use_data_before_expert_parallelism": _refused(Kind.SWITCH, _PARALLEL),
 }

@@ -362,6 +362,8 @@ class ShardedModel:
         copies = f", in {mesh.replicate.size} copies" if mesh.replicate.size > 1 else ""
         if mesh.backward is not None:
             copies = f", over {mesh.backward.size} for backward"
+        if mesh.tensor is not None:
+            copies = f", each part of {mesh.tensor.size}"
         ranks = f"{mesh.shard.size} ranks" if mesh.shard.size > 1 else "1 rank"
         return f"ZeRO stage {stage} over {ranks}{copies}"
 

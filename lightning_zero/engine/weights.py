@@ -259,7 +259,7 @@ class Weights:
         """Make rank 0's gathered values the masters of all ranks; within exclusive access."""
         for flat, whole in zip(self._flats, self._gathered, strict=True):
             flat.edits.bring_back()
-            flat.store.comm.control.broadcast(whole.tensor)
+            flat.store.comm.broadcast(whole.tensor)
             flat.take_over(whole)
 
     def end_gathered(self) -> None:

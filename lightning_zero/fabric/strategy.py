@@ -76,7 +76,7 @@ class ZeROStrategy(SavingStrategy):
         timeout: timedelta | None = default_pg_timeout,
         **settings: Any,
     ) -> None:
-        if unknown := settings.keys() & {"checkpoint", "restore_weights"}:
+        if unknown := settings.keys() & {"checkpoint", "restore_weights", "tensor_parallel_size"}:
             raise TypeError(f"{', '.join(unknown)} belongs to the Trainer's strategy. Remove it.")
         self.settings = Settings.of(stage=stage, launcher=launcher, **settings)
         super().__init__(

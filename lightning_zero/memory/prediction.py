@@ -202,6 +202,11 @@ def _settings_of(strategy: str | Configured | Settings) -> Settings:
 
 def step_settings(settings: Settings) -> dict[str, Any]:
     """Return the settings that a step's memory depends on, unless they are the defaults."""
+    if settings.tensor_parallel_size != 1:
+        raise ValueError(
+            "The memory of a model that is cut over tensor-parallel ranks cannot be predicted."
+            " Remove tensor_parallel_size to estimate the whole model over the data-parallel ranks."
+        )
     of_step = {name: getattr(settings, name) for name in _STEP_SETTINGS}
     return {name: value for name, value in of_step.items() if value != getattr(Settings, name)}
 

@@ -54,7 +54,8 @@ def total_norm(pieces: Sequence[Piece], comm: Communicator, norm_type: float = 2
     norms = torch.zeros(1, dtype=dtype, device=comm.device)
     if found:
         # Added in the order of the pieces, wherever they rest.
-        norms = stack_on(comm.device, [found[number] for number in sorted(found)])
+        own = [found[number] for number in sorted(found) if not pieces[number].is_copy]
+        norms = stack_on(comm.device, own) if own else norms
     if norm_type == inf:
         largest = norms.max()
         comm.control.max(largest)

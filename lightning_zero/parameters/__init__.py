@@ -9,6 +9,7 @@ living_views     the living views of a parameter, which move when its data is re
 ownership        which engine a parameter belongs to
 guards           the classes that intercept uses of parameters, at rest or whole
 classes          the class and the data of each parameter of a group
+local_form       parameters that tensor parallelism has cut
 edits            changes that users make to whole weights
 stand_in         tensors without memory that stand for gradients
 sharded_grad     stand-ins for whole averaged gradients
@@ -23,6 +24,7 @@ flat_parameters  all of these for the parameters of a unit that share a dtype an
 
 from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.parameters.flat_parameters import FlatParameters
+from lightning_zero.parameters.local_form import make_distributed, make_local
 from lightning_zero.parameters.ownership import ownership_of
 from lightning_zero.parameters.piece import Piece, settle, unsettle
 from lightning_zero.parameters.reducer import Reach, Reducer
@@ -39,6 +41,8 @@ __all__ = [
     "Reducer",
     "Source",
     "Store",
+    "make_distributed",
+    "make_local",
     "ownership_of",
     "settle",
     "shared_masters",

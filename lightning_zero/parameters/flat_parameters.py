@@ -25,7 +25,7 @@ from lightning_zero.parameters.piece_range import PieceRange
 from lightning_zero.parameters.reducer import Reducer
 from lightning_zero.parameters.sharded_grad import ShardedGrad
 from lightning_zero.parameters.stores import Store
-from lightning_zero.plan import Layout, Plan
+from lightning_zero.plan import Layout, Plan, cut_of
 from lightning_zero.tensors import Scratch, Work, internals, lasting_tensors, properties
 
 HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")
@@ -109,7 +109,7 @@ class FlatParameters:
                 source.tensor[start:stop].zero_()
             for parameter, view in zip(self.parameters, source.views, strict=True):
                 view.copy_(parameter)
-            comm.control.broadcast(source.tensor)
+            comm.broadcast(source.tensor)
             self.take_over(source)
             if source is not self.weight or plan.are_copies:
                 self.weight.tensor.copy_(self.store.as_weights(source.tensor))
@@ -132,6 +132,8 @@ class FlatParameters:
         range_ = PieceRange(layout.slots[index], *layout.piece(*place), in_shard)
         parameter, weights = self.parameters[index], self.weight.tensor
         piece = Piece.cut(parameter, range_, self.master, weights.dtype, stays=self.plan.stays)
+        if comm.mesh.tensor is not None and cut_of(parameter) is None:
+            piece.is_copy = comm.mesh.tensor.rank > 0
         assemble = functools.partial(self.full_of, index)
         stand_in = ShardedGrad(piece, self._grad_dtype, weights.device, comm, assemble)
         piece.gradient = GradientView(piece, stand_in)

@@ -34,6 +34,7 @@ class Piece(Parameter):
         gradient: What the parameter's ``grad`` shows.
         weight_dtype: The dtype in which the parameter computes.
         stays: Whether it and its states rest on the device, where others may be offloaded.
+        is_copy: Whether the first rank of the tensor-parallel group has the same values.
     """
 
     parameter: Parameter
@@ -41,6 +42,7 @@ class Piece(Parameter):
     gradient: GradientView
     weight_dtype: torch.dtype
     stays: bool
+    is_copy = False
 
     @classmethod
     def cut(

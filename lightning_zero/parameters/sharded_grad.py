@@ -191,8 +191,10 @@ def _norms(grads: Sequence[ShardedGrad], order: float) -> Tensor:
     dtype = torch.promote_types(torch.float32, dtype)
     zero = torch.zeros((), dtype=dtype, device=parts[0].device)
     norms = [
-        torch.linalg.vector_norm(part, order, dtype=dtype) if part.numel() else zero
-        for part in parts
+        zero
+        if grad.piece.is_copy or not part.numel()
+        else torch.linalg.vector_norm(part, order, dtype=dtype)
+        for grad, part in zip(grads, parts, strict=True)
     ]
     local = stack_on(comm.device, norms)
     if order == inf:

@@ -39,6 +39,7 @@ class OwnPart(Protocol):
     range: PieceRange
     reduced: Tensor | None
     stays: bool
+    is_copy: bool
 
     @property
     def gradient(self) -> ShownGrad:

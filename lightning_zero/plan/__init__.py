@@ -4,12 +4,14 @@ plan              the homes of weights, gradients and masters; the table of stag
 settings          the user's settings of a run, validated, and the strategies that have names
 other_strategies  arguments of DDP and FSDP, and what to do instead
 units             the search for a model's units
+cuts              how tensor parallelism cuts a parameter
 casts             which parameters forward may read in half precision
 unit_specs        units with their parameters and plans, before they have memory
 layout            the place of every parameter in its flat buffer, and every rank's part
 """
 
 from lightning_zero.plan.casts import CAST_WEIGHTS
+from lightning_zero.plan.cuts import Cut, cut_of, derived_class, original_class, set_cut
 from lightning_zero.plan.layout import ALIGNMENT, Layout, Slot
 from lightning_zero.plan.other_strategies import CURES, refuses_others
 from lightning_zero.plan.plan import RECIPES, Home, Medium, Offload, Placement, Plan, Recipe
@@ -37,6 +39,7 @@ __all__ = [
     "RECIPES",
     "START_METHODS",
     "STRATEGIES",
+    "Cut",
     "FlatSpec",
     "Home",
     "Layout",
@@ -50,8 +53,12 @@ __all__ = [
     "UnitPolicy",
     "UnitSpec",
     "as_dtype",
+    "cut_of",
+    "derived_class",
     "find_units",
+    "original_class",
     "refuses_others",
+    "set_cut",
     "specify_units",
     "strategy_arguments",
 ]

@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn import Parameter
 
+from lightning_zero.plan.cuts import original_class
+
 CAST_WEIGHTS = ("autocast", "all", "none")
 """The choices of which weights mixed precision casts."""
 
@@ -87,9 +89,10 @@ def _known_to_be_cast(root: nn.Module) -> Iterator[Parameter]:
         }
         if not named or "forward" in vars(module):
             continue
-        cast = _KINDS.get(type(module), ())
+        cls = original_class(module)
+        cast = _KINDS.get(cls, ())
         # The model's own forward is not traced: it may log and count.
-        if module is not root and not type(module).__module__.startswith("torch.nn."):
+        if module is not root and not cls.__module__.startswith("torch.nn."):
             cast = _cast_in_forward(module)
         yield from (named[name] for name in cast if name in named)
 

@@ -76,6 +76,7 @@ class Settings:
     broadcast_in_calls: bool = True
     shard: int | str = "all"
     backward_shard: int | str | None = None
+    tensor_parallel_size: int | str = 1
     gather_bits: int | None = None
     reduce_bits: int | None = None
     stochastic_rounding: bool = False
@@ -142,7 +143,8 @@ class Settings:
                 f" got {self.cast_weights!r}."
             )
         self._check_bits()
-        for name, word in (("shard", "all"), ("backward_shard", None)):
+        sizes = ("shard", "all"), ("backward_shard", None), ("tensor_parallel_size", 1)
+        for name, word in sizes:
             value = getattr(self, name)
             is_number = isinstance(value, int) and not isinstance(value, bool)
             if value not in (word, "node") and not (is_number and value > 0):
@@ -167,6 +169,8 @@ class Settings:
             )
         if self.offload is not None:
             self._check_offload(self.offload)
+        if self.tensor_parallel_size != 1:
+            self._check_tensor_parallel()
         if self.backward_shard is not None:
             self._check_backward_shard(f"backward_shard={self.backward_shard!r}")
 
@@ -187,6 +191,15 @@ class Settings:
                 "async_checkpoint=True copies masters and optimizer states to host memory, which"
                 " defeats offload. Remove one of them."
             )
+
+    def _check_tensor_parallel(self) -> None:
+        for name, plain in _WITHOUT_TENSOR_PARALLEL.items():
+            if (value := getattr(self, name)) != plain:
+                given = "offload" if name == "offload" else f"{name}={value!r}"
+                raise ValueError(
+                    f"{given} is not supported with"
+                    f" tensor_parallel_size={self.tensor_parallel_size!r}. Remove one of them."
+                )
 
     def _check_backward_shard(self, what: str) -> None:
         if self.stage < 3 or not self.reshard_after_forward:
@@ -233,8 +246,11 @@ class Settings:
             ValueError: The ranks cannot be divided so, or it is not known how many share a node.
         """
         is_coded = self.gather_bits is not None or self.reduce_bits is not None
+        tensor_size = self._group("tensor_parallel_size", world_size, ranks_on_node)
+        world_size //= tensor_size
         return {
             "reads_peers": False if is_coded else None,
+            "tensor_size": tensor_size,
             "num_shards": self.num_shards(world_size, ranks_on_node),
             "num_backward_shards": self.backward_shard
             and self._group("backward_shard", world_size, ranks_on_node),
@@ -326,6 +342,20 @@ class Settings:
         )
 
 
+_WITHOUT_TENSOR_PARALLEL: dict[str, Any] = {
+    "shard": "all",
+    "backward_shard": None,
+    "gather_bits": None,
+    "reduce_bits": None,
+    "stochastic_rounding": False,
+    "offload": None,
+    "activation_offload": False,
+    "restore_weights": True,
+    "checkpoint": "file",
+    "async_checkpoint": False,
+    "launcher": "subprocess",
+}
+"""The settings that tensor parallelism does not support yet, with the values that it needs."""
 _OFFLOAD = {"offload_optimizer", "offload_weights", "offload_path"}
 _NOT_GIVEN = {"recipe", "offload", "device", "broadcast_in_calls"}
 ARGUMENTS = {one.name for one in fields(Settings)} - _NOT_GIVEN | _OFFLOAD

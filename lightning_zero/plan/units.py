@@ -174,6 +174,6 @@ def check_parameter(name: str, parameter: Any) -> None:
     elif parameter.is_sparse or parameter.is_quantized or parameter.is_nested:
         reason = "is not a dense tensor; register it as a buffer, or make it dense"
     elif type(parameter.data).__name__ == "DTensor":
-        reason = "is a DTensor, already sharded by something else; pass the plain module"
+        reason = "is a DTensor, already cut; pass the plain module, or set tensor_parallel_size"
     if reason is not None:
         raise ValueError(f"Parameter {name!r} {reason}.")

@@ -77,6 +77,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def has_hooks(tensor: Tensor) -> bool:
+    """Return whether any gradient hook was registered; no public name tells."""
+    return bool(tensor._backward_hooks) or bool(tensor._post_accumulate_grad_hooks)
+
+
 def put_last(hook: int, tensor: Tensor) -> None:
     """Move a post-accumulate-grad hook, given by its handle's ``id``, behind all others."""
     hooks: Any = tensor._post_accumulate_grad_hooks

@@ -66,6 +66,16 @@ _NO_BATCH_SIZES = (
 )
 
 
+def refuse_averages(callbacks: Iterable[Callback]) -> None:
+    """Raise a ``ValueError`` if a callback averages weights, of which a rank has a part only."""
+    for callback in callbacks:
+        if isinstance(callback, tuple(_AVERAGING)):
+            raise ValueError(
+                f"{type(callback).__name__} is not supported with tensor_parallel_size > 1. Remove"
+                " one of them."
+            )
+
+
 class AdaptedCallbacks:
     """The Trainer's callbacks, adapted to a sharded module until :meth:`remove`.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +33,7 @@ from lightning_zero.checkpoint import (
     load_bare_weights,
     load_module_state,
     load_optimizer_state,
+    local_optimizer_states,
     module_state,
     optimizer_state,
     ranges_of_optimizers,
@@ -352,15 +353,22 @@ class SavingStrategy(SteppingStrategy):
             return names.get(id(parameter_of(parameter)), "a parameter outside the module")
 
         try:
-            check_optimizer_states(optimizers, checkpoint["optimizer_states"], name_of)
+            check_optimizer_states(optimizers, self._local_states(checkpoint), name_of)
         except ValueError as error:
             raise ValueError(f"Cannot resume from {self._current.path!r}. {error}") from error
+
+    def _local_states(self, checkpoint: Mapping[str, Any]) -> Any:
+        """Return the checkpoint's optimizer states, of which tensor parallelism may need parts."""
+        states = checkpoint["optimizer_states"]
+        if self._current.comm.mesh.tensor is None or not isinstance(states, Sequence):
+            return states
+        return local_optimizer_states(map(unwrapped, self.optimizers), states)
 
     def _check_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Raise on all ranks if a state does not fit or the parts to be read are damaged."""
         self._check_optimizer_states(checkpoint)
         optimizers = map(unwrapped, self.optimizers)
-        ranges = ranges_of_optimizers(optimizers, checkpoint["optimizer_states"])
+        ranges = ranges_of_optimizers(optimizers, self._local_states(checkpoint))
         check_ranges(ranges, self._saver.control, f"Loading {self._current.path!r}")
 
     @property
@@ -370,7 +378,7 @@ class SavingStrategy(SteppingStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._check_optimizer_states(checkpoint)
-        states = checkpoint["optimizer_states"]
+        states = self._local_states(checkpoint)
         for optimizer, state in zip(self.optimizers, states, strict=False):
             load_optimizer_state(unwrapped(optimizer), state)
         here, there = len(self.optimizers), len(states)

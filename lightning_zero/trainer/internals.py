@@ -55,6 +55,11 @@ def trainer_of(module: pl.LightningModule) -> Any:
     return module._trainer
 
 
+def set_device_mesh(module: pl.LightningModule, mesh: Any) -> None:
+    """Give a module what ``device_mesh`` returns in ``configure_model``; nothing public does."""
+    module._device_mesh = mesh
+
+
 def signal_connector(trainer: Any) -> Any:
     """Return the object that registers the Trainer's signal handlers."""
     return trainer._signal_connector

@@ -143,6 +143,10 @@ class MemoryMonitor(Callback):
             self.predict = False
             return
         chosen, mesh = strategy.settings, engine.comm.mesh
+        if mesh.tensor is not None:
+            rank_zero_warn("MemoryMonitor cannot predict memory with tensor_parallel_size > 1.")
+            self.predict = False
+            return
         settings: dict[str, Any] = {
             **step_settings(chosen),
             "num_microbatches": trainer.accumulate_grad_batches,

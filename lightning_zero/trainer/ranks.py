@@ -41,6 +41,14 @@ class RankStrategy(DDPStrategy):
         super().setup_distributed()
         process_groups.end_at_exit()
 
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        if self._run is None or self._run.comm.mesh.tensor is None:
+            return super().distributed_sampler_kwargs
+        axis = self._run.comm.mesh.shard  # ranks that have parts of one model see the same batches
+        return {"num_replicas": axis.size, "rank": axis.rank}
+
     def _join_group(self) -> None:
         """Make the group before Lightning does, in a store without keys from before a restart."""
         if process_groups.is_initialized() or not isinstance(

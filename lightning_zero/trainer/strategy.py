@@ -21,12 +21,12 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_zero.checkpoint import Saver
-from lightning_zero.comm import Communicator
+from lightning_zero.comm import Communicator, device_mesh
 from lightning_zero.deepspeed import Config
 from lightning_zero.engine import Engine, broadcast_buffers, forget_values
 from lightning_zero.fabric import to_device_but_parameters
 from lightning_zero.memory import summary
-from lightning_zero.parameters import Source
+from lightning_zero.parameters import Source, make_distributed, make_local
 from lightning_zero.plan import (
     ARGUMENTS,
     MIN_NUMEL,
@@ -37,7 +37,7 @@ from lightning_zero.plan import (
     refuses_others,
 )
 from lightning_zero.trainer import internals
-from lightning_zero.trainer.callbacks import AdaptedCallbacks
+from lightning_zero.trainer.callbacks import AdaptedCallbacks, refuse_averages
 from lightning_zero.trainer.checkpointing import SavingStrategy
 from lightning_zero.trainer.deepspeed_config import Demands
 from lightning_zero.trainer.graph_logging import log_whole_graphs
@@ -85,6 +85,9 @@ class ZeROStrategy(SavingStrategy):
         backward_shard: Keep a second copy of the weights from forward to backward, sharded over the
             ranks of each ``"node"`` or over a number of consecutive ranks, and gather from it in
             backward (hpZ of *ZeRO++*, 2023). Stage 3 only.
+        tensor_parallel_size: Ranks over which ``configure_model`` cuts the model by torch's
+            ``parallelize_module`` and ``self.device_mesh["tensor_parallel"]``: a number of
+            consecutive ranks, or ``"node"``. Everything is sharded over the data-parallel ranks.
         gather_bits: Send weights in ``8`` bits (qwZ of *ZeRO++*); masters keep full precision.
         reduce_bits: Send gradients in ``8`` or ``4`` bits (qgZ): stochastic rounding, fp32 sums.
         stochastic_rounding: Under ``bf16-true``, step bf16 weights and states in fp32, one unit at
@@ -134,6 +137,7 @@ class ZeROStrategy(SavingStrategy):
         broadcast_buffers: bool = True,
         shard: int | Literal["all", "node"] = "all",
         backward_shard: int | Literal["node"] | None = None,
+        tensor_parallel_size: int | Literal["node"] = 1,
         gather_bits: Literal[8] | None = None,
         reduce_bits: Literal[4, 8] | None = None,
         stochastic_rounding: bool = False,
@@ -200,6 +204,9 @@ class ZeROStrategy(SavingStrategy):
         division = self.settings.division(self.world_size, self.num_processes)
         comm = Communicator(self.root_device, **division)
         self._run = Run(comm, Saver(comm.control))
+        if comm.mesh.tensor is not None:
+            mesh = device_mesh(self.root_device.type, comm.mesh.tensor.size)
+            internals.set_device_mesh(self._module, mesh)
         trainer = internals.trainer_of(self._module)
         if trainer is not None:
             is_fitting = trainer.state.fn == TrainerFn.FITTING
@@ -215,6 +222,9 @@ class ZeROStrategy(SavingStrategy):
         self.config.check_precision(str(self.precision_plugin.precision))
         if is_fitting:
             Demands(self.config, trainer, module).act(self.precision_plugin.scaler)
+        if run.comm.mesh.tensor is not None:
+            refuse_averages(callbacks_of(trainer))
+            make_local(module, module.device_mesh)
         if run.callbacks is not None:
             run.callbacks.prepare(module)
         if is_fitting and self._layer_sync:
@@ -363,6 +373,8 @@ class ZeROStrategy(SavingStrategy):
         if self._layer_sync and internals.trainer_of(module) is not None:
             self._layer_sync.revert(module)
         module.cpu()
+        if self._run is not None and self._run.comm.mesh.tensor is not None:
+            make_distributed(module)
 
     @classmethod
     @override

@@ -52,6 +52,7 @@ def test_arguments_are_frozen() -> None:
         "broadcast_buffers",
         "shard",
         "backward_shard",
+        "tensor_parallel_size",
         "gather_bits",
         "reduce_bits",
         "stochastic_rounding",

@@ -1,0 +1,164 @@
+"""Tensor parallelism by torch's DTensor: the mesh that users get, and parameters in both forms.
+
+Users cut a model by ``torch.distributed.tensor.parallel.parallelize_module``, which makes its
+parameters DTensors. While a model is trained, a parameter is this rank's part, an ordinary tensor
+that is sharded over the data-parallel ranks; where a forward reads it, it is wrapped as the DTensor
+that it was. Autograd adds up its gradient over the tensor-parallel ranks where DTensor says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from lightning_zero.comm.process_groups import kept
+from lightning_zero.plan import Cut
+from lightning_zero.tensors import internals, tensors_in
+
+DATA, TENSOR = "data_parallel", "tensor_parallel"
+"""The names of the dimensions, as under Lightning's ``ModelParallelStrategy``."""
+
+
+def device_mesh(device_type: str, tensor_size: int) -> DeviceMesh:
+    """Return the mesh of all ranks, data-parallel by tensor-parallel; the first call makes it."""
+    sizes = dist.get_world_size() // tensor_size, tensor_size
+
+    def make() -> DeviceMesh:
+        return init_device_mesh(device_type, sizes, mesh_dim_names=(DATA, TENSOR))
+
+    made = kept(f"device mesh {device_type} {sizes}", make)
+    assert isinstance(made, DeviceMesh)
+    return made
+
+
+def is_dtensor(value: Any) -> bool:
+    """Return whether a tensor is a DTensor."""
+    return isinstance(value, DTensor)
+
+
+class _ReadDTensor(DTensor):
+    """A DTensor on the memory of a parameter, which is released after the step."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse reads of released memory, and note changes; results are ordinary DTensors."""
+        with internals.as_plain_tensors():
+            used = [
+                one
+                for one in tensors_in([args, kwargs], within_objects=False)
+                if isinstance(one, cls)
+            ]
+            for one in used:
+                if one.numel() and not one._local_tensor.untyped_storage().nbytes():
+                    raise _released(one)
+            before = [_version_of(one) for one in used]
+            result = func(*args, **(kwargs or {}))
+            for one, version in zip(used, before, strict=True):
+                # DTensor changes its part beneath autograd, so that its version stays the same.
+                if version != _version_of(one) or (version < 0 and _is_in_place(func)):
+                    torch.autograd.graph.increment_version(one._local_tensor)
+            return result
+
+
+def _version_of(value: Tensor) -> int:
+    return -1 if value.is_inference() else internals.version_of(value)
+
+
+def _is_in_place(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+def _released(value: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"A parameter of shape {tuple(value.shape)} was read after the training step in which its"
+        " module handed it out, and its memory has been released. Read it from the module again,"
+        " or keep a copy: `weight.detach().clone()`"
+    )
+
+
+@dataclass(frozen=True)
+class DTensorForm:
+    """The form of a DTensor, without its values.
+
+    Attributes:
+        mesh: The ranks of one tensor-parallel group.
+        placement: How the values lie on them.
+        shape: The shape of the whole.
+        stride: The stride of the whole.
+    """
+
+    mesh: DeviceMesh
+    placement: Placement
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, value: Any, mesh: DeviceMesh) -> DTensorForm:
+        """Return the form of ``value``, which must be cut over the tensor-parallel ranks alone.
+
+        Raises:
+            ValueError: It lies on other ranks, or is cut in another way than in equal parts.
+        """
+        own = mesh[TENSOR]
+        if value.device_mesh != own:
+            raise ValueError(
+                f"Parameter {name!r} is a DTensor on {value.device_mesh}, but the strategy shards"
+                " over the data-parallel ranks itself. Cut it with parallelize_module over"
+                ' self.device_mesh["tensor_parallel"], and call no `fully_shard`.'
+            )
+        (placement,) = value.placements
+        # A subclass of `Shard` cuts in other places.
+        if type(placement) is not Shard and not isinstance(placement, Replicate):
+            raise ValueError(
+                f"Parameter {name!r} is placed as {placement}. Expected Shard(dim) or Replicate()."
+            )
+        if isinstance(placement, Shard) and value.shape[placement.dim] % own.size():
+            raise ValueError(
+                f"Parameter {name!r} of shape {tuple(value.shape)} cannot be cut in"
+                f" {own.size()} equal parts along dimension {placement.dim}. Choose sizes that"
+                " tensor_parallel_size divides."
+            )
+        return cls(own, placement, value.shape, value.stride())
+
+    @property
+    def cut(self) -> Cut | None:
+        """How the values are cut; ``None`` if each rank has all of them."""
+        if not isinstance(self.placement, Shard):
+            return None
+        dim = self.placement.dim % len(self.shape)
+        return Cut(dim, self.mesh.get_local_rank(), self.mesh.size())
+
+    def local(self, value: Any) -> Tensor:
+        """Return this rank's part of ``value``, an ordinary tensor in memory of its own."""
+        part: Tensor = value.detach().to_local()
+        return part.contiguous()
+
+    def wrap(self, part: Tensor) -> Tensor:
+        """Return the DTensor whose part on this rank is ``part``; autograd sees through it."""
+        return DTensor.from_local(
+            part,
+            self.mesh,
+            (self.placement,),
+            run_check=False,
+            shape=self.shape,
+            stride=self.stride,
+        )
+
+    def read(self, part: Tensor) -> Tensor:
+        """Return the same for code that may keep it longer than ``part`` has memory."""
+        whole = self.wrap(part)
+        # Not by a call, which would add a node to the graph.
+        whole.__class__ = _ReadDTensor
+        return whole
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensorForm:
+        return self

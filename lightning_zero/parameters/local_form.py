@@ -1,0 +1,116 @@
+"""DTensor parameters in the form in which they are trained: this rank's part, a plain tensor.
+
+A module that holds DTensors gets a class of its own, with a property for each of them: the module's
+parameters are the local parts, and code that reads ``module.weight``, as a forward does, gets the
+DTensor that wraps the part. All that an engine does with parameters is as for any other module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from torch._dynamo import OptimizedModule
+from torch.nn import Parameter
+
+from lightning_zero.comm import DTensorForm, is_dtensor
+from lightning_zero.parameters.guards import Resting
+from lightning_zero.parameters.ownership import owner_of
+from lightning_zero.plan import derived_class, original_class, set_cut
+from lightning_zero.tensors import internals
+
+_FORMS = "_lightning_zero_forms"
+
+
+def make_local(module: nn.Module, mesh: Any) -> None:
+    """Replace DTensor parameters by local parts; a second call changes nothing.
+
+    Args:
+        module: The model, cut by ``parallelize_module``.
+        mesh: The device mesh of all ranks.
+
+    Raises:
+        ValueError: No parameter is a DTensor, or one cannot be trained so; nothing has changed.
+    """
+    forms = {
+        id(parameter): DTensorForm.of(name, parameter, mesh)
+        for name, parameter in module.named_parameters()
+        if is_dtensor(parameter)
+    }
+    if not forms and not any(_FORMS in vars(child) for child in module.modules()):
+        raise ValueError(
+            f"tensor_parallel_size > 1, but no parameter of {type(module).__name__} is cut over"
+            " tensor-parallel ranks. Call torch's parallelize_module with"
+            ' self.device_mesh["tensor_parallel"] in `configure_model`.'
+        )
+    _require_plain(module)
+    made: dict[int, Parameter] = {}
+    for child in module.modules():
+        own = {name: p for name, p in child._parameters.items() if id(p) in forms}
+        for name, parameter in own.items():
+            assert parameter is not None
+            key = id(parameter)
+            if key not in made:
+                made[key] = Parameter(forms[key].local(parameter), parameter.requires_grad)
+                set_cut(made[key], forms[key].cut)
+            child._parameters[name] = made[key]
+        if own:
+            vars(child)[_FORMS] = {name: forms[id(p)] for name, p in own.items()}
+            child.__class__ = derived_class(child, {name: _wrapped(name) for name in own})
+
+
+def make_distributed(module: nn.Module) -> None:
+    """Replace whole local parts by DTensors, as before :func:`make_local`."""
+    made: dict[int, Parameter] = {}
+    for child, forms in _local_modules(module):
+        child.__class__ = original_class(child)
+        del vars(child)[_FORMS]
+        for name, form in forms.items():
+            parameter = child._parameters[name]
+            if parameter is not None:
+                if id(parameter) not in made:
+                    wrapped = form.wrap(parameter.detach())
+                    made[id(parameter)] = Parameter(wrapped, parameter.requires_grad)
+                child._parameters[name] = made[id(parameter)]
+
+
+def _local_modules(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, DTensorForm]]]:
+    for child in [*module.modules()]:
+        if (forms := vars(child).get(_FORMS)) is not None:
+            yield child, forms
+
+
+def _require_plain(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if is_dtensor(parameter) and (parameter.is_meta or internals.has_hooks(parameter)):
+            what = "is on the meta device" if parameter.is_meta else "has hooks"
+            raise ValueError(
+                f"Parameter {name!r} {what}, which is not supported with tensor_parallel_size > 1."
+                " Build the model on the CPU, and register hooks in `on_fit_start`."
+            )
+    if any(isinstance(child, OptimizedModule) for child in module.modules()):
+        raise ValueError(
+            "torch.compile is not supported with tensor_parallel_size > 1. Remove one of them."
+        )
+    for name, buffer in module.named_buffers():
+        if is_dtensor(buffer):
+            raise ValueError(
+                f"Buffer {name!r} is a DTensor, which is not supported. Keep buffers out of the"
+                " modules that parallelize_module cuts."
+            )
+
+
+def _wrapped(name: str) -> property:
+    """Return the property that reads a parameter as the DTensor that its forward expects."""
+
+    def read(module: nn.Module) -> Any:
+        parameter = module._parameters[name]
+        if parameter is None:
+            return None
+        if isinstance(parameter, Resting):
+            owner_of(parameter).touch([parameter])
+        return vars(module)[_FORMS][name].read(parameter)
+
+    getter: Callable[[Any], Any] = read
+    return property(getter)

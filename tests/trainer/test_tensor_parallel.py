@@ -1,0 +1,258 @@
+"""Tensor parallelism beside ZeRO: the numbers and files of DDP over the data-parallel ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from lightning_zero import ZeROStrategy, estimate, gathered
+from lightning_zero.fabric import ZeROStrategy as FabricStrategy
+from tests.oracle.by_trainer import make_trainer
+from tests.oracle.ranks import Pools
+from tests.oracle.tensor_parallel import GPT, LENGTH, Model, fit, loader, weights_of
+
+CUT: dict[str, Any] = {"tensor_parallel_size": 2, "min_num_params": 0}
+
+
+def _assert_like_ddp(found: list[dict[str, Any]], ddp: list[dict[str, Any]], near: float) -> None:
+    for rank, one in enumerate(found):
+        steps = len(one["losses"])
+        losses = ddp[rank * len(ddp) // len(found)]["losses"][-steps:]
+        assert one["losses"] == pytest.approx(losses, rel=near), rank
+        assert list(one["weights"]) == list(ddp[0]["weights"])
+        for name, value in one["weights"].items():
+            expected = ddp[0]["weights"][name]
+            torch.testing.assert_close(value, expected, rtol=near, atol=near, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("stage", "by_sequence"), [(1, False), (1, True), (2, True), (3, False), (3, True)]
+)
+def test_two_by_two_ranks_have_the_numbers_of_ddp(
+    ranks: Pools, tmp_path: Path, stage: int, by_sequence: bool
+) -> None:
+    more = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
+    ddp = ranks(2).run(fit, str(tmp_path), None, **more)
+    cut = {"stage": stage, **CUT}
+    found = ranks(4).run(fit, str(tmp_path), cut, by_sequence=by_sequence, **more)
+    _assert_like_ddp(found, ddp, 2e-5)
+    for one in found[1:]:
+        for name, value in one["weights"].items():
+            assert torch.equal(value, found[0]["weights"][name]), name
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_mixed_precision_moves_weights_as_under_ddp(
+    ranks: Pools, tmp_path: Path, stage: int
+) -> None:
+    # Adam would amplify roundings of gradients near 0.
+    more = {"precision": "bf16-mixed", "gradient_clip_val": 0.5, "optimizer": "SGD"}
+    ddp = ranks(2).run(fit, str(tmp_path), None, **more)
+    found = ranks(4).run(fit, str(tmp_path), {"stage": stage, **CUT}, by_sequence=True, **more)
+    torch.manual_seed(0)
+    before = {f"net.{name}": p.detach() for name, p in GPT().named_parameters()}
+    for name, value in found[3]["weights"].items():
+        expected = ddp[0]["weights"][name]
+        moved, off = (expected - before[name]).norm(), (value - expected).norm()
+        assert off < 0.03 * moved, name
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_file_has_whole_tensors_and_is_resumed_over_other_ranks(
+    ranks: Pools, tmp_path: Path, stage: int
+) -> None:
+    path, plain = str(tmp_path / "cut.ckpt"), str(tmp_path / "ddp.ckpt")
+    ranks(2).run(fit, str(tmp_path), None, save=plain)
+    cut = {"stage": stage, **CUT}
+    ranks(4).run(fit, str(tmp_path), cut, save=path)
+    theirs, ours = torch.load(plain), torch.load(path)
+    assert list(ours["state_dict"]) == list(theirs["state_dict"])
+    for name, value in theirs["state_dict"].items():
+        torch.testing.assert_close(ours["state_dict"][name], value, rtol=2e-5, atol=2e-5)
+    there, here = theirs["optimizer_states"][0], ours["optimizer_states"][0]
+    assert here["param_groups"] == there["param_groups"]
+    for number, state in there["state"].items():
+        for name, value in state.items():
+            torch.testing.assert_close(here["state"][number][name], value, rtol=2e-4, atol=2e-5)
+    # Two data-parallel ranks resume from either file, whole and cut.
+    resumed = ranks(2).run(fit, str(tmp_path), None, plain)
+    runs = [(path, cut, 4), (plain, cut, 4), (path, {"stage": stage}, 2), (path, None, 2)]
+    for file, strategy, world in runs:
+        _assert_like_ddp(ranks(world).run(fit, str(tmp_path), strategy, file), resumed, 2e-5)
+
+
+def _twice(folder: str, strategy: dict[str, Any] | None) -> dict[str, Any]:
+    """Two runs of one module, and a forward after them."""
+    model = Model()
+    for _ in range(2):
+        chosen: Any = "ddp" if strategy is None else ZeROStrategy(**strategy)
+        make_trainer(dist.get_world_size(), chosen, folder, max_steps=2).fit(model, loader())
+    with torch.no_grad():
+        after = model(torch.arange(LENGTH).expand(2, -1)).sum().item()
+    return {"losses": [*model.losses, after], "weights": weights_of(model)}
+
+
+def test_a_module_is_cut_after_a_run_as_before(ranks: Pools, tmp_path: Path) -> None:
+    # One data-parallel rank: nothing is sharded but over the tensor-parallel ranks.
+    plain = ranks(1).run(_twice, str(tmp_path), None)
+    _assert_like_ddp(ranks(2).run(_twice, str(tmp_path), {"stage": 3, **CUT}), plain, 5e-5)
+
+
+def test_four_data_parallel_ranks_and_one_resume_from_a_cut_file(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "cut.ckpt")
+    ranks(4).run(fit, str(tmp_path), {"stage": 3, **CUT, "tensor_parallel_size": 4}, save=path)
+    for world in (1, 4):
+        ddp = ranks(world).run(fit, str(tmp_path), None, path)
+        found = ranks(world).run(fit, str(tmp_path), {"stage": 3, "min_num_params": 0}, path)
+        _assert_like_ddp(found, ddp, 2e-5)
+
+
+class _Between(Callback):
+    """Reads and changes weights between steps, through the module and through ``parameters()``."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+        self.read: list[float] = []
+        self.told = ""
+        self.kept: Any = None
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        grads = [p.grad for p in module.parameters()]
+        self.norms.append(torch.nn.utils.get_total_norm(grads).item())
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        block = module.net.blocks[0]
+        if trainer.global_step == 1:
+            block.up.weight.mul_(0.5)
+            block.down.bias.add_(0.25)
+            for parameter in module.net.head.parameters():
+                parameter.mul_(2)
+            self.kept = block.up.weight
+        if trainer.global_step == 3:
+            try:
+                self.kept.sum()
+            except RuntimeError as error:
+                self.told = str(error)
+        with gathered(module):
+            value = module.net.head.weight
+            value = value.full_tensor() if isinstance(value, DTensor) else value
+            self.read.append(value.sum().item())
+
+
+def _between(folder: str, strategy: dict[str, Any] | None) -> dict[str, Any]:
+    callback = _Between()
+    found = fit(folder, strategy, callbacks=[callback])
+    return {**found, "norms": callback.norms, "read": callback.read, "told": callback.told}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_and_gradients_between_steps(ranks: Pools, tmp_path: Path, stage: int) -> None:
+    ddp = ranks(2).run(_between, str(tmp_path), None)
+    found = ranks(4).run(_between, str(tmp_path), {"stage": stage, **CUT})
+    _assert_like_ddp(found, ddp, 5e-5)
+    for one in found:
+        assert one["norms"] == pytest.approx(ddp[0]["norms"], rel=1e-4)
+        assert one["read"] == pytest.approx(ddp[0]["read"], rel=1e-3)
+        assert ("its memory has been released" in one["told"]) == (stage == 3)
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"shard": 2},
+        {"backward_shard": 2},
+        {"gather_bits": 8},
+        {"reduce_bits": 8},
+        {"stochastic_rounding": True},
+        {"offload_optimizer": "nvme"},
+        {"activation_offload": True},
+        {"restore_weights": False},
+        {"checkpoint": "dcp"},
+        {"async_checkpoint": True},
+        {"launcher": "fork"},
+    ],
+)
+def test_settings_that_are_not_supported_are_refused(more: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="is not supported with tensor_parallel_size=2"):
+        ZeROStrategy(tensor_parallel_size=2, **more)
+    for size in (0, 1.5, "all"):
+        with pytest.raises(ValueError, match="Expected tensor_parallel_size=1, 'node' or a"):
+            ZeROStrategy(tensor_parallel_size=size)  # type: ignore[arg-type]
+
+
+def test_other_users_of_the_settings_refuse_them() -> None:
+    with pytest.raises(ValueError, match="under a Trainer only"):
+        FabricStrategy(tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="cannot be predicted"):
+        estimate(10**6, ZeROStrategy(tensor_parallel_size=2), world_size=4)
+
+
+class _Odd(Model):
+    """Models that cannot be trained so, each for its own reason."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(optimizer="Adafactor" if kind == "whole steps" else "AdamW")
+        self.kind = kind
+
+    def configure_model(self) -> None:
+        torch.manual_seed(0)
+        mesh: Any = self.device_mesh
+        if self.kind == "whole steps":
+            super().configure_model()
+        elif self.kind == "plain":
+            self.net = nn.Linear(4, 4)
+        else:
+            self.net = nn.Linear(4, 5 if self.kind == "uneven" else 4)
+            axis = "data_parallel" if self.kind == "other ranks" else "tensor_parallel"
+            parallelize_module(self.net, mesh[axis], ColwiseParallel())
+        if self.kind == "hooks":
+            self.net.weight.register_hook(lambda grad: None)
+        if self.kind == "compiled":
+            self.net = torch.compile(self.net)
+
+
+def _refused(folder: str, kind: str) -> str:
+    size = 3 if kind == "size" else 2
+    callbacks: list[Any] = [StochasticWeightAveraging(1e-2)] if kind == "averages" else []
+    strategy = ZeROStrategy(tensor_parallel_size=size)
+    trainer = make_trainer(2, strategy, folder, max_steps=1, callbacks=callbacks)
+    try:
+        trainer.fit(_Odd(kind), loader())
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("whole steps", "Adafactor does not step element by element"),
+        ("plain", "no parameter of _Odd is cut over tensor-parallel ranks"),
+        ("uneven", "'net.weight' of shape (5, 4) cannot be cut in 2 equal parts along dimension 0"),
+        ("other ranks", "the strategy shards over the data-parallel ranks itself"),
+        ("hooks", "'net.weight' has hooks"),
+        ("compiled", "torch.compile is not supported with tensor_parallel_size > 1"),
+        ("averages", "StochasticWeightAveraging is not supported with tensor_parallel_size > 1"),
+        ("size", "tensor_parallel_size=3 makes groups of 3 ranks, but 2 ranks cannot be divided"),
+    ],
+)
+def test_models_that_are_not_supported_are_refused(
+    ranks: Pools, tmp_path: Path, kind: str, text: str
+) -> None:
+    for told in ranks(2).run(_refused, str(tmp_path), kind):
+        assert text in told
