@@ -155,23 +155,23 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Return a Markdown table; ratios are to DDP at world 1 in the same precision and round."""
     lines = [
         "| precision | ranks | | ms/step | ratio to DDP | range | peak MiB | under the Trainer"
-        " | states MiB |",
-        "|---" * 9 + "|",
+        " | allocated under it MiB | states MiB |",
+        "|---" * 10 + "|",
     ]
     for row in rows:
         head = f"| {row['precision']} | {row['world']} | {row['name']} |"
         if "error" in row:
-            lines.append(f"{head} {row['error'].splitlines()[0][:100]} | | | | | |")
+            lines.append(f"{head} {row['error'].splitlines()[0][:100]} | | | | | | |")
             continue
         low, high = row.get("ratio_range", (float("nan"),) * 2)
         held = row.get("bytes", {})
         states = sum(held.get(kind, 0) for kind in ("weights", "master", "states")) / 2**20
-        peaks = [
-            f"{row[key]:.0f}" if key in row else "" for key in ("peak_mib", "trainer_peak_mib")
-        ]
+        # Runs of a Trainer know all that was allocated, and no peak beyond the idle model.
+        kinds = ("peak_mib", "trainer_peak_mib", "allocated_mib")
+        peaks = [f"{row[kind]:.0f}" if kind in row else "" for kind in kinds]
         lines.append(
             f"{head} {row['seconds'] * 1000:.1f} | {row.get('ratio', float('nan')):.3f}"
-            f" | {low:.3f} to {high:.3f} | {peaks[0]} | {peaks[1]}"
+            f" | {low:.3f} to {high:.3f} | {' | '.join(peaks)}"
             f" | {f'{states:.0f}' if held else ''} |"
         )
     return "\n".join(lines)

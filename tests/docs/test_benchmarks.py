@@ -271,6 +271,13 @@ def test_rounds_and_steps_are_dropped_and_no_contender(monkeypatch: pytest.Monke
     assert {row["name"] for row in rows if "error" in row} == {"fsdp2"}
 
 
+def test_the_page_of_a_gpus_run_shows_what_the_trainer_allocated() -> None:
+    seen = {"precision": "bf16-mixed", "world": 1, "name": "Trainer", "seconds": 0.5}
+    head, lines, *rows = load("gpu").table([{**seen, "allocated_mib": 4321.0}, seen]).splitlines()
+    assert {line.count("|") for line in (head, lines, *rows)} == {11}
+    assert "| 4321 |" in rows[0]
+
+
 @pytest.mark.parametrize("world", [8, 64])
 def test_one_rank_of_many_on_the_fake_backend(tmp_path: Path, world: int) -> None:
     """In this process: what ``--fake-world`` starts another one for."""
