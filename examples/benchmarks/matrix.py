@@ -29,11 +29,10 @@ QUICK = (
     "tests/trainer/test_strategy.py",
 )
 NEEDED = (
-    "pytest", "pytest-mock", "pytest-timeout", "jsonargparse[signatures]>=4.28", "numpy",
-    "safetensors",
+    "numpy", "prodigyopt", "pytest", "pytest-mock", "pytest-timeout", "pytorch-optimizer",
+    "schedulefree", "transformers",
 )  # fmt: skip
-"""What the tests import beside the package and its requirements; the other tests of optional
-packages are skipped."""
+"""What the quick tests import beside the package and its requirements."""
 
 
 def rows(arguments: argparse.Namespace) -> list[tuple[str, str, str]]:
@@ -97,7 +96,7 @@ def row(python: str, torch: str, lightning: str, tests: list[str]) -> tuple[str,
         command = [str(folder / "bin" / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         code, text = run([*command, *tests])
         last = (text.strip().splitlines() or ["no output"])[-1]
-        failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+        failed = re.findall(r"^(?:FAILED|ERROR) (.+)$", text, re.MULTILINE)
         result = "passed" if code == 0 else f"failed: {', '.join(failed) or last}"
         return versions(folder), f"{result} ({last.strip('= ')})" if code == 0 else result
 

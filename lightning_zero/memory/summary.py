@@ -60,8 +60,7 @@ def _memory(engine: Engine, ranks_on_host: int) -> list[tuple[str, str]]:
     on_host = sum(held.values()) if device.type == "cpu" else 0
     on_host += sum(count for row, count in held.items() if row.startswith("host "))
     of_host = _of_host(on_host, ranks_on_host)
-    of_device = of_host if device.type == "cpu" else _of_device(device)
-    rows = [("memory", f"{found}{of_device}")]
+    rows = [("memory", found + (of_host if device.type == "cpu" else of_device(device)))]
     if away["host"]:
         rows.append(("host", f"{format_bytes(away['host'])} per rank{of_host}"))
     if away["disk"]:
@@ -113,7 +112,8 @@ def _in_use(engine: Engine) -> int:
     return root + at_once + (max(gradients) if sharded.optimizers else 0)
 
 
-def _of_device(device: torch.device) -> str:
+def of_device(device: torch.device) -> str:
+    """Return what this process has or may still take of a CUDA device; elsewhere nothing."""
     if device.type != "cuda":
         return ""
     free, _ = torch.cuda.mem_get_info(device)

@@ -46,7 +46,7 @@ def test_what_cannot_be_had_is_named(
     ("code", "text", "said"),
     [
         (0, "....\n=== 4 passed in 1s ===\n", "passed (4 passed in 1s)"),
-        (1, "FAILED tests/x.py::test_y - no\n1 failed\n", "failed: tests/x.py::test_y"),
+        (1, "FAILED tests/x.py::test_y - no\n1 failed\n", "failed: tests/x.py::test_y - no"),
         (4, "no such file\n", "failed: no such file"),
     ],
 )

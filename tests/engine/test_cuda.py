@@ -488,6 +488,14 @@ def test_a_checkpoint_of_a_device_is_everybodys(device: torch.device, tmp_path: 
         torch.testing.assert_close(values(resumed)[name], value)
 
 
+def test_a_model_may_be_on_the_device_before_fit(device: torch.device, tmp_path: Path) -> None:
+    from_host, from_device = Project(), Project().to(device)
+    for module in (from_host, from_device):
+        fit(device, module, tmp_path)
+    for name, value in values(from_host).items():
+        torch.testing.assert_close(values(from_device)[name], value, rtol=0, atol=0)
+
+
 def test_states_travel_between_hosts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor that is unpickled takes memory on the device that it came from: of another rank."""
     job = Job(device)

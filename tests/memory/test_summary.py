@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_zero.engine import Engine
 from lightning_zero.memory import summary
-from lightning_zero.memory.summary import free_of_host, resting
+from lightning_zero.memory.summary import free_of_host, of_device, resting
 from lightning_zero.plan import RECIPES, Settings
 from tests.oracle.models import Blocks
 from tests.oracle.ranks import Pools
@@ -72,6 +72,14 @@ def test_the_bytes_between_steps_are_foretold(
         optimizers = [line[14:] for line in lines if line.startswith("  optimizer")]
         assert len(optimizers) == 1 + (optimizer == "Muon")
         assert optimizers[0].startswith("14 x SGD" if optimizer == "many" else optimizer)
+
+
+def test_what_torch_has_reserved_on_a_device_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    gigabytes = 10**9
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50 * gigabytes, 80 * gigabytes))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 * gigabytes)
+    assert of_device(torch.device("cuda", 0)) == ", of 70.0 GB available"
+    assert of_device(torch.device("meta")) == ""
 
 
 def test_what_is_free_on_a_host_and_in_a_container(tmp_path: Path) -> None:
