@@ -34,6 +34,8 @@ CHOOSE_ONE_HOST = {"comm/communicator", "comm/dry"}
 SUBJECTLESS = {"utils", "util", "common", "helpers", "helper", "misc", "core", "base"}
 
 INNER = {
+    "comm.point_to_point",
+    "engine.backward",
     "engine.forward",
     "memory.summary",
     "checkpoint.checksums",

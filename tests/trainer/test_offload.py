@@ -152,7 +152,8 @@ def torn(folder: str, files: dict[str, Any]) -> tuple[list[str], bool]:
     calls = iter(range(100))
 
     def fail(*args: Any, **kwargs: Any) -> None:
-        if next(calls) == 3:
+        # Not in the trial of the optimizer, whose toys are small.
+        if sum(one.numel() for one in args[0]) > 30 and next(calls) == 1:
             raise Torn
         kernel(*args, **kwargs)
 
@@ -168,7 +169,7 @@ def torn(folder: str, files: dict[str, Any]) -> tuple[list[str], bool]:
             )
     finally:
         torch._fused_adamw_ = kernel
-    assert next(calls) == 4
+    assert next(calls) == 2
     assert strategy.engine is not None
     names = [path.name for path in Path(folder).glob("**/*.ckpt")]
     return names, strategy.engine.is_restored
