@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from pathlib import Path
 
@@ -46,7 +47,11 @@ def summary(engine: Engine, checkpoint: str, ranks_on_host: int) -> str:
 
 def _memory(engine: Engine, ranks_on_host: int) -> list[tuple[str, str]]:
     """Return rows on the bytes of a rank, on the device, on its host and in files."""
-    device, rests = engine.sharded.settings.device, resting(engine)
+    device, missing = engine.sharded.settings.device, "activations"
+    try:
+        rests = resting(engine)
+    except Exception:  # what steps toys is the user's code, and a summary ends no run
+        rests, missing = resting(engine, counts_states=False), "activations, optimizer states"
     away = {
         word: sum(count for row, count in rests.items() if row.startswith(f"{word} "))
         for word in ("host", "disk")
@@ -55,7 +60,7 @@ def _memory(engine: Engine, ranks_on_host: int) -> list[tuple[str, str]]:
     what = "between steps" if engine.sharded.optimizers else "of weights"
     found = f"{format_bytes(at_rest)} per rank {what}, "
     found += f"{format_bytes(at_rest + _in_use(engine))} with the largest unit whole"
-    found += " (activations not counted)"
+    found += f" ({missing} not counted)"
     held = engine.sharded.memory()
     on_host = sum(held.values()) if device.type == "cpu" else 0
     on_host += sum(count for row, count in held.items() if row.startswith("host "))
@@ -68,12 +73,31 @@ def _memory(engine: Engine, ranks_on_host: int) -> list[tuple[str, str]]:
     return rows
 
 
-def resting(engine: Engine) -> Counter[str]:
+def resting(engine: Engine, *, counts_states: bool = True) -> Counter[str]:
     """Return this rank's bytes from the first step on, between steps, by kind and medium.
 
     Without optimizers these are the weights. Kinds are those of ``ShardedModel.memory``.
     """
     sharded, axis = engine.sharded, engine.comm.mesh.shard
+    rows = Counter({"buffers": sum(buffer.nbytes for buffer in sharded.module.buffers())})
+    for flat in sharded.flats:
+        plan, numel = flat.plan, flat.layout.numel
+        trains = flat.trainable and bool(sharded.optimizers)
+        rows.update(plan.rows(plan.resting_bytes(numel, axis.size, trainable=trains)))
+    if counts_states:
+        before = random.getstate()
+        try:
+            with torch.random.fork_rng(devices=[]):
+                rows.update(_states(engine))
+        finally:
+            random.setstate(before)
+    return rows
+
+
+def _states(engine: Engine) -> Counter[str]:
+    """Return the bytes of optimizer states by medium; toys are stepped for it."""
+    sharded, axis = engine.sharded, engine.comm.mesh.shard
+    rows: Counter[str] = Counter()
     pairs = [
         (parameter, flat.plan.master.dtype)
         for flat in sharded.flats
@@ -86,15 +110,11 @@ def resting(engine: Engine) -> Counter[str]:
         for parameter, dtype in pairs
     }
     states = OptimizerStates(sharded.optimizers, own)
-    rows = Counter({"buffers": sum(buffer.nbytes for buffer in sharded.module.buffers())})
     for flat in sharded.flats:
-        plan, layout = flat.plan, flat.layout
-        trains = flat.trainable and bool(sharded.optimizers)
-        rows.update(plan.rows(plan.resting_bytes(layout.numel, axis.size, trainable=trains)))
         for index, parameter in enumerate(flat.parameters):
-            start, stop = layout.piece(index, axis.rank)
-            numel = states.nbytes(parameter, stop - start, axis.rank, axis.size)
-            rows[plan.row("states")] += numel
+            start, stop = flat.layout.piece(index, axis.rank)
+            nbytes = states.nbytes(parameter, stop - start, axis.rank, axis.size)
+            rows[flat.plan.row("states")] += nbytes
     return rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,35 @@ def test_the_bytes_between_steps_are_foretold(
         optimizers = [line[14:] for line in lines if line.startswith("  optimizer")]
         assert len(optimizers) == 1 + (optimizer == "Muon")
         assert optimizers[0].startswith("14 x SGD" if optimizer == "many" else optimizer)
+
+
+class Dice(torch.optim.SGD):
+    """Draws numbers in a step."""
+
+    def step(self, closure: Any = None) -> Any:
+        random.random()
+        torch.rand(1)
+        return super().step(closure)
+
+
+def _unforeseen() -> list[tuple[str, bool]]:
+    found = []
+    for make in (torch.optim.LBFGS, Dice):
+        module = Blocks(1, WIDTH)
+        engine = Engine(module, Settings(3, min_num_params=1))
+        engine.adopt(make(module.parameters(), lr=0.1))
+        before = random.getstate(), torch.get_rng_state().tolist()
+        text = summary(engine, "a plain file", 2)
+        found.append((text, before == (random.getstate(), torch.get_rng_state().tolist())))
+        engine.close()
+    return found
+
+
+def test_an_optimizer_that_cannot_be_foretold_is_named_and_draws_nothing(ranks: Pools) -> None:
+    for (lbfgs, *_), (dice, is_as_before) in ranks(2).run(_unforeseen):
+        assert " (activations, optimizer states not counted), of " in lbfgs
+        assert " (activations not counted), of " in dice
+        assert is_as_before
 
 
 def test_what_torch_has_reserved_on_a_device_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
