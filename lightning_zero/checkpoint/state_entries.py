@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from lightning_zero.checkpoint.state import sharded
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
 from lightning_zero.parameters import Piece
+from lightning_zero.tensors import is_wrapper, wrapper_of
 
 
 class _StandIn:
@@ -36,6 +37,22 @@ class _StandIn:
             return sharded(key, piece, part)
         stride = torch.empty(self.shape, device="meta").stride()
         return ShardedValue.of(key, part.contiguous().reshape(-1), 0, self.shape, stride)
+
+
+class _Wrapper:
+    """A stand-in for a tensor that wraps others, which its owner holds whole."""
+
+    def __init__(self, tensor: Tensor, values: dict[str, Any]) -> None:
+        self.cls, self.dtype, self.values = type(tensor), tensor.dtype, values
+        self.size, self.stride = tuple(tensor.shape), tensor.stride()
+
+    def value(self, key: str, mine: Any, piece: Any) -> Tensor:
+        """Return a wrapper of sharded values."""
+        values = {
+            name: entry(f"{key}.{name}", getattr(mine, name, None), described, piece)
+            for name, described in self.values.items()
+        }
+        return wrapper_of(self.cls, self.size, self.stride, self.dtype, values)
 
 
 class _Number:
@@ -61,6 +78,10 @@ class Descriptions:
 
         def stand_in(key: str, tensor: Tensor) -> Any:
             shape = tuple(tensor.shape)
+            if is_whole and is_wrapper(tensor):
+                held = vars(tensor).items()
+                of_values = {k: stand_in(k, v) if isinstance(v, Tensor) else v for k, v in held}
+                return _Wrapper(tensor, of_values)
             if is_whole and shape:
                 return self._leaf(_StandIn, tensor.dtype, shape)
             is_cut = not is_whole and isinstance(piece, Piece) and shape == (piece.range.numel,)
@@ -96,13 +117,13 @@ def entry(key: str, mine: Any, described: Any, piece: Any) -> Any:
     """Return an entry with values in place of its stand-ins; ``mine`` is this rank's own."""
     if isinstance(described, _Number):
         return described.tensor()
-    if isinstance(described, _StandIn):
+    if isinstance(described, _StandIn | _Wrapper):
         return described.value(key, mine, piece)
     leaves, tree = tree_flatten(described)
     own = [None] * len(leaves) if mine is None else tree_leaves(mine)
     parts = [
         entry(f"{key}.{number}", part, leaf, piece)
-        if isinstance(leaf, _StandIn | _Number)
+        if isinstance(leaf, _StandIn | _Wrapper | _Number)
         else leaf
         for number, (leaf, part) in enumerate(zip(leaves, own, strict=True))
     ]
