@@ -40,7 +40,7 @@ from lightning_zero.checkpoint.file.records import check_small_records, stored_r
 from lightning_zero.checkpoint.unread import NeedsMapping, are_supported, unread
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
 from lightning_zero.comm import Control, Outcome
-from lightning_zero.tensors import named_tensors, tensors_in, uncollected
+from lightning_zero.tensors import internals, named_tensors, tensors_in, uncollected, unwrapped
 
 _COPY_BYTES = 8 * 2**20
 _ARCHIVE = b"PK\3\4"
@@ -277,7 +277,15 @@ def _mapped_storages(path: Path, archive: zipfile.ZipFile, *, weights_only: bool
         storages.append(storage)
         return storage
 
-    value = torch.load(path, map_location=on_host, mmap=True, weights_only=weights_only)
+    try:
+        value = torch.load(path, map_location=on_host, mmap=True, weights_only=weights_only)
+    except RuntimeError as error:
+        if "_rebuild_wrapper_subclass" not in str(error):
+            raise
+        # Torch asks a function for storages only, not for tensors that wrap others.
+        value = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+        found = [each for tensor in tensors_in(value) for each in unwrapped(tensor)]
+        storages = [each.untyped_storage() for each in found if internals.has_storage(each)]
     _note_records(path, archive, storages)
     return value
 

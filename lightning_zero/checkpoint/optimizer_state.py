@@ -39,7 +39,7 @@ from lightning_zero.optimizer import (
     with_inner,
 )
 from lightning_zero.parameters import Piece
-from lightning_zero.tensors import lasting_tensors, uncollected
+from lightning_zero.tensors import lasting_tensors, uncollected, unwrapped
 
 # -- saving ----------------------------------------------------------------------------------------
 
@@ -241,7 +241,7 @@ def ranges_of_optimizers(
             if isinstance(piece, Piece) and not stepper.keeps_state_of(piece):
                 continue
             for name, value in state["state"].get(key, {}).items():
-                for tensor in tree_leaves(value):
+                for tensor in _tensors_in(value):
                     own = None if stepper.is_whole else piece  # an owner reads all of it
                     is_kept = name != "step" and can_be_kept(tensor, own)
                     is_kept = is_kept and stepper.keeps_read_parts
@@ -250,13 +250,18 @@ def ranges_of_optimizers(
                         yield one._replace(then=then)
 
 
+def _tensors_in(value: Any) -> Iterator[Any]:
+    for leaf in tree_leaves(value):
+        yield from unwrapped(leaf)
+
+
 @uncollected()
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load a whole optimizer state; each rank takes its own pieces of it."""
     stepper = stepper_of(optimizer)
     if not state or stepper.way is Way.ALL_AT_ONCE:
         with stepper.whole_members():
-            optimizer.load_state_dict(tree_map_only(Tensor, Tensor.clone, {**state}))
+            optimizer.load_state_dict(owned(state))
         return
     held = members(optimizer)
     ids = [key for group in state["param_groups"] for key in group["params"]]

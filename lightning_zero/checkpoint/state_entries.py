@@ -19,6 +19,7 @@ from lightning_zero.checkpoint.state import sharded
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
 from lightning_zero.comm import Communicator
 from lightning_zero.parameters import Piece
+from lightning_zero.tensors import is_wrapper, wrapper_of
 
 
 class _StandIn:
@@ -37,6 +38,22 @@ class _StandIn:
             return sharded(key, piece, part, comm)
         stride = torch.empty(self.shape, device="meta").stride()
         return ShardedValue.of(key, part.contiguous().reshape(-1), 0, self.shape, stride)
+
+
+class _Wrapper:
+    """A stand-in for a tensor that wraps others, which its owner holds whole."""
+
+    def __init__(self, tensor: Tensor, values: dict[str, Any]) -> None:
+        self.cls, self.dtype, self.values = type(tensor), tensor.dtype, values
+        self.size, self.stride = tuple(tensor.shape), tensor.stride()
+
+    def value(self, key: str, mine: Any, piece: Any, comm: Communicator) -> Tensor:
+        """Return a wrapper of sharded values."""
+        values = {
+            name: entry(f"{key}.{name}", getattr(mine, name, None), described, piece, comm)
+            for name, described in self.values.items()
+        }
+        return wrapper_of(self.cls, self.size, self.stride, self.dtype, values)
 
 
 class _Number:
@@ -62,6 +79,10 @@ class Descriptions:
 
         def stand_in(key: str, tensor: Tensor) -> Any:
             shape = tuple(tensor.shape)
+            if is_whole and is_wrapper(tensor):
+                held = vars(tensor).items()
+                of_values = {k: stand_in(k, v) if isinstance(v, Tensor) else v for k, v in held}
+                return _Wrapper(tensor, of_values)
             if is_whole and shape:
                 return self._leaf(_StandIn, tensor.dtype, shape)
             is_cut = not is_whole and isinstance(piece, Piece) and shape == (piece.range.numel,)
@@ -97,13 +118,13 @@ def entry(key: str, mine: Any, described: Any, piece: Any, comm: Communicator) -
     """Return an entry with values in place of its stand-ins; ``mine`` is this rank's own."""
     if isinstance(described, _Number):
         return described.tensor()
-    if isinstance(described, _StandIn):
+    if isinstance(described, _StandIn | _Wrapper):
         return described.value(key, mine, piece, comm)
     leaves, tree = tree_flatten(described)
     own = [None] * len(leaves) if mine is None else tree_leaves(mine)
     parts = [
         entry(f"{key}.{number}", part, leaf, piece, comm)
-        if isinstance(leaf, _StandIn | _Number)
+        if isinstance(leaf, _StandIn | _Wrapper | _Number)
         else leaf
         for number, (leaf, part) in enumerate(zip(leaves, own, strict=True))
     ]

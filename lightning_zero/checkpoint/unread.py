@@ -25,7 +25,7 @@ from lightning_zero.checkpoint.open_file import OpenFile
 from lightning_zero.checkpoint.values.boxes import Box, is_dense, memory_order
 from lightning_zero.checkpoint.values.chunk import InOneRow, read_bytes
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
-from lightning_zero.tensors import lasting_tensors
+from lightning_zero.tensors import is_wrapper, lasting_tensors, tensors_in
 
 SMALL_BYTES = 2**20
 """Tensors up to this size are read at once."""
@@ -50,7 +50,10 @@ def unread(path: Path, archive: zipfile.ZipFile, *, weights_only: bool) -> Any:
     if order is not None and archive.read(order).decode() != sys.byteorder:
         raise NeedsMapping("values in another byte order")
     with _Unread(path, archive):
-        return torch.load(path, map_location="meta", weights_only=weights_only)
+        value = torch.load(path, map_location="meta", weights_only=weights_only)
+    if any(map(is_wrapper, tensors_in(value))):
+        raise NeedsMapping("tensors that wrap others")
+    return value
 
 
 class _Unread(TorchFunctionMode):

@@ -31,7 +31,7 @@ from lightning_zero.parameters import (
     stream_for,
 )
 from lightning_zero.plan import FlatSpec, Settings, specify_units
-from lightning_zero.tensors import Scratch
+from lightning_zero.tensors import Scratch, bytes_held
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are done, and their total."""
@@ -394,7 +394,7 @@ class ShardedModel:
         states = [item for optimizer in self.optimizers for item in optimizer.state.items()]
         for member, state in states:
             kinds[rows.get(member, "states")] += sum(
-                value.nbytes for value in tree_leaves(state) if isinstance(value, Tensor)
+                bytes_held(value) for value in tree_leaves(state) if isinstance(value, Tensor)
             )
         kinds["buffers"] = sum(buffer.nbytes for buffer in self.module.buffers())
         return dict(kinds)

@@ -15,9 +15,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_leaves, tree_map_only, tree_map_with_path
 
-from lightning_zero.optimizer.twin import bare, twin_of, with_inner
+from lightning_zero.optimizer.twin import bare, twin_of, uncompiled, with_inner
 from lightning_zero.parameters import Piece
-from lightning_zero.tensors import internals
+from lightning_zero.tensors import bytes_held, internals, rewrapped
 
 FindPiece = Callable[[Parameter], Piece | None]
 
@@ -197,7 +197,7 @@ def owned(state: Any) -> Any:
     """Return a state with its tensors cloned: not views of a file or of a larger tensor."""
     if not isinstance(state, Mapping):
         return state
-    return tree_map_only(Tensor, lambda tensor: tensor.clone(), {**state})
+    return tree_map_only(Tensor, lambda tensor: rewrapped(tensor, Tensor.clone), {**state})
 
 
 def is_of_elements(key: str, value: Any, member: Tensor) -> bool:
@@ -231,7 +231,7 @@ def state_bytes(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dty
     toy = Parameter(torch.zeros(_TOY_NUMEL, dtype=dtype))
     tensors = _tensors_of(optimizer, group, toy)
     per_element = sum(value.element_size() for value in tensors if value.shape == toy.shape)
-    return StateBytes(per_element, sum(v.nbytes for v in tensors if v.shape != toy.shape))
+    return StateBytes(per_element, sum(bytes_held(v) for v in tensors if v.shape != toy.shape))
 
 
 def whole_state_bytes(
@@ -244,7 +244,7 @@ def whole_state_bytes(
     """
     try:
         meta = Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta"))
-        return sum(value.nbytes for value in _tensors_of(optimizer, group, meta))
+        return sum(bytes_held(value) for value in _tensors_of(optimizer, group, meta))
     except Exception:
         # It reads values, which a small toy has. The toy's sizes can be told apart.
         small = [min(size, other) for size, other in zip(shape, _PRIMES, strict=False)]
@@ -273,8 +273,9 @@ def _state_of(optimizer: Optimizer, number: int, toy: Parameter) -> dict[str, An
     twin = _twin_of_group(optimizer, number, toy)
     toy.grad = torch.ones_like(toy)
     _let_train(twin)
-    for _ in range(2):
-        twin.step()
+    with uncompiled():
+        for _ in range(2):
+            twin.step()
     return dict(twin.state[toy])
 
 
@@ -327,7 +328,7 @@ def missing_in_state(
         of_toy = {toy: {**owned(numbers), **zeros}}
         twin.__setstate__({"state": of_toy, "param_groups": [group]})
         _let_train(twin)
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), uncompiled():
             twin.step()
     except KeyError as error:
         return str(error.args[0]) if error.args else "something"

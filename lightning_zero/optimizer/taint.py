@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_zero.optimizer.operations import Operation, leaves_of, operation_of
-from lightning_zero.tensors import internals
+from lightning_zero.tensors import can_wrap, internals, is_wrapper, unwrapped
 
 
 class Way(Enum):
@@ -125,9 +125,9 @@ class Taint(TorchDispatchMode):
 
     def mark(self, tensor: Tensor, bits: int) -> None:
         """Taint ``tensor`` and all that shares its memory."""
-        with internals.without_interception():
-            storage = tensor.untyped_storage()
-        if bits:
+        for each in unwrapped(tensor) if bits else ():
+            with internals.without_interception():
+                storage = each.untyped_storage()
             key = storage._cdata
             self._bits[key] = self._bits.get(key, 0) | bits
             self._alive[key] = storage
@@ -139,10 +139,13 @@ class Taint(TorchDispatchMode):
     def _bits_of(self, leaves: Sequence[Any]) -> Bits:
         with internals.without_interception():
             return {
-                id(leaf): self._bits.get(leaf.untyped_storage()._cdata, 0)
+                id(leaf): reduce(or_, map(self._bits_of_plain, unwrapped(leaf)), 0)
                 for leaf in leaves
                 if isinstance(leaf, Tensor)
             }
+
+    def _bits_of_plain(self, tensor: Tensor) -> int:
+        return self._bits.get(tensor.untyped_storage()._cdata, 0)
 
     def find(self, way: Way, what: str, *, is_running: bool = True) -> None:
         """Note the first finding of a way, with the optimizer's line if it is running."""
@@ -156,9 +159,13 @@ class Taint(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if wrapper := next(filter(can_wrap, types), None):
+            self._find_wrapper(wrapper, leaves_of([*args, *(kwargs or {}).values()]))
+            return NotImplemented  # so that the wrapper's own operations come here
         operation = operation_of(func)
         operands = operation.operands(args, kwargs or {})
         leaves = leaves_of(operands)
+        self._find_compiled()
         self._check_may_run(operation, leaves)
         bits_of = self._bits_of(leaves)
         bits = reduce(or_, bits_of.values(), 0)
@@ -184,6 +191,17 @@ class Taint(TorchDispatchMode):
             self.find(Way.ALL_AT_ONCE, what)
         self._take(operation, bits, [*results, *written], shapes)
         return result
+
+    def _find_wrapper(self, cls: type, leaves: Sequence[Any]) -> None:
+        self.find(Way.BY_PARAMETER, f"keeps values in tensors of the class {cls.__name__}")
+        if any(can_wrap(type(leaf)) and not is_wrapper(leaf) for leaf in leaves):
+            what = f"keeps values in tensors of the class {cls.__name__}, which hides them"
+            self.find(Way.ALL_AT_ONCE, what)
+
+    def _find_compiled(self) -> None:
+        """Note a call of compiled code: what it does may depend on sizes that no toy has."""
+        if self.way is Way.BY_ELEMENT and internals.is_in_compiled_call():
+            self.find(Way.BY_PARAMETER, "compiles its step")
 
     def _check_may_run(self, operation: Operation, leaves: Sequence[Any]) -> None:
         if not self._strangers.isdisjoint(map(id, leaves)):

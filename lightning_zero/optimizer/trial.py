@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zero.optimizer.outside import Entries, outside_of
 from lightning_zero.optimizer.taint import CannotFollow, Taint, Way
-from lightning_zero.optimizer.twin import options_of, twin_of, with_inner
+from lightning_zero.optimizer.twin import options_of, twin_of, uncompiled, with_inner
+from lightning_zero.tensors import unwrapped
 
 Master = Callable[[Parameter], Tensor]
 
@@ -132,7 +133,7 @@ class Trial:
         try:
             self._give(grads)
             had_any = [grad is not None and bool(grad.any()) for grad in grads]
-            with self.taint:
+            with uncompiled(), self.taint:
                 for change in _changes(self.twin, is_first=number == 0):
                     self._change(change)
                 self.taint.has_touched = False
@@ -231,7 +232,7 @@ def shown(tree: Any) -> list[Any]:
 
 def _shown(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return leaf.detach().cpu().flatten().tolist()
+        return [each.detach().cpu().flatten().tolist() for each in unwrapped(leaf)]
     return leaf if isinstance(leaf, bool | int | float | complex | str) else type(leaf)
 
 
@@ -327,7 +328,8 @@ def _shapes(kind: _Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
     first, second = _SHAPES.get(
         kind.num_dims, ((2,) * kind.num_dims, (1, 2) + (1,) * (kind.num_dims - 2))
     )
-    return (_LARGE + 4, _LARGE + 2) if kind.is_large else first, second
+    # Multiples of the sizes of the blocks in which some keep the states of large parameters.
+    return (_LARGE + 32, _LARGE + 16) if kind.is_large else first, second
 
 
 def _random_states() -> tuple[Any, Any]:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_zero.optimizer.outside import OfOptimizer
+from lightning_zero.tensors import is_wrapper
 
 Toys = Mapping[Parameter, Sequence[Parameter]]
 
@@ -25,6 +26,14 @@ class CannotCopy(Exception):
 def bare(optimizer: Any) -> Optimizer:
     """Return the user's optimizer without Lightning's wrapper."""
     return getattr(optimizer, "_optimizer", optimizer)  # type: ignore[no-any-return]
+
+
+def uncompiled() -> Any:
+    """Return a context in which code that an optimizer compiles runs as it is written.
+
+    A step of toys under a taint cannot be compiled, and others are over sooner than a compiler.
+    """
+    return torch.compiler.set_stance("force_eager")
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,6 +156,8 @@ def _copy_state(
             for value in tree_leaves(dict(entries))
         ):
             continue  # made by steps of whole parameters, which will make it again
+        if any(map(is_wrapper, tree_leaves(dict(entries)))):
+            continue  # which only the optimizer can make
         new = [toy for toy in toys.get(key, ()) if toy not in copied]
         # A memo each, as toys share no entries; torch keeps copied storages in `memo["torch"]`.
         memos = [memo, *({**memo, "torch": {**memo.get("torch", {})}} for _ in new[1:])]

@@ -9,6 +9,7 @@ chunks      the chunk size in which large tensors are processed
 storages    storages, counted while they are alive
 pages       huge pages of host memory, and pages of files brought in ahead
 lent_memory host memory that is reused once nothing refers to it
+wrapped     tensors that wrap others, taken apart and made again
 work        what is in flight, and may be waited for
 host_copies copies between a device and its host, for offload
 scratch     unnamed files, in which tensors rest
@@ -35,6 +36,14 @@ from lightning_zero.tensors.scratch import Scratch
 from lightning_zero.tensors.staged_file import PAGE, StagedFile, StagingMemory, in_pages
 from lightning_zero.tensors.storages import Storages
 from lightning_zero.tensors.work import Work
+from lightning_zero.tensors.wrapped import (
+    bytes_held,
+    can_wrap,
+    is_wrapper,
+    rewrapped,
+    unwrapped,
+    wrapper_of,
+)
 
 __all__ = [
     "LARGE_BYTES",
@@ -49,15 +58,21 @@ __all__ = [
     "Storages",
     "Work",
     "ask_for_large_pages",
+    "bytes_held",
+    "can_wrap",
     "fault_in",
     "in_pages",
+    "is_wrapper",
     "lasting_tensors",
     "named_tensors",
     "numel_at_a_time",
     "pinned_bytes",
     "require_abilities",
+    "rewrapped",
     "span",
     "tensors_in",
     "uncollected",
     "unseen",
+    "unwrapped",
+    "wrapper_of",
 ]

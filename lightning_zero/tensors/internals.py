@@ -72,6 +72,18 @@ def is_called_by(package: str) -> bool:
     return False
 
 
+def is_in_compiled_call() -> bool:
+    """Return whether a function that ``torch.compile`` returned is running, compiled or not."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and (
+            frame.f_globals.get("__name__") == "torch._dynamo.eval_frame"
+        ):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def in_backward() -> bool:
     """Return whether autograd is running a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1

@@ -8,8 +8,6 @@ import functools
 import itertools
 import pickle
 from collections.abc import Callable
-from collections.abc import Callable
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
