@@ -1,4 +1,4 @@
-"""What ranks tell each other about an optimizer's states, and the entries made of it.
+"""Descriptions of an optimizer's states that ranks send each other, and the entries made of them.
 
 A model may have very many parameters, most of whose states are alike. Alike ones share one
 description, so that an exchange carries it once.

@@ -267,7 +267,7 @@ class Transport(ABC):
 
 
 class Verbs(Protocol):
-    """What :func:`reduce_and_gather` needs of a transport, plain or coded."""
+    """The part of a transport, plain or coded, that :func:`reduce_and_gather` needs."""
 
     size: int
 

@@ -1,4 +1,4 @@
-"""What ``fabric.setup`` wraps: a module whose forward is a step of an engine."""
+"""The module that ``fabric.setup`` wraps: its forward is a step of an engine."""
 
 from __future__ import annotations
 

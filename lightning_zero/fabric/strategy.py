@@ -259,7 +259,7 @@ def _leave(engines: list[Engine]) -> None:
 
 
 class _BackwardSync(internals.BackwardSyncControl):
-    """What ``fabric.no_backward_sync`` enters: gradients of microbatches may stay local."""
+    """The context of ``fabric.no_backward_sync``: gradients of microbatches may stay local."""
 
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:

@@ -93,7 +93,10 @@ class OptimizerHooks:
 
     @property
     def _calls(self) -> list[Callable[..., Any]]:
-        """What is called instead of :data:`METHODS`, with the optimizer and the method."""
+        """Return the functions that are called instead of :data:`METHODS`, in their order.
+
+        Each takes the optimizer and the method.
+        """
         whole = self._of_whole
         return [self.change, self.change, self._load, self._zero_grad, whole, whole]
 

@@ -1,4 +1,4 @@
-"""What an optimizer keeps outside of the states of its members, such as step counts.
+"""State that an optimizer keeps outside of those of its members, such as step counts.
 
 A step of all members changes it once. So when they are stepped batch by batch, each batch begins
 with it as it was for the first one, and only what the last leaves is kept.
@@ -42,7 +42,7 @@ class Announced(functools.partial[Any]):
 
 
 class OfOptimizer:
-    """What an engine has made for the user's optimizer, to which it may be attached.
+    """An object that an engine has made for the user's optimizer, to which it may be attached.
 
     Copies of the optimizer lack it. Holds only a weak reference, so that the optimizer is freed
     without the garbage collector.

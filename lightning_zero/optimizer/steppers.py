@@ -1,4 +1,4 @@
-"""What steps the optimizers that engines have adopted, and what becomes of their states.
+"""Steppers of the optimizers that engines have adopted, and what becomes of their states.
 
 =============== ================================= ================================================
 stepper         steps                             states on each rank

@@ -1,4 +1,4 @@
-"""What ``parameter.grad`` shows on the module, and how user changes to it are followed.
+"""Views that ``parameter.grad`` shows on the module, and how user changes to it are followed.
 
 ==================== ================================ ============================================
 state                ``parameter.grad``               the piece's part of the averaged gradient

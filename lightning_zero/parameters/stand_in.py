@@ -19,7 +19,7 @@ ALIASES = {_aten.detach.default, _aten.alias.default, _aten.detach_.default}
 
 
 class ShownGrad(Protocol):
-    """What stand-ins need of the view that shows one of them."""
+    """The part of a view that its stand-ins need."""
 
     shown: Tensor | None
     arrival: Tensor | None
@@ -33,7 +33,7 @@ class ShownGrad(Protocol):
 
 
 class OwnPart(Protocol):
-    """What a gradient needs of this rank's piece of its parameter."""
+    """The part of a parameter's piece that its gradient needs."""
 
     parameter: Parameter
     range: PieceRange
@@ -43,11 +43,11 @@ class OwnPart(Protocol):
 
     @property
     def gradient(self) -> ShownGrad:
-        """What the parameter's ``grad`` shows."""
+        """Return the tensor that the parameter's ``grad`` shows."""
 
     @property
     def kept(self) -> Tensor | None:
-        """The last value of :attr:`reduced`."""
+        """Return the last value of :attr:`reduced`."""
 
     @property
     def dtype(self) -> torch.dtype:

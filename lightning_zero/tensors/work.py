@@ -1,4 +1,4 @@
-"""What is in flight, and may be waited for."""
+"""Work that is in flight, and may be waited for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What exists only for ranks that share one host's CPUs: they read each other's memory.
+"""The transport of ranks that share one host's CPUs: they read each other's memory.
 
 Nothing outside of this folder knows of it but those who choose it, and through one word: where a
 transport ``reads_peers``, a gather needs no peer to take part, and masters change only while no
