@@ -47,7 +47,7 @@ from lightning_zero.comm.rendezvous import join_group
 from lightning_zero.comm.scratch import Scratch
 from lightning_zero.comm.staged_file import PAGE, StagedFile, StagingMemory, in_pages
 from lightning_zero.comm.sync_points import Exclusive, PendingSync, SyncPoint, with_complements
-from lightning_zero.comm.tensor_parallel import DTensorForm, device_mesh, is_dtensor
+from lightning_zero.comm.tensor_parallel import DTensorForm, device_mesh, is_dtensor, whole
 from lightning_zero.comm.traffic import Ledger, StepTimes, Traffic, sum_of
 from lightning_zero.comm.transport import Arrived, Extent, ReduceBuffer, Shared, Then, Work
 
@@ -87,5 +87,6 @@ __all__ = [
     "is_dtensor",
     "join_group",
     "sum_of",
+    "whole",
     "with_complements",
 ]

@@ -75,11 +75,10 @@ class ZeROStrategy(SavingStrategy):
         timeout: timedelta | None = default_pg_timeout,
         **settings: Any,
     ) -> None:
-        if unknown := settings.keys() & {"checkpoint", "restore_weights"}:
+        of_trainer = {"checkpoint", "restore_weights", "tensor_parallel_size"}
+        if unknown := settings.keys() & of_trainer:
             raise TypeError(f"{', '.join(unknown)} belongs to the Trainer's strategy. Remove it.")
         self.settings = Settings.of(stage=stage, launcher=launcher, **settings)
-        if self.settings.tensor_parallel_size != 1:
-            raise ValueError("tensor_parallel_size is supported under a Trainer only. Remove it.")
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
