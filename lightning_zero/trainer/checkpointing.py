@@ -66,7 +66,9 @@ class SavingStrategy(SteppingStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self.engine is None or self.engine.is_restored:
             state = super().lightning_module_state_dict()
-            return {key: whole(value) for key, value in state.items()}
+            for key, value in state.items():
+                state[key] = whole(value)  # a cut module has DTensors after its run
+            return state
         return module_state(self._module, self.engine)
 
     @override

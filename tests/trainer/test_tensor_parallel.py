@@ -181,6 +181,12 @@ def test_four_data_parallel_ranks_and_one_resume_from_a_cut_file(
         _assert_like_ddp(found, ddp, 2e-5)
 
 
+_BIASES_OF_ROWS = [f"net.blocks.{n}.{name}.bias" for n in range(2) for name in ("out", "down")]
+
+
+_FOUND = ("norms", "read", "told", "held")
+
+
 class _Between(Callback):
     """Reads and changes weights between steps, through the module and through ``parameters()``."""
 
@@ -188,6 +194,7 @@ class _Between(Callback):
         self.norms: list[float] = []
         self.read: list[float] = []
         self.told = ""
+        self.held: dict[str, int] = {}
         self.kept: Any = None
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
@@ -203,6 +210,11 @@ class _Between(Callback):
             for parameter in module.net.head.parameters():
                 parameter.mul_(2)
             self.kept = block.up.weight
+        if trainer.global_step == 2:
+            with gathered(module, modify=True):
+                if trainer.global_rank < 2:  # under ZeRO the first rank of each part
+                    module.net.norm.weight.mul_(1.5)
+                    module.net.head.weight.mul_(0.5)
         if trainer.global_step == 3:
             try:
                 self.kept.sum()
@@ -212,12 +224,15 @@ class _Between(Callback):
             value = module.net.head.weight
             value = value.full_tensor() if isinstance(value, DTensor) else value
             self.read.append(value.sum().item())
+        if isinstance(trainer.strategy, ZeROStrategy) and trainer.strategy.engine is not None:
+            pieces = trainer.strategy.engine.sharded.pieces
+            self.held = {piece.range.slot.name: piece.range.numel for piece in pieces}
 
 
 def _between(folder: str, strategy: dict[str, Any] | None) -> dict[str, Any]:
     callback = _Between()
     found = fit(folder, strategy, callbacks=[callback])
-    return {**found, "norms": callback.norms, "read": callback.read, "told": callback.told}
+    return {**found, **{name: getattr(callback, name) for name in _FOUND}}
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -229,6 +244,11 @@ def test_weights_and_gradients_between_steps(ranks: Pools, tmp_path: Path, stage
         assert one["norms"] == pytest.approx(ddp[0]["norms"], rel=1e-4)
         assert one["read"] == pytest.approx(ddp[0]["read"], rel=1e-3)
         assert ("its memory has been released" in one["told"]) == (stage == 3)
+    for name, value in found[0]["weights"].items():
+        held = [one["held"][name] for one in found]
+        is_cut = "norm" not in name and name not in ("net.scale", *_BIASES_OF_ROWS)
+        copies = 1 if is_cut else 2
+        assert sum(held[::2]) == sum(held[1::2]) == value.numel() * copies / 2, name
 
 
 # -- what is refused -------------------------------------------------------------------------------
