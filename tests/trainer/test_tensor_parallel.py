@@ -278,6 +278,14 @@ def test_settings_that_are_not_supported_are_refused(more: dict[str, Any]) -> No
             ZeROStrategy(tensor_parallel_size=size)  # type: ignore[arg-type]
 
 
+def test_ranks_of_a_node_or_a_number_are_one_group() -> None:
+    division = ZeROStrategy(tensor_parallel_size="node").settings.division(8, 4)
+    assert (division["tensor_size"], division["num_shards"]) == (4, 2)
+    division = ZeROStrategy(tensor_parallel_size=2).settings.division(8, 4)
+    assert (division["tensor_size"], division["num_shards"]) == (2, 4)
+    assert ZeROStrategy().settings.division(8, 4)["tensor_size"] == 1
+
+
 def test_other_users_of_the_settings_refuse_them() -> None:
     with pytest.raises(TypeError, match="tensor_parallel_size belongs to the Trainer's strategy"):
         FabricStrategy(tensor_parallel_size=2)
