@@ -37,7 +37,7 @@ from lightning_zero.comm.mesh import Axis
 from lightning_zero.comm.process_groups import default_world_size
 from lightning_zero.comm.rendezvous import join_group
 from lightning_zero.comm.sync_points import PendingSync, SyncPoint, with_complements
-from lightning_zero.comm.tensor_parallel import DTensorForm, device_mesh, is_dtensor
+from lightning_zero.comm.tensor_parallel import DTensorForm, device_mesh, is_dtensor, whole
 from lightning_zero.comm.traffic import Ledger, StepTimes, Traffic, sum_of
 from lightning_zero.comm.transport import Arrived, Extent, ReduceBuffer, Shared, Then
 
@@ -69,5 +69,6 @@ __all__ = [
     "join_group",
     "require_room",
     "sum_of",
+    "whole",
     "with_complements",
 ]

@@ -6,6 +6,7 @@ Only this folder knows one backend from another.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -156,6 +157,16 @@ class Communicator:
             axis = self.mesh.shard
             with self.control.log.at("a broadcast of the first rank's values"):
                 group = group_for("data parallel", along=axis.groups)
+                dist.broadcast(tensor, axis.ranks[0], group=group)
+
+    def broadcast_copies(self, tensors: Sequence[Tensor]) -> None:
+        """Overwrite tensors that are alike on a tensor-parallel group with its first rank's."""
+        axis = self.mesh.tensor
+        if axis is None:
+            return
+        group = group_for("tensor parallel", along=axis.groups)
+        with self.control.log.at("a broadcast of the first rank's values"):
+            for tensor in tensors:
                 dist.broadcast(tensor, axis.ranks[0], group=group)
 
     def parts_of_ranks(self, part: Tensor) -> list[Tensor]:

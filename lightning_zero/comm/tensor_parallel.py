@@ -42,6 +42,11 @@ def is_dtensor(value: Any) -> bool:
     return isinstance(value, DTensor)
 
 
+def whole(value: Any) -> Any:
+    """Return the whole tensor that a DTensor stands for, a collective, or any other value."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 class _ReadDTensor(DTensor):
     """A DTensor on the memory of a parameter, which is released after the step."""
 

@@ -40,7 +40,7 @@ class BufferSync:
 @torch.no_grad()
 def broadcast_buffers(module: nn.Module, comm: Communicator) -> None:
     """Overwrite the module's buffers with rank 0's, one message per dtype, as DDP does."""
-    if comm.mesh.size == 1:
+    if comm.mesh.size == 1 and comm.mesh.tensor is None:
         return
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for buffer in _buffers(module):

@@ -76,7 +76,8 @@ class ZeROStrategy(SavingStrategy):
         timeout: timedelta | None = default_pg_timeout,
         **settings: Any,
     ) -> None:
-        if unknown := settings.keys() & {"checkpoint", "restore_weights", "tensor_parallel_size"}:
+        of_trainer = {"checkpoint", "restore_weights", "tensor_parallel_size"}
+        if unknown := settings.keys() & of_trainer:
             raise TypeError(f"{', '.join(unknown)} belongs to the Trainer's strategy. Remove it.")
         self.settings = Settings.of(stage=stage, launcher=launcher, **settings)
         super().__init__(

@@ -110,6 +110,13 @@ class FlatParameters:
             for parameter, view in zip(self.parameters, source.views, strict=True):
                 view.copy_(parameter)
             comm.broadcast(source.tensor)
+            comm.broadcast_copies(
+                [
+                    source.tensor[slot.offset : slot.stop]
+                    for parameter, slot in zip(self.parameters, self.layout.slots, strict=True)
+                    if cut_of(parameter) is None
+                ]
+            )
             self.take_over(source)
             if source is not self.weight or plan.are_copies:
                 self.weight.tensor.copy_(self.store.as_weights(source.tensor))

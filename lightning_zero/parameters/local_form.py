@@ -7,7 +7,8 @@ DTensor that wraps the part. All that an engine does with parameters is as for a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -57,7 +58,8 @@ def make_local(module: nn.Module, mesh: Any) -> None:
             child._parameters[name] = made[key]
         if own:
             vars(child)[_FORMS] = {name: forms[id(p)] for name, p in own.items()}
-            child.__class__ = derived_class(child, {name: _wrapped(name) for name in own})
+            cls: Any = type(child)
+            child.__class__ = _local_class(cls, tuple(own))
 
 
 def make_distributed(module: nn.Module) -> None:
@@ -101,6 +103,11 @@ def _require_plain(module: nn.Module) -> None:
             )
 
 
+@functools.cache
+def _local_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    return derived_class(cls, {name: _wrapped(name) for name in names})
+
+
 def _wrapped(name: str) -> property:
     """Return the property that reads a parameter as the DTensor that its forward expects."""
 
@@ -112,5 +119,4 @@ def _wrapped(name: str) -> property:
             owner_of(parameter).touch([parameter])
         return vars(module)[_FORMS][name].read(parameter)
 
-    getter: Callable[[Any], Any] = read
-    return property(getter)
+    return property(read)

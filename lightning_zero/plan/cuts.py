@@ -51,9 +51,8 @@ def set_cut(parameter: nn.Parameter, cut: Cut | None) -> None:
     setattr(parameter, _CUT, cut)
 
 
-def derived_class(module: nn.Module, members: dict[str, Any]) -> type[nn.Module]:
+def derived_class(cls: type[nn.Module], members: dict[str, Any]) -> type[nn.Module]:
     """Return a subclass of a module's class, with more members but under the same name."""
-    cls = type(module)
     own = {**members, _ORIGINAL: cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), {**own, "__qualname__": cls.__qualname__})
 

@@ -38,7 +38,7 @@ from lightning_zero.checkpoint import (
     optimizer_state,
     ranges_of_optimizers,
 )
-from lightning_zero.comm import Outcome
+from lightning_zero.comm import Outcome, whole
 from lightning_zero.engine import Engine
 from lightning_zero.optimizer import members, parameter_of, stepper_of
 from lightning_zero.parameters import Source
@@ -66,7 +66,10 @@ class SavingStrategy(SteppingStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self.engine is None or self.engine.is_restored:
-            return self._module.state_dict()
+            state = self._module.state_dict()
+            for key, value in state.items():
+                state[key] = whole(value)  # a cut module has DTensors after its run
+            return state
         return module_state(self._module, self.engine)
 
     @override
@@ -104,8 +107,8 @@ class SavingStrategy(SteppingStrategy):
         passed = self._passed_on(checkpoint, filepath, storage_options) if is_ours else None
         if passed is None:
             # The user's own writer takes whole tensors.
-            whole = collected(checkpoint, self._saver.control)
-            self._save_by_plugin(whole, filepath, storage_options)
+            everything = collected(checkpoint, self._saver.control)
+            self._save_by_plugin(everything, filepath, storage_options)
             return
         is_async = self.settings.async_checkpoint or any(
             isinstance(plugin, AsyncCheckpointIO) for plugin in plugins_of(self.checkpoint_io)

@@ -42,6 +42,7 @@ from lightning_zero.trainer.checkpointing import SavingStrategy
 from lightning_zero.trainer.deepspeed_config import Demands
 from lightning_zero.trainer.graph_logging import log_whole_graphs
 from lightning_zero.trainer.precision import ZeROPrecision
+from lightning_zero.trainer.random_states import share_random_states
 from lightning_zero.trainer.run import Run, callbacks_of, facts_of
 from lightning_zero.trainer.signals import Signals
 from lightning_zero.trainer.writing_bar import WritingBar
@@ -207,6 +208,7 @@ class ZeROStrategy(SavingStrategy):
         if comm.mesh.tensor is not None:
             mesh = device_mesh(self.root_device.type, comm.mesh.tensor.size)
             internals.set_device_mesh(self._module, mesh)
+            share_random_states(comm)
         trainer = internals.trainer_of(self._module)
         if trainer is not None:
             is_fitting = trainer.state.fn == TrainerFn.FITTING

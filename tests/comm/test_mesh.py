@@ -25,7 +25,18 @@ def test_neighbours_hold_the_shards_of_one_copy() -> None:
     assert (everyone.shard.ranks, everyone.replicate.ranks) == (tuple(range(6)), (4,))
 
 
+def test_neighbours_hold_the_parts_of_one_tensor_parallel_group() -> None:
+    mesh = Mesh.of(4, 6, tensor_size=2)
+    assert mesh.tensor is not None
+    assert (mesh.tensor.ranks, mesh.tensor.rank, mesh.tensor.size) == ((4, 5), 0, 2)
+    assert (mesh.shard.ranks, mesh.shard.rank, mesh.shard.size) == ((0, 2, 4), 2, 3)
+    assert (mesh.replicate.ranks, mesh.size) == ((4,), 3)
+    assert Mesh.of(4, 6).tensor is None
+
+
 def test_ranks_that_cannot_be_divided_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"tensor-parallel ranks that divides the 6 ranks, got 4"):
+        Mesh.of(0, 6, tensor_size=4)
     with pytest.raises(ValueError, match=r"shards that divides the 6 ranks, got 4"):
         Mesh.of(0, 6, num_shards=4)
     with pytest.raises(ValueError, match=r"backward shards .* the 4 ranks of a copy, got 3"):

@@ -47,18 +47,19 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.embed, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.scale = nn.Parameter(torch.full((), 1.5))
+        self.drop = nn.Dropout(dropout)
 
     def forward(self, text: Tensor) -> Tensor:
         x = self.embed(text) + self.places(torch.arange(LENGTH).expand_as(text))
         for block in self.blocks:
-            x = block(x)
+            x = block(self.drop(x))
         return self.head(self.norm(x)) * self.scale
 
 
@@ -101,6 +102,11 @@ class Model(LightningModule):
         loss = F.cross_entropy(self(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
         self.losses.append(loss.item())
         return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        (text,) = batch
+        loss = F.cross_entropy(self(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+        self.log("val", loss, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         rate = 0.01 if self.optimizer == "AdamW" else 0.2

@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from lightning_zero import ZeROStrategy, estimate, gathered
+from lightning_zero import ZeROStrategy, estimate, gathered, load_weights
 from lightning_zero.fabric import ZeROStrategy as FabricStrategy
 from tests.oracle.by_trainer import make_trainer
 from tests.oracle.ranks import Pools
-from tests.oracle.tensor_parallel import GPT, LENGTH, Model, fit, loader, weights_of
+from tests.oracle.tensor_parallel import GPT, LENGTH, Model, fit, loader, parallelize, weights_of
 
 CUT: dict[str, Any] = {"tensor_parallel_size": 2, "min_num_params": 0}
 
@@ -91,20 +91,83 @@ def test_a_file_has_whole_tensors_and_is_resumed_over_other_ranks(
 
 
 def _twice(folder: str, strategy: dict[str, Any] | None) -> dict[str, Any]:
-    """Two runs of one module, and a forward after them."""
+    """Two runs of one module, and what can be done after them."""
     model = Model()
     for _ in range(2):
         chosen: Any = "ddp" if strategy is None else ZeROStrategy(**strategy)
-        make_trainer(dist.get_world_size(), chosen, folder, max_steps=2).fit(model, loader())
+        trainer = make_trainer(dist.get_world_size(), chosen, folder, max_steps=2)
+        trainer.fit(model, loader())
+    path = f"{folder}/{strategy is None}.ckpt"
+    trainer.save_checkpoint(path)
     with torch.no_grad():
         after = model(torch.arange(LENGTH).expand(2, -1)).sum().item()
-    return {"losses": [*model.losses, after], "weights": weights_of(model)}
+    validated = trainer.validate(model, loader())[0]["val"]
+    dist.barrier()
+    saved = torch.load(path)
+    states = saved["optimizer_states"][0]["state"]
+    return {
+        "losses": [*model.losses, after, validated],
+        "weights": weights_of(model),
+        "saved": [*saved["state_dict"].values(), *(one["exp_avg"] for one in states.values())],
+    }
 
 
 def test_a_module_is_cut_after_a_run_as_before(ranks: Pools, tmp_path: Path) -> None:
     # One data-parallel rank: nothing is sharded but over the tensor-parallel ranks.
     plain = ranks(1).run(_twice, str(tmp_path), None)
-    _assert_like_ddp(ranks(2).run(_twice, str(tmp_path), {"stage": 3, **CUT}), plain, 5e-5)
+    found = ranks(2).run(_twice, str(tmp_path), {"stage": 3, **CUT})
+    _assert_like_ddp(found, plain, 5e-5)
+    torch.testing.assert_close(found[0]["saved"], plain[0]["saved"], rtol=5e-5, atol=5e-5)
+
+
+class _Unseeded(Model):
+    """A model whose ranks begin with other values, and drop at random."""
+
+    def configure_model(self) -> None:
+        self.net = GPT(dropout=0.5)
+        with torch.no_grad():
+            self.net.scale.add_(dist.get_rank())
+        parallelize(self.net, self.device_mesh["tensor_parallel"], by_sequence=False)
+
+
+def _unseeded(folder: str) -> dict[str, Any]:
+    torch.manual_seed(dist.get_rank())
+    model = _Unseeded()
+    strategy = ZeROStrategy(stage=3, **CUT)
+    make_trainer(4, strategy, folder, max_steps=3).fit(model, loader())
+    parts = {name: p.detach() for name, p in model.named_parameters()}
+    copies = {name: p for name, p in parts.items() if not isinstance(p, DTensor)}
+    return {"losses": model.losses, "weights": weights_of(model), "copies": copies}
+
+
+def test_ranks_of_a_group_begin_alike_and_drop_alike(ranks: Pools, tmp_path: Path) -> None:
+    found = ranks(4).run(_unseeded, str(tmp_path))
+    assert found[0]["losses"] == found[1]["losses"] != found[2]["losses"] == found[3]["losses"]
+    for one in found[1:]:
+        assert "net.scale" in one["copies"]
+        for name, value in found[0]["copies"].items():
+            assert torch.equal(one["copies"][name], value), name
+        for name, value in found[0]["weights"].items():
+            assert torch.equal(one["weights"][name], value), name
+
+
+def _pretrained(folder: str, strategy: dict[str, Any] | None, path: str) -> dict[str, Any]:
+    class Load(Callback):
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            if strategy is None:
+                module.load_state_dict(torch.load(path)["state_dict"])
+            else:
+                load_weights(module, path)
+
+    return fit(folder, strategy, callbacks=[Load()])
+
+
+def test_pretrained_weights_and_activation_checkpointing(ranks: Pools, tmp_path: Path) -> None:
+    path = str(tmp_path / "ddp.ckpt")
+    ranks(2).run(fit, str(tmp_path), None, save=path)
+    ddp = ranks(2).run(_pretrained, str(tmp_path), None, path)
+    cut = {"stage": 3, "activation_checkpointing": True, **CUT}
+    _assert_like_ddp(ranks(4).run(_pretrained, str(tmp_path), cut, path), ddp, 5e-5)
 
 
 def test_four_data_parallel_ranks_and_one_resume_from_a_cut_file(
@@ -118,6 +181,12 @@ def test_four_data_parallel_ranks_and_one_resume_from_a_cut_file(
         _assert_like_ddp(found, ddp, 2e-5)
 
 
+_BIASES_OF_ROWS = [f"net.blocks.{n}.{name}.bias" for n in range(2) for name in ("out", "down")]
+
+
+_FOUND = ("norms", "read", "told", "held")
+
+
 class _Between(Callback):
     """Reads and changes weights between steps, through the module and through ``parameters()``."""
 
@@ -125,6 +194,7 @@ class _Between(Callback):
         self.norms: list[float] = []
         self.read: list[float] = []
         self.told = ""
+        self.held: dict[str, int] = {}
         self.kept: Any = None
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
@@ -140,6 +210,11 @@ class _Between(Callback):
             for parameter in module.net.head.parameters():
                 parameter.mul_(2)
             self.kept = block.up.weight
+        if trainer.global_step == 2:
+            with gathered(module, modify=True):
+                if trainer.global_rank < 2:  # under ZeRO the first rank of each part
+                    module.net.norm.weight.mul_(1.5)
+                    module.net.head.weight.mul_(0.5)
         if trainer.global_step == 3:
             try:
                 self.kept.sum()
@@ -149,12 +224,15 @@ class _Between(Callback):
             value = module.net.head.weight
             value = value.full_tensor() if isinstance(value, DTensor) else value
             self.read.append(value.sum().item())
+        if isinstance(trainer.strategy, ZeROStrategy) and trainer.strategy.engine is not None:
+            pieces = trainer.strategy.engine.sharded.pieces
+            self.held = {piece.range.slot.name: piece.range.numel for piece in pieces}
 
 
 def _between(folder: str, strategy: dict[str, Any] | None) -> dict[str, Any]:
     callback = _Between()
     found = fit(folder, strategy, callbacks=[callback])
-    return {**found, "norms": callback.norms, "read": callback.read, "told": callback.told}
+    return {**found, **{name: getattr(callback, name) for name in _FOUND}}
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -166,6 +244,11 @@ def test_weights_and_gradients_between_steps(ranks: Pools, tmp_path: Path, stage
         assert one["norms"] == pytest.approx(ddp[0]["norms"], rel=1e-4)
         assert one["read"] == pytest.approx(ddp[0]["read"], rel=1e-3)
         assert ("its memory has been released" in one["told"]) == (stage == 3)
+    for name, value in found[0]["weights"].items():
+        held = [one["held"][name] for one in found]
+        is_cut = "norm" not in name and name not in ("net.scale", *_BIASES_OF_ROWS)
+        copies = 1 if is_cut else 2
+        assert sum(held[::2]) == sum(held[1::2]) == value.numel() * copies / 2, name
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -195,8 +278,16 @@ def test_settings_that_are_not_supported_are_refused(more: dict[str, Any]) -> No
             ZeROStrategy(tensor_parallel_size=size)  # type: ignore[arg-type]
 
 
+def test_ranks_of_a_node_or_a_number_are_one_group() -> None:
+    division = ZeROStrategy(tensor_parallel_size="node").settings.division(8, 4)
+    assert (division["tensor_size"], division["num_shards"]) == (4, 2)
+    division = ZeROStrategy(tensor_parallel_size=2).settings.division(8, 4)
+    assert (division["tensor_size"], division["num_shards"]) == (2, 4)
+    assert ZeROStrategy().settings.division(8, 4)["tensor_size"] == 1
+
+
 def test_other_users_of_the_settings_refuse_them() -> None:
-    with pytest.raises(ValueError, match="under a Trainer only"):
+    with pytest.raises(TypeError, match="tensor_parallel_size belongs to the Trainer's strategy"):
         FabricStrategy(tensor_parallel_size=2)
     with pytest.raises(ValueError, match="cannot be predicted"):
         estimate(10**6, ZeROStrategy(tensor_parallel_size=2), world_size=4)
