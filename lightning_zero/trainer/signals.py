@@ -42,7 +42,7 @@ class Signals:
         self._trainer = trainer
         loop = trainer.fit_loop.epoch_loop
         if hasattr(loop, internals.ASKS_FOR_END):
-            self._replaced.put(loop, internals.ASKS_FOR_END, self._end_if_answered)
+            self._replaced.wrap(loop, internals.ASKS_FOR_END, lambda _: self._end_if_answered())
 
     def _end_if_answered(self) -> None:
         # All ranks have answered at the same batch, so none needs to ask another, and a device is

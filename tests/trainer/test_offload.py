@@ -261,9 +261,12 @@ def on_a_laptop(folder: str) -> None:
         path = f"{folder}/{name}.ckpt"
         told = io.StringIO()
         handler = logging.StreamHandler(told)
-        logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
+        logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)  # another test's library may have silenced Lightning
+        logger.disabled = False
         found = fit(strategy, folder, monitor := MemoryMonitor(), Stop(path, 5))
-        logging.getLogger("lightning.pytorch.utilities.rank_zero").removeHandler(handler)
+        logger.removeHandler(handler)
         assert told.getvalue().count("the device is the host, so nothing moves") == (
             os.environ["RANK"] == "0"
         )
