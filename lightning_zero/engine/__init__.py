@@ -1,7 +1,7 @@
 """The life of a step: when units are unsharded, resharded, reduced and refreshed.
 
 engine                    the training of a sharded model: its steps, optimizers and end
-open_units                whole weights for code between steps
+shown_masters             whole masters for code between steps, and within `gathered`
 sharded_model             the model in units: parameters, pieces, whole values, bytes
 unit                      one module with its weights, gradients and calls
 weights, gradients        a unit's whole weights and their states; its gradients up to the optimizer

@@ -18,7 +18,7 @@ from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.step import Phase, Step
 from lightning_zero.engine.unit import Unit
-from lightning_zero.engine.weights import State
+from lightning_zero.engine.weights import Shows
 from lightning_zero.parameters import Reach
 from lightning_zero.tensors import internals
 
@@ -82,7 +82,7 @@ class Backward:
         """Begin the pass and unshard units, if not done; cheap, as each child causes this event."""
         if self._step.phase is Phase.BACKWARD:
             for index in indices:
-                if self._units[index].weights.state is not State.WHOLE:
+                if self._units[index].weights.shows is Shows.GUARD:
                     break
             else:
                 return
@@ -93,7 +93,7 @@ class Backward:
         self.begin()
         weights = [self._units[index].weights for index in indices]
         for each in weights:
-            if each.are_released:
+            if each.rest:
                 each.unshard()
         for each in weights:
             each.wait()
@@ -110,8 +110,7 @@ class Backward:
                 " units. Gradients can be averaged only if all ranks run the same units. Call"
                 " `backward()` outside of the context."
             )
-        if self._sharded.opened:
-            self._sharded.keep_edits()
+        self._sharded.end_touches()
         self._step.begin_backward()
         self._prefetcher.last_backward = None
         self._reduces = self.syncs or self._always_reduces
@@ -175,7 +174,7 @@ class Backward:
 
     def _refuse_graph(self, unit: Unit) -> None:
         """Raise if a graph built outside of a step may need weights that are gone."""
-        if unit.weights.must_open:
+        if unit.weights.hides_masters:
             raise RuntimeError(
                 "A backward pass goes through values that code between steps computed from the"
                 f" weights of {unit.label!r}, which are no longer in memory. Compute the values in"

@@ -36,7 +36,7 @@ from lightning_zero.engine.replacements import Replacements
 from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import Progress, ShardedModel
 from lightning_zero.engine.step import Lifetime, Step
-from lightning_zero.engine.weights import State
+from lightning_zero.engine.weights import Residency
 from lightning_zero.optimizer import (
     OptimizerHooks,
     RoundedStates,
@@ -106,7 +106,7 @@ class Engine:
         self._hooks = Hooks(sharded.units, self._backward.on_grad)
         self._forward = Forward(*parts, self._backward, self._hooks)
         self._step_access = comm.exclusive(SyncPoint.STEP, SyncPoint.STEPPED)
-        sharded.on_touch = self._forward.touch
+        sharded.shown.on_touch = self._forward.touch
         self._forward.hook_modules()
         self._step.close()
         self._wrapped = self._wrap_units()
@@ -167,8 +167,7 @@ class Engine:
         if self._join.is_open:
             yield
             return
-        if self.sharded.opened:
-            self.sharded.keep_edits()
+        self.sharded.end_touches()
         # What one rank runs here does not predict what all ranks need next.
         separate = self._prefetcher.separate() if self._join.must_ask else contextlib.nullcontext()
         with self._join.opened(), separate:
@@ -252,7 +251,7 @@ class Engine:
         self._forward.abandon()
         self._backward.abandon()
         self._prefetcher.forget()
-        self.sharded.opened.close()
+        self.sharded.shown.hide_touched()
         for unit in self.sharded.units:
             unit.abandon()
         self.comm.host_copies.abandon()
@@ -277,7 +276,7 @@ class Engine:
             self.sharded.keep_edits()
         self._step.close()
         for unit in self.sharded.units:
-            if unit.weights.state is not State.RESTING:
+            if unit.weights.residency is not Residency.RELEASED:
                 unit.weights.wait()
         self._hooks.remove()
         for wrapped in reversed(self._wrapped):

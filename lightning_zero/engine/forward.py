@@ -19,7 +19,7 @@ from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.step import Phase, Step
 from lightning_zero.engine.unit import Unit
-from lightning_zero.engine.weights import State
+from lightning_zero.engine.weights import Shows
 from lightning_zero.tensors import internals, tensors_in
 
 
@@ -90,8 +90,7 @@ class Forward:
 
     def _begin(self, *, broadcasts: bool) -> None:
         self.order_check.wait()
-        if self._sharded.opened:
-            self._sharded.keep_edits()
+        self._sharded.end_touches()
         self._step.close()
         units, root = self._sharded.units, self._sharded.root
         for unit in units:
@@ -140,7 +139,7 @@ class Forward:
         """Make units readable until the end of the step; return ``False`` between steps."""
         if self._step.phase is Phase.IDLE:
             return False
-        resting = [u for u in units if u.weights.state not in (State.WHOLE, State.GATHERED)]
+        resting = [u for u in units if u.weights.shows is Shows.GUARD]
         for unit in resting:
             self._prefetcher.unshard(unit)
             unit.pin()

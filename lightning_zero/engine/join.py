@@ -9,7 +9,6 @@ import torch
 
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.unit import Unit
-from lightning_zero.engine.weights import State
 
 
 class Join:
@@ -56,7 +55,7 @@ class Join:
 
     def ask_for(self, unit: Unit) -> None:
         """Make a released unit whole, together with ranks that do not need it."""
-        if unit.weights.are_released:
+        if unit.weights.rest:
             self.gather(unit)
 
     @torch.no_grad()
@@ -66,7 +65,7 @@ class Join:
             index = -1 if wanted is None else wanted.index
             asked = set(self._control.gather_objects(index))
             for unit in (self._units[index] for index in sorted(asked - {-1})):
-                was_resting = unit.weights.state is State.RESTING
+                was_resting = unit.weights.rest
                 unit.weights.gather_again()
                 if was_resting and unit is not wanted:
                     unit.weights.reshard()

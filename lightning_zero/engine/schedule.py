@@ -15,7 +15,7 @@ from typing import NamedTuple
 from lightning_zero.engine.join import Join
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.unit import Unit
-from lightning_zero.engine.weights import State
+from lightning_zero.engine.weights import Residency, Shows
 
 
 class Need(NamedTuple):
@@ -108,9 +108,8 @@ class Prefetcher:
         if self._join.asks:
             self._join.ask_for(unit)
         weights, released = unit.weights, []
-        # Without a call where they are whole or rest, as they nearly always do.
-        is_gathered = weights.state is State.GATHERED
-        if weights.state is State.RESTING or (is_gathered and weights.are_released):
+        # As `weights.rest`, without a call.
+        if weights.residency is Residency.RELEASED and weights.shows is Shows.GUARD:
             released.append(unit)
         before, self.last_backward = self.last_backward, unit if is_backward else None
         if before is None or before is unit or not before.will_reshard:
@@ -126,7 +125,7 @@ class Prefetcher:
         """Start to gather a resting unit; in a join, together with ranks that do not need it."""
         if self._join.asks:
             self._join.ask_for(unit)
-        if unit.weights.are_released:
+        if unit.weights.rest:
             unit.weights.unshard()
 
     def prefetch(self) -> None:
@@ -139,6 +138,6 @@ class Prefetcher:
         found: list[Unit] = []
         for need in () if self._join.asks else self.schedule.ahead(self._count):
             unit = self._units[need.unit]
-            if unit is not needed and unit not in found and unit.weights.are_released:
+            if unit is not needed and unit not in found and unit.weights.rest:
                 found.append(unit)
         return found

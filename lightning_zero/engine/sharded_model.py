@@ -16,9 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zero.comm import Communicator, SyncPoint, require_room
 from lightning_zero.engine import materialize
-from lightning_zero.engine.open_units import OpenUnits
+from lightning_zero.engine.shown_masters import ShownMasters
 from lightning_zero.engine.unit import Unit, listed
-from lightning_zero.engine.weights import State
 from lightning_zero.parameters import (
     FlatParameters,
     Piece,
@@ -52,10 +51,8 @@ class ShardedModel:
         optimizers: The optimizers that step the pieces.
         scratch: The folder for what rests in files; ``None`` if nothing does.
         moves_nothing: Whether the user asked for an offload to the memory where all is anyway.
-        opened: The units that code between steps has touched.
+        shown: The units whose whole masters are shown.
         reader: Reads weights that rest in a checkpoint.
-        on_touch: Makes units readable that a step uses outside of their forward; returns ``False``
-            between steps.
     """
 
     def __init__(
@@ -76,8 +73,7 @@ class ShardedModel:
         offload = settings.offload
         is_in_files = offload is not None and "nvme" in (offload.optimizer, offload.weights)
         self.scratch = Scratch(settings.offload_path) if is_in_files else None
-        self.opened = OpenUnits(comm)
-        self.on_touch: Callable[[Sequence[Unit]], bool] = lambda _: False
+        self.shown = ShownMasters(comm)
         self._places: dict[int, tuple[Unit, FlatParameters, int]] = {}
         self._is_writing = False
         self.reader = Reader()
@@ -164,9 +160,7 @@ class ShardedModel:
 
     def touch(self, parameters: Sequence[Parameter]) -> None:
         """Make parameters that are used together readable outside their units' forwards."""
-        units = self.units_of(parameters)
-        if not self.on_touch(units):
-            self.opened.touch(units)
+        self.shown.touch(self.units_of(parameters))
 
     def expose(self, parameter: Parameter, *, is_plain: bool = False) -> None:
         """Note that the ``data`` of a readable parameter, or a plain view, is handed out."""
@@ -201,7 +195,7 @@ class ShardedModel:
         if self._is_writing:
             piece.data.copy_(piece.range.part_of(value))
             return
-        if not self.on_touch([]):
+        if not self.shown.is_within_step:
             self.touch([parameter])
             parameter.copy_(value)
             return
@@ -211,13 +205,18 @@ class ShardedModel:
         self.refresh([unit])
 
     def keep_edits(self) -> None:
-        """Copy users' changes of whole weights to the masters, on all ranks; close open units."""
+        """Copy users' changes of whole weights to the masters, on all ranks; hide touched units."""
         edited = [unit.weights for unit in self.units if unit.weights.is_edited]
         if edited:
             with self.comm.exclusive(SyncPoint.EDIT):
                 for weights in edited:
                     weights.store_edits()
-        self.opened.close()
+        self.shown.hide_touched()
+
+    def end_touches(self) -> None:
+        """Hide what code between steps has touched, with its changes kept."""
+        if self.shown.num_touched:
+            self.keep_edits()
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -242,7 +241,7 @@ class ShardedModel:
     def refresh(self, units: Iterable[Unit], *, only_stepped: bool = False) -> None:
         """Bring whole weights up to date with masters that have changed, on all ranks."""
         for unit in units:
-            if unit.weights.state is not State.RESTING:
+            if not unit.weights.rest:
                 unit.weights.refresh(only_stepped=only_stepped)
         if self._peers_read_weights:
             # Weights must not be edited before all ranks have read them.
@@ -274,42 +273,13 @@ class ShardedModel:
                 another ``gathered`` of the same weights.
         """
         wanted = self.units if parameters is None else self.units_of(parameters)
-        if self.opened:
-            self.keep_edits()
-        gathered = [unit.weights for unit in wanted if not unit.weights.is_gathered]
-        if modify and len(gathered) < len(wanted):
-            raise RuntimeError(
-                "gathered(modify=True) was entered within another `gathered` of the same weights."
-                " Pass `modify=True` to the outer one."
-            )
-        for weights in gathered:
-            weights.begin_gathered()
-        access = self.comm.exclusive(SyncPoint.EDIT) if modify else contextlib.nullcontext()
+        self.end_touches()
         try:
-            with access:
-                try:
-                    yield
-                finally:
-                    for weights in gathered if modify else ():
-                        weights.store_gathered()
-            changed = [name for weights in gathered for name in weights.changed]
+            with self.shown.gathered(wanted, modify=modify):
+                yield
         finally:
-            for weights in gathered:
-                weights.end_gathered()
             if modify:
                 self.refresh(wanted)
-        if not modify:
-            self._refuse(changed)
-
-    def _refuse(self, changed: list[str]) -> None:
-        """Raise on all ranks if any rank changed weights that were gathered for reading."""
-        (any_changed,) = self.comm.control.call(SyncPoint.EDIT, bytes([bool(changed)])).wait()
-        if any_changed:
-            what = f"Parameter {changed[0]!r}" if changed else "A parameter on another rank"
-            raise RuntimeError(
-                f"{what} was changed within `gathered(...)`, which is for reading only. Use"
-                " `gathered(..., modify=True)`, which keeps rank 0's changes on all ranks."
-            )
 
     def full_parameters(
         self, part_of: Callable[[Piece], Tensor] | None = None

@@ -26,7 +26,7 @@ from enum import Enum
 import torch
 
 from lightning_zero.engine.unit import Unit
-from lightning_zero.engine.weights import State
+from lightning_zero.engine.weights import Residency
 from lightning_zero.tensors import internals
 
 
@@ -128,7 +128,7 @@ class Step:
         if self.keeps_graph:
             return
         for unit in self._units:
-            if unit.weights.state is not State.RESTING:
+            if unit.weights.residency is not Residency.RELEASED:
                 unit.weights.is_pinned = False
                 unit.weights.reshard()
         for store in self._keepers:

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_zero.engine.backward_events import Calls
 from lightning_zero.engine.gradients import Gradients
-from lightning_zero.engine.weights import State, Weights
+from lightning_zero.engine.weights import Residency, Shows, Weights
 from lightning_zero.parameters import FlatParameters, Piece
 
 _MAX_GROUPS = 16
@@ -59,8 +59,8 @@ class Unit:
     def will_reshard(self) -> bool:
         """Return whether the weights are whole and the end of the backward will release them."""
         weights = self.weights
-        is_held = weights.state is State.RESTING or weights.is_pinned or not self.calls.awaited
-        return weights.gives_back and not is_held
+        is_gone = weights.residency is Residency.RELEASED
+        return weights.gives_back and not (is_gone or weights.is_pinned or not self.calls.awaited)
 
     def pin(self) -> None:
         """Keep the weights whole until the end of the step, for a use that no event announces."""
@@ -72,7 +72,7 @@ class Unit:
 
         Torch's compiler traces this, and replays its side effects whenever the graph runs.
         """
-        if self.weights.state is not State.WHOLE:
+        if self.weights.shows is not Shows.WEIGHTS:
             return False
         self.is_inlined = True
         self.calls.have_run = True

@@ -1,19 +1,20 @@
-"""The whole weights of a unit, and the states that they go through.
+"""The whole weights of a unit: whether they are in memory, and what the parameters show.
 
 ::
 
-                unshard              wait              idle
-      RESTING ──────────> IN_FLIGHT ──────> WHOLE ──────────────> GUARDED
-         ^                 │  ^              │ ^                   │  │
-         │                 │  └── refresh ───┤ └────── wait ───────┘  │
-         └──── reshard ────┴─────────────────┴────────────────────────┘
+    RELEASED ── unshard ──> IN_FLIGHT ── wait ──> WHOLE ── reshard ──> RELEASED
+                                ^                   │
+                                └───── refresh ─────┘
 
-      RESTING, WHOLE or GUARDED ── begin_gathered ──> GATHERED ── end_gathered ──> RESTING or WHOLE
-      RESTING or GUARDED, between steps ── open ──> OPEN ── close ──> RESTING or GUARDED
+    GUARD ── wait ──> WEIGHTS ── idle, hide_copies, refresh, reshard ──> GUARD
+    GUARD or WEIGHTS ── show_masters ──> MASTERS ── hide_masters ──> GUARD
 
-Weights whose home is replicated (stages 1 and 2) never rest: ``reshard`` and ``idle`` leave them
-WHOLE, and every optimizer step refreshes them. Between steps they are GUARDED if they are copies of
-more precise masters. **Pinned** weights stay WHOLE until the end of a step.
+Weights are shown only while they are whole; while in flight, they are guarded. While masters are
+shown, forward and backward compute with them, and the weights stay where they are.
+
+Weights whose home is replicated (stages 1 and 2) are never released: ``reshard`` and ``idle`` leave
+them as they are, and every optimizer step refreshes them. Between steps they are guarded if they
+are copies of more precise masters. **Pinned** weights stay whole until the end of a step.
 """
 
 from __future__ import annotations
@@ -24,25 +25,30 @@ from enum import Enum
 from torch import Tensor
 
 from lightning_zero.comm import SyncPoint
-from lightning_zero.parameters import Buffer, FlatParameters, guards
+from lightning_zero.parameters import FlatParameters, guards
 from lightning_zero.tensors import Work, internals, span
 
 
-class State(Enum):
-    """The state of a unit's whole weights, and what its parameters show."""
+class Residency(Enum):
+    """Whether the whole weights of a unit are in memory."""
 
-    RESTING = "resting"
-    """Released; the parameters are placeholders that send every use to their owner."""
+    RELEASED = "released"
+    """Only shards are."""
     IN_FLIGHT = "in flight"
-    """Allocated and being filled; the parameters as in RESTING."""
+    """They are allocated and being filled."""
     WHOLE = "whole"
-    """Readable; the parameters are views of the weights."""
-    GUARDED = "guarded"
-    """Readable and kept for a later need; the parameters send every use to their owner."""
-    GATHERED = "gathered"
-    """The parameters are views of whole masters, for reading or for editing."""
-    OPEN = "open"
-    """The same for code between steps; what each rank changes in its own part is kept."""
+    """They are, and can be read."""
+
+
+class Shows(Enum):
+    """What the parameters of a unit show."""
+
+    GUARD = "guard"
+    """Nothing: they send every use to their owner, and are placeholders if nothing is whole."""
+    WEIGHTS = "weights"
+    """The whole weights."""
+    MASTERS = "masters"
+    """Whole masters: to code between steps, which may change them, or within `gathered`."""
 
 
 class Weights:
@@ -55,65 +61,58 @@ class Weights:
         first_tag: The tag of the first group's messages; those of the next groups count on.
 
     Attributes:
-        state: Where the weights are.
-        is_pinned: Whether they stay whole until the end of the step.
+        residency: Whether the weights are in memory.
+        shows: What the parameters show.
+        is_pinned: Whether the weights stay whole until the end of the step.
         gives_back: Whether they are released after use.
         are_copies: Whether some are copies of more precise masters.
-        must_open: Whether code between steps sees the masters only after :meth:`open`.
+        hides_masters: Whether code between steps sees the masters only after :meth:`show_masters`.
     """
 
     def __init__(self, label: str, flats: Sequence[FlatParameters], first_tag: int) -> None:
         self.label = label
-        self.state = State.WHOLE
+        self.residency, self.shows = Residency.WHOLE, Shows.WEIGHTS
         self.is_pinned = False
         self.gives_back = any(flat.plan.gives_weights_back for flat in flats)
         self.are_copies = any(flat.plan.are_copies for flat in flats)
-        self.must_open = self.gives_back or self.are_copies
+        self.hides_masters = self.gives_back or self.are_copies
         self._flats = flats
         self._first_tag = first_tag
         self._works: list[Work] = []
-        self._gathered: list[Buffer] = []
-        # Whether the weights are released, or guarded, while whole masters are shown.
-        self._rest_beneath = self._guard_beneath = False
 
     @property
-    def are_whole(self) -> bool:
-        """Return whether the weights' own buffer is filled and readable."""
-        return self.state is not State.IN_FLIGHT and not self.are_released
-
-    @property
-    def are_released(self) -> bool:
-        """Return whether the weights' own buffer is empty."""
-        return self.state is State.RESTING or self._rest_beneath
+    def rest(self) -> bool:
+        """Return whether a use of the parameters needs a gather."""
+        return self.residency is Residency.RELEASED and self.shows is Shows.GUARD
 
     @span("unshard")
     def unshard(self, *, only_stepped: bool = False) -> None:
         """Start to make the weights whole, anew if they are: all, or those that are stepped."""
-        self._rest_beneath = False
         self._works = []
         for tag, flat in enumerate(self._flats, self._first_tag):
             if not only_stepped or flat.may_be_stepped:
                 self._works.append(flat.gather(self.label, tag))
-        self.state = State.IN_FLIGHT
+        self.residency = Residency.IN_FLIGHT
 
     def refresh(self, *, only_stepped: bool = False) -> None:
         """Start to bring whole weights up to date with masters: all, or those that are stepped."""
-        if self._rest_beneath:
+        if self.shows is Shows.MASTERS:
+            self._refresh_masters(only_stepped=only_stepped)
             return
-        if self.state is not State.GUARDED:
-            self.wait()
+        self.wait_if_in_flight()
+        if self.shows is Shows.WEIGHTS:
             self.guard()
         self.unshard(only_stepped=only_stepped)
 
     def wait(self) -> None:
-        """Make the weights readable; they must be whole or in flight."""
-        if self.state is State.IN_FLIGHT:
+        """Make the parameters readable; whatever they show must be whole or in flight."""
+        if self.residency is Residency.IN_FLIGHT:
             self._arrive()
-        elif self.state is State.GUARDED:
-            self.state = State.WHOLE
+        elif self.shows is Shows.GUARD:
+            assert not self.rest, f"{self.label} is awaited but was not unsharded"
+            self.shows = Shows.WEIGHTS
             for flat in self._flats:
                 flat.show_whole(is_new=False)
-        assert self.state is not State.RESTING, f"{self.label} is awaited but was not unsharded"
 
     @span("wait")
     def _arrive(self) -> None:
@@ -122,16 +121,16 @@ class Weights:
         self._works = []
         for flat in self._flats:
             flat.show_whole()
-        self.state = State.WHOLE
+        self.residency, self.shows = Residency.WHOLE, Shows.WEIGHTS
 
     def wait_if_in_flight(self) -> None:
         """Finish a gather that was started."""
-        if self.state is State.IN_FLIGHT:
+        if self.residency is Residency.IN_FLIGHT:
             self._arrive()
 
     def gather_again(self) -> None:
         """Gather for ranks that ask for it, whether the weights are whole here or not."""
-        was_guarded = self.state is State.GUARDED
+        was_guarded = self.shows is Shows.GUARD and not self.rest
         self.keep_edits()
         self.unshard()
         self._arrive()
@@ -140,23 +139,20 @@ class Weights:
 
     def idle(self) -> None:
         """Keep whole weights for a later need, guarded so that all other uses are noticed."""
-        if self.gives_back and not self.is_pinned:
-            self._hide()
+        if self.gives_back and not self.is_pinned and self.shows is Shows.WEIGHTS:
+            self.guard()
 
     def hide_copies(self) -> None:
         """Guard copies, so that every use between steps is noticed and sees the masters."""
-        if self.state is State.WHOLE:
+        if self.shows is Shows.WEIGHTS:
             self.keep_edits()
-            self._hide()
-
-    def _hide(self) -> None:
-        self.guard()
-        self.state = State.GUARDED
+            self.guard()
 
     def guard(self) -> None:
         """Send every use of the parameters to their owner until the weights are next awaited."""
         for flat in self._flats:
             flat.classes.guard()
+        self.shows = Shows.GUARD
 
     def pin_if_viewed(self, tensor: Tensor) -> None:
         """Keep the weights whole until the end of the step if ``tensor`` is a view of them."""
@@ -177,9 +173,9 @@ class Weights:
 
         ``until_backward`` if they are needed again in this step, for which a part may be kept.
         """
-        if self.state is State.RESTING or self.is_pinned or not self.gives_back:
+        if self.residency is Residency.RELEASED or self.is_pinned or not self.gives_back:
             return
-        if self._rest_beneath:
+        if self.shows is Shows.MASTERS:
             return
         self.wait_if_in_flight()
         self.keep_edits()
@@ -193,7 +189,7 @@ class Weights:
         for flat in self._flats:
             flat.show_resting()
             flat.weight.release()
-        self.state = State.RESTING
+        self.residency, self.shows = Residency.RELEASED, Shows.GUARD
 
     def keep_edits(self) -> None:
         """Copy users' changes of whole weights to the masters, on all ranks."""
@@ -203,8 +199,8 @@ class Weights:
 
     @property
     def is_edited(self) -> bool:
-        """Return whether whole weights have changes by users that the masters lack."""
-        if self.state is not State.WHOLE and not self.are_whole:
+        """Return whether what is whole has changes by users that the masters lack."""
+        if self.rest or self.residency is Residency.IN_FLIGHT:
             return False
         return bool([flat for flat in self._flats if flat.edits.unsaved])
 
@@ -214,41 +210,47 @@ class Weights:
             flat.keep_edits()
 
     @property
-    def can_open(self) -> bool:
-        """Return whether :meth:`open` would show masters that are not shown now."""
-        return self.must_open and self.state is not State.OPEN and not self.is_gathered
-
-    def open(self) -> None:
-        """Show whole masters to code between steps, which may change them, until :meth:`close`."""
-        tagged = enumerate(self._flats, self._first_tag)
-        works = [flat.open(self.label, tag) for tag, flat in tagged]
-        for flat, work in zip(self._flats, works, strict=True):
-            work.wait()
-            flat.show_open()
-        self.state = State.OPEN
-
-    def close(self) -> None:
-        """Hide the masters again; changes that are not stored are lost."""
-        for flat in self._flats:
-            flat.close()
-        self.state = State.RESTING if self.gives_back else State.GUARDED
-
-    @property
     def is_gathered(self) -> bool:
-        """Return whether whole masters are held now."""
-        return bool(self._gathered)
+        """Return whether `gathered` shows the masters."""
+        return any(flat.edits.are_gathered for flat in self._flats)
 
-    def begin_gathered(self) -> None:
-        """Show whole parameters in the master's precision until :meth:`end_gathered`."""
-        is_guarded = self.state in (State.GUARDED, State.IN_FLIGHT)
-        self._guard_beneath = is_guarded and self.are_copies and not self.gives_back
+    def show_masters(self, *, as_gathered: bool = False) -> None:
+        """Show whole masters until :meth:`hide_masters`.
+
+        Code between steps may change them: what each rank changes in its own part can be stored.
+        With ``as_gathered`` they are for `gathered`: rank 0's changes are stored, or none.
+        """
         self.wait_if_in_flight()
         self.keep_edits()
-        self._rest_beneath = self.state is State.RESTING
-        self._gathered = [
-            flat.begin_gathered(is_whole=not self._rest_beneath) for flat in self._flats
+        is_whole = self.residency is Residency.WHOLE
+        started = [
+            flat.gather_masters(self.label, tag, are_whole=is_whole, as_gathered=as_gathered)
+            for tag, flat in enumerate(self._flats, self._first_tag)
         ]
-        self.state = State.GATHERED
+        for flat, (whole, work) in zip(self._flats, started, strict=True):
+            work.wait()
+            flat.show_masters(whole, as_gathered=as_gathered)
+        self.shows = Shows.MASTERS
+
+    def hide_masters(self) -> None:
+        """Guard the parameters again; changes that are not stored are lost."""
+        for flat in self._flats:
+            flat.hide_masters(are_whole=self.residency is Residency.WHOLE)
+        self.shows = Shows.GUARD
+
+    def _refresh_masters(self, *, only_stepped: bool) -> None:
+        """Show the masters anew: they were stepped while they were shown."""
+        as_gathered = self.is_gathered
+        apart = [flat for flat in self._flats if flat.edits.buffer is not flat.weight]
+        if [flat for flat in apart if flat.edits.changed]:
+            raise RuntimeError(
+                f"Weights of {self.label!r} were changed within `gathered(...)`, and an optimizer"
+                " has stepped them since, within the same context. Step outside of it."
+            )
+        self.hide_masters()
+        if self.residency is Residency.WHOLE:
+            self.unshard(only_stepped=only_stepped)
+        self.show_masters(as_gathered=as_gathered)
 
     @property
     def changed(self) -> list[str]:
@@ -257,25 +259,10 @@ class Weights:
 
     def store_gathered(self) -> None:
         """Make rank 0's gathered values the masters of all ranks; within exclusive access."""
-        for flat, whole in zip(self._flats, self._gathered, strict=True):
-            flat.edits.bring_back()
-            flat.store.comm.broadcast(whole.tensor)
-            flat.take_over(whole)
-
-    def end_gathered(self) -> None:
-        """Show the weights again, or their placeholders at rest."""
-        self._gathered = []
-        self.wait_if_in_flight()
-        self.state = State.RESTING if self.are_released else State.WHOLE
-        self._rest_beneath = False
         for flat in self._flats:
-            if self.state is State.WHOLE:
-                flat.show_whole()
-            else:
-                flat.show_resting()
-        if self._guard_beneath:
-            self._guard_beneath = False
-            self._hide()
+            flat.edits.bring_back()
+            flat.store.comm.broadcast(flat.edits.buffer.tensor)
+            flat.take_over(flat.edits.buffer)
 
     def abandon(self) -> None:
         """Finish or drop what is in flight, and unpin the weights."""
@@ -287,10 +274,10 @@ class Weights:
             self._works = []
             for flat in self._flats:
                 flat.show_whole()
-            self.state = State.WHOLE
+            self.residency, self.shows = Residency.WHOLE, Shows.WEIGHTS
 
     def retire(self) -> None:
         """Free the weights after the parameters were pointed elsewhere."""
         for flat in self._flats:
             flat.retire()
-        self.state = State.RESTING
+        self.residency = Residency.RELEASED

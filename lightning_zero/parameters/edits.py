@@ -69,7 +69,9 @@ class Edits:
 
     @property
     def unsaved(self) -> list[int]:
-        """The indices of parameters whose changes are not in the masters."""
+        """The indices of parameters whose changes are to be copied to the masters."""
+        if self.are_gathered:
+            return []  # to be refused, or taken over as a whole
         return self.changed if self._has_copies else self.moved
 
     @property

@@ -173,10 +173,9 @@ class FlatParameters:
 
     def full(self) -> Buffer:
         """Gather the whole masters to a new buffer, in the parameters' dtype, and return it."""
-        with lasting_tensors():
-            whole = self.store.whole_masters()
-            self.store.fetch(whole.tensor, unit="full", tag=0).wait()
-            return whole
+        whole, work = self.gather_masters("full", 0, as_gathered=True)
+        work.wait()
+        return whole
 
     def full_of(self, index: int, part: Tensor) -> Tensor:
         """Return a whole tensor like parameter ``index``, assembled from each rank's ``part``."""
@@ -212,34 +211,35 @@ class FlatParameters:
         opened = self.__dict__.get("_opened", self.weight)
         return [self.weight] if opened is self.weight else [self.weight, opened]
 
-    def open(self, unit: str, tag: int) -> Work:
-        """Start to make the masters whole for code between steps; see :meth:`show_open`."""
-        if self._opened is self.weight and not self.plan.gives_weights_back:
-            return Arrived()
-        self._opened.allocate()
-        return self.store.fetch(self._opened.tensor, unit=unit, tag=tag)
+    def gather_masters(
+        self, unit: str, tag: int, *, are_whole: bool = False, as_gathered: bool = False
+    ) -> tuple[Buffer, Work]:
+        """Start to make the masters whole; return the buffer, and the work that fills it.
 
-    def show_open(self) -> None:
-        """Point the parameters at whole masters."""
-        self.classes.show(self._opened.views)
-        self.edits.begin(self._opened)
+        With ``are_whole`` the weights are, and serve if they are no copies. With ``as_gathered``
+        the buffer is a new one, whose views outlive it.
+        """
+        if are_whole and not self.plan.are_copies:
+            return self.weight, Arrived()
+        whole = self.store.whole_masters() if as_gathered else self._opened
+        whole.allocate()
+        return whole, self.store.fetch(whole.tensor, unit=unit, tag=tag)
 
-    def close(self) -> None:
-        """Point the parameters back at placeholders or weights, and release the whole masters."""
-        if self.plan.gives_weights_back:
-            self.show_resting()
-        else:
+    def show_masters(self, whole: Buffer, *, as_gathered: bool) -> None:
+        """Point the parameters at whole masters, which :meth:`gather_masters` has returned."""
+        self.classes.show(whole.views)
+        self.edits.begin(whole, are_gathered=as_gathered)
+
+    def hide_masters(self, *, are_whole: bool) -> None:
+        """Point the parameters at guarded weights or, unless these ``are_whole``, placeholders."""
+        shown, is_kept = self.edits.buffer, not self.edits.are_gathered
+        if are_whole:
             self.show_whole()
             self.classes.guard()
-        if self._opened is not self.weight or self.plan.gives_weights_back:
-            self._opened.release()
-
-    def begin_gathered(self, *, is_whole: bool) -> Buffer:
-        """Point the parameters at whole masters; return the buffer that holds them."""
-        whole = self.weight if is_whole and not self.plan.are_copies else self.full()
-        self.classes.show(whole.views)
-        self.edits.begin(whole, are_gathered=True)
-        return whole
+        else:
+            self.show_resting()
+        if is_kept and not (are_whole and shown is self.weight):
+            shown.release()
 
     @torch.no_grad()
     def take_over(self, whole: Buffer) -> None:
@@ -258,10 +258,9 @@ class FlatParameters:
     @property
     def gives_back(self) -> bool:
         """Return whether the memory that the parameters show is released while views may live."""
-        shown = self.edits.buffer
-        return not self.edits.are_gathered and (
-            shown is not self.weight or self.plan.gives_weights_back
-        )
+        if self.edits.buffer is self.weight:
+            return self.plan.gives_weights_back
+        return not self.edits.are_gathered
 
     def replace(self, index: int, data: Tensor) -> None:
         """Copy in the tensor that the user assigned to the ``data`` of parameter ``index``.
@@ -302,7 +301,7 @@ class FlatParameters:
         self.edits.bring_back()
         if edited:
             self._store_edits(edited, whole)
-        self.edits.begin(whole, are_gathered=self.edits.are_gathered)
+        self.edits.begin(whole)
 
     def _store_edits(self, edited: Sequence[int], whole: Buffer) -> None:
         # What the parameters showed of this rank's masters before the edits.

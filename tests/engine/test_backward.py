@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_zero import full_grad, gathered
 from lightning_zero.engine import Engine
 from lightning_zero.engine.step import Phase
+from lightning_zero.engine.weights import Residency
 from tests.oracle.models import Block
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import shard
@@ -76,7 +77,7 @@ def sharded(name: str, stages: Sequence[int]) -> dict[tuple[int, str], Grads]:
             held = [
                 unit.label
                 for unit in engine.sharded.units
-                if unit.flat_parameters and unit.weights.are_whole
+                if unit.flat_parameters and unit.weights.residency is Residency.WHOLE
             ]
             assert held == []
             assert engine.sharded.memory()["gathered"] == 0

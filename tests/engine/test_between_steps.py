@@ -133,9 +133,9 @@ def _changes(way: str) -> tuple[list[int], int]:
     for parameter in engine.module.parameters():
         with torch.no_grad():
             parameter.mul_(0.5)
-        held.append(len(engine.sharded.opened))
+        held.append(engine.sharded.shown.num_touched)
     engine.close()
-    return held, len(engine.sharded.opened)
+    return held, engine.sharded.shown.num_touched
 
 
 def test_changed_units_are_few_where_nobody_reads_them(ranks: Pools) -> None:

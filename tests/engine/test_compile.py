@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.engine import Engine
+from lightning_zero.engine.weights import Residency
 from lightning_zero.plan import Settings
 from tests.oracle.projects import Regression, Run, assert_like_ddp, fit, rows, under_all
 from tests.oracle.ranks import Pools
@@ -111,7 +112,7 @@ class Inlined(Regression):
     def on_train_batch_end(self, *_: Any) -> None:
         units = self.trainer.strategy.engine.sharded.units
         self.inlined = [unit.label for unit in units if unit.is_inlined]
-        self.whole = [unit.label for unit in units if unit.weights.are_whole]
+        self.whole = [unit.label for unit in units if unit.weights.residency is Residency.WHOLE]
 
 
 def _inlined(way: str, stage: int) -> tuple[list[str], list[str]]:

@@ -25,7 +25,7 @@ from lightning_zero.comm import Communicator, SyncPoint, sum_of
 from lightning_zero.comm.one_host.window import Window
 from lightning_zero.engine import Engine
 from lightning_zero.engine.gradients import Gradients
-from lightning_zero.engine.weights import State, Weights
+from lightning_zero.engine.weights import Residency, Weights
 from lightning_zero.parameters import Buffer
 from lightning_zero.plan import Settings
 from tests.oracle.ranks import Pools
@@ -517,7 +517,7 @@ def _profiles_that_stop_early() -> list[set[str]]:
         model(torch.randn(4, WIDTH)).sum().backward()
         with profile(activities=[ProfilerActivity.CPU]) as seen:
             optimizer.step()
-        assert any(unit.weights.state is State.IN_FLIGHT for unit in engine.sharded.units)
+        assert any(unit.weights.residency is Residency.IN_FLIGHT for unit in engine.sharded.units)
         names.append({event.name for event in seen.events()})
         del seen
     engine.close()

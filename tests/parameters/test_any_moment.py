@@ -406,6 +406,45 @@ def test_edits_of_what_is_gathered_for_reading_are_refused(ranks: Pools) -> None
         assert all("modify=True" in words for words in [*first, *second])
 
 
+def _train_within_gathered(stage: int, precision: str, within: bool) -> list[Tensor]:
+    """The masters as shown after each of two steps, and views of them taken in another."""
+    engine = _engine(stage, precision)
+    module, parameters = engine.module, list(engine.module.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    engine.adopt(optimizer)
+    shown: list[Tensor] = []
+    torch.manual_seed(engine.comm.control.rank)
+    for x in torch.randn(2, 3, WIDTH):
+        with gathered(module) if within else contextlib.nullcontext():
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision != "32-true"):
+                loss = module(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if within:
+                shown.append(parameters_to_vector(parameters))
+        if not within:
+            with gathered(module):
+                shown.append(parameters_to_vector(parameters))
+        assert engine.sharded.memory()["gathered"] == 0
+    with engine.step(awaits_backward=False), torch.no_grad():
+        with gathered(module):
+            views = [parameter.detach() for parameter in parameters]
+        # The weights that they are views of may be released, but not under their feet.
+        shown += [view.float().clone() for view in views]
+    engine.close()
+    return [*shown, parameters_to_vector(parameters).detach()]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_within_gathered_is_a_step(ranks: Pools, stage: int, precision: str) -> None:
+    """Forward, backward and optimizer find what is shown, and leave the new values shown."""
+    within, apart = (ranks(2).run(_train_within_gathered, stage, precision, how) for how in (1, 0))
+    for values in zip(*within, *apart, strict=True):
+        assert all(torch.equal(value, values[0]) for value in values)
+
+
 def _digits(stage: int) -> list[Tensor]:
     """The masters' values before and after one row of their bf16 weights was edited."""
     engine = _engine(stage, "bf16-mixed")

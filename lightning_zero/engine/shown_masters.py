@@ -1,0 +1,133 @@
+"""Whole masters for code outside of units' forwards: on touch between steps, or in `gathered`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+from lightning_zero.comm import Communicator, SyncPoint
+from lightning_zero.engine.unit import Unit
+from lightning_zero.engine.weights import Shows, Weights
+
+_MOST = 2
+"""Units that code between steps sees at a time; more only while one operation uses them all."""
+
+
+class ShownMasters:
+    """The units whose whole masters are shown.
+
+    Those that code between steps touches are shown until it touches others. Where a gather needs
+    every rank, all ranks must touch the same units, in the same order. Where ranks read each
+    other's memory, no touch waits for another rank: there an edited unit stays whole until all
+    ranks meet, as others may still read its masters.
+
+    Those within :meth:`gathered` are shown to the end of the context, whatever runs in it.
+
+    Attributes:
+        on_touch: Makes units readable that a step uses outside of their forward; returns ``False``
+            between steps.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self.on_touch: Callable[[Sequence[Unit]], bool] = lambda _: False
+        # The least recently touched one first.
+        self._touched: list[Unit] = []
+
+    @property
+    def is_within_step(self) -> bool:
+        """Return whether code that runs now is part of a step, which all ranks take together."""
+        return self.on_touch([])
+
+    @property
+    def num_touched(self) -> int:
+        """The number of units that are shown to code between steps."""
+        return len(self._touched)
+
+    def touch(self, units: Sequence[Unit]) -> None:
+        """Make ``units`` readable and writable together, and hide the least recently touched.
+
+        Raises:
+            RuntimeError: A gather needs every rank, and other ranks touch other units or none.
+        """
+        if self.on_touch(units):
+            return
+        for unit in units:
+            unit.weights.wait_if_in_flight()
+        new = [u for u in units if u.weights.hides_masters and u.weights.shows is not Shows.MASTERS]
+        if new and self._comm.transport.gathers_together:
+            what = ", ".join(unit.label for unit in new)
+            self._comm.control.call(SyncPoint.TOUCH, about=what).wait()
+        self._hide_down_to(_MOST - len(new), units)
+        for unit in new:
+            unit.weights.show_masters()
+        touched = [unit for unit in units if unit in self._touched or unit in new]
+        self._touched = [unit for unit in self._touched if unit not in touched] + touched
+
+    def _hide_down_to(self, count: int, used: Sequence[Unit]) -> None:
+        """Hide units until ``count`` are shown, but none that is ``used`` now or must stay."""
+        for unit in [unit for unit in self._touched if unit not in used]:
+            if len(self._touched) <= count:
+                return
+            if unit.weights.is_edited:
+                if self._comm.transport.reads_peers:
+                    continue
+                unit.weights.store_edits()
+            unit.weights.hide_masters()
+            self._touched.remove(unit)
+
+    def hide_touched(self) -> None:
+        """Hide what code between steps has touched; changes that are not stored are lost."""
+        touched, self._touched = self._touched, []
+        for unit in touched:
+            unit.weights.hide_masters()
+
+    @contextlib.contextmanager
+    def gathered(self, units: Sequence[Unit], *, modify: bool) -> Iterator[None]:
+        """Enter a context in which the masters of ``units`` are shown; a collective.
+
+        Raises:
+            RuntimeError: As for :meth:`ShardedModel.gathered`.
+        """
+        wanted = [unit.weights for unit in units if not unit.weights.is_gathered]
+        if modify and len(wanted) < len(units):
+            raise RuntimeError(
+                "gathered(modify=True) was entered within another `gathered` of the same weights."
+                " Pass `modify=True` to the outer one."
+            )
+        before = [weights for weights in wanted if weights.shows is Shows.WEIGHTS]
+        for weights in wanted:
+            weights.show_masters(as_gathered=True)
+        access = self._comm.exclusive(SyncPoint.EDIT) if modify else contextlib.nullcontext()
+        try:
+            with access:
+                try:
+                    yield
+                finally:
+                    for weights in wanted if modify else ():
+                        weights.store_gathered()
+            changed = [name for weights in wanted for name in weights.changed]
+        finally:
+            self._end_gathered(wanted, before)
+        if not modify:
+            self._refuse(changed)
+
+    def _end_gathered(self, wanted: Sequence[Weights], before: Sequence[Weights]) -> None:
+        """Show what was shown ``before``, or what is now: a step may have begun or ended within."""
+        is_within_step = self.is_within_step
+        for weights in wanted:
+            weights.hide_masters()
+            if not weights.hides_masters or (is_within_step and weights in before):
+                weights.wait()
+            elif not is_within_step:
+                weights.reshard()
+
+    def _refuse(self, changed: list[str]) -> None:
+        """Raise on all ranks if any rank changed weights that were gathered for reading."""
+        (any_changed,) = self._comm.control.call(SyncPoint.EDIT, bytes([bool(changed)])).wait()
+        if any_changed:
+            what = f"Parameter {changed[0]!r}" if changed else "A parameter on another rank"
+            raise RuntimeError(
+                f"{what} was changed within `gathered(...)`, which is for reading only. Use"
+                " `gathered(..., modify=True)`, which keeps rank 0's changes on all ranks."
+            )
