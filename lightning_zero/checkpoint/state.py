@@ -44,7 +44,7 @@ def module_state(module: nn.Module, engine: Engine) -> dict[str, Any]:
     """
     require_whole_steps(engine.sharded.optimizers)
     engine.sharded.keep_edits()
-    engine.sharded.settle()
+    engine.sharded.load_masters()
     state = module.state_dict(keep_vars=True)
     values: dict[int, ShardedValue] = {}
     for key, value in state.items():

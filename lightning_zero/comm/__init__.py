@@ -5,7 +5,6 @@ control           control plane: objects, sums, sync points, the store
 sync_points       the points of a step that all ranks reach together
 agreement         an error on one rank raised on all
 disk_room         room on disks for the files of all ranks
-exclusive         exclusive access to masters that peers read
 transport         data plane: the interface of all transports
 point_to_point    messages between each pair of ranks (gloo)
 one_host          what exists only for ranks that share one host's CPUs
@@ -14,6 +13,7 @@ codec             quantization to few bits
 coded             transport of quantized weights and gradients
 dry               one rank without the others: allocates as it would, sends nothing
 dry_transports    its transports
+write_access      the right to change masters that peers may be reading
 mesh              axes of ranks: shards, replicas
 tensor_parallel   torch's device mesh, and parameters as DTensors
 traffic           ledger of what was sent, and of the time of steps with offload
@@ -32,7 +32,6 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.control import Control
 from lightning_zero.comm.disk_room import require_room
 from lightning_zero.comm.dry import DryCommunicator, DryHostCopies, dry_transport
-from lightning_zero.comm.exclusive import Exclusive
 from lightning_zero.comm.mesh import Axis
 from lightning_zero.comm.process_groups import default_world_size
 from lightning_zero.comm.rendezvous import join_group
@@ -51,7 +50,6 @@ __all__ = [
     "DTensorForm",
     "DryCommunicator",
     "DryHostCopies",
-    "Exclusive",
     "Extent",
     "Ledger",
     "Outcome",

@@ -16,7 +16,6 @@ from torch import Tensor
 from lightning_zero.comm.coded import Cargo, Coded
 from lightning_zero.comm.collectives import Collectives
 from lightning_zero.comm.control import Control
-from lightning_zero.comm.exclusive import Exclusive
 from lightning_zero.comm.mesh import Axis, Mesh
 from lightning_zero.comm.one_host import SharedMemory, SyncWindows
 from lightning_zero.comm.point_to_point import PointToPoint
@@ -24,6 +23,7 @@ from lightning_zero.comm.process_groups import group_for, is_initialized
 from lightning_zero.comm.sync_points import SyncPoint
 from lightning_zero.comm.traffic import StepTimes, Traffic
 from lightning_zero.comm.transport import Transport
+from lightning_zero.comm.write_access import WriteAccess
 from lightning_zero.tensors import HostCopies, require_abilities
 
 
@@ -42,7 +42,7 @@ class Communicator:
 
     Attributes:
         device: As given.
-        num_changes: How often masters may have changed: it grows at each begin and end of exclusive
+        num_changes: How often masters may have changed: it grows at each begin and end of write
             access, which all ranks take together.
         control: The control plane of all ranks.
         mesh: The ranks along their axes.
@@ -200,13 +200,13 @@ class Communicator:
         if self.reads_peers:
             self.control.call(sync_point).wait()
 
-    def exclusive(self, before: SyncPoint, after: SyncPoint | None = None) -> Exclusive:
+    def write_access(self, before: SyncPoint, after: SyncPoint | None = None) -> WriteAccess:
         """Return the context in which this rank may change its masters; all ranks enter it.
 
         Within it, the device has also finished reading masters that rest on its host.
         """
-        return Exclusive(self.fence, before, after or before, self._on_exclusive)
+        return WriteAccess(self.fence, before, after or before, self._on_write_access)
 
-    def _on_exclusive(self) -> None:
+    def _on_write_access(self) -> None:
         self.num_changes += 1
         self.host_copies.wait_until_read()

@@ -105,7 +105,7 @@ class Engine:
         self._backward = Backward(*parts)
         self._hooks = Hooks(sharded.units, self._backward.on_grad)
         self._forward = Forward(*parts, self._backward, self._hooks)
-        self._step_access = comm.exclusive(SyncPoint.STEP, SyncPoint.STEPPED)
+        self._step_access = comm.write_access(SyncPoint.STEP, SyncPoint.STEPPED)
         sharded.shown.on_touch = self._forward.touch
         self._forward.hook_modules()
         self._step.close()

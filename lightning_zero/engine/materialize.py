@@ -115,7 +115,7 @@ def forget_values(module: nn.Module) -> bool:
     fresh: dict[int, nn.Parameter] = {}
     for child in module.modules():
         for name, parameter in child._parameters.items():
-            if isinstance(parameter, guards.Resting):
+            if isinstance(parameter, guards.Guarded):
                 if id(parameter) not in fresh:
                     before = ownership_of(parameter)
                     blank = torch.empty_strided(

@@ -165,12 +165,12 @@ class ShardedModel:
     def expose(self, parameter: Parameter, *, is_plain: bool = False) -> None:
         """Note that the ``data`` of a readable parameter, or a plain view, is handed out."""
         _, flat, index = self._places[id(parameter)]
-        flat.own()
+        flat.stop_borrowing()
         flat.edits.expose(index, is_plain=is_plain)
 
-    def own(self, parameter: Parameter) -> bool:
+    def stop_borrowing(self, parameter: Parameter) -> bool:
         """Put a readable parameter in memory that its views can keep; return whether it moved."""
-        return self._places[id(parameter)][1].own()
+        return self._places[id(parameter)][1].stop_borrowing()
 
     def gives_back(self, parameter: Parameter) -> bool:
         """Return whether views of a readable parameter will lose their memory."""
@@ -188,7 +188,7 @@ class ShardedModel:
         Within a step, every call waits for all ranks.
         """
         unit, flat, index = self._places[id(parameter)]
-        flat.settle()
+        flat.load_masters()
         piece = flat.pieces[index]
         if value.shape != parameter.shape:  # not always: it reads a value that is not loaded yet
             value = value.expand(parameter.shape)
@@ -200,7 +200,7 @@ class ShardedModel:
             parameter.copy_(value)
             return
         unit.weights.wait_if_in_flight()
-        with self.comm.exclusive(SyncPoint.EDIT):
+        with self.comm.write_access(SyncPoint.EDIT):
             piece.data.copy_(piece.range.part_of(value))
         self.refresh([unit])
 
@@ -208,7 +208,7 @@ class ShardedModel:
         """Copy users' changes of whole weights to the masters, on all ranks; hide touched units."""
         edited = [unit.weights for unit in self.units if unit.weights.is_edited]
         if edited:
-            with self.comm.exclusive(SyncPoint.EDIT):
+            with self.comm.write_access(SyncPoint.EDIT):
                 for weights in edited:
                     weights.store_edits()
         self.shown.hide_touched()
@@ -226,17 +226,17 @@ class ShardedModel:
             unit.weights.wait_if_in_flight()
             unit.weights.guard()
         try:
-            with self.comm.exclusive(SyncPoint.EDIT):
+            with self.comm.write_access(SyncPoint.EDIT):
                 self._is_writing = True
                 yield
         finally:
             self._is_writing = False
             self.refresh(self.units)
 
-    def settle(self) -> None:
+    def load_masters(self) -> None:
         """Read masters that still rest in a checkpoint into storage of this run; a collective."""
         for flat in self.flats:
-            flat.settle()
+            flat.load_masters()
 
     def refresh(self, units: Iterable[Unit], *, only_stepped: bool = False) -> None:
         """Bring whole weights up to date with masters that have changed, on all ranks."""

@@ -98,7 +98,7 @@ class ShownMasters:
         before = [weights for weights in wanted if weights.shows is Shows.WEIGHTS]
         for weights in wanted:
             weights.show_masters(as_gathered=True)
-        access = self._comm.exclusive(SyncPoint.EDIT) if modify else contextlib.nullcontext()
+        access = self._comm.write_access(SyncPoint.EDIT) if modify else contextlib.nullcontext()
         try:
             with access:
                 try:

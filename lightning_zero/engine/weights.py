@@ -161,7 +161,7 @@ class Weights:
         storage = tensor.untyped_storage()._cdata
         for flat in self._flats:
             if flat.weight.tensor.untyped_storage()._cdata == storage:
-                if flat.own():  # moved: view the same place in the new memory
+                if flat.stop_borrowing():  # moved: view the same place in the new memory
                     place = tensor.storage_offset(), tensor.size(), tensor.stride()
                     tensor.set_(flat.weight.tensor.untyped_storage(), *place)
                 guards.track(tensor, flat.parameters)
@@ -194,7 +194,7 @@ class Weights:
     def keep_edits(self) -> None:
         """Copy users' changes of whole weights to the masters, on all ranks."""
         if self.is_edited:
-            with self._flats[0].store.comm.exclusive(SyncPoint.EDIT):
+            with self._flats[0].store.comm.write_access(SyncPoint.EDIT):
                 self.store_edits()
 
     @property
@@ -205,7 +205,7 @@ class Weights:
         return bool([flat for flat in self._flats if flat.edits.unsaved])
 
     def store_edits(self) -> None:
-        """Copy this rank's part of users' changes to the masters; within exclusive access."""
+        """Copy this rank's part of users' changes to the masters; within write access."""
         for flat in self._flats:
             flat.keep_edits()
 
@@ -258,7 +258,7 @@ class Weights:
         return [flat.layout.slots[i].name for flat in self._flats for i in flat.edits.changed]
 
     def store_gathered(self) -> None:
-        """Make rank 0's gathered values the masters of all ranks; within exclusive access."""
+        """Make rank 0's gathered values the masters of all ranks; within write access."""
         for flat in self._flats:
             flat.edits.bring_back()
             flat.store.comm.broadcast(flat.edits.buffer.tensor)

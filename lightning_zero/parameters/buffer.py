@@ -56,7 +56,7 @@ class Buffer:
         if storage.resizable():
             storage.resize_(0)
 
-    def own(self) -> bool:
+    def stop_borrowing(self) -> bool:
         """Stop borrowing memory, if the buffer does; return whether the content has moved."""
         return False
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_zero.parameters.guards import Resting, Whole, unguard
+from lightning_zero.parameters.guards import Guarded, Whole, unguard
 from lightning_zero.parameters.ownership import Owner, take
 from lightning_zero.plan import Home
 from lightning_zero.tensors import internals, lasting_tensors, properties
@@ -18,7 +18,7 @@ from lightning_zero.tensors import internals, lasting_tensors, properties
 
 @functools.cache
 def _class(mixin: type, cls: type[Parameter]) -> type[Parameter]:
-    name = f"Resting{cls.__name__}" if mixin is Resting else cls.__name__
+    name = f"Guarded{cls.__name__}" if mixin is Guarded else cls.__name__
     return cast("type[Parameter]", type(name, (mixin, cls), {}))
 
 
@@ -45,7 +45,7 @@ class ParameterClasses:
         self._ownerships = [take(parameter, owner, name, dtype) for name, parameter in named]
         self._resting, self._whole = (
             [_class(mixin, type(parameter)) for parameter in self._parameters]
-            for mixin in (Resting, Whole)
+            for mixin in (Guarded, Whole)
         )
         # One element, expanded to any shape: NaN where the dtype has it.
         has_nan = home.dtype.is_floating_point or home.dtype.is_complex

@@ -121,9 +121,9 @@ class FlatParameters:
             if source is not self.weight or plan.are_copies:
                 self.weight.tensor.copy_(self.store.as_weights(source.tensor))
 
-    def settle(self) -> None:
+    def load_masters(self) -> None:
         """Bring masters that rest elsewhere here, before they are changed; a collective."""
-        if self.store.settle():
+        if self.store.load_masters():
             self._point_pieces()
 
     def _point_pieces(self) -> None:
@@ -158,9 +158,9 @@ class FlatParameters:
         if is_new:
             self.edits.begin(self.weight)
 
-    def own(self) -> bool:
+    def stop_borrowing(self) -> bool:
         """Stop borrowing memory for the weights; return whether they have moved."""
-        if not self.weight.own():
+        if not self.weight.stop_borrowing():
             return False
         for parameter, view in zip(self.parameters, self.weight.views, strict=True):
             properties.set_data(parameter, view)
@@ -243,8 +243,8 @@ class FlatParameters:
 
     @torch.no_grad()
     def take_over(self, whole: Buffer) -> None:
-        """Take this rank's part of ``whole`` as the new master; call within ``exclusive``."""
-        self.settle()
+        """Take this rank's part of ``whole`` as the new master; within write access."""
+        self.load_masters()
         axis = self.store.comm.mesh.shard
         shard = whole.shard(axis.rank, axis.size)
         if shard.data_ptr() != self.store.shared.own.data_ptr():
@@ -297,7 +297,7 @@ class FlatParameters:
         """Copy this rank's part of changed parameters to the masters."""
         edited, whole = self.edits.unsaved, self.edits.buffer
         if edited:
-            self.settle()
+            self.load_masters()
         self.edits.bring_back()
         if edited:
             self._store_edits(edited, whole)

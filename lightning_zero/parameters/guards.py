@@ -1,9 +1,10 @@
 """The classes that parameters switch between, so that every use finds readable memory.
 
 At rest a parameter's data is a stride-0 placeholder of the full shape. Reading it would be silent
-nonsense (and reading a freed storage a segmentation fault), so while a parameter rests its class is
-a subclass whose ``__torch_function__`` lets metadata through and hands everything else to the
-parameter's owner, which makes it readable or raises.
+nonsense (and reading a freed storage a segmentation fault), so a parameter at rest is **guarded**:
+its class is a subclass whose ``__torch_function__`` lets metadata through and hands everything else
+to the parameter's owner, which makes it readable or raises. So is one whose weights are kept for a
+later need of its unit, and must not go unnoticed when used before that.
 
 While a parameter is a view of a flat buffer, its class is a subclass that intercepts everything
 that exposes its memory: its ``data``, and the methods that return views. Changes made through
@@ -41,7 +42,7 @@ from lightning_zero.parameters.ownership import (
 from lightning_zero.tensors import internals, properties
 
 
-class Resting:
+class Guarded:
     """Mixin of the class that a parameter has while its data may not be read."""
 
     @classmethod
@@ -53,13 +54,13 @@ class Resting:
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Let metadata functions through; for any other make the parameters readable first."""
-        if func is Tensor.copy_ and [isinstance(a, Resting) for a in args[:2]] == [True, False]:
+        if func is Tensor.copy_ and [isinstance(a, Guarded) for a in args[:2]] == [True, False]:
             # What `load_state_dict` does: writing a whole value needs no gather.
             owner_of(args[0]).write(args[0], args[1])
             return args[0]
         if func == properties.SET_DATA:
             return _replace(args[0], args[1])
-        if func in properties.CREATING and isinstance(args[0], Resting):
+        if func in properties.CREATING and isinstance(args[0], Guarded):
             # Code between steps sees the masters, so the new tensor gets their dtype.
             kwargs = {"dtype": ownership_of(cast(Parameter, args[0])).dtype, **(kwargs or {})}
         if func is Tensor.detach:
@@ -177,7 +178,7 @@ def _attribute(name: str, traced: Callable[[Any], Tensor]) -> property:
 _REGISTER: Any = Tensor.register_post_accumulate_grad_hook
 
 
-def _hook_gradient(self: Resting | Whole, hook: Callable[..., Any]) -> RemovableHandle:
+def _hook_gradient(self: Guarded | Whole, hook: Callable[..., Any]) -> RemovableHandle:
     """Register a gradient hook that runs before the owner takes the gradient."""
     parameter = cast(Parameter, self)
     last = ownership_of(parameter).last_hook
@@ -195,7 +196,7 @@ def hook_last(parameter: Parameter, hook: Callable[..., Any]) -> RemovableHandle
     return handle
 
 
-for _mixin in (Resting, Whole):
+for _mixin in (Guarded, Whole):
     _mixin.register_post_accumulate_grad_hook = _hook_gradient  # type: ignore[union-attr]
 for _name, _func in properties.VIEWING.items():
     setattr(Whole, _name, _method(_func))
@@ -283,9 +284,9 @@ def _touch(used: Sequence[Parameter | View]) -> None:
                 # parameter has left this memory.
                 raise kept_too_long(one.ownership.name)
             # No error for other memory yet: a gathered parameter returns to its own later.
-            rests = one.is_gone or isinstance(parameter, Resting)
+            rests = one.is_gone or isinstance(parameter, Guarded)
         else:
-            owner, parameter, rests = owner_of(one), one, isinstance(one, Resting)
+            owner, parameter, rests = owner_of(one), one, isinstance(one, Guarded)
         by_owner.setdefault(id(owner), (owner, []))[1].append(parameter)
         if rests:
             needed.add(id(owner))
@@ -305,7 +306,7 @@ def _replace(parameter: Parameter, data: Tensor) -> None:
 
 def _used_in(value: Any) -> Iterator[Parameter | View]:
     """Yield the parameters in ``value`` that were taken by an owner, and views of them."""
-    if isinstance(value, (Resting, Whole, View)):
+    if isinstance(value, (Guarded, Whole, View)):
         yield cast("Parameter | View", value)
     elif isinstance(value, (list, tuple)):
         for item in value:
@@ -331,7 +332,7 @@ def _use(
         viewed = list(_lying_in(storages, result))
         returning = {id(p) for _, p in viewed if owner_of(p).gives_back(p)}
         # If the weights have moved, the result is a view of the memory that they left.
-        if True in [owner_of(p).own(p) for _, p in viewed if id(p) in returning]:
+        if True in [owner_of(p).stop_borrowing(p) for _, p in viewed if id(p) in returning]:
             return _use(parameters, func, args, kwargs, hides=hides)
         for tensor, parameter in viewed:
             ownership_of(parameter).views.add(tensor)
@@ -391,5 +392,5 @@ def _keep_address(parameter: Parameter) -> None:
 
 def unguard(parameter: Parameter) -> None:
     """Restore the original class of ``parameter``."""
-    if isinstance(parameter, (Resting, Whole)):
+    if isinstance(parameter, (Guarded, Whole)):
         parameter.__class__ = type(parameter).__mro__[2]

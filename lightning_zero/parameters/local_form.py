@@ -16,7 +16,7 @@ from torch._dynamo import OptimizedModule
 from torch.nn import Parameter
 
 from lightning_zero.comm import DTensorForm, is_dtensor
-from lightning_zero.parameters.guards import Resting
+from lightning_zero.parameters.guards import Guarded
 from lightning_zero.parameters.ownership import owner_of
 from lightning_zero.plan import derived_class, original_class, set_cut
 from lightning_zero.tensors import internals
@@ -115,7 +115,7 @@ def _wrapped(name: str) -> property:
         parameter = module._parameters[name]
         if parameter is None:
             return None
-        if isinstance(parameter, Resting):
+        if isinstance(parameter, Guarded):
             owner_of(parameter).touch([parameter])
         return vars(module)[_FORMS][name].read(parameter)
 

@@ -32,7 +32,7 @@ class Owner(Protocol):
         With ``is_plain``, that it has a plain view, from which an array may be made unnoticed.
         """
 
-    def own(self, parameter: Parameter) -> bool:
+    def stop_borrowing(self, parameter: Parameter) -> bool:
         """Put a readable ``parameter`` in memory that is refilled; return whether it has moved."""
 
     def replace(self, parameter: Parameter, data: Tensor) -> None:
@@ -64,7 +64,7 @@ class NoOwner:
     def expose(self, parameter: Parameter, *, is_plain: bool = False) -> None:
         """Do nothing: there are no masters to keep up to date."""
 
-    def own(self, parameter: Parameter) -> bool:
+    def stop_borrowing(self, parameter: Parameter) -> bool:
         """Return ``False``: readable memory stays."""
         return False
 

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
 
 from lightning_zero.parameters.grad_view import GradientView, GradState
-from lightning_zero.parameters.guards import Resting
+from lightning_zero.parameters.guards import Guarded
 from lightning_zero.parameters.piece_range import PieceRange
 from lightning_zero.tensors import internals, lasting_tensors, properties
 
@@ -160,7 +160,7 @@ class PieceAtRest(Piece):
             with internals.as_plain_tensors():
                 return func(*args, **(kwargs or {}))
         args, kwargs = tree_map_only(PieceAtRest, attrgetter("parameter"), (args, kwargs or {}))
-        return Resting.__torch_function__(func, types, args, kwargs)
+        return Guarded.__torch_function__(func, types, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with internals.as_plain_tensors():

@@ -97,7 +97,7 @@ class Store:
         """This rank's shard of the masters."""
         return self.shared.own
 
-    def settle(self) -> bool:
+    def load_masters(self) -> bool:
         """Bring masters here to be changed; return whether they were elsewhere; a collective."""
         return False
 
@@ -251,7 +251,7 @@ class SecondShards(Store):
     Together the ranks of a group (the mesh's ``backward`` axis) keep the whole, in the weights' own
     dtype, so that a gather in the group restores every bit. The parts date from the last gather
     from all ranks, and are used only if no rank can have changed the masters since: changes take
-    exclusive access, which all ranks take together, so all choose the same gather. A backward pass
+    write access, which all ranks take together, so all choose the same gather. A backward pass
     thus sees edits, optimizer steps and loads that happen within its step.
     """
 
@@ -304,7 +304,7 @@ def store_for(
     ``Settings`` rules out second shards with offload to a device's host. Without such an offload,
     ``shared`` yields the memory for the masters next, if given.
     """
-    if plan.grad.medium is Medium.HOST:
+    if plan.rests_on_host:
         return HostStore(layout, plan, comm, scratch)
     has_second = plan.gives_weights_back and comm.mesh.backward is not None
     return (SecondShards if has_second else Store)(layout, plan, comm, scratch, shared)
@@ -315,7 +315,5 @@ def shared_masters(
 ) -> Generator[Shared, None, None]:
     """Yield memory for the masters of several stores, in the order in which stores are made."""
     return comm.transport.share(
-        _extent_of(layout, plan, scratch)
-        for layout, plan in layouts
-        if plan.grad.medium is not Medium.HOST
+        _extent_of(layout, plan, scratch) for layout, plan in layouts if not plan.rests_on_host
     )

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_zero.comm import Communicator, Outcome, Shared, SyncPoint, require_room
 from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.parameters.stores import HostStore, Store
-from lightning_zero.plan import Layout, Medium, Plan
+from lightning_zero.plan import Layout, Plan
 from lightning_zero.tensors import SECTOR, LentMemory, Scratch, StagingMemory, Work, lasting_tensors
 
 _T = TypeVar("_T")
@@ -91,7 +91,7 @@ class LentBuffer(Buffer):
         super().release()
 
     @override
-    def own(self) -> bool:
+    def stop_borrowing(self) -> bool:
         self._may_be_lent = False
         lent = self.tensor
         if lent is self._own[0]:
@@ -158,7 +158,7 @@ class Reading(Generic[_T]):
 
 
 class Stream(Store):
-    """A store of weights that rest in a checkpoint, and have no masters, until :meth:`settle`.
+    """A store of weights that rest in a checkpoint, without masters until :meth:`load_masters`.
 
     Every rank reads whole units, and nothing is sent: what one rank has read is in the page cache
     for the others on its host.
@@ -223,7 +223,7 @@ class Stream(Store):
         source.read(start, out, self.plan.master.dtype)
 
     @override
-    def settle(self) -> bool:
+    def load_masters(self) -> bool:
         if not self.is_stream:
             return False
         control, rank = self.comm.control, self.comm.mesh.shard.rank
@@ -255,7 +255,7 @@ class LentStream(Stream):
     def _behind_sector(self, dtype: torch.dtype) -> int:
         """Return the ``behind_sector`` that matches most bytes of the file: they need no copy."""
         nbytes: Counter[int] = Counter({0: 0})
-        # After `settle` there are no sources, and nothing is read any more.
+        # After `load_masters` there are no sources, and nothing is read any more.
         for source, slot in zip(self._sources, self.layout.slots, strict=False):
             offset = source.offset(dtype)
             if offset is not None and offset % dtype.itemsize == 0:
@@ -305,4 +305,4 @@ class HostStream(Stream, HostStore):
 
 def stream_for(plan: Plan) -> type[Stream]:
     """Return the class of stream for where a plan makes weights whole."""
-    return HostStream if plan.grad.medium is Medium.HOST else LentStream
+    return HostStream if plan.rests_on_host else LentStream

@@ -141,6 +141,11 @@ class Plan:
         return self.has_master or self.gather_bits is not None
 
     @property
+    def rests_on_host(self) -> bool:
+        """Return whether masters and gradients rest on the host of a device that computes."""
+        return self.grad.medium is Medium.HOST
+
+    @property
     def media(self) -> dict[str, Medium]:
         """The medium of each kind of resting bytes."""
         return {

@@ -16,7 +16,6 @@ from lightning_zero.plan.plan import (
     PLACEMENTS,
     RECIPES,
     Home,
-    Medium,
     Offload,
     Placement,
     Plan,
@@ -328,7 +327,7 @@ class Settings:
         if self.offload is not None:
             is_mapped = self.offload.is_mapped(self.device)
             plan = self.offload.of(plan, trainable=trainable, on_host=is_mapped)
-        if self.gather_bits is not None and plan.grad.medium is Medium.HOST:
+        if self.gather_bits is not None and plan.rests_on_host:
             raise ValueError(
                 f"gather_bits={self.gather_bits} encodes shards on the device, but offload keeps"
                 " them on an accelerator's host. Remove one of them."

@@ -61,7 +61,7 @@ def _over_two_axes(way: str) -> list[dict[tuple[str, str], int]]:
     comm.transports["replicate"].all_reduce(out, unit="gradients", tag=1).wait()
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
     master = next(comm.transport.share([Extent(NUMEL // 2, torch.float32)]))
-    with comm.exclusive(SyncPoint.EDIT):
+    with comm.write_access(SyncPoint.EDIT):
         master.own.copy_(total.chunk(2)[comm.mesh.shard.rank])
     whole = torch.empty(NUMEL)
     comm.transport.gather(whole, master, unit="weights", tag=2).wait()

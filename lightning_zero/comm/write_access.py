@@ -1,4 +1,4 @@
-"""Exclusive access to masters that peers read."""
+"""The right to change masters that peers may be reading."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 from lightning_zero.comm.sync_points import SyncPoint
 
 
-class Exclusive:
-    """Exclusive access to masters that peers read, for ranks to change their own; a collective.
+class WriteAccess:
+    """The right of every rank to change its own masters, which peers may read; a collective.
 
     When it begins, all ranks have read the old values; when it ends, all may read the new ones.
     Where ranks cannot read each other's memory, it does not wait::
 
-        with comm.exclusive(SyncPoint.EDIT):
+        with comm.write_access(SyncPoint.EDIT):
             master.copy_(...)
 
     It also ends after an exception, as the other ranks wait for that.
