@@ -676,7 +676,7 @@ def test_views_that_a_unit_returns_are_known(ranks: Pools) -> None:
 class _GivesBack:
     """The owner of one parameter that is whole now."""
 
-    def own(self, parameter: Parameter) -> bool:
+    def stop_borrowing(self, parameter: Parameter) -> bool:
         return False
 
     def gives_back(self, parameter: Parameter) -> bool:
