@@ -157,13 +157,14 @@ class Watchdog:
         self._reports = reports
         self._give_up, self._give_up_devices = give_up, give_up_devices
         self._read_at: float | None = None  # when the verdict was read, until devices are given up
-        self._mutex = threading.Lock()
+        # The owner may be collected as garbage, and leave, at any place of any thread, also while
+        # that thread looks: it may then hold this lock, and may hold those of logging.
+        self._mutex = threading.RLock()
         self._suspects: dict[int, Whereabouts] = {}
         self._has_reported = self._has_left = False
         if reports is not None:
             collectives.explain = self.explain
-            with _lock:
-                _watchdogs.add(self)
+            _watchdogs[id(self)] = self
             _start_to_look()
 
     @property
@@ -229,33 +230,41 @@ class Watchdog:
             with contextlib.suppress(RuntimeError):
                 if self._reports.verdict and self._reports.board.rank == 0:
                     self._reports.wait_for_readers(FAREWELL_SECONDS)
-                self._reports.put(self._observer.at(""))
-                self._reports.answer(str(self._observer.at("")))
+                self._say_goodbye(self._reports)
+
+    def _say_goodbye(self, reports: Reports) -> None:
+        reports.put(self._observer.at(""))
+        reports.answer(str(self._observer.at("")))
 
     def forget(self) -> None:
         """Stop watching."""
-        with _lock:
-            _watchdogs.discard(self)
+        _watchdogs.pop(id(self), None)
 
     # -- the thread ------------------------------------------------------------------------------
 
     def look(self) -> None:
         """Report this rank's place if it has waited for long, and compare it with the others'."""
+        proven = ""
         with self._mutex:
             if not self._has_left and self._reports is not None:
-                self._look(self._reports)
+                proven = self._look(self._reports)
+                if self._has_left:
+                    self._say_goodbye(self._reports)
+        if proven:
+            log.error("%s", proven)
 
-    def _look(self, reports: Reports) -> None:
+    def _look(self, reports: Reports) -> str:
+        """Look, and return the verdict if it is this rank that has proven it."""
         here = self._observer.look()
         if reports.look(self._observer.describe):
             self._obey(here, reports.verdict)
-            return
+            return ""
         if here is None or here.seconds < (PATIENCE if here.number else FOREIGN_PATIENCE):
             if self._has_reported:
                 reports.put(None)
                 self._has_reported = False
             self._suspects = {}
-            return
+            return ""
         with contextlib.suppress(RuntimeError):
             reports.put(here)
         self._has_reported = True
@@ -265,9 +274,10 @@ class Watchdog:
         elif not self._suspects:
             self._suspects = everyone
         elif all(_is_still(self._suspects[rank], now) for rank, now in everyone.items()):
-            log.error("%s", reports.publish(diverged([str(here) for here in everyone.values()])))
+            return reports.publish(diverged([str(here) for here in everyone.values()]))
         elif any(self._suspects[rank].wait != now.wait for rank, now in everyone.items()):
             self._suspects = {}
+        return ""
 
     def _obey(self, here: Whereabouts | None, verdict: str) -> None:
         """Make this rank's waits raise, also those that only its device knows of."""
@@ -282,9 +292,14 @@ class Watchdog:
             self._give_up_devices()
 
 
-_watchdogs: weakref.WeakSet[Watchdog] = weakref.WeakSet()
-_lock = threading.Lock()
+_watchdogs: weakref.WeakValueDictionary[int, Watchdog] = weakref.WeakValueDictionary()
+"""By id. Unlike the iteration of a weak set, ``valuerefs`` needs no lock, which a collected owner
+might wait for in the thread that holds it."""
 _process = 0
+
+
+def _watched() -> list[Watchdog]:
+    return [found for one in _watchdogs.valuerefs() if (found := one()) is not None]
 
 
 def _judged(answers: Mapping[int, str], error: BaseException, world_size: int) -> str:
@@ -314,7 +329,7 @@ def _start_to_look() -> None:
 def _say_farewell() -> None:
     """End the run on all ranks if an exception ends this process."""
     error: BaseException | None = getattr(sys, "last_value", None)
-    for watchdog in list(_watchdogs):
+    for watchdog in _watched():
         if error is not None:
             watchdog.end(error)
             watchdog.leave()
@@ -328,9 +343,7 @@ def _look_now_and_then() -> None:
 
 def _look_at_all() -> None:
     # A function of its own: between looks, no local variable may keep a watchdog alive.
-    with _lock:
-        watchdogs = list(_watchdogs)
-    for watchdog in watchdogs:
+    for watchdog in _watched():
         try:
             watchdog.look()
         except Exception as error:

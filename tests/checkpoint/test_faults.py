@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 import random
@@ -29,6 +28,7 @@ from tests.oracle.checkpoints import (
     some,
     told,
 )
+from tests.oracle.messages import messages
 from tests.oracle.ranks import Pools
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -150,19 +150,10 @@ def save_to_own_folder(folder: str) -> tuple[bytes, list[str]]:
     os.chdir(f"{folder}/{dist.get_rank()}")
     control = Control()
     Saver(control).save(some(control, 3.0), "/proc/self/cwd/new/file.ckpt", PROVENANCE)
-    path, records = f"memory:/{folder}/file.ckpt", []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning_zero.checkpoint.file.save")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    path = f"memory:/{folder}/file.ckpt"
+    with messages("lightning_zero.checkpoint.file.save") as records:
         for _ in range(2):
             Saver(control).save(some(control, 3.0), path, PROVENANCE)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
     if control.rank:
         return b"", records
     assert mapped(path)["state_dict"]["whole"].eq(3).all()

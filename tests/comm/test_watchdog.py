@@ -1,13 +1,19 @@
-"""What a watch does about a verdict where its rank seems to compute."""
+"""What a watch does about a verdict where its rank seems to compute, and of whom it is free."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
+from unittest import mock
 
+import pytest
 from pytest_mock import MockerFixture
 
-from lightning_zero.comm import watchdog
+from lightning_zero.comm import Control, SyncPoint, watchdog
 from lightning_zero.comm.collective_log import CollectiveLog
+from tests.oracle.ranks import Pools, RankError
+from tests.oracle.watch import impatient
 
 
 def test_a_rank_blocked_by_its_device_gives_up_its_groups_once(mocker: MockerFixture) -> None:
@@ -34,3 +40,39 @@ def test_a_rank_blocked_by_its_device_gives_up_its_groups_once(mocker: MockerFix
     assert devices.call_count == 1
     assert not give_up.called
     assert watch.has_given_up
+
+
+class _Owner:
+    """What leaves when it is collected as garbage, such as Fabric's strategy."""
+
+    def __init__(self, control: Control) -> None:
+        self.itself = self
+        weakref.finalize(self, control.leave)
+
+
+@impatient
+def _diverge_when_an_owner_was_collected() -> None:
+    left, control = Control(), Control()
+    look, owner = watchdog.Observer.look, _Owner(left)
+    control.call(SyncPoint.SETUP).wait()  # makes the group of sync points, a collective
+
+    def collecting(observer: watchdog.Observer) -> Any:
+        if observer is left.watchdog._observer:
+            gc.collect()
+        return look(observer)
+
+    gc.disable()
+    try:
+        with mock.patch.object(watchdog.Observer, "look", collecting):
+            del owner
+            if control.rank:
+                control.broadcast_object("another value")
+            control.call(SyncPoint.STEP).wait()
+    finally:
+        gc.enable()
+
+
+def test_an_owner_may_be_collected_in_the_thread_that_looks(ranks: Pools) -> None:
+    with pytest.raises(RankError) as error:
+        ranks(2).run(_diverge_when_an_owner_was_collected, timeout=30.0)
+    assert str(error.value).count("The ranks have diverged") >= 2

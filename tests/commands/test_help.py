@@ -100,7 +100,7 @@ def test_the_step_calls_its_second_argument_as_it_likes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, rest: str
 ) -> None:
     """The Trainer gives it by position."""
-    path = tmp_path / f"step_{abs(hash(rest))}.py"
+    path = tmp_path / "step.py"
     path.write_text(MODULES.format(rest=rest))
     words = ("--batch", "float32[3,4]", "--optimizer", "sgd", "--ranks", "2", "--stages", "3")
     code, text = said(capsys, "estimate", f"{path}:Any", *words)

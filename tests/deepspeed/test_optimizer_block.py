@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import logging
 import math
 import warnings
 from pathlib import Path
@@ -19,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightning_zero import ZeROStrategy
 from lightning_zero.deepspeed import Config
 from lightning_zero.deepspeed.optimizer_block import SchedulerBlock
+from tests.oracle.messages import messages
 from tests.oracle.models import Block
 from tests.oracle.projects import Regression, Run, assert_like_ddp, make_trainer, rows
 from tests.oracle.ranks import Pools
@@ -380,20 +379,18 @@ class Answering(Configured):
 
 def _answer_twice(config: dict[str, Any]) -> tuple[dict[str | int, Run], list[str], list[int]]:
     runs: dict[str | int, Run] = {}
-    told, asked = io.StringIO(), []
-    handler = logging.StreamHandler(told)
-    log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    log.addHandler(handler)
-    for name in ("ddp", 1, 2, 3):
-        module = Answering(name, config)
-        strategy = name if name == "ddp" else ZeROStrategy(int(name), config=config, units={Block})
-        trainer = make_trainer(strategy, max_epochs=3, accumulate_grad_batches=2)
-        trainer.fit(module, rows())
-        runs[name] = Run.of(module, trainer, module.notes)
-        asked.append(module.asked)
-    log.removeHandler(handler)
-    lines = [line for line in told.getvalue().splitlines() if "DeepSpeed configuration" in line]
-    return runs, lines, asked
+    asked = []
+    with messages() as said:
+        for name in ("ddp", 1, 2, 3):
+            module = Answering(name, config)
+            strategy = (
+                name if name == "ddp" else ZeROStrategy(int(name), config=config, units={Block})
+            )
+            trainer = make_trainer(strategy, max_epochs=3, accumulate_grad_batches=2)
+            trainer.fit(module, rows())
+            runs[name] = Run.of(module, trainer, module.notes)
+            asked.append(module.asked)
+    return runs, [line for line in said if "DeepSpeed configuration" in line], asked
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +14,12 @@ import torch.nn.functional as F
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from lightning.pytorch import LightningModule
-from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.fabric import ZeROStrategy
 from tests.oracle.launch import run_script
+from tests.oracle.messages import messages
 from tests.oracle.models import Block, Blocks
 from tests.oracle.ranks import Pools
 
@@ -333,21 +332,15 @@ def test_what_cannot_be_set_up_is_refused_by_name(ranks: Pools) -> None:
 
 
 def _told(is_together: bool) -> list[str]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = rank_zero.log
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     fabric, model = fabric_of("zero3"), Blocks(2, WIDTH)
     optimizer = torch.optim.AdamW(model.parameters())
-    if is_together:
-        fabric.setup(model, optimizer)
-    else:
-        fabric.setup_module(model)
-        fabric.setup_optimizers(optimizer)
-    logger.removeHandler(handler)
-    return [text for text in records if "ZeRO" in text or "AdamW" in text]
+    with messages() as said:
+        if is_together:
+            fabric.setup(model, optimizer)
+        else:
+            fabric.setup_module(model)
+            fabric.setup_optimizers(optimizer)
+    return [text for text in said if "ZeRO" in text or "AdamW" in text]
 
 
 def test_a_run_is_summed_up_once(ranks: Pools) -> None:

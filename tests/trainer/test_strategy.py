@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
 import pickle
 import re
 from typing import Any
@@ -14,12 +13,12 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback
-from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_zero import ZeROPrecision, ZeROStrategy, fabric
 from lightning_zero.plan import CURES
+from tests.oracle.messages import messages
 from tests.oracle.projects import (
     Regression,
     Run,
@@ -214,22 +213,13 @@ def test_weights_stay_at_rest_on_demand(ranks: Pools) -> None:
 
 
 def _logged(stage: int) -> list[str]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    # Lightning's or its mirror's, whichever was imported last in this process.
-    logger = rank_zero.log
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with messages() as said:
         trainer = make_trainer(stage, max_epochs=1)
         module = Regression()
         trainer.validate(module, rows(4), verbose=False)
         trainer.fit(module, rows(), rows(4))
         trainer.test(module, rows(4), verbose=False)
-    finally:
-        logger.removeHandler(handler)
-    return [record for record in records if "ZeRO stage" in record or "steps by" in record]
+    return [text for text in said if "ZeRO stage" in text or "steps by" in text]
 
 
 def test_a_run_is_summed_up_once_by_rank_0(ranks: Pools) -> None:
