@@ -39,7 +39,6 @@ from lightning_zero.memory import (
     format_ranks,
     named_offloads,
     parse_bytes,
-    step_settings,
     write_report,
 )
 from lightning_zero.plan import RECIPES, STRATEGIES, Settings, strategy_arguments
@@ -136,15 +135,14 @@ _OF_LIGHTNING = {
 
 
 class _Asked(NamedTuple):
-    """A model, its settings and those of its step, and the other content of a YAML.
+    """A model with the settings of its run, and the other content of a YAML.
 
     ``given`` are the arguments of the strategy that the settings are made from.
     """
 
     subject: ModelPlan
     given: dict[str, Any]
-    settings: Settings
-    of_step: dict[str, Any]
+    num_microbatches: int
     trainer: dict[str, Any]
 
 
@@ -157,18 +155,16 @@ def _asked(options: argparse.Namespace) -> _Asked:
         arguments = {**named, **arguments}
     trainer = config.get("trainer") or {}
     given = _given(trainer.get("strategy"), parse_arguments(options.set))
-    settings = _settings(given)
     subject = ModelPlan(
         find_model(source, arguments),
-        settings,
+        _settings(given),
         precision=options.precision or str(trainer.get("precision") or "32-true"),
         optimizer=options.optimizer,
         batch=parse_batch(options.batch),
         device=torch.device(options.device),
     )
     microbatches = options.accumulate_grad_batches or trainer.get("accumulate_grad_batches") or 1
-    of_step = {"num_microbatches": microbatches, **step_settings(settings)}
-    return _Asked(subject, given, settings, of_step, trainer)
+    return _Asked(subject, given, microbatches, trainer)
 
 
 def _given(strategy: Any, more: dict[str, Any]) -> dict[str, Any]:
@@ -202,31 +198,25 @@ def _print_times(options: argparse.Namespace, asked: _Asked) -> int:
     """Print the times of a step on ``--cluster``; return the exit code."""
     names = ("offload", "host_memory", "ranks", "report")
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
-    given += ["activation_offload"] if asked.settings.activation_offload else []
-    given += ["offload"] if asked.settings.offload is not None else []
+    given += ["activation_offload"] if asked.subject.settings.activation_offload else []
+    given += ["offload"] if asked.subject.settings.offload is not None else []
     if given:
         raise ValueError(
             "--cluster predicts step times on its own ranks, without offload, so it cannot be"
             f" combined with {given[0]}. Remove one of them."
         )
-    cluster = options.cluster
-    sizes = {"node": cluster.ranks_per_node}
-    settings = {
-        name: sizes.get(value, value) if isinstance(value, str) else value
-        for name, value in asked.of_step.items()
-    }
     limit = parse_bytes(options.device_memory) if options.device_memory else None
-    found = times(asked.subject, cluster, limit, options.stages, **settings)
-    print(f"{asked.subject.describe()}\n\n{times_table(found, cluster)}")
+    found = times(asked.subject, options.cluster, limit, options.stages, asked.num_microbatches)
+    print(f"{asked.subject.describe()}\n\n{times_table(found, options.cluster)}")
     return 0
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the estimate that ``options`` ask for; return the exit code."""
-    asked = subject, _, settings, of_step, trainer = _asked(options)
+    asked = subject, _, num_microbatches, trainer = _asked(options)
     if options.cluster is not None:
         return _print_times(options, asked)
-    offloads = _offloads(options, settings)
+    offloads = _offloads(options, subject.settings)
     device, host = (
         parse_bytes(text) if text else None for text in (options.device_memory, options.host_memory)
     )
@@ -238,14 +228,15 @@ def run(options: argparse.Namespace) -> int:
     limits = Limits(device or 0, host, ranks_per_node)
     ranks = options.ranks or [_ranks_of(trainer) or 8]
     stages = (0, 1, 2, 3) if options.stages is None else options.stages
-    found = compare(subject, stages, ranks, offloads=offloads, **of_step)
+    found = compare(subject, stages, ranks, offloads=offloads, num_microbatches=num_microbatches)
     print("\n\n".join(_texts(subject, found)))
     print("\n" + "\n".join(_beside_the_device(found, limits)))
     if name := _foreign(trainer.get("strategy")):
         print(f"\nIgnored the arguments of {name}.")
     write = functools.partial(_to_write, asked, limits)
     if device is not None:
-        print(f"\n{advise(subject, found, limits, write=write, **of_step)}")
+        advice = advise(subject, found, limits, write=write, num_microbatches=num_microbatches)
+        print(f"\n{advice}")
     if options.report is not None:
         print(f"\n{_report(options.report, subject, found, device)}")
     if device is None:
@@ -260,8 +251,8 @@ def _to_write(asked: _Asked, limits: Limits, found: Estimate) -> str:
     trainer: dict[str, Any] = {"devices": found.world_size if rest else num}
     trainer |= {"num_nodes": num_nodes} if num_nodes > 1 and not rest else {}
     trainer |= {"precision": found.precision} if found.precision != "32-true" else {}
-    if (microbatches := asked.of_step["num_microbatches"]) > 1:
-        trainer["accumulate_grad_batches"] = microbatches
+    if asked.num_microbatches > 1:
+        trainer["accumulate_grad_batches"] = asked.num_microbatches
     after = ", after import lightning_zero" if found.stage else ""
     words = [f"strategy={_strategy(asked.given, found)}", *_as_arguments(trainer)]
     return f"To train with {found.name}: Trainer({', '.join(words)}){after}."

@@ -15,6 +15,7 @@ from lightning_zero.memory import (
     format_ranks,
     play,
 )
+from lightning_zero.plan import Settings
 
 _BITS: tuple[dict[str, int], ...] = (
     {},
@@ -66,11 +67,12 @@ def times(
     cluster: Cluster,
     device_memory: int | None = None,
     stages: Sequence[int] | None = None,
-    **settings: Any,
+    num_microbatches: int = 1,
 ) -> list[Choice]:
     """Return the choices on a cluster: those that fit first, then by the time of a step.
 
-    Arguments in ``settings`` are not varied, and choices that contradict them are left out.
+    Settings that the model's run has chosen are not varied, and choices that contradict them are
+    left out.
 
     Raises:
         ValueError: The model's computation is not known, or no choice is left.
@@ -82,16 +84,22 @@ def times(
     model.events(is_cast=True)  # which raises if the model does not run
     found, refused = [], None
     for stage, varied in _varied(cluster, stages or (1, 2, 3)):
-        if varied.keys() & settings.keys():
+        if any(getattr(model.settings, name) != getattr(Settings, name) for name in varied):
             continue
         timeline = Timeline()
-        chosen = {**settings, **varied}
         try:
-            snapshots = model.snapshots(stage, cluster.world_size, timeline=timeline, **chosen)
+            snapshots = model.snapshots(
+                stage,
+                cluster.world_size,
+                timeline=timeline,
+                num_microbatches=num_microbatches,
+                ranks_on_node=cluster.ranks_per_node,
+                **varied,
+            )
         except ValueError as error:
             refused = refused or error
             continue
-        played = play(timeline, cluster, settings.get("num_microbatches", 1))
+        played = play(timeline, cluster, num_microbatches)
         leaving = sum(
             count for axis, count in played.sent.items() if cluster.leaves_node(timeline.axes[axis])
         )
@@ -103,7 +111,7 @@ def times(
     return sorted(found, key=lambda choice: (not choice.fits, choice.played.total))
 
 
-def _varied(cluster: Cluster, stages: Sequence[int]) -> Iterator[tuple[int, dict[str, int]]]:
+def _varied(cluster: Cluster, stages: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the choices of stages, of groups within a node and of numbers of bits."""
     for stage, bits in product(stages, _BITS):
         if stage not in (1, 2, 3):

@@ -1,17 +1,22 @@
 """Bytes per rank before a run (``estimate``) and after it (``write_report``).
 
-prediction     ``estimate`` and its result; comparisons of stages and numbers of ranks
-model          a model on meta with its optimizer and batch
-dry_run        one step of the user's module on tensors without data: its events
-trace          the events of a step
+A model becomes an estimate in three steps: the user's own step runs once on tensors without data,
+which yields events (a unit's forward begins, a gradient arrives) with the bytes of activations at
+each; the engine is driven through these events on ``meta``, and what it holds in between makes the
+segments of a step; what rests, by the plan's arithmetic, completes them to snapshots.
+
+model          a model on meta with its optimizer, its batch and the settings of its run
+dry_run        step 1: the events of the user's step
+trace          the events
 live_bytes     bytes of all live tensors, and of what kernels keep besides
-replay         the engine itself, driven through the events on meta
+replay         step 2: the engine itself, driven through the events
+steps          step 3: snapshots under the engine, under DDP, of a bare number of parameters
 snapshots      what a rank holds in each part of a step
-cluster        the time of a step on a cluster, from what the replay does and waits for
-steps          a step under the engine, under DDP, of a bare number of parameters, with offload
+terms          what rests
 states         optimizers on meta, and the bytes of their states
-terms          what rests, by the plan's arithmetic
+prediction     ``estimate`` and its result; comparisons of stages and numbers of ranks
 advice         which stage fits a device, and what to change if none does
+cluster        the time of a step on a cluster, from what the replay does and waits for
 summary        what a strategy prints when training begins
 report, plot   text, the page and its picture; size: bytes as people write them
 """
@@ -19,15 +24,13 @@ report, plot   text, the page and its picture; size: bytes as people write them
 from lightning_zero.memory.advice import Limits, advise
 from lightning_zero.memory.cluster import TERMS, Cluster, Played, Timeline, play
 from lightning_zero.memory.live_bytes import LiveBytes
-from lightning_zero.memory.model import ModelPlan
+from lightning_zero.memory.model import OF_STAGE_3, ModelPlan
 from lightning_zero.memory.prediction import (
-    OF_STAGE_3,
     Estimate,
     compare,
     estimate,
     estimate_of,
     named_offloads,
-    step_settings,
 )
 from lightning_zero.memory.report import (
     EQUAL_STAGES,
@@ -70,7 +73,6 @@ __all__ = [
     "parse_numel",
     "play",
     "rest_table",
-    "step_settings",
     "summary",
     "table",
     "write_report",

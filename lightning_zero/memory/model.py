@@ -30,18 +30,19 @@ from lightning_zero.plan import (
 from lightning_zero.tensors import tensors_in
 
 _META = torch.device("meta")
-_CUT = ("units", "cast_weights", "min_num_params")
-"""The settings by which a model is cut into units."""
+OF_STAGE_3 = ("reshard_after_forward", "backward_shard")
+"""Settings that apply to stage 3 only."""
 _TRUE_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 
 
 class ModelPlan:
-    """A model on ``meta`` with its optimizer and batch; the arguments are those of ``estimate``.
+    """A model on ``meta`` with its optimizer and batch, and the settings of its run.
 
-    Of ``settings`` only how the model is cut and what is done with activations count here.
+    The arguments are those of ``estimate``.
 
     Attributes:
         module: The model on ``meta``.
+        settings: The settings, of which each prediction takes another stage or another offload.
         has_units: Whether the model itself is known, not only its number of parameters.
         num_parameters: Elements of all parameters, ties counted once.
         nbytes: Bytes of all parameters and buffers, unsharded and in their own dtypes.
@@ -59,7 +60,13 @@ class ModelPlan:
         step: Step | None = None,
         device: torch.device,
     ) -> None:
-        settings = settings or Settings()
+        self.settings = settings = settings or Settings()
+        if settings.tensor_parallel_size != 1:
+            raise ValueError(
+                "The memory of a model that is cut over tensor-parallel ranks cannot be predicted."
+                " Remove tensor_parallel_size to estimate the whole model over the data-parallel"
+                " ranks."
+            )
         checkpointing = settings.activation_checkpointing
         if batch is not None and not isinstance(checkpointing, bool):
             raise ValueError(
@@ -80,11 +87,6 @@ class ModelPlan:
         self.precision, self.device = precision, device
         recipe, kept = RECIPES[precision], (checkpointing is True, settings.activation_offload)
         self.microbatch = Microbatch(batch, step, *kept, recipe, dtype, device)
-        self._cut: dict[str, Any] = {
-            "recipe": recipe,
-            "device": _META,
-            **{name: getattr(settings, name) for name in _CUT},
-        }
         self.has_units = not isinstance(model_or_numel, int)
         if isinstance(model_or_numel, int):
             if model_or_numel < 1:
@@ -93,7 +95,7 @@ class ModelPlan:
                 raise ValueError(
                     "A number of parameters has no activations. Pass the model, or remove `batch`."
                 )
-            self._cut["units"] = "auto"
+            self.settings = replace(settings, units="auto")
             self.module: nn.Module = nn.Linear(
                 model_or_numel, 1, bias=False, device=_META, dtype=dtype
             )
@@ -174,20 +176,21 @@ class ModelPlan:
         shares_memory: bool = False,
         offload: Offload | None = None,
         timeline: Timeline | None = None,
-        **settings: Any,
+        ranks_on_node: int | None = None,
+        **varied: Any,
     ) -> list[Snapshot]:
         """Return the snapshots of a step at a stage (0: DDP), and record it in any ``timeline``.
 
-        ``settings`` are further arguments of ``Settings``.
+        ``varied`` are settings that differ from the model's own.
         """
         _require_sense(stage, world_size, rank, offload)
         if stage == 0:
             return self._under_ddp(adds_gradients=num_microbatches > 1)
         on_host = offload is not None and offload.is_mapped(self.device)
-        asked = Settings(stage, offload=offload, broadcast_buffers=False, **self._cut, **settings)
+        asked = self._at(stage, offload, **varied)
         self._require_support(asked, on_host=on_host)
         chosen = replace(asked, offload=None)  # its bytes are those of the terms
-        division = chosen.division(world_size)
+        division = chosen.division(world_size, ranks_on_node)
         num_shards, num_backward = division["num_shards"], division["num_backward_shards"]
         place = rank % num_shards
         specs = specify_units(self.module, chosen)
@@ -219,6 +222,26 @@ class ModelPlan:
             num_microbatches=num_microbatches,
             adds_gradients=num_microbatches > 1 and not is_local,
             timeline=timeline,
+        )
+
+    def _at(self, stage: int, offload: Offload | None = None, **varied: Any) -> Settings:
+        """Return the settings of a step without data at a stage; those of stage 3 only go below."""
+        if stage < 3:
+            varied |= {name: getattr(Settings, name) for name in OF_STAGE_3}
+        return replace(
+            self.settings,
+            stage=stage,
+            offload=offload,
+            recipe=self.microbatch.recipe,
+            device=_META,
+            **{
+                "broadcast_buffers": False,
+                "async_checkpoint": False,
+                # The events of the step have what becomes of activations.
+                "activation_checkpointing": False,
+                "activation_offload": False,
+                **varied,
+            },
         )
 
     def _require_support(self, asked: Settings, *, on_host: bool) -> None:
@@ -260,7 +283,7 @@ class ModelPlan:
         """Return the events of a step, as in :meth:`Microbatch.events`."""
         if is_cast not in self._events:
             module = meta_copy(self.module)
-            specs = specify_units(module, Settings(3, **self._cut))
+            specs = specify_units(module, self._at(3))
             self._events[is_cast] = self.microbatch.events(module, specs, is_cast=is_cast)
         return self._events[is_cast]
 

@@ -16,20 +16,6 @@ from lightning_zero.memory.states import Optimizers
 from lightning_zero.memory.terms import AWAY_ROWS, HOST_KINDS, KINDS, RESTING, Kinds
 from lightning_zero.plan import Offload, Settings, strategy_arguments
 
-OF_STAGE_3 = ("reshard_after_forward", "backward_shard")
-"""Settings that apply to stage 3 only."""
-
-_STEP_SETTINGS = (
-    *OF_STAGE_3,
-    "prefetch",
-    "reduce_dtype",
-    "accumulate",
-    "shard",
-    "gather_bits",
-    "reduce_bits",
-    "stochastic_rounding",
-)
-
 
 @dataclass(frozen=True)
 class Estimate:
@@ -185,7 +171,7 @@ def estimate(
     return estimate_of(
         model, 0 if strategy == "ddp" else settings.stage, world_size, rank=rank,
         num_microbatches=accumulate_grad_batches, offload=settings.offload,
-        shares_memory=shares_memory, **step_settings(settings),
+        shares_memory=shares_memory,
     )  # fmt: skip
 
 
@@ -200,29 +186,18 @@ def _settings_of(strategy: str | Configured | Settings) -> Settings:
     return found
 
 
-def step_settings(settings: Settings) -> dict[str, Any]:
-    """Return the settings that a step's memory depends on, unless they are the defaults."""
-    if settings.tensor_parallel_size != 1:
-        raise ValueError(
-            "The memory of a model that is cut over tensor-parallel ranks cannot be predicted."
-            " Remove tensor_parallel_size to estimate the whole model over the data-parallel ranks."
-        )
-    of_step = {name: getattr(settings, name) for name in _STEP_SETTINGS}
-    return {name: value for name, value in of_step.items() if value != getattr(Settings, name)}
-
-
 def estimate_of(
     model: ModelPlan,
     stage: int,
     world_size: int,
     *,
     offload: Offload | str | None = None,
-    **settings: Any,
+    **how: Any,
 ) -> Estimate:
-    """Return the estimate for a stage; ``settings`` as in ``ModelPlan.snapshots``."""
+    """Return the estimate for a stage; ``how`` as in ``ModelPlan.snapshots``."""
     if isinstance(offload, str):
         offload = Offload.of_stage(stage, offload)
-    snapshots = tuple(model.snapshots(stage, world_size, offload=offload, **settings))
+    snapshots = tuple(model.snapshots(stage, world_size, offload=offload, **how))
     return Estimate(
         stage,
         world_size,
@@ -245,18 +220,12 @@ def compare(
     world_sizes: Iterable[int],
     *,
     offloads: Iterable[tuple[int, Offload]] = (),
-    **settings: Any,
+    **how: Any,
 ) -> list[Estimate]:
-    """Estimate, for each number of ranks, every stage and then every stage with an offload.
-
-    Each stage gets only the settings that apply to it.
-    """
+    """Estimate, for each number of ranks, every stage and then every stage with an offload."""
     columns = [*((stage, None) for stage in stages), *offloads]
-    below = {name: value for name, value in settings.items() if name not in OF_STAGE_3}
     return [
-        estimate_of(
-            model, stage, world_size, offload=offload, **(settings if stage == 3 else below)
-        )
+        estimate_of(model, stage, world_size, offload=offload, **how)
         for world_size in world_sizes
         for stage, offload in columns
     ]

@@ -24,7 +24,6 @@ from lightning_zero.memory import (
     format_bytes,
     format_ranks,
     rest_table,
-    step_settings,
     table,
     write_report,
 )
@@ -148,7 +147,6 @@ class MemoryMonitor(Callback):
             self.predict = False
             return
         settings: dict[str, Any] = {
-            **step_settings(chosen),
             "num_microbatches": trainer.accumulate_grad_batches,
             "shard": mesh.shard.size if mesh.replicate.size > 1 else "all",
             "backward_shard": None if mesh.backward is None else mesh.backward.size,
