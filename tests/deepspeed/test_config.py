@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
 
 from lightning_zero import ZeROPrecision, ZeROStrategy
@@ -18,6 +17,7 @@ from lightning_zero.deepspeed import Config
 from lightning_zero.deepspeed.keys import KEYS, Fate, Kind, table
 from lightning_zero.deepspeed.optimizer_block import OptimizerBlock, SchedulerBlock
 from lightning_zero.plan import Offload
+from tests.oracle.projects import make_trainer
 from tests.oracle.ranks import ROOT, Pools
 
 ON = {Kind.SWITCH: True, Kind.NUMBER: 7, Kind.TEXT: "fp16", Kind.BLOCK: {"device": "cpu", "x": 1}}
@@ -299,19 +299,7 @@ def fit(
     strategy = ZeROStrategy(
         config=config, precision_plugin=ZeROPrecision(plugin) if plugin else None
     )
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=2,
-        max_epochs=1,
-        limit_train_batches=4,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    trainer = make_trainer(strategy, limit_train_batches=4, limit_val_batches=0, **options)
     torch.manual_seed(0)
     module = ManualOptimBoringModel() if is_manual else BoringModel()
     with warnings.catch_warnings(record=True) as caught:

@@ -493,7 +493,12 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     ("strategy", "launcher"),
-    [("zero3", "lightning"), ("zero3", "torchrun"), ("zero2_spawn", "plain")],
+    [
+        ("zero3", "lightning"),
+        ("zero3", "torchrun"),
+        ("zero2_fork", "plain"),
+        pytest.param("zero2_spawn", "plain", marks=pytest.mark.slow),
+    ],
 )
 def test_each_launcher_starts_and_ends_the_ranks(
     strategy: str, launcher: Any, tmp_path: Path

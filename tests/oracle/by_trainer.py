@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_zero import ZeROStrategy
+from tests.oracle import projects
 from tests.oracle.models import Tied
 
 NUM_ROWS = 48
@@ -84,17 +85,16 @@ class Rows:
 
 def make_trainer(world: int, strategy: Any, folder: Path | str, **more: Any) -> Trainer:
     options: dict[str, Any] = {
-        "accelerator": "cpu",
         "devices": world,
+        "max_epochs": None,
         "max_steps": 12,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
+        "log_every_n_steps": 50,
+        "enable_checkpointing": True,
         "default_root_dir": str(folder),
         "use_distributed_sampler": False,
         "num_sanity_val_steps": 0,
     }
-    return Trainer(strategy=strategy, **{**options, **more})
+    return projects.make_trainer(strategy, **{**options, **more})
 
 
 def world() -> int:

@@ -1,10 +1,15 @@
 """Processes that begin with everything imported, because a server that has imported it forks them.
 
-Importing torch and Lightning costs a process seconds; a fork costs milliseconds. The ranks of a
-real job are interpreters of their own, whose strings hash and whose objects lie elsewhere, so that
-an order which follows either shows. There are two servers for that: neighbours among the ranks come
-from different ones. Where several processes run tests, all are served by the two that the process
-which starts them has started.
+Importing torch and Lightning costs a process seconds; a fork costs milliseconds. The standard
+library's fork server would lose three properties:
+
+- **Two seeds.** The ranks of a real job are interpreters of their own, whose strings hash and whose
+  objects lie elsewhere, so that an order which follows either shows. So there are two servers, and
+  neighbours among the ranks come from different ones. A process has one of the library's, publicly.
+- **Two imports in all.** Where several processes run tests, all are served by the two servers that
+  the process which starts them has started. The library's serves one process.
+- **No orphans.** Ranks that no test uses are stopped (ranks.py), and would not see that a test
+  process was killed. A server wakes those that it has forked for it.
 """
 
 from __future__ import annotations

@@ -95,21 +95,12 @@ def return_something_local() -> object:
 
 
 def fit(max_steps: int) -> tuple[int, int, float]:
-    from lightning.pytorch import Trainer
     from lightning.pytorch.demos.boring_classes import BoringModel
 
+    from tests.oracle.projects import make_trainer
+
     model = BoringModel()
-    trainer = Trainer(
-        accelerator="cpu",
-        strategy="ddp",
-        devices=dist.get_world_size(),
-        max_steps=max_steps,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = make_trainer("ddp", max_steps=max_steps, limit_val_batches=0)
     trainer.fit(model)
     return trainer.global_rank, trainer.world_size, model.layer.weight.sum().item()
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lightning_zero  # noqa: F401  (registers the strategies)
+from tests.oracle.projects import make_trainer
 from tests.oracle.ranks import Pools
 
 WORLD, STEPS, LAYERS, WIDTH, RANK, VOCABULARY = 2, 3, 4, 96, 4, 64
@@ -109,18 +110,7 @@ def finetune(
     seed_everything(0)
     module = Finetune(base_dtype, checkpointing=checkpointing)
     data = TensorDataset(torch.randint(VOCABULARY, (WORLD * STEPS * 2, 12)))
-    trainer = Trainer(
-        strategy=strategy,
-        precision=precision,
-        accelerator="cpu",
-        devices=WORLD,
-        max_epochs=1,
-        gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = make_trainer(strategy, precision=precision, gradient_clip_val=1.0)
     trainer.fit(module, DataLoader(data, 2))
     planned = dict.fromkeys(("weights", "gradients", "master"), 0)
     engine = getattr(trainer.strategy, "engine", None)

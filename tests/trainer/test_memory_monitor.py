@@ -20,10 +20,11 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_zero import MemoryMonitor, ZeROStrategy
+from lightning_zero import MemoryMonitor
 from lightning_zero.trainer import memory_monitor
 from lightning_zero.trainer.memory_monitor import POINTS, allocated_on
 from tests.oracle.models import Transformer, next_token_loss, tokens
+from tests.oracle.projects import make_strategy, make_trainer
 
 
 class Project(LightningModule):
@@ -81,15 +82,10 @@ def fit(
 ) -> tuple[MemoryMonitor, list[str]]:
     """Train four batches; returns the monitor and the names that were logged."""
     callback = monitor(report=folder)
-    world, epochs = dist.get_world_size(), changes.pop("epochs", 1)
-    zero: Any = strategy
-    if isinstance(strategy, int):
-        zero = ZeROStrategy(strategy, units=is_block)
-    logger = CSVLogger(folder)
-    trainer = Trainer(
-        strategy=zero, accelerator="cpu", devices=world, precision=precision, max_epochs=epochs,
-        logger=logger, callbacks=[callback], enable_progress_bar=False, enable_checkpointing=False,
-        enable_model_summary=False, log_every_n_steps=1, num_sanity_val_steps=1,
+    world, logger = dist.get_world_size(), CSVLogger(folder)
+    trainer = make_trainer(
+        make_strategy(strategy, units=is_block), precision=precision, logger=logger,
+        max_epochs=changes.pop("epochs", 1), callbacks=[callback], num_sanity_val_steps=1,
     )  # fmt: skip
     data = [tokens(13, 6)(4, seed) for seed in range(4 * world)]
     loader = DataLoader(data, batch_size=None)

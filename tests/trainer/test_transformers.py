@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lightning_zero import ZeROStrategy
 from lightning_zero.plan import find_units
 from tests.oracle.parity import Result
+from tests.oracle.projects import make_trainer
 from tests.oracle.ranks import Pools
 
 WORLD, STEPS, ROWS, LENGTH, VOCABULARY = 2, 3, 2, 12, 128
@@ -247,20 +248,13 @@ def train(
 ) -> Run:
     seed_everything(0)
     module = Wrapped(family, **options)
-    trainer = Trainer(
-        strategy=strategy,
+    trainer = make_trainer(
+        strategy,
         precision=precision,
-        accelerator="cpu",
-        devices=WORLD,
-        max_epochs=1,
         accumulate_grad_batches=accumulate,
         gradient_clip_val=1.0,
         limit_val_batches=1 if module.generates else 0,
         num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(module)
     engine = getattr(trainer.strategy, "engine", None)
@@ -394,17 +388,8 @@ def start_of(family: str, stage: int, units: list[str], *, precision: str) -> di
     seed_everything(0)
     module = Wrapped(family, on_meta=True)
     chosen = functools.partial(is_small_unit, names=units) if units else "auto"
-    trainer = Trainer(
-        strategy=ZeROStrategy(stage=stage, units=chosen),
-        precision=precision,
-        accelerator="cpu",
-        devices=WORLD,
-        max_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    strategy = ZeROStrategy(stage=stage, units=chosen)
+    trainer = make_trainer(strategy, precision=precision, max_steps=0)
     trainer.fit(module)
     tensors = {**dict(module.model.named_parameters()), **dict(module.model.named_buffers())}
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
