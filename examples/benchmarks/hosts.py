@@ -33,7 +33,7 @@ from contenders import CONTENDERS, Contender, Job, fsdp2, zero
 from measure import Run
 from torch import nn
 
-from lightning_zero.comm.traffic import sum_of
+from lightning_zero.comm import sum_of
 from lightning_zero.engine.engine import Engine
 
 INTERFACE = "lan"

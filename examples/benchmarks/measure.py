@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from contenders import CONTENDERS, GPT, Contender, Job, Ranks
 from torch import Tensor
 
-from lightning_zero.comm.traffic import sum_of
+from lightning_zero.comm import sum_of
 from lightning_zero.plan.plan import RECIPES
 
 

@@ -41,9 +41,8 @@ from contenders import Ranks
 from measure import in_fresh_processes, joined
 from torch import Tensor
 
+from lightning_zero.comm import Extent, sum_into, sum_of
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.traffic import sum_of
-from lightning_zero.comm.transport import Extent, sum_into
 from lightning_zero.plan.layout import ALIGNMENT
 
 # torch 2.13 renamed the two and warns about the old names.

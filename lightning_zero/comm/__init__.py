@@ -32,13 +32,13 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.control import Control
 from lightning_zero.comm.disk_room import require_room
 from lightning_zero.comm.dry import DryCommunicator, DryHostCopies, dry_transport
-from lightning_zero.comm.mesh import Axis
+from lightning_zero.comm.mesh import Axis, Mesh
 from lightning_zero.comm.process_groups import default_world_size
-from lightning_zero.comm.rendezvous import join_group
+from lightning_zero.comm.rendezvous import enter_group
 from lightning_zero.comm.sync_points import PendingSync, SyncPoint, with_complements
 from lightning_zero.comm.tensor_parallel import DTensorForm, device_mesh, is_dtensor, whole
-from lightning_zero.comm.traffic import Ledger, StepTimes, Traffic, sum_of
-from lightning_zero.comm.transport import Arrived, Extent, ReduceBuffer, Shared, Then
+from lightning_zero.comm.traffic import Ledger, Sent, StepTimes, Traffic, sum_of
+from lightning_zero.comm.transport import Arrived, Extent, ReduceBuffer, Shared, Then, sum_into
 
 __all__ = [
     "Arrived",
@@ -52,9 +52,11 @@ __all__ = [
     "DryHostCopies",
     "Extent",
     "Ledger",
+    "Mesh",
     "Outcome",
     "PendingSync",
     "ReduceBuffer",
+    "Sent",
     "Shared",
     "StepTimes",
     "SyncPoint",
@@ -63,9 +65,10 @@ __all__ = [
     "default_world_size",
     "device_mesh",
     "dry_transport",
+    "enter_group",
     "is_dtensor",
-    "join_group",
     "require_room",
+    "sum_into",
     "sum_of",
     "whole",
     "with_complements",

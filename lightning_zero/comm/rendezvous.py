@@ -37,7 +37,7 @@ def store_of_incarnation(store: Store, rank: int, world_size: int, timeout: time
     return PrefixStore(f"incarnation/{incarnation}", store)
 
 
-def join_group(
+def enter_group(
     address: str,
     port: int,
     *,

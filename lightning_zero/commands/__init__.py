@@ -14,9 +14,11 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from lightning_zero.commands.convert import add_convert_command
+from lightning_zero.commands.convert import add_convert_command, convert
 from lightning_zero.commands.estimate import add_estimate_command
-from lightning_zero.commands.inspect import add_inspect_command
+from lightning_zero.commands.inspect import add_inspect_command, damage, describe
+
+__all__ = ["COMMANDS", "convert", "damage", "describe", "main"]
 
 COMMANDS = (add_estimate_command, add_inspect_command, add_convert_command)
 """Functions that add a subcommand, whose ``run`` returns the exit code, to the parser."""

@@ -3,7 +3,7 @@
 - ``strategy``: ``ZeROStrategy``, between the Trainer and the engine
 - ``checkpointing``: ``SavingStrategy``, its base class, saves and loads checkpoints
 - ``steps``: ``SteppingStrategy``, the next base class, runs the Trainer's steps in the engine
-- ``ranks``: ``RankStrategy``, the next, joins and leaves the process group
+- ``ranks``: ``RankStrategy``, the next, enters and leaves the process group
 - ``run``: the strategy's state for one call of the Trainer
 - ``deepspeed_config``: demands of a DeepSpeed configuration on the Trainer and the module
 - ``precision``: ``ZeROPrecision``: casting, loss scaling and clipping on pieces

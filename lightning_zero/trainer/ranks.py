@@ -1,4 +1,4 @@
-"""The base class of the strategy that joins and leaves the ranks and names their collectives."""
+"""The base class of the strategy that enters and leaves the group and names its collectives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
-from lightning_zero.comm import join_group, process_groups
+from lightning_zero.comm import enter_group, process_groups
 from lightning_zero.trainer.run import Run
 
 _T = TypeVar("_T")
@@ -37,7 +37,7 @@ class RankStrategy(DDPStrategy):
     @override
     def setup_distributed(self) -> None:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            self._join_group()
+            self._enter_group()
         super().setup_distributed()
         process_groups.end_at_exit()
 
@@ -49,14 +49,14 @@ class RankStrategy(DDPStrategy):
         axis = self._run.comm.mesh.shard  # ranks that have parts of one model see the same batches
         return {"num_replicas": axis.size, "rank": axis.rank}
 
-    def _join_group(self) -> None:
+    def _enter_group(self) -> None:
         """Make the group before Lightning does, in a store without keys from before a restart."""
         if process_groups.is_initialized() or not isinstance(
             self.cluster_environment, TorchElasticEnvironment
         ):
             return
         self.set_world_ranks()
-        join_group(
+        enter_group(
             self.cluster_environment.main_address,
             self.cluster_environment.main_port,
             backend=self._get_process_group_backend(),

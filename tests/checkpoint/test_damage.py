@@ -37,8 +37,7 @@ from lightning_zero.checkpoint.file.records import stored_records
 from lightning_zero.checkpoint.load import ranges_of
 from lightning_zero.checkpoint.word_sums import BLOCK_BYTES, word_sums
 from lightning_zero.comm import Control
-from lightning_zero.commands.convert import convert
-from lightning_zero.commands.inspect import damage
+from lightning_zero.commands import convert, damage
 from lightning_zero.optimizer import members
 from tests.oracle import resharding
 from tests.oracle.by_trainer import Model, Rows, make_trainer, model, world

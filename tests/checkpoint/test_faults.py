@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFile
 from lightning_zero.checkpoint import Provenance, Saver, load, mapped
 from lightning_zero.checkpoint.file.format import FORMAT
 from lightning_zero.comm import Control, SyncPoint
-from lightning_zero.commands.inspect import damage, describe
+from lightning_zero.commands import damage, describe
 from tests.oracle.checkpoints import (
     PROVENANCE,
     Hostile,

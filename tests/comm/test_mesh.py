@@ -7,8 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_zero.comm import Communicator, Extent, SyncPoint
-from lightning_zero.comm.mesh import Mesh
+from lightning_zero.comm import Communicator, Extent, Mesh, SyncPoint
 from tests.oracle.projects import WAYS
 from tests.oracle.ranks import Pools
 

@@ -12,10 +12,9 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_zero.comm import Communicator, Control, Ledger, SyncPoint, sum_of
+from lightning_zero.comm import Communicator, Control, Ledger, Sent, SyncPoint, sum_of
 from lightning_zero.comm.one_host import shared_memory, window
 from lightning_zero.comm.one_host.window import Address, Window
-from lightning_zero.comm.traffic import Sent
 from lightning_zero.engine import Engine
 from lightning_zero.parameters import FlatParameters
 from lightning_zero.plan import Settings

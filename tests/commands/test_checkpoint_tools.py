@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from lightning_zero import load_weights
 from lightning_zero.checkpoint import read_safetensors
 from lightning_zero.checkpoint.safetensors import INDEX
-from lightning_zero.commands import main
-from lightning_zero.commands.convert import convert
-from lightning_zero.commands.inspect import damage, describe
+from lightning_zero.commands import convert, damage, describe, main
 from lightning_zero.engine import Engine
 from lightning_zero.plan import Settings
 from tests.oracle.launch import run_python

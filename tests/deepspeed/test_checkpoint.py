@@ -20,9 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero.checkpoint.values.boxes import Box
 from lightning_zero.checkpoint.values.chunk import Pieces
-from lightning_zero.commands import main
-from lightning_zero.commands.convert import convert
-from lightning_zero.commands.inspect import damage, describe
+from lightning_zero.commands import convert, damage, describe, main
 from lightning_zero.deepspeed import CannotConvert, DeepSpeedFolder
 from tests.deepspeed.writer import Writer
 from tests.oracle.projects import make_trainer

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_zero import estimate
-from lightning_zero.comm.transport import sum_into
+from lightning_zero.comm import sum_into
 from tests.oracle.launch import run_script
 from tests.oracle.ranks import ROOT, Pools
 from tests.oracle.sharded import padded

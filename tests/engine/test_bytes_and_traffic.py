@@ -10,8 +10,7 @@ from lightning.pytorch.loggers import Logger
 from torch import nn
 
 from lightning_zero import TrafficMonitor
-from lightning_zero.comm import Communicator
-from lightning_zero.comm.traffic import Sent
+from lightning_zero.comm import Communicator, Sent
 from lightning_zero.engine import Engine
 from lightning_zero.plan import RECIPES
 from tests.oracle.models import MODELS, Block

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.comm import Communicator
-from lightning_zero.comm.mesh import Mesh
+from lightning_zero.comm import Communicator, Mesh
 from lightning_zero.commands import main
 from lightning_zero.engine import Engine
 from lightning_zero.memory import TERMS, Cluster, LiveBytes, ModelPlan, Played, Timeline, play
