@@ -100,10 +100,10 @@ class Gradients:
         if self._finishes:
             self._finish()
 
-    def join(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait until sums over the copies have arrived, if they are under way."""
         for flat in self._flats:
-            flat.reducer.shard.join()
+            flat.reducer.shard.wait_for_copies()
 
     @span("finish_reduce")
     def _finish(self) -> None:

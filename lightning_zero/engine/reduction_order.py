@@ -40,7 +40,7 @@ class ReductionOrder:
         self._order: list[Unit] | None = None
         self._left: list[Unit] | None = None
         self._under_way: Unit | None = None
-        self._joining: Unit | None = None
+        self._copies_under_way: Unit | None = None
         self._has_copies = sharded.comm.mesh.replicate.size > 1
         self._work: PendingSync | None = None
 
@@ -92,9 +92,9 @@ class ReductionOrder:
         before, self._under_way = self._under_way, unit
         if before is not None:
             before.gradients.finish()
-            if self._joining is not None:
-                self._joining.gradients.join()
-            self._joining = before if self._has_copies else None
+            if self._copies_under_way is not None:
+                self._copies_under_way.gradients.wait_for_copies()
+            self._copies_under_way = before if self._has_copies else None
         unit.gradients.reduce()
 
     def finish(self) -> None:
@@ -115,7 +115,7 @@ class ReductionOrder:
                 self._reduce(unit)
         if self._under_way is not None:
             self._under_way.gradients.finish()
-        self._under_way = self._joining = None
+        self._under_way = self._copies_under_way = None
         held = iter(agreed[len(self._units) :])
         for unit in self._units:
             unit.gradients.install(held)
@@ -123,4 +123,4 @@ class ReductionOrder:
     def abandon(self) -> None:
         """Drop a backward pass that an exception ended."""
         # Not waited for: the others may be gone, or be waiting for this rank.
-        self._under_way = self._joining = self._left = self._work = None
+        self._under_way = self._copies_under_way = self._left = self._work = None

@@ -17,17 +17,19 @@ unsynced_grad    stand-ins for a rank's own gradients
 grad_view        what ``parameter.grad`` shows, as named states
 piece_range      the range of a parameter that a rank owns
 piece            what the optimizer holds
-reducer          gradients on their way from autograd to the optimizer
+grad_shard       the averaged gradients, until pieces hold them
+reducer          gradients on their way from autograd to there
 flat_parameters  all of these for the parameters of a unit that share a dtype and trainability
 ================ ===============================================================================
 """
 
 from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.parameters.flat_parameters import FlatParameters
+from lightning_zero.parameters.grad_shard import Reach
 from lightning_zero.parameters.local_form import make_distributed, make_local
 from lightning_zero.parameters.ownership import ownership_of
 from lightning_zero.parameters.piece import Piece, settle, unsettle
-from lightning_zero.parameters.reducer import Reach, Reducer
+from lightning_zero.parameters.reducer import Reducer
 from lightning_zero.parameters.sharded_grad import stack_on
 from lightning_zero.parameters.stores import Store, shared_masters, store_for
 from lightning_zero.parameters.streams import Reader, Source, stream_for

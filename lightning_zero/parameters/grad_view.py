@@ -131,18 +131,21 @@ class GradientView:
             if _GRAD.__get__(self.piece.parameter) is self.shown:
                 _GRAD.__set__(self.piece.parameter, None)
             self.shown = None
-            # In older versions of torch `getrefcount` misses references from C++: a graph, a grad.
-            if self.state is not GradState.NONE and (
-                getrefcount(self.sharded) != _ALONE or internals.num_uses(self.sharded) > 1
-            ):
+            if self.state is not GradState.NONE and self._is_referenced:
                 self._leave()
             _GRAD.__set__(self.piece, None)
         self.state = GradState.NONE
 
-    def _leave(self) -> None:
-        """Give the stand-in, to which there are other references, a copy of the values to keep.
+    @property
+    def _is_referenced(self) -> bool:
+        """Return whether the user, or a graph, holds on to the stand-in."""
+        # In older versions of torch `getrefcount` misses references from C++: a graph, a grad.
+        return getrefcount(self.sharded) != _ALONE or internals.num_uses(self.sharded) > 1
 
-        Only then is a new stand-in made: one per step would cost as much as all the rest.
+    def _leave(self) -> None:
+        """Leave the stand-in to whoever holds it, with a copy of the values; show another one.
+
+        A new one in each step would need no count of references, and cost as much as all the rest.
         """
         part = self.piece.kept
         self.sharded.kept = torch.zeros_like(self.piece.detach()) if part is None else part.clone()

@@ -5,26 +5,21 @@ gradients of the group. Reducing it leaves the average over all ranks in the **s
 holds its part of that::
 
     autograd -> take -> partial -> reduce -> shard -> install -> grad of pieces and parameters
-
-With hybrid sharding the gradients of all microbatches but the last stay within their copy. Pieces
-hold the average of the copy until the last microbatch **joins** the copies. Values that are equal
-in all copies may be averaged again, which leaves them unchanged.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from enum import Enum
 
 import torch
 from torch import Tensor
 
-from lightning_zero.comm import Arrived, ReduceBuffer, Then
+from lightning_zero.comm import ReduceBuffer
+from lightning_zero.parameters.grad_shard import GradShard, Reach
 from lightning_zero.parameters.grad_view import GradState
-from lightning_zero.parameters.piece import Piece, averages
+from lightning_zero.parameters.piece import Piece
 from lightning_zero.parameters.stores import Store
 from lightning_zero.tensors import Work, internals
 
@@ -32,17 +27,6 @@ _SMALL_BYTES = 2**14
 """Gradients up to this size are moved together: one call each would cost more than the copy."""
 _TOGETHER_BYTES = 2**16
 """The most bytes that wait to be moved together; they are still in a core's cache then."""
-
-
-class Reach(Enum):
-    """The ranks over which the gradients of a backward pass are averaged."""
-
-    RANK = "rank"
-    """None: they stay on their rank."""
-    COPY = "copy"
-    """The ranks of one copy (hybrid sharding)."""
-    ALL = "all"
-    """All ranks."""
 
 
 class Reducer:
@@ -203,7 +187,7 @@ class Reducer:
 
     @property
     def awaits_copies(self) -> bool:
-        """Return whether this pass has to join gradients over the copies, even if none comes."""
+        """Return whether this pass has to sum gradients over the copies, even if none comes."""
         return self._reach is Reach.ALL and self.shard.is_of_copy
 
     def install(self, has_grads: Sequence[bool]) -> None:
@@ -240,110 +224,3 @@ class Reducer:
         rows = self.shard.memory()
         rows["unreduced"] += partial + sum(tensor.nbytes for tensor in self._in_flight)
         return rows
-
-
-class GradShard:
-    """This rank's shard of the averaged gradients.
-
-    Its memory lives while a piece holds a part of it, so that ``zero_grad`` frees it at once.
-
-    Attributes:
-        is_of_copy: Whether the average may be over this copy only, not over all ranks.
-    """
-
-    def __init__(self, pieces: Sequence[Piece], store: Store) -> None:
-        self._pieces = pieces
-        self._store = store
-        self.is_of_copy = False
-        # The shard while its gradients are not installed yet, and the work that fills it.
-        self._fresh: tuple[Tensor, Work] | None = None
-        self._is_joining = False
-        self._installed: Callable[[], Tensor | None] = _nothing
-
-    def add(self, reach: Reach, scale: float, reduced: Tensor, *, unit: str, tag: int) -> None:
-        """Start to move an average to where gradients rest, added to earlier ones not yet dropped.
-
-        The average is ``scale`` times ``reduced``, or times the sum of ``reduced`` over the copies.
-        """
-        # From this same pass, if some gradients came after their unit's reduction.
-        self._arrive()
-        earlier, joins = self._earlier(), reach is Reach.ALL and self._store.has_copies
-        if not joins and scale != 1.0:
-            reduced.mul_(scale)
-        elif joins and earlier is not None:
-            earlier.mul_(1 / (scale * self._store.comm.mesh.replicate.size))
-        shard, flush = self._store.flush(reduced, earlier, unit=unit)
-        if joins:
-            work = self._store.join(shard, flush, unit=unit, tag=tag)
-            flush = Then(work, functools.partial(shard.mul_, scale) if scale != 1.0 else _nothing)
-        self._fresh, self._is_joining = (shard, flush), joins
-
-    def join(self) -> None:
-        """Wait until the copies' sums have arrived, if they are under way."""
-        if self._is_joining:
-            self._arrive()
-
-    def _arrive(self) -> None:
-        if self._fresh is not None:
-            self._fresh[1].wait()
-            self._fresh, self._is_joining = (self._fresh[0], Arrived()), False
-
-    def drop(self) -> None:
-        """Discard gradients that are not installed yet."""
-        self._fresh = None
-
-    def _earlier(self) -> Tensor | None:
-        """Return the shard to which new gradients are added; ``None`` if there is none."""
-        if self._fresh is not None:
-            return self._fresh[0]
-        held = averages(self._pieces)
-        if not [grad for grad in held if grad is not None]:
-            return None
-        living = self._living
-        shard = self._store.gradients() if living is None else living
-        # The user may have dropped or replaced some.
-        for piece, grad in zip(self._pieces, held, strict=True):
-            part = shard[piece.range.in_shard]
-            if grad is None:
-                part.zero_()
-            elif grad.data_ptr() != part.data_ptr():
-                part.copy_(grad)
-        return shard
-
-    @property
-    def _living(self) -> Tensor | None:
-        """The shard that pieces hold parts of, or are about to."""
-        if self._fresh is not None:
-            return self._fresh[0]
-        return self._installed()
-
-    def install(self, has_grads: Sequence[bool]) -> bool:
-        """Give the pieces their parts where any rank has a gradient; return whether any is new."""
-        if self._fresh is None:
-            for piece, has_grad in zip(self._pieces, has_grads, strict=True):
-                if has_grad:
-                    piece.gradient.show_sharded(is_of_copy=self.is_of_copy)
-            return False
-        (fresh, flush), self._fresh = self._fresh, None
-        flush.wait()
-        self._installed = weakref.ref(fresh)
-        for piece, has_grad in zip(self._pieces, has_grads, strict=True):
-            if has_grad:
-                part = piece.range.in_shard
-                reduced = fresh[part] if part.stop > part.start else None
-                piece.gradient.show_sharded(reduced, is_of_copy=self.is_of_copy)
-        return True
-
-    def memory(self) -> Counter[str]:
-        """Return the bytes of the shard, and of gradients that users put in place of its parts."""
-        store, shard = self._store, self._living
-        rows = store.plan.rows({"gradients": 0 if shard is None else shard.nbytes})
-        for piece in self._pieces:
-            grad = piece.kept
-            if grad is not None and (shard is None or grad._base is not shard):
-                rows[store.plan.row("gradients")] += grad.nbytes
-        return rows
-
-
-def _nothing() -> None:
-    return None
