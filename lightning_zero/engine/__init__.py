@@ -3,6 +3,7 @@
 engine                    the training of a sharded model: its steps, optimizers and end
 shown_masters             whole masters for code between steps, and within `gathered`
 sharded_model             the model in units: parameters, pieces, whole values, bytes
+unit_builder              units from modules, one after the other
 unit                      one module with its weights, gradients and calls
 weights, gradients        a unit's whole weights and their states; its gradients up to the optimizer
 step                      the phases of a step

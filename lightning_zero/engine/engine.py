@@ -34,8 +34,9 @@ from lightning_zero.engine.join import Join
 from lightning_zero.engine.module_hook import Hooks
 from lightning_zero.engine.replacements import Replacements
 from lightning_zero.engine.schedule import Prefetcher
-from lightning_zero.engine.sharded_model import Progress, ShardedModel
+from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.step import Lifetime, Step
+from lightning_zero.engine.unit_builder import Progress
 from lightning_zero.engine.weights import Residency
 from lightning_zero.optimizer import (
     OptimizerHooks,

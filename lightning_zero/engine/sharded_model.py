@@ -6,7 +6,6 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -14,26 +13,13 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_zero.comm import Communicator, SyncPoint, require_room
-from lightning_zero.engine import materialize
+from lightning_zero.comm import Communicator, SyncPoint
 from lightning_zero.engine.shown_masters import ShownMasters
 from lightning_zero.engine.unit import Unit, listed
-from lightning_zero.parameters import (
-    FlatParameters,
-    Piece,
-    Reader,
-    Source,
-    Store,
-    guards,
-    shared_masters,
-    store_for,
-    stream_for,
-)
-from lightning_zero.plan import FlatSpec, Settings, specify_units
+from lightning_zero.engine.unit_builder import Progress, UnitBuilder
+from lightning_zero.parameters import FlatParameters, Piece, Reader, Source, guards
+from lightning_zero.plan import Settings
 from lightning_zero.tensors import Scratch, bytes_held
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes that are done, and their total."""
 
 
 class ShardedModel:
@@ -66,76 +52,27 @@ class ShardedModel:
         self.module = module
         self.settings, asked = settings.on_device(), settings
         self.moves_nothing = self.settings.offload is not asked.offload
-        settings = self.settings
         self.comm = comm
         self.units: list[Unit] = []
         self.optimizers: list[Optimizer] = []
-        offload = settings.offload
+        offload = self.settings.offload
         is_in_files = offload is not None and "nvme" in (offload.optimizer, offload.weights)
-        self.scratch = Scratch(settings.offload_path) if is_in_files else None
+        self.scratch = Scratch(self.settings.offload_path) if is_in_files else None
         self.shown = ShownMasters(comm)
         self._places: dict[int, tuple[Unit, FlatParameters, int]] = {}
         self._is_writing = False
         self.reader = Reader()
-        blank = self._build_units(sources, on_written)
+        builder = UnitBuilder(module, self.settings, comm, self.scratch, self.reader, sources)
+        for unit in builder.build(self, on_written):
+            self._add(unit)
         self.flats = [flat for unit in self.units for flat in unit.flat_parameters]
-        blank.finish(functools.partial(self.gathered, modify=True))
+        builder.initializer.finish(functools.partial(self.gathered, modify=True))
 
-    def _build_units(
-        self, sources: Mapping[int, Source], on_written: Progress
-    ) -> materialize.MetaInitializer:
-        """Shard unit by unit; return the initializer of modules that are on the meta device."""
-        # The first module that holds each parameter.
-        owners = {
-            id(parameter): module
-            for module in reversed(list(self.module.modules()))
-            for parameter in module.parameters(recurse=False)
-        }
-        device, streams = self.settings.device, bool(sources)
-        blank = materialize.MetaInitializer(self.module, device, needs_values=not streams)
-        # Weights read from a checkpoint are not sent, and so not coded.
-        settings = replace(self.settings, gather_bits=None) if streams else self.settings
-        specs, mesh = specify_units(self.module, settings), self.comm.mesh
-        divided = {"num_shards": mesh.shard.size, "num_copies": mesh.replicate.size}
-        written, nbytes, sizes = 0, 0, [0] * len(specs)
-        if self.scratch is not None and not streams:
-            sizes = [spec.bytes_in_files(**divided) for spec in specs]
-            nbytes = sum(sizes)
-            require_room(self.scratch, nbytes, self.comm.control, "masters")
-        on_written(0, nbytes)
-        flats = [] if streams else [flat for spec in specs for flat in spec.flat_parameters]
-        layouts = ((flat.layout(**divided), flat.plan) for flat in flats)
-        shared = shared_masters(layouts, self.comm, self.scratch)
-
-        def store_of(flat: FlatSpec) -> Callable[..., Store]:
-            read = [sources[id(p)] for _, p in flat.named if streams]
-            if read:
-                return functools.partial(stream_for(flat.plan), sources=read, reader=self.reader)
-            return functools.partial(store_for, shared=shared)
-
-        # An exception's traceback keeps this frame, which must not keep memory for later units.
-        with contextlib.closing(shared):
-            for spec, size in zip(specs, sizes, strict=True):
-                blank.fill(owners[id(p)] for flat in spec.flat_parameters for _, p in flat.named)
-                groups = [
-                    FlatParameters(
-                        flat.named, flat.plan, self.comm, self, self.scratch, store_of(flat)
-                    )
-                    for flat in spec.flat_parameters
-                ]
-                unit = Unit(spec.name, spec.module, groups, len(self.units))
-                self.units.append(unit)
-                for flat in groups:
-                    for index, parameter in enumerate(flat.parameters):
-                        self._places[id(parameter)] = (unit, flat, index)
-                if spec.name or streams:
-                    unit.weights.reshard()
-                written += size
-                on_written(written, nbytes)
-                if not streams:
-                    # Initializers of later units may read these weights, at stage 3 from peers.
-                    self.comm.fence(SyncPoint.SETUP)
-        return blank
+    def _add(self, unit: Unit) -> None:
+        self.units.append(unit)
+        for flat in unit.flat_parameters:
+            for index, parameter in enumerate(flat.parameters):
+                self._places[id(parameter)] = (unit, flat, index)
 
     @functools.cached_property
     def _peers_read_weights(self) -> bool:
@@ -281,7 +218,7 @@ class ShardedModel:
             if modify:
                 self.refresh(wanted)
 
-    def full_parameters(
+    def whole_parameters(
         self, part_of: Callable[[Piece], Tensor] | None = None
     ) -> Iterator[tuple[Parameter, Tensor]]:
         """Yield every parameter with its whole value in the master's precision.
@@ -295,9 +232,9 @@ class ShardedModel:
         """
         for flat in self.flats:
             if part_of is None:
-                whole = flat.full()
+                whole = flat.whole_masters()
             else:
-                whole = flat.full_from(dict(enumerate(map(part_of, flat.pieces))))
+                whole = flat.whole_from(dict(enumerate(map(part_of, flat.pieces))))
             yield from zip(flat.parameters, whole.views, strict=True)
 
     def full_grad(self, parameter: Parameter) -> Tensor | None:
@@ -310,11 +247,11 @@ class ShardedModel:
         if not any_has:
             return None
         part = torch.zeros_like(piece) if piece.reduced is None else piece.reduced
-        return flat.full_of(index, part)
+        return flat.whole_of(index, part)
 
     def restore(self) -> None:
         """Make the module an ordinary one, with whole parameters in host memory; a collective."""
-        for parameter, whole in self.full_parameters():
+        for parameter, whole in self.whole_parameters():
             guards.unguard(parameter)
             parameter.data = whole.to("cpu", copy=True)
         for unit in self.units:

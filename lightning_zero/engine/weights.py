@@ -107,7 +107,7 @@ class Weights:
     def wait(self) -> None:
         """Make the parameters readable; whatever they show must be whole or in flight."""
         if self.residency is Residency.IN_FLIGHT:
-            self._arrive()
+            self._end_unshard()
         elif self.shows is Shows.GUARD:
             assert not self.rest, f"{self.label} is awaited but was not unsharded"
             self.shows = Shows.WEIGHTS
@@ -115,7 +115,7 @@ class Weights:
                 flat.show_whole(is_new=False)
 
     @span("wait")
-    def _arrive(self) -> None:
+    def _end_unshard(self) -> None:
         for work in self._works:
             work.wait()
         self._works = []
@@ -126,14 +126,14 @@ class Weights:
     def wait_if_in_flight(self) -> None:
         """Finish a gather that was started."""
         if self.residency is Residency.IN_FLIGHT:
-            self._arrive()
+            self._end_unshard()
 
     def gather_again(self) -> None:
         """Gather for ranks that ask for it, whether the weights are whole here or not."""
         was_guarded = self.shows is Shows.GUARD and not self.rest
         self.keep_edits()
         self.unshard()
-        self._arrive()
+        self._end_unshard()
         if was_guarded:
             self.idle()
 

@@ -27,7 +27,7 @@ from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.parameters.flat_parameters import FlatParameters
 from lightning_zero.parameters.grad_shard import Reach
 from lightning_zero.parameters.local_form import make_distributed, make_local
-from lightning_zero.parameters.ownership import ownership_of
+from lightning_zero.parameters.ownership import Owner, ownership_of
 from lightning_zero.parameters.piece import Piece, settle, unsettle
 from lightning_zero.parameters.reducer import Reducer
 from lightning_zero.parameters.sharded_grad import stack_on
@@ -37,6 +37,7 @@ from lightning_zero.parameters.streams import Reader, Source, stream_for
 __all__ = [
     "Buffer",
     "FlatParameters",
+    "Owner",
     "Piece",
     "Reach",
     "Reader",

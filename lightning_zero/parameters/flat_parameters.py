@@ -75,6 +75,8 @@ class FlatParameters:
         self.plan = plan
         self.store = make_store(self.layout, plan, comm, scratch)
         self.weight = self.store.weights()
+        # The buffers that are refilled, so that old views of them show later values.
+        self._lasting = [self.weight]
         self._grad_dtype = plan.weight.dtype
         if HAS_GRAD_DTYPE and plan.weight.dtype is not plan.master.dtype:
             self._grad_dtype = plan.master.dtype
@@ -141,7 +143,7 @@ class FlatParameters:
         piece = Piece.cut(parameter, range_, self.master, weights.dtype, stays=self.plan.stays)
         if comm.mesh.tensor is not None and cut_of(parameter) is None:
             piece.is_copy = comm.mesh.tensor.rank > 0
-        assemble = functools.partial(self.full_of, index)
+        assemble = functools.partial(self.whole_of, index)
         stand_in = ShardedGrad(piece, self._grad_dtype, weights.device, comm, assemble)
         piece.gradient = GradientView(piece, stand_in)
         return piece
@@ -171,17 +173,17 @@ class FlatParameters:
         self.edits.end(self.weight)
         self.classes.rest()
 
-    def full(self) -> Buffer:
+    def whole_masters(self) -> Buffer:
         """Gather the whole masters to a new buffer, in the parameters' dtype, and return it."""
         whole, work = self.gather_masters("full", 0, as_gathered=True)
         work.wait()
         return whole
 
-    def full_of(self, index: int, part: Tensor) -> Tensor:
+    def whole_of(self, index: int, part: Tensor) -> Tensor:
         """Return a whole tensor like parameter ``index``, assembled from each rank's ``part``."""
-        return self.full_from({index: part}).views[index].clone()
+        return self.whole_from({index: part}).views[index].clone()
 
-    def full_from(self, parts: Mapping[int, Tensor]) -> Buffer:
+    def whole_from(self, parts: Mapping[int, Tensor]) -> Buffer:
         """Return a new buffer, assembled from each rank's ``parts`` by parameter index.
 
         Its dtype can hold the values of all of them.
@@ -196,20 +198,11 @@ class FlatParameters:
             self.store.gather(whole.tensor, Shared(shard), unit="full", tag=0).wait()
             return whole
 
-    @functools.cached_property
-    def _opened(self) -> Buffer:
-        """The buffer of whole masters for code between steps, kept because views of it may live."""
-        if not self.plan.are_copies:
-            return self.weight
-        buffer = self.store.whole_masters()
-        buffer.release()
-        return buffer
-
-    @property
-    def _lasting(self) -> list[Buffer]:
-        """The buffers that are refilled, so that old views of them show later values."""
-        opened = self.__dict__.get("_opened", self.weight)
-        return [self.weight] if opened is self.weight else [self.weight, opened]
+    def _kept_masters(self) -> Buffer:
+        """Return the buffer for whole masters between steps, kept because views of it may live."""
+        if self.plan.are_copies and len(self._lasting) == 1:
+            self._lasting.append(self.store.whole_masters())
+        return self._lasting[-1]
 
     def gather_masters(
         self, unit: str, tag: int, *, are_whole: bool = False, as_gathered: bool = False
@@ -221,7 +214,7 @@ class FlatParameters:
         """
         if are_whole and not self.plan.are_copies:
             return self.weight, Arrived()
-        whole = self.store.whole_masters() if as_gathered else self._opened
+        whole = self.store.whole_masters() if as_gathered else self._kept_masters()
         whole.allocate()
         return whole, self.store.fetch(whole.tensor, unit=unit, tag=tag)
 
@@ -335,7 +328,7 @@ class FlatParameters:
             self._point_pieces()
             self.weight = self.store.weights()
             self.weight.release()
-            self.__dict__.pop("_opened", None)
+            self._lasting = [self.weight]
             self.edits.end(self.weight)
 
     def memory(self) -> dict[str, int]:

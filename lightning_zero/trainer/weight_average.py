@@ -185,7 +185,7 @@ class Average:
         parts = {id(self._pieces[id(own)]): own.data for own in self.copy.parameters()}
         wholes = {
             id(parameter): value.to("cpu", copy=True)
-            for parameter, value in self._engine.sharded.full_parameters(
+            for parameter, value in self._engine.sharded.whole_parameters(
                 lambda piece: parts[id(piece)]
             )
         }

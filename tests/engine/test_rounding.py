@@ -173,7 +173,7 @@ def moved(steps: int, **how: Any) -> float:
         model(torch.ones(1, 64, dtype=BF16)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    [(_, masters)] = engine.sharded.full_parameters()
+    [(_, masters)] = engine.sharded.whole_parameters()
     mean = float(masters.float().mean())
     engine.close()
     return mean

@@ -84,7 +84,7 @@ def shard(
 def whole(engine: Engine) -> dict[str, Tensor]:
     """Copies of the masters at full shape on the CPU, by name; all ranks call it."""
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    masters = {names[id(p)]: v.to("cpu", copy=True) for p, v in engine.sharded.full_parameters()}
+    masters = {names[id(p)]: v.to("cpu", copy=True) for p, v in engine.sharded.whole_parameters()}
     return {name: masters[name] for name in names.values()}
 
 
