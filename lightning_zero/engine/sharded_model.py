@@ -99,25 +99,6 @@ class ShardedModel:
         """Make parameters that are used together readable outside their units' forwards."""
         self.shown.touch(self.units_of(parameters))
 
-    def expose(self, parameter: Parameter, *, is_plain: bool = False) -> None:
-        """Note that the ``data`` of a readable parameter, or a plain view, is handed out."""
-        _, flat, index = self._places[id(parameter)]
-        flat.stop_borrowing()
-        flat.edits.expose(index, is_plain=is_plain)
-
-    def stop_borrowing(self, parameter: Parameter) -> bool:
-        """Put a readable parameter in memory that its views can keep; return whether it moved."""
-        return self._places[id(parameter)][1].stop_borrowing()
-
-    def gives_back(self, parameter: Parameter) -> bool:
-        """Return whether views of a readable parameter will lose their memory."""
-        return self._places[id(parameter)][1].gives_back
-
-    def replace(self, parameter: Parameter, data: Tensor) -> None:
-        """Keep ``data``, which was assigned to a readable ``parameter.data``, or raise."""
-        _, flat, index = self._places[id(parameter)]
-        flat.replace(index, data)
-
     @torch.no_grad()
     def write(self, parameter: Parameter, value: Tensor) -> None:
         """Keep a new whole value of ``parameter``, which is not readable now.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_zero.parameters.guards import Guarded, Whole, unguard
-from lightning_zero.parameters.ownership import Owner, take
+from lightning_zero.parameters.ownership import Memory, Owner, take
 from lightning_zero.plan import Home
 from lightning_zero.tensors import internals, lasting_tensors, properties
 
@@ -28,6 +28,7 @@ class ParameterClasses:
     Args:
         named: The parameters, which belong to the owner until :meth:`end`.
         owner: Called when the parameters are used. It is not kept alive.
+        memory: Where they lie, in this order, while they are readable. Not kept alive either.
         home: Where the weights rest: the dtype and device of the placeholders.
         dtype: The dtype of the masters.
     """
@@ -36,13 +37,17 @@ class ParameterClasses:
         self,
         named: Sequence[tuple[str, Parameter]],
         owner: Owner,
+        memory: Memory,
         home: Home,
         dtype: torch.dtype,
     ) -> None:
         self._parameters = [parameter for _, parameter in named]
         for parameter in self._parameters:
             unguard(parameter)
-        self._ownerships = [take(parameter, owner, name, dtype) for name, parameter in named]
+        self._ownerships = [
+            take(parameter, owner, memory, index, name, dtype)
+            for index, (name, parameter) in enumerate(named)
+        ]
         self._resting, self._whole = (
             [_class(mixin, type(parameter)) for parameter in self._parameters]
             for mixin in (Guarded, Whole)

@@ -88,7 +88,7 @@ class FlatParameters:
             self.pieces = [self._cut_piece(index) for index in range(len(named))]
         self.edits = Edits(self.parameters, self.weight, has_copies=plan.rests_apart)
         self.reducer = Reducer(self.pieces, self.store)
-        self.classes = ParameterClasses(named, owner, plan.weight, plan.master.dtype)
+        self.classes = ParameterClasses(named, owner, self, plan.weight, plan.master.dtype)
         # This rank's part of coded weights, if they were edited since they were gathered.
         self._edited: Tensor | None = None
         self.show_whole()
@@ -254,6 +254,11 @@ class FlatParameters:
         if self.edits.buffer is self.weight:
             return self.plan.gives_weights_back
         return not self.edits.are_gathered
+
+    def expose(self, index: int, *, is_plain: bool = False) -> None:
+        """Note that the ``data`` of parameter ``index``, or a plain view of it, is handed out."""
+        self.stop_borrowing()
+        self.edits.expose(index, is_plain=is_plain)
 
     def replace(self, index: int, data: Tensor) -> None:
         """Copy in the tensor that the user assigned to the ``data`` of parameter ``index``.

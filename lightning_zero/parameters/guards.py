@@ -32,13 +32,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from lightning_zero.parameters.ownership import (
-    NoOwner,
-    Owner,
-    Ownership,
-    owner_of,
-    ownership_of,
-)
+from lightning_zero.parameters.ownership import Owner, Ownership, ownership_of
 from lightning_zero.tensors import internals, properties
 
 
@@ -56,7 +50,7 @@ class Guarded:
         """Let metadata functions through; for any other make the parameters readable first."""
         if func is Tensor.copy_ and [isinstance(a, Guarded) for a in args[:2]] == [True, False]:
             # What `load_state_dict` does: writing a whole value needs no gather.
-            owner_of(args[0]).write(args[0], args[1])
+            ownership_of(args[0]).owner.write(args[0], args[1])
             return args[0]
         if func == properties.SET_DATA:
             return _replace(args[0], args[1])
@@ -274,24 +268,25 @@ def _touch_and_use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 def _touch(used: Sequence[Parameter | View]) -> None:
     """Make parameters and views of them readable together, so that none displaces another."""
-    by_owner: dict[int, tuple[Owner, list[Parameter]]] = {}
+    by_owner: dict[Owner, list[Parameter]] = {}
     needed = set()
     for one in used:
         if isinstance(one, View):
-            owner, parameter = one.ownership.owner, one.parameter
-            if isinstance(owner, NoOwner):
+            ownership, parameter = one.ownership, one.parameter
+            if ownership.is_over:
                 # Even if numpy keeps the memory alive, or another owner has the parameter now: the
                 # parameter has left this memory.
-                raise kept_too_long(one.ownership.name)
+                raise kept_too_long(ownership.name)
             # No error for other memory yet: a gathered parameter returns to its own later.
             rests = one.is_gone or isinstance(parameter, Guarded)
         else:
-            owner, parameter, rests = owner_of(one), one, isinstance(one, Guarded)
-        by_owner.setdefault(id(owner), (owner, []))[1].append(parameter)
+            ownership, parameter, rests = ownership_of(one), one, isinstance(one, Guarded)
+        if rests or not ownership.is_over:
+            by_owner.setdefault(ownership.owner, []).append(parameter)
         if rests:
-            needed.add(id(owner))
-    for key, (owner, parameters) in by_owner.items():
-        if key in needed:
+            needed.add(ownership.owner)
+    for owner, parameters in by_owner.items():
+        if owner in needed:
             owner.touch(parameters)
     for one in used:
         if isinstance(one, View) and one.is_gone:
@@ -301,7 +296,7 @@ def _touch(used: Sequence[Parameter | View]) -> None:
 def _replace(parameter: Parameter, data: Tensor) -> None:
     """Pass ``data`` to the owner as the parameter's new value, with both readable."""
     _touch(list(_used_in((parameter, data))))
-    owner_of(parameter).replace(parameter, data)
+    ownership_of(parameter).replace(parameter, data)
 
 
 def _used_in(value: Any) -> Iterator[Parameter | View]:
@@ -321,7 +316,7 @@ def _use(
     """Call ``func`` on readable ``parameters`` or views of them; track the views it returns."""
     hides |= func in properties.HIDING
     for parameter in parameters if hides else ():
-        owner_of(parameter).expose(parameter)
+        ownership_of(parameter).expose()
     for parameter in parameters if func in properties.POINTING else ():
         _keep_address(parameter)
     with internals.as_plain_tensors():
@@ -330,16 +325,16 @@ def _use(
             return result
         storages = {internals.storage_key(p): p for p in parameters}
         viewed = list(_lying_in(storages, result))
-        returning = {id(p) for _, p in viewed if owner_of(p).gives_back(p)}
+        returning = {id(p) for _, p in viewed if ownership_of(p).gives_back}
         # If the weights have moved, the result is a view of the memory that they left.
-        if True in [owner_of(p).stop_borrowing(p) for _, p in viewed if id(p) in returning]:
+        if True in [ownership_of(p).stop_borrowing() for _, p in viewed if id(p) in returning]:
             return _use(parameters, func, args, kwargs, hides=hides)
         for tensor, parameter in viewed:
             ownership_of(parameter).views.add(tensor)
             if id(parameter) in returning:
                 _become_view(tensor, parameter, hides=hides)
             elif func is Tensor.detach:
-                owner_of(parameter).expose(parameter, is_plain=True)
+                ownership_of(parameter).expose(is_plain=True)
         return result
 
 
@@ -378,7 +373,7 @@ def _keep_address(parameter: Parameter) -> None:
         RuntimeError: Torch has no way to do so on the parameter's device.
     """
     ownership = ownership_of(parameter)
-    if not ownership.owner.gives_back(parameter):
+    if not ownership.gives_back:
         return
     if parameter.device.type != "cpu":
         raise RuntimeError(

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from lightning_zero.comm import DTensorForm, is_dtensor
 from lightning_zero.parameters.guards import Guarded
-from lightning_zero.parameters.ownership import owner_of
+from lightning_zero.parameters.ownership import ownership_of
 from lightning_zero.plan import derived_class, original_class, set_cut
 from lightning_zero.tensors import internals
 
@@ -116,7 +116,7 @@ def _wrapped(name: str) -> property:
         if parameter is None:
             return None
         if isinstance(parameter, Guarded):
-            owner_of(parameter).touch([parameter])
+            ownership_of(parameter).owner.touch([parameter])
         return vars(module)[_FORMS][name].read(parameter)
 
     return property(read)

@@ -674,15 +674,14 @@ def test_views_that_a_unit_returns_are_known(ranks: Pools) -> None:
 
 
 class _GivesBack:
-    """The owner of one parameter that is whole now."""
+    """The owner and the memory of one parameter that is whole now."""
 
-    def stop_borrowing(self, parameter: Parameter) -> bool:
+    gives_back = True
+
+    def stop_borrowing(self) -> bool:
         return False
 
-    def gives_back(self, parameter: Parameter) -> bool:
-        return True
-
-    def expose(self, parameter: Parameter) -> None:
+    def expose(self, index: int) -> None:
         """Nothing to notice."""
 
 
@@ -731,6 +730,7 @@ def test_every_method_that_returns_views_is_watched() -> None:
     owner: Any = _GivesBack()
     classes = ParameterClasses(
         [("weight", parameter)],
+        owner,
         owner,
         Home(Placement.REPLICATED, parameter.dtype, parameter.device),
         parameter.dtype,
