@@ -17,6 +17,7 @@ from lightning_zero.comm import Communicator, SyncPoint
 from lightning_zero.engine.shown_masters import ShownMasters
 from lightning_zero.engine.unit import Unit, listed
 from lightning_zero.engine.unit_builder import Progress, UnitBuilder
+from lightning_zero.engine.weights import Residency, Shows
 from lightning_zero.parameters import FlatParameters, Piece, Reader, Source, guards
 from lightning_zero.plan import Settings
 from lightning_zero.tensors import Scratch, bytes_held
@@ -159,8 +160,9 @@ class ShardedModel:
     def refresh(self, units: Iterable[Unit], *, only_stepped: bool = False) -> None:
         """Bring whole weights up to date with masters that have changed, on all ranks."""
         for unit in units:
-            if not unit.weights.rest:
-                unit.weights.refresh(only_stepped=only_stepped)
+            weights = unit.weights  # as `weights.rest`, without a call
+            if weights.residency is not Residency.RELEASED or weights.shows is not Shows.GUARD:
+                weights.refresh(only_stepped=only_stepped)
         if self._peers_read_weights:
             # Weights must not be edited before all ranks have read them.
             self.comm.fence(SyncPoint.REFRESH)

@@ -99,7 +99,8 @@ class Weights:
         if self.shows is Shows.MASTERS:
             self._refresh_masters(only_stepped=only_stepped)
             return
-        self.wait_if_in_flight()
+        if self.residency is Residency.IN_FLIGHT:
+            self._end_unshard()
         if self.shows is Shows.WEIGHTS:
             self.guard()
         self.unshard(only_stepped=only_stepped)
@@ -200,7 +201,7 @@ class Weights:
     @property
     def is_edited(self) -> bool:
         """Return whether what is whole has changes by users that the masters lack."""
-        if self.rest or self.residency is Residency.IN_FLIGHT:
+        if self.residency is not Residency.WHOLE and self.shows is not Shows.MASTERS:
             return False
         return bool([flat for flat in self._flats if flat.edits.unsaved])
 
@@ -241,11 +242,11 @@ class Weights:
     def _refresh_masters(self, *, only_stepped: bool) -> None:
         """Show the masters anew: they were stepped while they were shown."""
         as_gathered = self.is_gathered
-        apart = [flat for flat in self._flats if flat.edits.buffer is not flat.weight]
-        if [flat for flat in apart if flat.edits.changed]:
+        copies = [flat for flat in self._flats if flat.shows_copies]
+        if [flat for flat in copies if flat.edits.changed]:
             raise RuntimeError(
-                f"Weights of {self.label!r} were changed within `gathered(...)`, and an optimizer"
-                " has stepped them since, within the same context. Step outside of it."
+                f"Weights of {self.label!r} were changed, and then stepped by an optimizer, within"
+                " one `gathered(...)` or within the step itself. Change them before or after."
             )
         self.hide_masters()
         if self.residency is Residency.WHOLE:

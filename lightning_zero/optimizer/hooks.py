@@ -78,7 +78,9 @@ class OptimizerHooks:
         second_run.give_to(self._stepper)
         self.handles: list[Removable] = [
             optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(lambda *_: self._end()),
+            # The user's hooks may read and change weights, so they run outside of the step.
+            internals.hook_first(lambda *_: self._end(), optimizer),
+            Around(optimizer, "register_step_pre_hook", self._register, optimizer),
             *(
                 Around(holder, name, call, optimizer)
                 for holder in with_inner(optimizer)
@@ -86,10 +88,6 @@ class OptimizerHooks:
             ),
             self._stepper,
         ]
-        if self._stepper.steps_before_call:
-            self.handles.append(
-                Around(optimizer, "register_step_pre_hook", self._register, optimizer)
-            )
 
     @property
     def _calls(self) -> list[Callable[..., Any]]:
@@ -103,7 +101,7 @@ class OptimizerHooks:
     def _register(
         self, optimizer: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Register a pre-hook, which may change rates, to be called before anything is stepped."""
+        """Register a pre-hook, which may change rates or weights, to be called before our own."""
         handle = method(*args, **kwargs)
         internals.call_last(self._before_step, optimizer)
         return handle

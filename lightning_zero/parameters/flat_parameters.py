@@ -260,6 +260,11 @@ class FlatParameters:
         self.stop_borrowing()
         self.edits.expose(index, is_plain=is_plain)
 
+    @property
+    def shows_copies(self) -> bool:
+        """Return whether what the parameters show lies apart from the masters."""
+        return self.plan.rests_apart or self.edits.buffer is not self.weight
+
     def replace(self, index: int, data: Tensor) -> None:
         """Copy in the tensor that the user assigned to the ``data`` of parameter ``index``.
 

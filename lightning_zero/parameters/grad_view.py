@@ -131,16 +131,14 @@ class GradientView:
             if _GRAD.__get__(self.piece.parameter) is self.shown:
                 _GRAD.__set__(self.piece.parameter, None)
             self.shown = None
-            if self.state is not GradState.NONE and self._is_referenced:
+            # Does the user hold on to it, or a graph? In older versions of torch `getrefcount` does
+            # not count the latter.
+            if self.state is not GradState.NONE and (
+                getrefcount(self.sharded) != _ALONE or internals.num_uses(self.sharded) > 1
+            ):
                 self._leave()
             _GRAD.__set__(self.piece, None)
         self.state = GradState.NONE
-
-    @property
-    def _is_referenced(self) -> bool:
-        """Return whether the user, or a graph, holds on to the stand-in."""
-        # In older versions of torch `getrefcount` misses references from C++: a graph, a grad.
-        return getrefcount(self.sharded) != _ALONE or internals.num_uses(self.sharded) > 1
 
     def _leave(self) -> None:
         """Leave the stand-in to whoever holds it, with a copy of the values; show another one.

@@ -16,6 +16,7 @@ import torch.optim.optimizer as _optimizers
 import torch.utils._foreach_utils as _foreach_utils
 import torch.utils._python_dispatch as _python_dispatch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 as_plain_tensors = torch._C.DisableTorchFunctionSubclass
 """A context that disables ``__torch_function__`` of tensor subclasses; torch documents none."""
@@ -124,6 +125,13 @@ def hook_steps(cls: type[torch.optim.Optimizer]) -> None:
     for base in reversed(cls.__mro__[: cls.__mro__.index(torch.optim.Optimizer)]):
         if issubclass(base, torch.optim.Optimizer) and not isabstract(base):
             object.__new__(base)._patch_step_function()
+
+
+def hook_first(hook: Callable[..., Any], optimizer: torch.optim.Optimizer) -> RemovableHandle:
+    """Register a step post-hook of an optimizer before all others; torch has no public way to."""
+    handle = optimizer.register_step_post_hook(hook)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+    return handle
 
 
 def call_last(hook: Callable[..., Any], optimizer: torch.optim.Optimizer) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_zero import full_grad, gathered, grad_norm
 from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
+from lightning_zero.plan import RECIPES
 from tests.oracle.models import Blocks
 from tests.oracle.projects import WAYS, WIDTH
 from tests.oracle.ranks import Pools, RankError
@@ -93,6 +94,53 @@ def _all_loops(way: str) -> None:
 def test_a_plain_loop_reads_and_writes_between_steps(ranks: Pools, way: str, world: int) -> None:
     if world == 2 or way == "windows":
         ranks(world).run(_all_loops, way)
+
+
+def _clamp(model: nn.Module) -> Callable[..., None]:
+    def clamp(*_: Any) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.2, 0.2)
+
+    return clamp
+
+
+def _loop_with_hooks(way: str, stage: int, precision: str) -> None:
+    """Hooks of optimizers change weights, whenever they were registered."""
+    torch.manual_seed(0)
+    module = Blocks(3)
+    plain, rank = copy.deepcopy(module), dist.get_rank()
+    optimizer, reference = sgd(module), sgd(plain)
+    optimizer.register_step_pre_hook(_clamp(module))
+    optimizer.register_step_post_hook(_clamp(module))
+    how = RECIPES[precision]
+    engine = shard(module, stage=stage, comm=Communicator(CPU, **WAYS[way]), recipe=how)
+    engine.adopt(optimizer)
+    optimizer.register_step_pre_hook(_clamp(module))
+    optimizer.register_step_post_hook(_clamp(module))
+    reference.register_step_pre_hook(_clamp(plain))
+    reference.register_step_post_hook(_clamp(plain))
+    for x in torch.randn(3, 2, WIDTH):
+        for model, its in ((module, optimizer), (plain, reference)):
+            its.zero_grad()
+            if rank and model is module:
+                time.sleep(0.01)  # nothing waits for this rank but what must
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision != "32-true"):
+                model(x).float().square().sum().backward()
+            its.step()
+        with gathered(module):
+            for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(ours, theirs)
+    engine.close()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("way", WAYS)
+def test_hooks_of_optimizers_change_weights(
+    ranks: Pools, way: str, stage: int, precision: str
+) -> None:
+    ranks(2).run(_loop_with_hooks, way, stage, precision)
 
 
 # ------------------------------------------------------------------------------- memory, messages

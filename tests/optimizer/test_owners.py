@@ -172,8 +172,9 @@ def look_at_muon() -> tuple[int, list[str], int, str]:
     muon = torch.optim.Muon(matrices(model), lr=0.02)
     notice = engine.adopt(muon)
     seen: list[Any] = []
-    muon.register_step_pre_hook(
-        lambda *_: seen.append([tuple(p.shape) for p in muon.param_groups[0]["params"]])
+    # Not by its own method, which would have it called before the step begins.
+    Optimizer.register_step_pre_hook(
+        muon, lambda *_: seen.append([tuple(p.shape) for p in muon.param_groups[0]["params"]])
     )
     pieces = list(muon.param_groups[0]["params"])
     loss_of(model, 0, 0).backward()

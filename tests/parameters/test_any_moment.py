@@ -681,7 +681,7 @@ class _GivesBack:
     def stop_borrowing(self) -> bool:
         return False
 
-    def expose(self, index: int) -> None:
+    def expose(self, index: int, *, is_plain: bool = False) -> None:
         """Nothing to notice."""
 
 
