@@ -51,7 +51,7 @@ matrix:
 bench-hosts: .venv/stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore examples/benchmarks/hosts.py $(ARGS)
 
-# A fault at every place of a step, a save and a load; writes the tables of docs/faults.md.
+# A fault at every place of a step, a save and a load; writes the tables of examples/benchmarks/RESULTS.md.
 faults: .venv/stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.oracle.faults $(ARGS)
 

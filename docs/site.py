@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
+WIDE = {"settings.md", "limits.md", "optimizers.md"}
+"""Pages of wide tables, which get the place of the table of contents."""
 LINK = re.compile(r"\[([^\]\n]+)\]\((?!https?://|#)([^)\s]+)\)")
 
 
@@ -17,8 +20,10 @@ def on_files(files: Files, *, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
     """Keep links to other pages; of links to files of the repository, keep the text."""
+    if page.file.src_uri in WIDE:
+        page.meta["hide"] = ["toc"]
 
     def kept(link: re.Match[str]) -> str:
         page = link[2].partition("#")[0]

@@ -310,7 +310,7 @@ def _beside_the_device(found: list[Estimate], limits: Limits) -> Iterator[str]:
 def _texts(subject: ModelPlan, found: list[Estimate]) -> list[str]:
     missing = [] if found[0].has_units else ["gathered and unreduced units"]
     missing += [] if subject.has_activations else ["activations"]
-    head = subject.describe() + (f" (not counted: {', '.join(missing)})" if missing else "")
+    head = subject.describe() + (f"\nNot counted: {', '.join(missing)}." if missing else "")
     columns = [
         [estimate for estimate in found if estimate.world_size == world_size]
         for world_size in dict.fromkeys(estimate.world_size for estimate in found)

@@ -263,8 +263,16 @@ KEYS: dict[str, Key] = {
 
 
 def table() -> str:
-    """Return the keys as a table in Markdown, for the documentation."""
-    rows = [f"| `{name}` | {key.fate.value} | {key.becomes} |" for name, key in KEYS.items()]
+    """Return the keys as a table in Markdown; those of a block with one fate share a row."""
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for name, key in KEYS.items():
+        block, _, last = name.rpartition(".")
+        names = alike.setdefault((block, key.fate.value, key.becomes), [])
+        names.append(f"`{last if names else name}`")
+    rows = [
+        f"| {', '.join(names)} | {fate} | {becomes} |"
+        for (_, fate, becomes), names in alike.items()
+    ]
     return "\n".join(
         ["| key | fate | what it becomes, or what replaces it |", "|---|---|---|", *rows]
     )

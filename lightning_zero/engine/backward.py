@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 
 from lightning_zero.engine.backward_events import Call, Events, too_late, weakly
-from lightning_zero.engine.join import Join
+from lightning_zero.engine.join_context import Join
 from lightning_zero.engine.reduction_order import ReductionOrder
 from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel

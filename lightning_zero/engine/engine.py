@@ -30,7 +30,7 @@ from lightning_zero.engine.activation_checkpointing import ActivationCheckpointi
 from lightning_zero.engine.activation_offload import ActivationOffload
 from lightning_zero.engine.backward import Backward
 from lightning_zero.engine.forward import Forward
-from lightning_zero.engine.join import Join
+from lightning_zero.engine.join_context import Join
 from lightning_zero.engine.module_hook import Hooks
 from lightning_zero.engine.replacements import Replacements
 from lightning_zero.engine.schedule import Prefetcher

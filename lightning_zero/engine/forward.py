@@ -13,7 +13,7 @@ from lightning_zero.comm import Arrived, PendingSync, SyncPoint
 from lightning_zero.engine.backward import Backward
 from lightning_zero.engine.backward_events import with_grad
 from lightning_zero.engine.buffers import BufferSync
-from lightning_zero.engine.join import Join
+from lightning_zero.engine.join_context import Join
 from lightning_zero.engine.module_hook import Hook, Hooks
 from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel

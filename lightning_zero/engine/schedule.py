@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from lightning_zero.engine.join import Join
+from lightning_zero.engine.join_context import Join
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.weights import Residency, Shows

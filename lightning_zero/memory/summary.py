@@ -51,25 +51,24 @@ def _memory(engine: Engine, ranks_on_host: int) -> list[tuple[str, str]]:
     try:
         rests = resting(engine)
     except Exception:  # what steps toys is the user's code, and a summary ends no run
-        rests, missing = resting(engine, counts_states=False), "activations, optimizer states"
+        rests, missing = resting(engine, counts_states=False), "activations and states"
     away = {
         word: sum(count for row, count in rests.items() if row.startswith(f"{word} "))
         for word in ("host", "disk")
     }
     at_rest = rests.total() - sum(away.values())
-    what = "between steps" if engine.sharded.optimizers else "of weights"
-    found = f"{format_bytes(at_rest)} per rank {what}, "
-    found += f"{format_bytes(at_rest + _in_use(engine))} with the largest unit whole"
-    found += f" ({missing} not counted)"
+    what = "at rest" if engine.sharded.optimizers else "of weights"
+    found = f"{format_bytes(at_rest)} {what}, {format_bytes(at_rest + _in_use(engine))}"
+    found += f" in a step without {missing}"
     held = engine.sharded.memory()
     on_host = sum(held.values()) if device.type == "cpu" else 0
     on_host += sum(count for row, count in held.items() if row.startswith("host "))
     of_host = _of_host(on_host, ranks_on_host)
-    rows = [("memory", found + (of_host if device.type == "cpu" else of_device(device)))]
+    rows = [("per rank", found + (of_host if device.type == "cpu" else of_device(device)))]
     if away["host"]:
-        rows.append(("host", f"{format_bytes(away['host'])} per rank{of_host}"))
+        rows.append(("on its host", f"{format_bytes(away['host'])}{of_host}"))
     if away["disk"]:
-        rows.append(("files", f"{format_bytes(away['disk'])} per rank"))
+        rows.append(("in files", format_bytes(away["disk"])))
     return rows
 
 
@@ -137,13 +136,13 @@ def of_device(device: torch.device) -> str:
     if device.type != "cuda":
         return ""
     free, _ = torch.cuda.mem_get_info(device)
-    return f", of {format_bytes(free + torch.cuda.memory_reserved(device))} available"
+    return f", of {format_bytes(free + torch.cuda.memory_reserved(device))}"
 
 
 def _of_host(held: int, ranks: int) -> str:
     """Return a rank's share of the memory that is free or ``held`` by the host's ``ranks``."""
     free = free_of_host()
-    return "" if free is None else f", of {format_bytes(free / ranks + held)} available"
+    return "" if free is None else f", of {format_bytes(free / ranks + held)}"
 
 
 def free_of_host(root: Path = Path("/")) -> int | None:

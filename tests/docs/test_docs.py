@@ -106,13 +106,6 @@ def example(request: pytest.FixtureRequest, ranks: Pools, tmp_path: Path) -> Exa
     return run
 
 
-def test_minimal(example: Example) -> None:
-    output = example("examples/minimal.py")
-    losses = [float(value) for value in re.findall(r"loss: ([\d.]+)", output)]
-    assert losses
-    assert losses[-1] < 0.1
-
-
 SMALL = {
     "--trainer.max_epochs": 2,
     "--trainer.limit_train_batches": 20,
@@ -189,32 +182,36 @@ def test_gan(example: Example) -> None:
 
 
 @pytest.mark.slow
-def test_finetune_offload(tmp_path: Path) -> None:
+def test_training_beyond_memory(tmp_path: Path) -> None:
     """Its limit of memory is a process's; tests/engine/test_offload.py shows that it is one."""
-    words = ("examples/finetune_offload.py", "--steps", 2)
+    words = ("examples/beyond_memory.py", "train")
     output = run_script(*words, cwd=tmp_path, fresh=True).stdout
     assert "67 million parameters, 1.07 GB of weights" in output
     assert "trained; the last loss is 0." in output
 
 
-def test_predict_from_disk(tmp_path: Path) -> None:
+def test_predicting_beyond_memory(tmp_path: Path) -> None:
     """The limit has no room for the weights; they are the same as those that were written."""
-    words = ("examples/predict_from_disk.py", "--depth", 8)
+    words = ("examples/beyond_memory.py", "predict", "--depth", 8)
     output = run_script(*words, cwd=tmp_path).stdout
     assert "0.60 GB of weights; memory is limited to 0.38 GB" in output
     assert "predicted 2 batches" in output
     assert list(tmp_path.glob("tmp*")) == []
 
 
-def test_finetune_lora(example: Example) -> None:
-    output = example("examples/finetune_lora.py", "--epochs", 1, "--sequences", 768)
-    losses = [float(value) for value in re.findall(r"loss ([\d.]+)", output)]
-    base_start, base_end, start, end = losses
-    assert base_end < 0.3 * base_start
-    assert end < 0.3 * start
-    gradients = [int(n.replace(",", "")) for n in re.findall(rf"gradients +({NUMBER})", output)]
-    states = [int(n.replace(",", "")) for n in re.findall(rf"states +({NUMBER})", output)]
-    layer, embeddings = 4 * 128 * 128 + 3 * 128 * 256 + 2 * 128, 2 * 64 * 128 + 128
-    adapters = 8 * (4 * 256 + 3 * (128 + 256))  # rank 8, seven matrices
-    assert gradients == [2 * (4 * layer + embeddings), 2 * 4 * adapters]
-    assert 2 * gradients[1] < states[1] <= 2 * gradients[1] + 4 * 4 * 7 * 2
+def test_finetune_hf(example: Example, tmp_path: Path) -> None:
+    """From a folder of weights, all of them or adapters: gradients and states are theirs."""
+    small = ("--epochs", 1, "--windows", 1024, "--folder", tmp_path / "pretrained")
+    layer, others = 4 * 128 * 128 + 3 * 128 * 256 + 2 * 128, 2 * 256 * 128 + 128
+    whole = 4 * layer + others
+    adapters = 4 * 8 * (4 * 256 + 3 * (128 + 256))  # four layers, rank 8, seven matrices each
+    for words, trained in (((), whole), (("--lora",), adapters)):
+        output = example("examples/finetune_hf.py", *small, *words)
+        base_start, base_end, start, end = map(float, re.findall(r"loss ([\d.]+)", output))
+        assert base_end < 0.7 * base_start
+        assert start < 0.7 * base_start  # what was saved has been read
+        assert end < start
+        gradients = [int(n.replace(",", "")) for n in re.findall(rf"gradients +({NUMBER})", output)]
+        states = [int(n.replace(",", "")) for n in re.findall(rf"states +({NUMBER})", output)]
+        assert gradients == [2 * whole, 2 * trained]
+        assert 2 * gradients[1] < states[1] <= 2 * gradients[1] + 4 * 4 * 7 * 2

@@ -9,7 +9,7 @@ of an undisturbed run, or every rank that is left raises the same error, which n
     cell = run(Fault("the user's forward", "kill"), way="windows", world=2)
     assert cell.ending == "named"
 
-``make faults`` runs all cells and writes the tables of ``docs/faults.md``.
+``make faults`` runs all cells and writes the tables of ``examples/benchmarks/RESULTS.md``.
 """
 
 from __future__ import annotations
@@ -498,7 +498,7 @@ def run_all(these: Iterable[Job], *, at_once: int) -> Iterator[tuple[Job, Cell]]
         yield from zip(listed, threads.map(Job.run, listed), strict=True)
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
+PAGE = Path(__file__).parents[2] / "examples" / "benchmarks" / "RESULTS.md"
 _BEGIN, _END = "<!-- begin of the tables -->\n", "<!-- end of the tables -->\n"
 _TITLES = {
     "fit": "`Trainer.fit` at stage 3, with a checkpoint and a second `fit` from it",

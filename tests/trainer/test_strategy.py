@@ -229,7 +229,7 @@ def test_a_run_is_summed_up_once_by_rank_0(ranks: Pools) -> None:
     summary, optimizer = first
     head, *rows = summary.splitlines()
     assert head == "ZeRO stage 3 over 2 ranks"
-    assert [row[:14] for row in rows] == ["  units       ", "  memory      ", "  checkpoint  "]
+    assert [row[:14] for row in rows] == ["  units       ", "  per rank    ", "  checkpoint  "]
     assert "4, the largest root with 84 of 246 parameters" in rows[0]
     assert "of weights" in rows[1]
     assert optimizer == "AdamW steps by element, each rank its own part"
