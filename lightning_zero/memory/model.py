@@ -281,6 +281,8 @@ class ModelPlan:
 
     def events(self, *, is_cast: bool) -> list[Event]:
         """Return the events of a step, as in :meth:`Microbatch.events`."""
+        # Where nothing is cast or kept on the host, a step is the same under DDP.
+        is_cast &= self.microbatch.recipe.weight is not None or self.microbatch.offloading
         if is_cast not in self._events:
             module = meta_copy(self.module)
             specs = specify_units(module, self._at(3))

@@ -40,8 +40,9 @@ def read(path: Path) -> tuple[Any, Settings]:
 
 
 def predict(config: Any, strategy: str | Settings) -> Estimate:
-    """The bytes of a rank with the recipe's model and batch."""
-    trainer, model, batch = config.trainer, config.model.as_dict(), config.data
+    """The bytes of a rank with the recipe's model and batch; under DDP without activations."""
+    trainer, model, data = config.trainer, config.model.as_dict(), config.data
+    batch = torch.zeros(data.batch_size, data.context + 1, dtype=torch.int64, device="meta")
     if isinstance(strategy, Settings) and strategy.shard == "node":
         strategy = dataclasses.replace(strategy, shard=trainer.devices)
     return estimate(
@@ -50,7 +51,7 @@ def predict(config: Any, strategy: str | Settings) -> Estimate:
         world_size=trainer.devices * trainer.num_nodes,
         precision=trainer.precision,
         optimizer=torch.optim.AdamW,
-        batch=torch.zeros(batch.batch_size, batch.context + 1, dtype=torch.int64, device="meta"),
+        batch=None if strategy == "ddp" else batch,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
     )
 
