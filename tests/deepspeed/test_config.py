@@ -152,6 +152,27 @@ def test_an_acting_key_acts(name: str) -> None:
     assert Config.read(nested(name, value)) == Config(**becomes)
 
 
+def test_groups_of_no_size_ask_for_nothing() -> None:
+    for name, value in (("mics_shard_size", -1), ("zero_hpz_partition_size", 1)):
+        assert Config.read({"zero_optimization": {name: value}}) == Config()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "given"),
+    [
+        ("mics_shard_size", 8, {"shard": 2}),
+        ("zero_hpz_partition_size", 8, {"backward_shard": 2}),
+        ("zero_quantized_gradients", True, {"reduce_bits": 4}),
+    ],
+)
+def test_an_argument_that_says_otherwise_is_refused(
+    name: str, value: Any, given: dict[str, int]
+) -> None:
+    ((argument, number),) = given.items()
+    with pytest.raises(ValueError, match=f"{argument}={number} contradicts"):
+        ZeROStrategy(config={"zero_optimization": {"stage": 3, name: value}}, **given)
+
+
 def test_a_static_loss_scale_counts_more_than_the_first_of_a_dynamic_one() -> None:
     for block in ({"loss_scale": 8, "initial_scale_power": 4}, {"initial_scale_power": 4}):
         reverse = dict(reversed(block.items()))

@@ -7,34 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from lightning_zero import MemoryMonitor, ZeROStrategy
-from tests.oracle.by_trainer import Rows, Stop, make_trainer, model
+from tests.oracle.by_trainer import observe
 from tests.oracle.ranks import Pools
 
 
-def _fit(folder: str, path: str | None = None, stage: int = 3, **more: Any) -> dict[str, Any]:
-    """Losses of 6 steps, or of the steps after a checkpoint."""
-    module, monitor = model(), MemoryMonitor()
-    saving = [] if path else [Stop(f"{folder}/{len(more)}.ckpt", 3)]
-    trainer = make_trainer(
-        dist.get_world_size(), ZeROStrategy(stage, **more), folder, max_steps=6,
-        callbacks=[monitor, *saving], enable_checkpointing=False, precision="bf16-true",
-    )  # fmt: skip
-    trainer.fit(module, Rows(), ckpt_path=path)
-    return {
-        "losses": module.losses,
-        "differs": list(monitor.differences),
-        "weights": {name: value.clone() for name, value in module.state_dict().items()},
-    }
+def _fit(folder: str, path: str | None = None, **how: Any) -> dict[str, Any]:
+    return observe(folder, how, path, precision="bf16-true")
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_run_goes_on_with_its_noise(ranks: Pools, tmp_path: Path, stage: int) -> None:
     rounded = {"stochastic_rounding": True, "stage": stage}
     whole = ranks(2).run(_fit, str(tmp_path), **rounded)
-    resumed = ranks(2).run(_fit, str(tmp_path), str(tmp_path / "1.ckpt"), **rounded)
+    resumed = ranks(2).run(_fit, str(tmp_path), str(tmp_path / "mid.ckpt"), **rounded)
     for one, other in zip(whole, resumed, strict=True):
         assert one["differs"] == other["differs"] == []
         assert one["losses"][3:] == other["losses"]
@@ -44,10 +30,10 @@ def test_a_run_goes_on_with_its_noise(ranks: Pools, tmp_path: Path, stage: int) 
 
 
 def test_either_way_reads_the_others_files(ranks: Pools, tmp_path: Path) -> None:
-    plain = ranks(2).run(_fit, str(tmp_path))[0]
-    rounded = ranks(2).run(_fit, str(tmp_path), stochastic_rounding=True)[0]
+    plain = ranks(2).run(_fit, str(tmp_path / "0"))[0]
+    rounded = ranks(2).run(_fit, str(tmp_path / "1"), stochastic_rounding=True)[0]
     assert rounded["losses"] != plain["losses"]
-    files = [torch.load(tmp_path / f"{n}.ckpt", weights_only=True) for n in (0, 1)]
+    files = [torch.load(tmp_path / n / "mid.ckpt", weights_only=True) for n in "01"]
     forms = [
         [{name: (value.dtype, value.shape) for name, value in entries.items()}
          for entries in file["optimizer_states"][0]["state"].values()]
@@ -55,6 +41,6 @@ def test_either_way_reads_the_others_files(ranks: Pools, tmp_path: Path) -> None
     ]  # fmt: skip
     assert forms[0] == forms[1]
     for written_by, how in ((0, {"stochastic_rounding": True}), (1, {})):
-        path = str(tmp_path / f"{written_by}.ckpt")
+        path = str(tmp_path / str(written_by) / "mid.ckpt")
         resumed = ranks(2).run(_fit, str(tmp_path), path, **how)[0]
         assert resumed["losses"] == pytest.approx(plain["losses"][3:], rel=0.05)
