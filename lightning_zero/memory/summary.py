@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn import Parameter
 from lightning_zero.engine import Engine
 from lightning_zero.memory.size import format_bytes
 from lightning_zero.memory.states import OptimizerStates
+from lightning_zero.parameters import FlatParameters
 
 
 def summary(engine: Engine, checkpoint: str, ranks_on_host: int) -> str:
@@ -75,46 +77,38 @@ def _memory(engine: Engine, ranks_on_host: int) -> list[tuple[str, str]]:
 def resting(engine: Engine, *, counts_states: bool = True) -> Counter[str]:
     """Return this rank's bytes from the first step on, between steps, by kind and medium.
 
-    Without optimizers these are the weights. Kinds are those of ``ShardedModel.memory``.
+    Without optimizers these are the weights. Kinds are those of ``ShardedModel.memory``. Optimizers
+    step toys for the bytes of their states.
     """
     sharded, axis = engine.sharded, engine.comm.mesh.shard
+    states = OptimizerStates(sharded.optimizers if counts_states else [], _on_meta(sharded.flats))
     rows = Counter({"buffers": sum(buffer.nbytes for buffer in sharded.module.buffers())})
-    for flat in sharded.flats:
-        plan, numel = flat.plan, flat.layout.numel
-        trains = flat.trainable and bool(sharded.optimizers)
-        rows.update(plan.rows(plan.resting_bytes(numel, axis.size, trainable=trains)))
-    if counts_states:
-        before = random.getstate()
-        try:
-            with torch.random.fork_rng(devices=[]):
-                rows.update(_states(engine))
-        finally:
-            random.setstate(before)
+    before = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            for flat in sharded.flats:
+                trains = flat.trainable and bool(sharded.optimizers)
+                kinds = flat.plan.resting_bytes(flat.layout.numel, axis.size, trainable=trains)
+                kinds["states"] = 0
+                for index, parameter in enumerate(flat.parameters):
+                    start, stop = flat.layout.piece(index, axis.rank)
+                    numel = stop - start
+                    kinds["states"] += states.nbytes(parameter, numel, axis.rank, axis.size)
+                rows.update(flat.plan.rows(kinds))
+    finally:
+        random.setstate(before)
     return rows
 
 
-def _states(engine: Engine) -> Counter[str]:
-    """Return the bytes of optimizer states by medium; toys are stepped for it."""
-    sharded, axis = engine.sharded, engine.comm.mesh.shard
-    rows: Counter[str] = Counter()
-    pairs = [
-        (parameter, flat.plan.master.dtype)
-        for flat in sharded.flats
-        for parameter in flat.parameters
-    ]
-    own = {
-        id(parameter): Parameter(
-            torch.empty(parameter.shape, dtype=dtype, device="meta"), parameter.requires_grad
+def _on_meta(flats: Iterable[FlatParameters]) -> dict[int, Parameter]:
+    """Return parameters of the masters' dtypes on ``meta``, by the ids of the engine's."""
+    return {
+        id(one): Parameter(
+            torch.empty(one.shape, dtype=flat.plan.master.dtype, device="meta"), one.requires_grad
         )
-        for parameter, dtype in pairs
+        for flat in flats
+        for one in flat.parameters
     }
-    states = OptimizerStates(sharded.optimizers, own)
-    for flat in sharded.flats:
-        for index, parameter in enumerate(flat.parameters):
-            start, stop = flat.layout.piece(index, axis.rank)
-            nbytes = states.nbytes(parameter, stop - start, axis.rank, axis.size)
-            rows[flat.plan.row("states")] += nbytes
-    return rows
 
 
 def _in_use(engine: Engine) -> int:
