@@ -201,10 +201,10 @@ class Control:
             board.put("reached", words)
             if self.watchdog.has_given_up or not board.wait(
                 timeout.total_seconds(),
-                lambda: board.is_settled("lost") or board.get("reached"),
+                lambda: board.is_decided("lost") or board.get("reached"),
             ):
-                board.settle("lost")
-            found = None if board.is_settled("lost") else board.get("reached")
+                board.decide("lost")
+            found = None if board.is_decided("lost") else board.get("reached")
             if found is None:
                 return None
             board.put("agreed")

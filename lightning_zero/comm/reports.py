@@ -52,11 +52,11 @@ class Board:
         there = {rank: key for rank, key in keys.items() if self._store.check([key])}
         return {rank: self._store.get(key).decode() for rank, key in there.items()}
 
-    def settle(self, name: str, note: str = "") -> str:
+    def decide(self, name: str, note: str = "") -> str:
         """Leave a note for all unless there is one already; return the one that is there."""
         return str(self._store.compare_set(self._key(name), "", note or " ").decode().strip())
 
-    def is_settled(self, name: str) -> bool:
+    def is_decided(self, name: str) -> bool:
         """Return whether there is a note for all."""
         return bool(self._store.check([self._key(name)]))
 
@@ -147,17 +147,17 @@ class Reports:
 
     def publish(self, verdict: str) -> str:
         """End the run on all ranks with ``verdict``, or with an earlier one; return which."""
-        self.verdict = self.board.settle("verdict", verdict)
-        self.board.settle("alarm", "verdict")
+        self.verdict = self.board.decide("verdict", verdict)
+        self.board.decide("alarm", "verdict")
         self.board.put("read")
         return self.verdict
 
     def look(self, here: Callable[[], str]) -> str:
         """Return the verdict, if any, and answer a roll call with ``here``; usually one request."""
-        if not self.verdict and self.board.is_settled("alarm"):
+        if not self.verdict and self.board.is_decided("alarm"):
             if not self._has_answered:
                 self.answer(here())
-            if self.board.is_settled("verdict"):
+            if self.board.is_decided("verdict"):
                 self.publish("")
         return self.verdict
 
@@ -168,7 +168,7 @@ class Reports:
 
     def call_roll(self, here: Callable[[], str]) -> dict[int, str]:
         """Return the places of the ranks that answer; there may be a verdict before all have."""
-        self.board.settle("alarm", "roll")
+        self.board.decide("alarm", "roll")
         self.board.wait(ROLL_SECONDS, lambda: self.look(here) or self.board.get("answer"))
         return self.board.get_some("answer")
 
@@ -177,7 +177,7 @@ class Reports:
 
         For the rank that hosts the store.
         """
-        if self.board.settle("alarm") == "roll":
+        if self.board.decide("alarm") == "roll":
             left = set(self.board.get_some("answer"))
             self.board.wait(seconds, lambda: left <= set(self.board.get_some("read")))
         else:
