@@ -39,14 +39,13 @@ import torch.distributed.checkpoint as dcp
 from contenders import Ranks
 from measure import in_fresh_processes, joined
 
-from lightning_zero.checkpoint import check_ranges
 from lightning_zero.checkpoint.dcp.save import DirectorySave
 from lightning_zero.checkpoint.file.format import Provenance
-from lightning_zero.checkpoint.load import load, ranges_of
-from lightning_zero.checkpoint.read_ahead import read_ahead
+from lightning_zero.checkpoint.load import load
 from lightning_zero.checkpoint.saver import Saver, collected
+from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
-from lightning_zero.comm import Control
+from lightning_zero.comm import Control, Outcome
 
 NUM_TENSORS = 48
 
@@ -80,18 +79,17 @@ def save_own(shards: Shards, path: str, **options: Any) -> None:
 
 
 def load_own(shards: Shards, path: str, *, is_checked: bool = True) -> None:
-    """Load as the strategy does: request all parts, check them, and copy them."""
-    whole = load(path, shards.control)["state_dict"]
-    parts = [(whole[str(n)], part) for n, part in enumerate(shards.parts)]
-    start, stop = shards.start, shards.start + len(shards.parts[0])
-    if is_checked:
-        ranges = [one for value, _ in parts for one in ranges_of("", value, start, stop)]
-        check_ranges(ranges, shards.control, "Loading")
-    for value, _ in parts:
-        if type(value) is torch.Tensor:
-            read_ahead(value[start:stop])
-    for value, part in parts:
-        part.copy_(value.as_strided(part.shape, (1,), start))
+    """Load as the strategy does: each part is read into its place, and checked meanwhile."""
+    whole, outcome = load(path, shards.control)["state_dict"], Outcome()
+    with outcome.attempt():
+        for n, part in enumerate(shards.parts):
+            value, stop = whole[str(n)], shards.start + len(part)
+            if not isinstance(value, LazyTensor):  # too small for that
+                part.copy_(value[shards.start : stop])
+                continue
+            value.is_checked = not is_checked
+            part.copy_(value.part(shards.start, stop, (1,)))
+    outcome.agree(shards.control, "Loading")
 
 
 def save_gathered(shards: Shards, path: str) -> None:

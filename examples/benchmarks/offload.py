@@ -135,7 +135,7 @@ def streaming(path: Path, settings: Settings, width: int, depth: int) -> Engine:
     """Return an engine whose weights stay in the file."""
     module = model(width, depth)
     load = ModuleLoad(module, lambda: None)
-    load.call(read_safetensors(path, maps=False), strict=True)
+    load.call(read_safetensors(path), strict=True)
     return Engine(module, settings, sources=load.take_sources())
 
 

@@ -1,19 +1,17 @@
 """Saving and loading sharded state: the plain file that DDP would have written, or a directory.
 
 =============== ===================================================================================
-state           the state dict of a sharded module, and loading it
+module_state    the state dict of a sharded module, and loading it
 optimizer_state the state dicts of optimizers, and loading them
 cut_values      whole tensors of parameters that tensor parallelism has cut
-state_entries   what ranks tell each other of optimizer states, and the entries made of it
+state_descriptions  what ranks tell each other of optimizer states, and the entries made of them
 save            one save: agree, write, seal, rename
 saver           the saves of a run, in the calling thread or in the background
-load            reading a checkpoint; each rank reads its own ranges
-unread          archives whose large tensors are neither read nor mapped
+load            reading a checkpoint, whose large tensors stay in the file
+unread          archives of ``torch.save`` whose large tensors are not read yet
 open_file       files that are read part by part, some of them repeatedly
-source          where a parameter's values lie, for weights that are read on every use
-checksums       checksums of records and of their blocks, and checking what is read
-read_ahead      reading ahead in mapped files
-kept_parts      parts that are copied as soon as they are checked
+stored_bytes    bytes of a file that are checked while they are read
+checksums       checksums of records and of their blocks
 word_sums       a checksum of blocks that is as fast as memory
 crc             CRC-32 of concatenated byte strings
 weights         ``load_weights``: pretrained weights into a module, sharded or not
@@ -33,26 +31,21 @@ from lightning_zero.checkpoint.load import (
     check_values,
     content,
     load,
-    mapped,
     provenance,
+    read_file,
     rest_of,
     unreadable,
 )
+from lightning_zero.checkpoint.module_state import ModuleLoad, load_module_state, module_state
 from lightning_zero.checkpoint.optimizer_state import (
     check_optimizer_states,
     load_optimizer_state,
     optimizer_state,
-    ranges_of_optimizers,
 )
 from lightning_zero.checkpoint.safetensors import read_safetensors, write_safetensors
 from lightning_zero.checkpoint.saver import Saver, collected
-from lightning_zero.checkpoint.state import (
-    ModuleLoad,
-    check_ranges,
-    load_module_state,
-    module_state,
-)
-from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor, in_memory
+from lightning_zero.checkpoint.stored_bytes import DamageError
+from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor, in_memory, make_ordinary
 from lightning_zero.checkpoint.values.sharded_value import ElsewhereError, ShardedValue
 from lightning_zero.checkpoint.weights import (
     are_bare_weights,
@@ -63,6 +56,7 @@ from lightning_zero.checkpoint.weights import (
 
 __all__ = [
     "REST",
+    "DamageError",
     "Directory",
     "DirectorySave",
     "ElsewhereError",
@@ -74,7 +68,6 @@ __all__ = [
     "ShardedValue",
     "are_bare_weights",
     "check_optimizer_states",
-    "check_ranges",
     "check_values",
     "collected",
     "content",
@@ -86,11 +79,11 @@ __all__ = [
     "load_optimizer_state",
     "load_weights",
     "local_optimizer_states",
-    "mapped",
+    "make_ordinary",
     "module_state",
     "optimizer_state",
     "provenance",
-    "ranges_of_optimizers",
+    "read_file",
     "read_safetensors",
     "read_weights",
     "rest_of",

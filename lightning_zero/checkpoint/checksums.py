@@ -3,42 +3,37 @@
 A zip archive has one checksum per record (CRC-32), which is slow to compute and useful only to a
 reader of the whole record. Files by this package also have one per block of ``BLOCK_BYTES``, so
 that a rank that reads a range of a tensor checks only the blocks that the range touches. Blocks are
-counted from the start of each part that one rank wrote, so that no block is shared between ranks.
-Whole blocks have a sum of words (``word_sums.py``); shorter ones, at the ends of parts, have a CRC.
+counted from the start of each **part** that one rank wrote, so that no block is shared between
+ranks. Whole blocks have a sum of words (``word_sums.py``); shorter ones, at the ends of parts, have
+a CRC.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import zlib
 from array import array
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from lightning_zero.checkpoint.crc import joined_checksum
-from lightning_zero.checkpoint.open_file import OpenFile
-from lightning_zero.checkpoint.read_ahead import read_ahead
 from lightning_zero.checkpoint.word_sums import BLOCK_BYTES, word_sums
-
-_AT_ONCE = 64 * BLOCK_BYTES
-_PORTION_BYTES = 4 * _AT_ONCE
-_AHEAD_BYTES = 2**28
 
 
 class PartChecksums(NamedTuple):
-    """Checksums of bytes ``[start, start + nbytes)`` of a record: of all, and of each block."""
+    """Checksums of bytes ``[start, start + nbytes)`` of a record, a part that one rank wrote.
+
+    Attributes:
+        start: Where the part begins in the record.
+        nbytes: Its size.
+        whole: The CRC of all of it; 0 once it is in a file, which has only the record's.
+        blocks: The checksums of its blocks, numbers of 64 bits.
+    """
 
     start: int
     nbytes: int
     whole: int
-    blocks: array[int]
+    blocks: array[int] | memoryview
 
     @classmethod
     def of_short(cls, start: int, content: bytes | memoryview) -> PartChecksums:
@@ -107,84 +102,51 @@ class PartSummer:
         )
 
 
-class Blocks(NamedTuple):
-    """The checksums of the blocks of a record.
-
-    Attributes:
-        starts: Where the record's parts begin.
-        sums: The checksums of each part's blocks, numbers of 64 bits.
-    """
-
-    starts: Sequence[int]
-    sums: Sequence[memoryview]
-
-    @classmethod
-    def of(cls, sums: Sequence[int]) -> Blocks:
-        """Return the checksums of a record that has one part."""
-        return cls([0], [memoryview(array("q", sums))])
-
-    def fit(self, nbytes: int) -> bool:
-        """Return whether the number of checksums is right for a record of ``nbytes``."""
-        if len(self.starts) == len(self.sums) == 1:
-            size = nbytes - self.starts[0]
-            return size >= 0 and len(self.sums[0]) == -(-size // BLOCK_BYTES)
-        stops = [*self.starts[1:], nbytes]
-        parts = zip(self.starts, stops, self.sums, strict=True)
-        return all(
-            start <= stop and len(sums) == -(-(stop - start) // BLOCK_BYTES)
-            for start, stop, sums in parts
-        )
-
-    def touched(self, start: int, stop: int, nbytes: int) -> Iterator[Stretch]:
-        """Yield the blocks that bytes ``[start, stop)`` of a record of ``nbytes`` touch."""
-        for index in range(bisect_right(self.starts, start) - 1, len(self.starts)):
-            base, end = self.starts[index], [*self.starts[index + 1 : index + 2], nbytes][0]
-            if base >= stop:
-                return
-            first = max(0, start - base) // BLOCK_BYTES
-            last = -(-(min(stop, end) - base) // BLOCK_BYTES)
-            num_whole = (end - base) // BLOCK_BYTES
-            sums, to = self.sums[index], min(last, num_whole)
-            if first < to:
-                whole = base + first * BLOCK_BYTES, base + to * BLOCK_BYTES
-                yield Stretch(*whole, sums[first:to])
-            if num_whole < last:
-                yield Stretch(base + num_whole * BLOCK_BYTES, end, sums[num_whole:], is_crc=True)
-
-
-class Stretch(NamedTuple):
-    """Bytes ``[start, stop)`` of a record, and their expected checksums.
-
-    ``expected`` is one sum of words per block, or, if ``is_crc``, one CRC of all bytes.
-    """
+class Run(NamedTuple):
+    """Consecutive blocks of a record, bytes ``[start, stop)``, and their expected checksums."""
 
     start: int
     stop: int
-    expected: memoryview
-    is_crc: bool = False
+    expected: array[int] | memoryview
 
-    def damage_in(self, pieces: Iterable[Tensor]) -> tuple[int, int] | None:
-        """Return the first damaged range of these bytes, whose content comes in ``pieces``.
+    def damage_in(self, content: memoryview) -> tuple[int, int] | None:
+        """Return the first damaged range of these bytes, given what was read; ``None`` if intact.
 
-        If there are blocks, every piece has whole ones; the last may be shorter if the file ends.
+        ``content`` is writable, as torch wants the memory of its tensors.
         """
-        if self.is_crc:
-            checksum = 0
-            for piece in pieces:
-                checksum = zlib.crc32(piece.numpy().data, checksum)
-            return None if checksum == self.expected[0] else (self.start, self.stop)
-        sums = []
-        for piece in pieces:
-            if not len(piece) or len(piece) % BLOCK_BYTES:
-                return self.start, self.stop
-            sums.append(word_sums(piece.numpy().data))
-        found, expected = torch.cat(sums), torch.frombuffer(self.expected, dtype=torch.int64)
-        if torch.equal(found, expected):
+        if len(content) % BLOCK_BYTES:  # a short block, which is always alone
+            is_intact = zlib.crc32(content) == self.expected[0]
+            return None if is_intact else (self.start, self.stop)
+        found = word_sums(content).tolist()
+        if found == list(self.expected):
             return None
-        if len(found) != len(expected):
-            return self.start, self.stop
-        first = self.start + int((found != expected).nonzero()[0]) * BLOCK_BYTES
-        return first, first + BLOCK_BYTES
+        pairs = zip(found, self.expected, strict=True)
+        first = next(number for number, (one, other) in enumerate(pairs) if one != other)
+        return self.start + first * BLOCK_BYTES, self.start + (first + 1) * BLOCK_BYTES
+
+
+_MOST_BLOCKS = 32
+"""The most blocks of a run, 2 MiB: its bytes are still in the cache when they are summed."""
+
+
+def runs(parts: Iterable[PartChecksums], start: int, stop: int) -> Iterator[Run]:
+    """Yield the blocks that bytes ``[start, stop)`` of a record touch, in order.
+
+    A block that is touched only in part, or that is short, is a run of its own.
+    """
+    for part in parts:
+        end = part.start + part.nbytes
+        if end <= start or stop <= part.start:
+            continue
+        number = max(0, start - part.start) // BLOCK_BYTES
+        limit = -(-(min(stop, end) - part.start) // BLOCK_BYTES)
+        while number < limit:
+            begin = part.start + number * BLOCK_BYTES
+            num_inside = (min(stop, end) - begin) // BLOCK_BYTES if begin >= start else 0
+            count = min(max(num_inside, 1), _MOST_BLOCKS)
+            last = min(begin + count * BLOCK_BYTES, end)
+            yield Run(begin, last, part.blocks[number : number + count])
+            number += count
 
 
 class RecordChecksums(NamedTuple):
@@ -222,10 +184,9 @@ def encoded_blocks(records: Iterable[RecordChecksums]) -> bytes:
     return content.tobytes()
 
 
-def decoded_blocks(content: bytes, sizes: Iterable[int]) -> list[Blocks]:
-    """Decode the block checksums of each record, given the ``sizes`` of the records."""
-    # Writable, as torch wants the memory of its tensors.
-    numbers = memoryview(bytearray(content)).cast("q")
+def decoded_blocks(content: bytes, sizes: Iterable[int]) -> list[list[PartChecksums]]:
+    """Decode the parts of each record and their block checksums, given the records' ``sizes``."""
+    numbers = memoryview(content).cast("q")
     found, position = [], 0
     for nbytes in sizes:
         num_parts = numbers[position] if position < len(numbers) else -1
@@ -233,162 +194,15 @@ def decoded_blocks(content: bytes, sizes: Iterable[int]) -> list[Blocks]:
         position += 1 + num_parts
         if num_parts < 0 or len(starts) != num_parts:
             raise ValueError("its block checksums do not match its records")
-        sums = []
+        parts = []
         for start, stop in itertools.pairwise([*starts, nbytes]):
             if start > stop:
                 raise ValueError("its block checksums do not match its records")
             count = -(-(stop - start) // BLOCK_BYTES)
-            sums.append(numbers[position : position + count])
+            sums = numbers[position : position + count]
+            parts.append(PartChecksums(start, stop - start, 0, sums))
             position += count
-        found.append(Blocks(starts or [0], sums or [numbers[:0]]))
+        found.append(parts)
     if position != len(numbers):
         raise ValueError(f"its block checksums have {len(numbers)} numbers; expected {position}")
     return found
-
-
-@dataclass(frozen=True)
-class CheckedBytes:
-    """Bytes of a file, and their checksums.
-
-    ``whole`` is the CRC-32 of all bytes, ``None`` if the writer left it out. ``blocks`` are the
-    checksums of blocks, which only this package writes. Without a ``kept`` file, each use opens it.
-    """
-
-    file: Path
-    offset: int
-    nbytes: int
-    whole: int | None
-    blocks: Blocks | None = None
-    kept: OpenFile | None = field(default=None, compare=False, repr=False)
-
-    def can_check(self, start: int, stop: int) -> bool:
-        """Return whether bytes ``[start, stop)`` can be checked without reading others."""
-        is_all = (start, stop) == (0, self.nbytes)
-        return self.blocks is not None or (self.whole is not None and is_all)
-
-    def check(self, each: CheckedRange, passed: Callable[[int], None]) -> None:
-        """Raise a ``ValueError`` if the blocks that a range touches are damaged.
-
-        Mapped memory, if any, is checked first: that needs no copy, and a later copy finds its
-        pages resident. If it does not match, a hook may have edited it, so the file decides.
-        ``passed`` is called with the number of bytes read.
-        """
-        name, mapped = each.name, each.mapped
-        for stretch in self._stretches(each.start, each.stop):
-            if mapped is not None:
-                shown = [mapped[stretch.start : stretch.stop]]
-                if stretch.stop - stretch.start > _PORTION_BYTES:
-                    shown = [*torch.split(shown[0], _PORTION_BYTES)]
-                if stretch.damage_in(_counted(shown, passed)) is None:
-                    continue
-            place, nbytes = self.offset + stretch.start, stretch.stop - stretch.start
-            damage = stretch.damage_in(_counted(_read(self.opened(), place, nbytes), passed))
-            if damage is not None:
-                raise ValueError(
-                    f"{str(self.file)!r} is damaged: bytes [{damage[0]}, {damage[1]}) of {name!r},"
-                    f" which start at byte {self.offset + damage[0]} of the file, do not match"
-                    " their checksum. Load another checkpoint or another copy of this one"
-                )
-
-    def read_ahead(self, start: int, stop: int) -> None:
-        """Ask the system to start reading bytes ``[start, stop)``, if it can be asked."""
-        if hasattr(os, "posix_fadvise"):
-            place, advice = self.offset + start, os.POSIX_FADV_WILLNEED
-            file = self.opened()
-            os.posix_fadvise(file.descriptor, place, stop - start, advice)
-
-    def opened(self) -> OpenFile:
-        """Return the kept file, or open the file until the returned object is collected."""
-        return self.kept or OpenFile(self.file)
-
-    def _stretches(self, start: int, stop: int) -> Iterator[Stretch]:
-        if self.blocks is not None:
-            yield from self.blocks.touched(start, stop, self.nbytes)
-        else:
-            whole = memoryview(array("q", [self.whole or 0]))
-            yield Stretch(0, self.nbytes, whole, is_crc=True)
-
-
-class CheckedRange(NamedTuple):
-    """Bytes ``[start, stop)`` of ``content``, which are a part of the tensor ``name``.
-
-    ``mapped`` is memory that maps all of the content, if any. ``then`` is called after a successful
-    check.
-    """
-
-    name: str
-    content: CheckedBytes
-    start: int
-    stop: int
-    mapped: Tensor | None = None
-    then: Callable[[], None] | None = None
-
-    @property
-    def is_checked(self) -> bool:
-        """Return whether there are bytes to check, and checksums to check them against."""
-        return self.start < self.stop and self.content.can_check(self.start, self.stop)
-
-    def portions(self) -> Iterator[CheckedRange]:
-        """Yield the same bytes in portions of at most ``_PORTION_BYTES``."""
-        for start in range(self.start, self.stop, _PORTION_BYTES):
-            yield self._replace(start=start, stop=min(self.stop, start + _PORTION_BYTES))
-
-    def read_ahead(self) -> None:
-        """Ask the system to start reading the bytes."""
-        if self.mapped is None:
-            self.content.read_ahead(self.start, self.stop)
-        else:
-            read_ahead(self.mapped[self.start : self.stop])
-
-
-class _Ahead:
-    """Read-ahead that stays ``_AHEAD_BYTES`` in front of the check.
-
-    Asking for everything at once blocks until most of it has been read, which delays the sums.
-    """
-
-    def __init__(self, ranges: Sequence[CheckedRange]) -> None:
-        self._portions = (portion for one in ranges for portion in one.portions())
-        self._missing = _AHEAD_BYTES
-        self.passed(0)
-
-    def passed(self, nbytes: int) -> None:
-        """Ask for as many more bytes as were checked."""
-        self._missing += nbytes
-        while self._missing > 0 and (portion := next(self._portions, None)) is not None:
-            portion.read_ahead()
-            self._missing -= portion.stop - portion.start
-
-
-def _counted(pieces: Iterable[Tensor], passed: Callable[[int], None]) -> Iterator[Tensor]:
-    for piece in pieces:
-        yield piece
-        passed(len(piece))
-
-
-def check(ranges: Iterable[CheckedRange]) -> None:
-    """Raise a ``ValueError`` for the first damaged range.
-
-    While bytes are summed, the system reads those after them. Threads would be no faster, and their
-    stacks take memory.
-    """
-    every = [one for one in ranges if one.is_checked]
-    ahead = _Ahead(every)
-    for one in every:
-        one.content.check(one, ahead.passed)
-        if one.then is not None:
-            one.then()
-
-
-def _read(file: OpenFile, offset: int, nbytes: int) -> Iterator[Tensor]:
-    """Yield bytes of a file in pieces, each overwritten by the next; short where the file ends."""
-    buffer = torch.empty(min(nbytes, _AT_ONCE), dtype=torch.uint8, device="cpu")
-    for start in range(0, nbytes, _AT_ONCE):
-        content = buffer[: min(nbytes - start, _AT_ONCE)]
-        view, position = content.numpy().data, 0
-        while position < len(view):
-            count = os.preadv(file.descriptor, [view[position:]], offset + start + position)
-            if not count:
-                break
-            position += count
-        yield content[:position]

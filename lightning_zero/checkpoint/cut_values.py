@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
 from lightning_zero.comm import Communicator
 from lightning_zero.optimizer import members
@@ -87,10 +86,4 @@ def _local_optimizer_state(held: list[Any], state: Mapping[str, Any]) -> Mapping
 def _local(value: Any, cut: Cut, shape: Iterable[int]) -> Any:
     if not isinstance(value, Tensor) or tuple(value.shape) != cut.whole_shape([*shape]):
         return value
-    if isinstance(value, LazyTensor):
-        raise ValueError(
-            "A directory of torch.distributed.checkpoint cannot be loaded with"
-            " tensor_parallel_size > 1. Convert it to a file first: `lightning-zero convert FOLDER"
-            " FILE.ckpt`"
-        )
     return cut.part_of(value)

@@ -50,19 +50,29 @@ class OpenFile:
             with contextlib.suppress(OSError):  # a file system without direct I/O
                 self._again = _ReadAgain(self.descriptor)
 
-    def read(self, out: Tensor, offset: int) -> None:
-        """Fill ``out``, bytes ``[n]``, from ``offset`` of the file on.
+    def will_read(self, offset: int, nbytes: int) -> None:
+        """Ask the system to start reading, if it can be asked."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+    def read_once(self, out: Tensor, offset: int) -> None:
+        """Fill ``out``, bytes ``[n]``, from ``offset`` of the file on, as no part of a pass.
 
         Raises:
             OSError: The file is too short, or the disk failed.
         """
+        _fill(self.descriptor, memory_of(out), offset)
+
+    def read(self, out: Tensor, offset: int) -> None:
+        """Fill ``out`` as :meth:`read_once` does, in a pass if there are several."""
         if self._again is None or not self._again.read(out, offset):
-            _fill(self.descriptor, _memory_of(out), offset)
+            _fill(self.descriptor, memory_of(out), offset)
 
 
-def _memory_of(out: Tensor) -> memoryview:
+def memory_of(out: Tensor) -> memoryview:
+    """Return the memory of bytes ``[n]``."""
     # Not through numpy: torch no longer frees a storage that was made into an array.
-    return memoryview((ctypes.c_ubyte * len(out)).from_address(out.data_ptr())).cast("B")
+    return memoryview((ctypes.c_ubyte * out.numel()).from_address(out.data_ptr())).cast("B")
 
 
 def _fill(descriptor: int, memory: memoryview, offset: int, least: int | None = None) -> None:
@@ -124,7 +134,7 @@ class _ReadAgain:
         lies_alike = (out.data_ptr() - offset) % SECTOR == 0
         try:
             if self._takes_sectors and lies_alike:
-                self._read_sectors(_memory_of(out), offset)
+                self._read_sectors(memory_of(out), offset)
             else:
                 self._read_and_copy(out, offset)
         except OSError:  # a read through the cache may succeed, or raises there

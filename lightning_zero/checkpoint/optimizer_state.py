@@ -3,8 +3,9 @@
 Saving returns the dictionary that DDP would, with a :class:`ShardedValue` in place of every sharded
 tensor. Nothing is gathered.
 
-Loading takes whole values, usually mapped from a file, and each rank copies its own ranges.
-Whatever does not fit is found before anything in memory has changed.
+Loading takes whole values, usually unread ones of a file, and each rank reads its own ranges.
+Whatever does not fit is found before anything in memory has changed; what is damaged, while it is
+read, which leaves the module torn.
 
 A ``state_dict`` in a format that only its optimizer knows is of one that steps all at once. Every
 rank has all of it, and it saves and loads it by itself.
@@ -12,34 +13,28 @@ rank has all of it, and it saves and loads it by itself.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only
 
-from lightning_zero.checkpoint.checksums import CheckedRange
-from lightning_zero.checkpoint.kept_parts import can_be_kept, keep_part, take_part
-from lightning_zero.checkpoint.state import like, ranges
-from lightning_zero.checkpoint.state_entries import Descriptions, entry
+from lightning_zero.checkpoint.state_descriptions import Descriptions, entry
 from lightning_zero.engine import Description, Engine, differences, optimizer_description
 from lightning_zero.optimizer import (
     Way,
-    cut_state,
     is_like,
     members,
     missing_in_state,
     owned,
-    require_whole_steps,
     stepper_of,
     toy_state,
     with_inner,
 )
 from lightning_zero.parameters import Piece
-from lightning_zero.tensors import lasting_tensors, uncollected, unwrapped
+from lightning_zero.tensors import lasting_tensors, uncollected
 
 # -- saving ----------------------------------------------------------------------------------------
 
@@ -50,7 +45,7 @@ def optimizer_state(optimizer: Optimizer, engine: Engine, label: str) -> dict[st
 
     All ranks call it together. ``label`` names the optimizer in the checkpoint.
     """
-    require_whole_steps([optimizer])
+    engine.require_whole()
     local = stepper_of(optimizer).state_dict()
     if not local or stepper_of(optimizer).way is Way.ALL_AT_ONCE:
         return local  # of Lightning's stand-in for no optimizer, or every rank has all of it
@@ -223,68 +218,36 @@ def _faults_in_own_format(
         yield from _faults(holder, value, name_of, is_whole=is_whole)
 
 
-def ranges_of_optimizers(
-    optimizers: Iterable[Optimizer], states: Iterable[Mapping[str, Any]]
-) -> Iterator[CheckedRange]:
-    """Yield the bytes that this rank reads of optimizer states, which fit their optimizers.
-
-    Parts that can be kept are copied to new memory once checked, for :func:`load_optimizer_state`.
-    """
-    for optimizer, state in zip(optimizers, states, strict=False):
-        stepper = stepper_of(optimizer)
-        if stepper.way is Way.ALL_AT_ONCE:
-            for path, value in tree_flatten_with_path({**state})[0]:  # every rank reads all of it
-                yield from ranges(keystr(path), value, None)
-            continue
-        ids = [key for group in state.get("param_groups", ()) for key in group["params"]]
-        for key, piece in zip(ids, members(optimizer) if state else (), strict=True):
-            if isinstance(piece, Piece) and not stepper.keeps_state_of(piece):
-                continue
-            for name, value in state["state"].get(key, {}).items():
-                for tensor in _tensors_in(value):
-                    own = None if stepper.is_whole else piece  # an owner reads all of it
-                    is_kept = name != "step" and can_be_kept(tensor, own)
-                    is_kept = is_kept and stepper.keeps_read_parts
-                    then = functools.partial(keep_part, tensor, own) if is_kept else None
-                    for one in ranges(f"{name} of parameter {key}", tensor, own):
-                        yield one._replace(then=then)
-
-
-def _tensors_in(value: Any) -> Iterator[Any]:
-    for leaf in tree_leaves(value):
-        yield from unwrapped(leaf)
-
-
 @uncollected()
-def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a whole optimizer state; each rank takes its own pieces of it."""
+def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], engine: Engine) -> None:
+    """Load a whole optimizer state; each rank reads its own pieces of it. A collective.
+
+    Raises:
+        ValueError: What a rank reads is damaged; all ranks raise, and the module is torn.
+    """
     stepper = stepper_of(optimizer)
-    if not state or stepper.way is Way.ALL_AT_ONCE:
-        with stepper.whole_members():
-            optimizer.load_state_dict(owned(state))
-        return
-    held = members(optimizer)
+    is_own_format = not state or stepper.way is Way.ALL_AT_ONCE
+    mine: Any = {}
+    with engine.loading("Loading optimizer states"):
+        mine = owned(state) if is_own_format else _own_states(optimizer, state)
+    with stepper.whole_members() if is_own_format else contextlib.nullcontext():
+        optimizer.load_state_dict(mine)
+
+
+def _own_states(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state with what this rank keeps of it, read into new memory."""
+    stepper = stepper_of(optimizer)
     ids = [key for group in state["param_groups"] for key in group["params"]]
     # Entries that belong to no parameter, which some optimizers keep.
     known = set(ids)
     own = {key: owned(value) for key, value in state["state"].items() if key not in known}
-    for key, piece in zip(ids, held, strict=True):
+    for key, piece in zip(ids, members(optimizer), strict=True):
         entries = state["state"].get(key)
-        is_here = not isinstance(piece, Piece) or (
-            stepper.keeps_state_of(piece) if stepper.is_whole else piece.numel() > 0
-        )
-        if entries is not None and is_here:
-            own[key] = _own_part(entries, piece, optimizer)
-    optimizer.load_state_dict({**state, "state": own})
-
-
-def _own_part(entries: Any, piece: Any, optimizer: Optimizer) -> Any:
-    """Return the part of ``entries`` for ``piece``, without holding any part twice."""
-    stepper = stepper_of(optimizer)
-    if stepper.is_whole or not isinstance(piece, Piece):
-        return owned(entries)
-    parts = {key: take_part(value, piece) for key, value in entries.items()}
-    rest = {key: value for key, value in entries.items() if parts[key] is None}
-    rest = cut_state(tree_map_only(Tensor, lambda t: like(t, piece), rest), piece)
-    rest = stepper.kept(rest, piece)
-    return {key: rest[key] if part is None else part for key, part in parts.items()}
+        if entries is None:
+            continue
+        if stepper.is_whole or not isinstance(piece, Piece):
+            if not isinstance(piece, Piece) or stepper.keeps_state_of(piece):
+                own[key] = owned(entries)
+        elif piece.numel():
+            own[key] = stepper.part_of(entries, piece)
+    return {**state, "state": own}

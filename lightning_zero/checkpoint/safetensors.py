@@ -2,7 +2,7 @@
 
 The format is eight bytes with the header's length, the header ``{name: {dtype, shape,
 data_offsets}}``, and the data. It is simple enough to need no package, and reading it here lets
-tensors stay in the mapped file.
+tensors stay in the file.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.checksums import CheckedBytes
 from lightning_zero.checkpoint.file.skeleton import bytes_of
 from lightning_zero.checkpoint.open_file import OpenFile
+from lightning_zero.checkpoint.stored_bytes import StoredBytes
 from lightning_zero.checkpoint.values.boxes import Box
-from lightning_zero.checkpoint.values.chunk import InOneRow
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
+from lightning_zero.checkpoint.values.places import InOneRow
 
 INDEX = "model.safetensors.index.json"
 """The file that says which file of a folder holds which tensor, as Hugging Face has it."""
@@ -54,13 +54,10 @@ Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape of every tensor, by name."""
 
 
-def read_safetensors(path: Path, *, maps: bool = True) -> dict[str, Tensor]:
-    """Return the mapped tensors of a file, or of a folder with an index or one file.
-
-    Without ``maps`` they are read on use, which works for files larger than memory too.
-    """
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file, or of a folder with an index or one file, read on use."""
     if path.is_file():
-        return _read_file(path, maps)
+        return _read_file(path)
     index = path / INDEX
     if not index.exists():
         files = sorted(path.glob("*.safetensors"))
@@ -69,13 +66,13 @@ def read_safetensors(path: Path, *, maps: bool = True) -> dict[str, Tensor]:
                 f"{str(path)!r} has no {INDEX} and {len(files)} safetensors files; expected an"
                 " index, or exactly one file"
             )
-        return _read_file(files[0], maps)
+        return _read_file(files[0])
     places: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
     tensors: dict[str, Tensor] = {}
     for file in dict.fromkeys(places.values()):
         if Path(file).name != file or not (path / file).is_file():
             raise FileNotFoundError(f"the index {str(index)!r} names {file!r}, which is missing")
-        found = _read_file(path / file, maps)
+        found = _read_file(path / file)
         for name in (name for name, place in places.items() if place == file):
             if name not in found:
                 raise ValueError(
@@ -85,23 +82,12 @@ def read_safetensors(path: Path, *, maps: bool = True) -> dict[str, Tensor]:
     return tensors
 
 
-def _read_file(path: Path, maps: bool) -> dict[str, Tensor]:
+def _read_file(path: Path) -> dict[str, Tensor]:
     try:
         header, start = _header(path)
-        size = path.stat().st_size
-        if not maps:
-            file = OpenFile(path)
-            return {
-                name: _unread(name, entry, CheckedBytes(path, start, size - start, None, kept=file))
-                for name, entry in header.items()
-                if name != "__metadata__"
-            }
-        if size == start:
-            whole = torch.empty(0, dtype=torch.uint8)
-        else:
-            whole = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        data = StoredBytes(path, start, path.stat().st_size - start, None, kept=OpenFile(path))
         return {
-            name: _tensor(name, entry, whole[start:])
+            name: _tensor(name, entry, data)
             for name, entry in header.items()
             if name != "__metadata__"
         }
@@ -137,19 +123,13 @@ def _place(
     return dtype, shape, start, stop
 
 
-def _tensor(name: str, entry: Mapping[str, Any], data: Tensor) -> Tensor:
-    dtype, shape, start, stop = _place(name, entry, len(data))
-    part = data[start:stop]
-    if part.storage_offset() % dtype.itemsize:
-        part = part.clone()  # the format does not guarantee alignment
-    return part.view(dtype).view(shape)
-
-
-def _unread(name: str, entry: Mapping[str, Any], data: CheckedBytes) -> Tensor:
+def _tensor(name: str, entry: Mapping[str, Any], data: StoredBytes) -> Tensor:
     dtype, shape, start, stop = _place(name, entry, data.nbytes)
     content = dataclasses.replace(data, offset=data.offset + start, nbytes=stop - start)
     row = InOneRow(Box.whole(shape), dtype, content, tuple(range(len(shape))))
-    return LazyTensor.of([row], shape, dtype)
+    tensor = LazyTensor.of([row], shape, dtype)
+    tensor.label = name
+    return tensor
 
 
 def write_safetensors(

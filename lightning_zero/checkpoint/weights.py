@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint.dcp.content import weights_of
 from lightning_zero.checkpoint.dcp.directory import Directory, is_directory
-from lightning_zero.checkpoint.load import compare, identity_of, mapped
+from lightning_zero.checkpoint.load import compare, identity_of, read_file
+from lightning_zero.checkpoint.module_state import load_module_state
 from lightning_zero.checkpoint.safetensors import read_safetensors
-from lightning_zero.checkpoint.state import load_module_state
 from lightning_zero.comm import Control, Outcome
 from lightning_zero.engine import engine_of
 
@@ -21,7 +21,7 @@ from lightning_zero.engine import engine_of
 def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> Any:
     """Load a module's weights from a file; all ranks that share the module call it together.
 
-    The file is memory-mapped, and each rank reads only its own part of a sharded module. Call it in
+    Each rank reads only its own part of a sharded module. Call it in
     ``on_fit_start`` or a later hook, when the module is sharded, even if it was built on the meta
     device; or before the Trainer runs, on an ordinary module.
 
@@ -38,7 +38,9 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
     Raises:
         FileNotFoundError: The file is missing on some rank.
         RuntimeError: Names or shapes do not fit. All are listed, and nothing was loaded.
-        ValueError: The file is damaged, differs between ranks, or holds no weights.
+        ValueError: The file is damaged, differs between ranks, or holds no weights. If damage shows
+            only while it is read, a sharded module neither trains, predicts nor is saved until
+            other weights are loaded.
     """
     engine = engine_of(module.parameters())
     is_meta = any(p.is_meta for p in [*module.parameters(), *module.buffers()])
@@ -68,14 +70,11 @@ def are_bare_weights(path: str) -> bool:
     return place.suffix == ".safetensors" or (place.is_dir() and any(place.glob("*.safetensors")))
 
 
-def load_bare_weights(path: str, control: Control, *, maps: bool) -> dict[str, Tensor]:
-    """Return the tensors of safetensors files; all ranks call it together.
-
-    They are mapped, or, without ``maps``, read on use.
-    """
+def load_bare_weights(path: str, control: Control) -> dict[str, Tensor]:
+    """Return the tensors of safetensors files, read on use; all ranks call it together."""
     outcome, weights, identity = Outcome(), {}, ""
     with outcome.attempt():
-        weights, identity = read_safetensors(Path(path), maps=maps), identity_of(Path(path))
+        weights, identity = read_safetensors(Path(path)), identity_of(Path(path))
     outcome.agree(control, f"Loading {path!r}")
     compare(path, identity, control)
     return weights
@@ -84,7 +83,7 @@ def load_bare_weights(path: str, control: Control, *, maps: bool) -> dict[str, T
 def read_weights(
     path: str | os.PathLike[str], *, weights_only: bool = True
 ) -> Mapping[str, Tensor]:
-    """Return the weights in a file or folder by name, mapped; see :func:`mapped`."""
+    """Return the weights in a file or folder by name, read on use."""
     place = Path(path)
     if is_directory(place):
         return weights_of(Directory.open(place), weights_only=weights_only)
@@ -92,7 +91,7 @@ def read_weights(
         if not place.exists():
             raise FileNotFoundError(f"File not found: {str(place)!r}")
         return read_safetensors(place)
-    found = mapped(os.fspath(path), weights_only=weights_only)
+    found = read_file(os.fspath(path), weights_only=weights_only)
     weights = found.get("state_dict", found) if isinstance(found, dict) else None
     if not isinstance(weights, dict) or not any(isinstance(v, Tensor) for v in weights.values()):
         raise ValueError(

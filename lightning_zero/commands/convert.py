@@ -24,7 +24,7 @@ from lightning_zero.checkpoint import (
     content,
     in_memory,
     is_directory,
-    mapped,
+    read_file,
     read_safetensors,
     read_weights,
     write_safetensors,
@@ -183,7 +183,7 @@ def _rest(source: Path, *, weights_only: bool) -> Any:
     """Read all content of the source; ``None`` if its format holds only weights."""
     if is_directory(source):
         return content(Directory.open(source), weights_only=weights_only)
-    return mapped(str(source), weights_only=weights_only) if source.suffix in _PLAIN else None
+    return read_file(str(source), weights_only=weights_only) if source.suffix in _PLAIN else None
 
 
 def _verify(target: Path, shapes: Shapes, *, weights_only: bool) -> None:

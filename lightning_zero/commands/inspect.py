@@ -12,15 +12,21 @@ from torch import Tensor
 
 from lightning_zero.checkpoint import (
     REST,
+    DamageError,
     Directory,
     LazyTensor,
     is_directory,
-    mapped,
     provenance,
+    read_file,
     read_safetensors,
     rest_of,
 )
-from lightning_zero.deepspeed import CannotConvert, DeepSpeedFolder, is_deepspeed_folder
+from lightning_zero.deepspeed import (
+    CannotConvert,
+    DeepSpeedFolder,
+    files_of,
+    is_deepspeed_folder,
+)
 from lightning_zero.tensors import named_tensors
 
 _EXPECTED = (
@@ -49,7 +55,11 @@ def add_inspect_command(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    print("\n".join(describe(arguments.file)))
+    try:
+        print("\n".join(describe(arguments.file)))
+    except DamageError:
+        if not arguments.verify:
+            raise
     if not arguments.verify:
         return 0
     found = damage(arguments.file)
@@ -74,7 +84,7 @@ def describe(path: Path) -> Iterator[str]:
             raise ValueError(f"{str(path)!r} is not a checkpoint. Expected {_EXPECTED}.")
         value = read_safetensors(path)
     else:
-        value = mapped(str(path))
+        value = read_file(str(path))
         written_by = provenance(path) if zipfile.is_zipfile(path) else None
     rows = list(named_tensors(value))
     storages = {_identity(row): row.nbytes for _, row in rows}
@@ -120,8 +130,7 @@ def _identity(tensor: Tensor) -> Any:
 def damage(path: Path) -> list[str]:
     """Return a line for each failed checksum of a file, or of all files of a folder."""
     if is_deepspeed_folder(path):
-        files = DeepSpeedFolder(path).files
-        return [f"{file.name}: {line}" for file in files for line in damage(file)]
+        return [f"{file.name}: {line}" for file in files_of(path) for line in damage(file)]
     if is_directory(path):
         rest = path / REST
         return [*Directory.open(path).damage(), *(damage(rest) if rest.is_file() else [])]

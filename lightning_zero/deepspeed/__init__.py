@@ -13,6 +13,6 @@ placeholder     unpickling with inert objects in place of unknown classes
 
 from lightning_zero.deepspeed.checkpoint import DeepSpeedFolder
 from lightning_zero.deepspeed.config import Config
-from lightning_zero.deepspeed.files import CannotConvert, is_deepspeed_folder
+from lightning_zero.deepspeed.files import CannotConvert, files_of, is_deepspeed_folder
 
-__all__ = ["CannotConvert", "Config", "DeepSpeedFolder", "is_deepspeed_folder"]
+__all__ = ["CannotConvert", "Config", "DeepSpeedFolder", "files_of", "is_deepspeed_folder"]

@@ -32,6 +32,7 @@ from lightning_zero.deepspeed.files import (
     OptimizerFile,
     check_ranks,
     files_by_rank,
+    one_dimensional,
     read_model,
     tag_of,
 )
@@ -105,7 +106,6 @@ class DeepSpeedFolder:
         self.stage, self.world_size = some.stage, some.world_size
         check_ranks(optimizer_files, self.world_size)
         check_ranks(model_files, self.world_size if self.stage == 3 else 1)
-        self.files = [*model_files.values(), *optimizer_files.values()]
         self._optimizers = [
             OptimizerFile.read(optimizer_files[rank], trust=trust)
             for rank in range(self.world_size)
@@ -214,7 +214,7 @@ class DeepSpeedFolder:
         fragments = [model.get("frozen_param_fragments") or {} for model in self._models]
         frozen = {}
         for name, shape in (self._model.get("frozen_param_shapes") or {}).items():
-            parts = [found[name].reshape(-1) for found in fragments if name in found]
+            parts = [one_dimensional(found[name]) for found in fragments if name in found]
             label = f"{str(self.path)!r}, frozen {name!r}"
             kind = EachCut if self.stage == 3 else EndToEnd
             flat = kind(label, {name: tuple(shape)}, [0], parts)
@@ -232,7 +232,8 @@ class DeepSpeedFolder:
                 " parameter of known shape."
             )
         if value.dtype in (torch.bfloat16, torch.float16):
-            return LazyTensor.of_pieces(lambda: [value.reshape(-1)], value.shape, torch.float32)
+            ranges = [(one_dimensional(value), 0, value.numel())]
+            return LazyTensor.joined(lambda: ranges, value.shape, torch.float32)
         return value
 
     # -- optimizer ---------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_zero.checkpoint import LazyTensor
 from lightning_zero.deepspeed.placeholder import Placeholder, read_with_placeholders
 
 MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
@@ -84,6 +85,12 @@ def files_by_rank(tag: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
     return found
 
 
+def files_of(path: Path) -> list[Path]:
+    """Return all files of a checkpoint that DeepSpeed wrote."""
+    tag = tag_of(path)
+    return [*files_by_rank(tag, MODEL).values(), *files_by_rank(tag, OPTIMIZER).values()]
+
+
 def check_ranks(files: Mapping[int, Path], world_size: int) -> None:
     """Raise unless there is exactly one file of every rank."""
     example = next(iter(files.values()))
@@ -105,6 +112,11 @@ def check_ranks(files: Mapping[int, Path], world_size: int) -> None:
             f"{str(example.parent)!r} has files of {len(files)} ranks, but {world_size} ranks wrote"
             f" {example.name!r}: the others are left over from an earlier save. Remove them."
         )
+
+
+def one_dimensional(value: Tensor) -> Tensor:
+    """Return the same elements in one dimension; a lazy tensor as it is, which stays unread."""
+    return value if isinstance(value, LazyTensor) else value.detach().reshape(-1)
 
 
 def read_model(path: Path, *, trust: bool) -> Mapping[str, Any]:
@@ -162,7 +174,7 @@ class OptimizerFile:
         found = self.entry("fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups")
         if not all(isinstance(part, Tensor) for part in found):
             raise ValueError(f"{str(self.path)!r} does not hold the masters of all parameters.")
-        return [part.detach().reshape(-1) for part in found]
+        return [one_dimensional(part) for part in found]
 
     @property
     def base(self) -> Mapping[str, Any]:

@@ -47,8 +47,8 @@ class Flat(ABC):
         """Raise unless each rank's part has the size that the parameters need."""
 
     @abstractmethod
-    def pieces(self, parts: Sequence[Tensor], name: str) -> Iterator[Tensor]:
-        """Yield the pieces of a parameter in the ranks' parts, in order and without padding."""
+    def ranges(self, parts: Sequence[Tensor], name: str) -> Iterator[tuple[Tensor, int, int]]:
+        """Yield the ranges of the ranks' parts that make up a parameter, without padding."""
 
     def master(self, name: str) -> LazyTensor:
         """Return a whole parameter in fp32."""
@@ -85,8 +85,8 @@ class Flat(ABC):
         return parts
 
     def _whole(self, parts: Sequence[Tensor], name: str, dtype: torch.dtype) -> LazyTensor:
-        pieces = functools.partial(self.pieces, parts, name)
-        return LazyTensor.of_pieces(pieces, self.shapes[name], dtype)
+        ranges = functools.partial(self.ranges, parts, name)
+        return LazyTensor.joined(ranges, self.shapes[name], dtype)
 
     def _wrong(self, what: str, rank: int, expected: str, found: int) -> ValueError:
         return ValueError(
@@ -142,14 +142,14 @@ class EndToEnd(Flat):
             raise self._wrong(what, 0, f"{self.most}", self.part_numel)
 
     @override
-    def pieces(self, parts: Sequence[Tensor], name: str) -> Iterator[Tensor]:
+    def ranges(self, parts: Sequence[Tensor], name: str) -> Iterator[tuple[Tensor, int, int]]:
         start = self.starts[name]
         stop = start + prod(self.shapes[name])
         for rank, part in enumerate(parts):
             before = rank * self.part_numel
             first, last = max(start - before, 0), min(stop - before, self.part_numel)
             if first < last:
-                yield part[first:last]
+                yield part, first, last
 
 
 class EachCut(Flat):
@@ -170,13 +170,13 @@ class EachCut(Flat):
                 raise self._wrong(what, rank, str(needed), part.numel())
 
     @override
-    def pieces(self, parts: Sequence[Tensor], name: str) -> Iterator[Tensor]:
+    def ranges(self, parts: Sequence[Tensor], name: str) -> Iterator[tuple[Tensor, int, int]]:
         start, left = self.starts[name], prod(self.shapes[name])
         size = part_numel(self.shapes[name], len(self.masters))
         for part in parts:
             taken = min(left, size)
             if taken:
-                yield part[start : start + taken]
+                yield part, start, start + taken
             left -= taken
 
 

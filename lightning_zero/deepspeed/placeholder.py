@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_zero.checkpoint import mapped, unreadable
+from lightning_zero.checkpoint import read_file, unreadable
 
 
 class Placeholder:
@@ -48,7 +48,7 @@ def read_with_placeholders(path: Path, *, trust: bool = False) -> Any:
     if trust:
         return _read_trusting(path)
     with torch.serialization.safe_globals([(_class(name), name) for name in _unknown(path)]):
-        return mapped(str(path))
+        return read_file(str(path))
 
 
 def placeholders(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_zero.comm import Communicator, SyncPoint, default_world_size
+from lightning_zero.comm import Communicator, Outcome, SyncPoint, default_world_size
 from lightning_zero.engine import rank_check
 from lightning_zero.engine.activation_checkpointing import ActivationCheckpointing
 from lightning_zero.engine.activation_offload import ActivationOffload
@@ -44,12 +44,14 @@ from lightning_zero.optimizer import (
     StateFiles,
     States,
     UnitStep,
+    are_torn,
     batches_of,
     end,
+    require_whole_steps,
 )
-from lightning_zero.parameters import Piece, Source
+from lightning_zero.parameters import Piece
 from lightning_zero.plan import Settings
-from lightning_zero.tensors import uncollected
+from lightning_zero.tensors import PartlyRead, uncollected
 
 
 class Engine:
@@ -85,7 +87,7 @@ class Engine:
         comm: Communicator | None = None,
         *,
         facts: rank_check.Facts = MappingProxyType({}),
-        sources: Mapping[int, Source] = MappingProxyType({}),
+        sources: Mapping[int, PartlyRead] = MappingProxyType({}),
         on_written: Progress = lambda written, nbytes: None,
     ) -> None:
         self.module = module
@@ -243,6 +245,32 @@ class Engine:
             transport.ledger.end_step()
         self.comm.control.log.step += 1
 
+    # -- loading ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def loading(self, doing: str, *, heals: bool = False) -> Iterator[None]:
+        """Enter a context that changes values; if it fails on any rank, all ranks raise.
+
+        The values are then partly old and partly new: until a context that ``heals``, as it loads
+        all of them, has succeeded, the module neither trains nor predicts, and is not saved.
+        """
+        was_torn, self._step.is_torn = self._step.is_torn, True
+        outcome = Outcome()
+        with outcome.attempt():
+            yield
+        outcome.agree(self.comm.control, doing)
+        self._step.is_torn = was_torn and not heals
+
+    def require_whole(self) -> None:
+        """Raise a ``RuntimeError`` if a load or an optimizer's step has ended half-way."""
+        self._step.require_whole()
+        require_whole_steps(self.sharded.optimizers)
+
+    @property
+    def is_torn(self) -> bool:
+        """Return whether a load or an optimizer's step has ended half-way, on this rank."""
+        return self._step.is_torn or are_torn(self.sharded.optimizers)
+
     # -- the end ---------------------------------------------------------------------------------
 
     def reset(self) -> None:
@@ -264,10 +292,11 @@ class Engine:
         """Remove the hooks and, with ``restore``, make the module an ordinary one again.
 
         Restoring gathers unit by unit and needs host memory for the whole model on every rank.
-        Without it, the parameters stay at rest. All ranks must close together, unless an exception
-        has just ended a step.
+        Without it, or if a load has ended half-way, the parameters stay at rest. All ranks must
+        close together, unless an exception has just ended a step.
         """
         was_interrupted = self._step.lifetime is Lifetime.INTERRUPTED
+        restore = restore and not self._step.is_torn
         if not was_interrupted:
             self._forward.order_check.wait()
             self.comm.control.call(SyncPoint.CLOSE).wait()

@@ -18,9 +18,9 @@ from lightning_zero.engine.shown_masters import ShownMasters
 from lightning_zero.engine.unit import Unit, listed
 from lightning_zero.engine.unit_builder import Progress, UnitBuilder
 from lightning_zero.engine.weights import Residency, Shows
-from lightning_zero.parameters import FlatParameters, Piece, Reader, Source, guards
+from lightning_zero.parameters import FlatParameters, Piece, Reader, guards
 from lightning_zero.plan import Settings
-from lightning_zero.tensors import Scratch, bytes_held
+from lightning_zero.tensors import PartlyRead, Scratch, bytes_held
 
 
 class ShardedModel:
@@ -47,7 +47,7 @@ class ShardedModel:
         module: nn.Module,
         settings: Settings,
         comm: Communicator,
-        sources: Mapping[int, Source],
+        sources: Mapping[int, PartlyRead],
         on_written: Progress,
     ) -> None:
         self.module = module

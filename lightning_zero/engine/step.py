@@ -66,6 +66,7 @@ class Step:
         phase: Where in a step this rank is.
         lifetime: How far the run has come.
         keeps_graph: Whether a backward pass with ``create_graph`` saved weights for a later one.
+        is_torn: Whether a load of values ended half-way, and not all were loaded since.
         is_inside: Whether a forward or the step's own context is running: a flag beside the depth,
             as torch's compiler would recompile for every depth that it reads.
     """
@@ -74,6 +75,7 @@ class Step:
         self.phase = Phase.IDLE
         self.lifetime = Lifetime.OPEN
         self.keeps_graph = False
+        self.is_torn = False
         self.is_inside = False
         self._depth = 0
         self._units = units
@@ -93,6 +95,8 @@ class Step:
 
     def enter(self) -> bool:
         """Enter a forward; return whether a step begins with it."""
+        if self.is_torn:
+            self.require_whole()
         if self.phase is Phase.BACKWARD and not internals.in_backward():
             # An exception ended the backward pass, for which autograd has no event.
             self._reset()
@@ -104,6 +108,15 @@ class Step:
         if self.lifetime is Lifetime.INTERRUPTED:
             self.lifetime = Lifetime.OPEN
         return True
+
+    def require_whole(self) -> None:
+        """Raise a ``RuntimeError`` if the module's values are partly old and partly new."""
+        if self.is_torn:
+            raise RuntimeError(
+                "A load of weights or optimizer states has failed half-way, so the module mixes old"
+                " and new values. Load a checkpoint that is intact before you train, predict or"
+                " save."
+            )
 
     def leave(self) -> bool:
         """Leave a forward; return whether it was a step's outermost."""

@@ -16,14 +16,13 @@ from lightning_zero.parameters import (
     FlatParameters,
     Owner,
     Reader,
-    Source,
     Store,
     shared_masters,
     store_for,
     stream_for,
 )
 from lightning_zero.plan import FlatSpec, Settings, UnitSpec, specify_units
-from lightning_zero.tensors import Scratch
+from lightning_zero.tensors import PartlyRead, Scratch
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are done, and their total."""
@@ -43,7 +42,7 @@ class UnitBuilder:
         comm: Communicator,
         scratch: Scratch | None,
         reader: Reader,
-        sources: Mapping[int, Source],
+        sources: Mapping[int, PartlyRead],
     ) -> None:
         self._comm, self._scratch, self._reader, self._sources = comm, scratch, reader, sources
         self.initializer = MetaInitializer(module, settings.device, needs_values=not sources)

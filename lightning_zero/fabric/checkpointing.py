@@ -17,7 +17,6 @@ from lightning_zero.checkpoint import (
     Provenance,
     Saver,
     check_optimizer_states,
-    check_ranges,
     collected,
     in_memory,
     load,
@@ -25,7 +24,6 @@ from lightning_zero.checkpoint import (
     load_optimizer_state,
     module_state,
     optimizer_state,
-    ranges_of_optimizers,
 )
 from lightning_zero.comm import Control
 from lightning_zero.engine import Engine
@@ -128,7 +126,6 @@ class SavingStrategy(DDPStrategy):
                 self._saver.control,
                 weights_only=weights_only in (None, True),
                 verify=self.settings.verify_checkpoint,
-                maps=self.settings.offload is None,
             )
         if not state:
             return dict(whole(held))
@@ -160,17 +157,13 @@ class SavingStrategy(DDPStrategy):
                 check_optimizer_states([optimizer], [saved], self._name_of)
             except ValueError as error:
                 raise ValueError(f"Cannot load {key!r}. {error}") from error
-        ranges = ranges_of_optimizers(
-            [one for _, one, _ in optimizers], [saved for _, _, saved in optimizers]
-        )
-        check_ranges(ranges, self._saver.control, "Loading optimizers")
         for _, value, saved in found:
             if isinstance(value, ShardedModule):
                 load_module_state(value.module, value.engine, saved, strict=strict)
             elif isinstance(value, nn.Module):
                 value.load_state_dict(whole(saved), strict=strict)
-            elif isinstance(value, Optimizer) and self._engine_of(value) is not None:
-                load_optimizer_state(value, saved)
+            elif isinstance(value, Optimizer) and (engine := self._engine_of(value)) is not None:
+                load_optimizer_state(value, saved, engine)
             elif isinstance(value, internals.Stateful):
                 value.load_state_dict(whole(saved))
 

@@ -32,7 +32,7 @@ from lightning_zero.parameters.piece import Piece, settle, unsettle
 from lightning_zero.parameters.reducer import Reducer
 from lightning_zero.parameters.sharded_grad import stack_on
 from lightning_zero.parameters.stores import Store, shared_masters, store_for
-from lightning_zero.parameters.streams import Reader, Source, stream_for
+from lightning_zero.parameters.streams import Reader, stream_for
 
 __all__ = [
     "Buffer",
@@ -42,7 +42,6 @@ __all__ = [
     "Reach",
     "Reader",
     "Reducer",
-    "Source",
     "Store",
     "make_distributed",
     "make_local",

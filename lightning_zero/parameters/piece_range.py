@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_zero.plan import Slot
+from lightning_zero.tensors import PartlyRead
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,13 @@ class PieceRange:
     def part_of(self, whole: Tensor) -> Tensor:
         """Return the elements ``[n]`` of ``whole``, of the parameter's shape, in this range.
 
-        They are a view if the elements of ``whole`` lie in the parameter's order: of a tensor that
-        is memory-mapped, nothing else is read.
+        They are a view if the elements of ``whole`` lie in the parameter's order. Of a tensor that
+        is read on use, nothing else is read.
         """
+        if isinstance(whole, PartlyRead):
+            return whole.part(self.start, self.stop, self.slot.stride)
         if whole.stride() == self.slot.stride:
-            # In one call, so that a lazy tensor reads only this range. An empty range might start
-            # past the storage of a tensor without elements.
+            # An empty range might start past the storage of a tensor without elements.
             start = self.start if self.stop > self.start else 0
             offset = int(whole.storage_offset()) + start
             return whole.as_strided((self.stop - self.start,), (1,), offset)

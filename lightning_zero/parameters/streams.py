@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,38 +18,21 @@ from lightning_zero.comm import Communicator, Outcome, Shared, SyncPoint, requir
 from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.parameters.stores import HostStore, Store
 from lightning_zero.plan import Layout, Plan
-from lightning_zero.tensors import SECTOR, LentMemory, Scratch, StagingMemory, Work, lasting_tensors
+from lightning_zero.tensors import (
+    SECTOR,
+    LentMemory,
+    PartlyRead,
+    Scratch,
+    StagingMemory,
+    Work,
+    lasting_tensors,
+)
 
 _T = TypeVar("_T")
 NUM_THREADS = 2
 _AT_ONCE_BYTES = 4 * 2**20
 _MOST_FREE = 2
 """Free blocks kept for the next units: units of two sizes may alternate."""
-
-
-class Source(Protocol):
-    """A whole parameter in a file.
-
-    Attributes:
-        is_checked: Whether its values are known to be intact.
-    """
-
-    is_checked: bool
-
-    def lay_out(self, stride: Sequence[int]) -> None:
-        """Count elements in the memory order of a tensor of this ``stride`` from now on."""
-
-    def expect_passes(self) -> None:
-        """Expect repeated reads by this process, and none by others on this host."""
-
-    def offset(self, dtype: torch.dtype) -> int | None:
-        """Return the file offset of its elements if they are contiguous and have ``dtype``."""
-
-    def check(self) -> None:
-        """Raise a ``ValueError`` if the values are damaged, unless they were checked already."""
-
-    def read(self, start: int, out: Tensor, dtype: torch.dtype) -> None:
-        """Read elements from ``start`` on into ``out``, ``[n]``, cast to ``dtype`` on the way."""
 
 
 class LentBuffer(Buffer):
@@ -174,16 +157,15 @@ class Stream(Store):
         plan: Plan,
         comm: Communicator,
         scratch: Scratch,
-        sources: Sequence[Source],
+        sources: Sequence[PartlyRead],
         reader: Reader,
     ) -> None:
-        self._sources = sources
+        pairs = zip(sources, layout.slots, strict=True)
+        self._sources = [source.laid_out(slot.stride) for source, slot in pairs]
         self._reader = reader
         self._scratch = scratch
-        for source, slot in zip(sources, layout.slots, strict=True):
-            source.lay_out(slot.stride)
-            if comm.mesh.size == 1:
-                source.expect_passes()
+        for source in self._sources if comm.mesh.size == 1 else ():
+            source.expect_passes()
         super().__init__(layout, plan, comm, scratch)
         self.is_stream = True
         self.fetch = self.fetch_weights = self._read
@@ -202,7 +184,7 @@ class Stream(Store):
     def _read(self, out: Tensor, *, unit: str, tag: int) -> Work:
         """Start to read whole weights into ``out``."""
 
-    def _parts(self, out: Tensor) -> Iterator[tuple[Source, int, Tensor]]:
+    def _parts(self, out: Tensor) -> Iterator[tuple[PartlyRead, int, Tensor]]:
         """Yield the parts in which ``out`` is read: the source, the first element, and the target.
 
         Parts that are contiguous in a file in the dtype of ``out`` end at sector boundaries.
@@ -218,9 +200,16 @@ class Stream(Store):
                 if start < stop:
                     yield source, start, out[slot.offset + start : slot.offset + stop]
 
-    def _read_part(self, source: Source, start: int, out: Tensor) -> None:
+    def _read_part(self, source: PartlyRead, start: int, out: Tensor) -> None:
         source.check()
-        source.read(start, out, self.plan.master.dtype)
+        dtype, stored = self.plan.master.dtype, source.dtype
+        if dtype in (stored, out.dtype):
+            source.read_to(out, start)
+            return
+        with lasting_tensors():
+            part = torch.empty(out.numel(), dtype=stored, device="cpu")
+            source.read_to(part, start)
+            out.copy_(part.to(dtype))
 
     @override
     def load_masters(self) -> bool:
@@ -239,7 +228,7 @@ class Stream(Store):
                     self._read_part(source, start, shared.own[in_shard])
         outcome.agree(control, "Reading weights before changing them")
         self.comm.fence(SyncPoint.SETUP)
-        self.is_stream, self._sources = False, ()
+        self.is_stream, self._sources = False, []
         self._rest(shared)
         return True
 
@@ -268,7 +257,7 @@ class LentStream(Stream):
         parts = iter(list(self._parts(out)))
         return self._reader.start(unit, [functools.partial(self._read_all, parts)] * NUM_THREADS)
 
-    def _read_all(self, parts: Iterator[tuple[Source, int, Tensor]]) -> None:
+    def _read_all(self, parts: Iterator[tuple[PartlyRead, int, Tensor]]) -> None:
         for part in parts:
             self._read_part(*part)
 
@@ -295,7 +284,7 @@ class HostStream(Stream, HostStore):
         return copies.up_as_they_come(itertools.chain.from_iterable(reading))
 
     def _stage(
-        self, source: Source, start: int, pairs: Sequence[tuple[Tensor, Tensor]]
+        self, source: PartlyRead, start: int, pairs: Sequence[tuple[Tensor, Tensor]]
     ) -> Sequence[tuple[Tensor, Tensor]]:
         for _, landing in pairs:
             self._read_part(source, start, landing)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.tensors import PartlyRead
+
 _CUT = "lightning_zero_cut"
 _ORIGINAL = "lightning_zero_original"
 
@@ -32,8 +34,10 @@ class Cut:
         return tuple(n * self.size if dim == self.dim else n for dim, n in enumerate(shape))
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor, as a view."""
+        """Return this rank's part of a whole tensor: a view, or read on use as the whole is."""
         numel = whole.shape[self.dim] // self.size
+        if isinstance(whole, PartlyRead):
+            return whole.narrowed(self.dim, self.rank * numel, numel)
         return whole.narrow(self.dim, self.rank * numel, numel)
 
     def whole_of(self, parts: Sequence[Tensor]) -> Tensor:

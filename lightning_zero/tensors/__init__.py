@@ -9,6 +9,7 @@ chunks      the chunk size in which large tensors are processed
 storages    storages, counted while they are alive
 pages       huge pages of host memory, and pages of files brought in ahead
 lent_memory host memory that is reused once nothing refers to it
+partly_read tensors of which a part can be had without the rest
 wrapped     tensors that wrap others, taken apart and made again
 work        what is in flight, and may be waited for
 host_copies copies between a device and its host, for offload
@@ -31,6 +32,7 @@ from lightning_zero.tensors.lasting import lasting_tensors
 from lightning_zero.tensors.lent_memory import SECTOR, LentMemory
 from lightning_zero.tensors.nested import named_tensors, tensors_in
 from lightning_zero.tensors.pages import LARGE_BYTES, ask_for_large_pages, fault_in
+from lightning_zero.tensors.partly_read import PartlyRead
 from lightning_zero.tensors.profiling import span, unseen
 from lightning_zero.tensors.scratch import Scratch
 from lightning_zero.tensors.staged_file import PAGE, StagedFile, StagingMemory, in_pages
@@ -52,6 +54,7 @@ __all__ = [
     "HostCopies",
     "Landing",
     "LentMemory",
+    "PartlyRead",
     "Scratch",
     "StagedFile",
     "StagingMemory",

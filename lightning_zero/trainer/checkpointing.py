@@ -27,7 +27,6 @@ from lightning_zero.checkpoint import (
     Saver,
     are_bare_weights,
     check_optimizer_states,
-    check_ranges,
     collected,
     load,
     load_bare_weights,
@@ -36,13 +35,12 @@ from lightning_zero.checkpoint import (
     local_optimizer_states,
     module_state,
     optimizer_state,
-    ranges_of_optimizers,
 )
 from lightning_zero.comm import Outcome, whole
 from lightning_zero.engine import Engine
 from lightning_zero.optimizer import members, parameter_of, stepper_of
-from lightning_zero.parameters import Source
 from lightning_zero.plan import Settings
+from lightning_zero.tensors import PartlyRead
 from lightning_zero.trainer.internals import StoredPath, unwrapped, wait_for_plugin
 from lightning_zero.trainer.plugins import plugins_of, replaced
 from lightning_zero.trainer.run import callbacks_of
@@ -225,12 +223,12 @@ class SavingStrategy(SteppingStrategy):
     ) -> dict[str, Any]:
         """Load a checkpoint, of which each rank reads its own parts."""
         path = self._current.path = self._saver.path_of(str(checkpoint_path))
-        control, maps = self._saver.control, self.settings.offload is None
+        control = self._saver.control
         if are_bare_weights(path) and not self._is_fitting:
-            weights = load_bare_weights(path, control, maps=maps)
+            weights = load_bare_weights(path, control)
             return {"state_dict": weights, "pytorch-lightning_version": pl.__version__}
         safe, verify = weights_only in (None, True), self.settings.verify_checkpoint
-        checkpoint = load(path, control, weights_only=safe, verify=verify, maps=maps)
+        checkpoint = load(path, control, weights_only=safe, verify=verify)
         held = checkpoint if isinstance(checkpoint, dict) else {}
         for key in ("state_dict", "pytorch-lightning_version"):
             if key not in held:
@@ -283,7 +281,7 @@ class SavingStrategy(SteppingStrategy):
         has_files = offload is not None and offload.weights == "nvme"
         return has_files and not self._is_fitting and self._current.pending is not None
 
-    def _note_load(self, engine: Callable[[], Engine]) -> Mapping[int, Source]:
+    def _note_load(self, engine: Callable[[], Engine]) -> Mapping[int, PartlyRead]:
         """Start a load of weights that may stay in the checkpoint; return their sources, if any.
 
         ``engine`` returns the engine that shards the module, and makes it if there is none yet.
@@ -316,7 +314,7 @@ class SavingStrategy(SteppingStrategy):
             # Finetuning callbacks restore the checkpoint's param groups later, in on_fit_start.
             finetunes = any(isinstance(each, BaseFinetuning) for each in callbacks_of(trainer))
             if self._is_fitting and not finetunes:
-                self._check_optimizers(checkpoint)
+                self._check_optimizer_states(checkpoint)
 
         self._load_weights(weights, strict, check)
         if run.callbacks is not None:
@@ -367,13 +365,6 @@ class SavingStrategy(SteppingStrategy):
             return states
         return local_optimizer_states(map(unwrapped, self.optimizers), states)
 
-    def _check_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        """Raise on all ranks if a state does not fit or the parts to be read are damaged."""
-        self._check_optimizer_states(checkpoint)
-        optimizers = map(unwrapped, self.optimizers)
-        ranges = ranges_of_optimizers(optimizers, self._local_states(checkpoint))
-        check_ranges(ranges, self._saver.control, f"Loading {self._current.path!r}")
-
     @property
     def _parameter_names(self) -> dict[int, str]:
         return {id(p): name for name, p in self._module.named_parameters()}
@@ -383,7 +374,8 @@ class SavingStrategy(SteppingStrategy):
         self._check_optimizer_states(checkpoint)
         states = self._local_states(checkpoint)
         for optimizer, state in zip(self.optimizers, states, strict=False):
-            load_optimizer_state(unwrapped(optimizer), state)
+            assert self._open_engine is not None
+            load_optimizer_state(unwrapped(optimizer), state, self._open_engine)
         here, there = len(self.optimizers), len(states)
         if here != there:
             fresh = [type(unwrapped(optimizer)).__name__ for optimizer in self.optimizers[there:]]

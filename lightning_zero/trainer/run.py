@@ -14,7 +14,6 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning_zero.checkpoint import ModuleLoad, Saver
 from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
-from lightning_zero.optimizer import are_torn
 from lightning_zero.trainer.callbacks import AdaptedCallbacks
 from lightning_zero.trainer.precision import ZeROPrecision
 from lightning_zero.trainer.signals import Signals
@@ -74,14 +73,14 @@ class Run:
         """
         if not self.has_failed:
             return True
-        is_torn = are_torn(engine.sharded.optimizers)
-        found = self.comm.control.last_words(_PEERS_TIMEOUT, "torn" if is_torn else "whole")
+        state = "torn" if engine.is_torn else "whole"
+        found = self.comm.control.last_words(_PEERS_TIMEOUT, state)
         if found is not None:
             if "torn" not in found:
                 return True
             log.warning(
-                "An optimizer step was interrupted halfway, so whole weights would mix new and old"
-                " values. The parameters stay sharded. Resume from a checkpoint."
+                "An optimizer step or a load was interrupted halfway, so whole weights would mix"
+                " new and old values. The parameters stay sharded. Resume from a checkpoint."
             )
             return False
         # Any rank may be the only survivor, so each of them logs it.

@@ -20,13 +20,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_inf
 from torch import nn
 from typing_extensions import override
 
-from lightning_zero.checkpoint import Saver
+from lightning_zero.checkpoint import Saver, make_ordinary
 from lightning_zero.comm import Communicator, device_mesh
 from lightning_zero.deepspeed import Config
 from lightning_zero.engine import Engine, broadcast_buffers, forget_values
 from lightning_zero.fabric import to_device_but_parameters
 from lightning_zero.memory import summary
-from lightning_zero.parameters import Source, make_distributed, make_local
+from lightning_zero.parameters import make_distributed, make_local
 from lightning_zero.plan import (
     ARGUMENTS,
     MIN_NUMEL,
@@ -36,6 +36,7 @@ from lightning_zero.plan import (
     UnitPolicy,
     refuses_others,
 )
+from lightning_zero.tensors import PartlyRead
 from lightning_zero.trainer import internals
 from lightning_zero.trainer.callbacks import AdaptedCallbacks, refuse_averages
 from lightning_zero.trainer.checkpointing import SavingStrategy
@@ -236,8 +237,10 @@ class ZeROStrategy(SavingStrategy):
                 f"{type(module).__name__} has no parameters, so there is nothing to shard."
                 " Build its layers in `__init__` or `configure_model`, or use another strategy."
             )
-        # An earlier run may have left the module at rest; its values are loaded again.
-        is_blank = self._may_stream and forget_values(module)
+        make_ordinary(module)
+        # An earlier run, or a load that failed, may have left the module at rest; its values are
+        # loaded again.
+        is_blank = run.pending is not None and forget_values(module)
         self.precision_plugin.convert_module(module)
         self.model_to_device()
         shard = functools.partial(self._shard, module, is_fitting=is_fitting)
@@ -262,7 +265,7 @@ class ZeROStrategy(SavingStrategy):
         module: pl.LightningModule,
         *,
         is_fitting: bool,
-        sources: Mapping[int, Source] = MappingProxyType({}),
+        sources: Mapping[int, PartlyRead] = MappingProxyType({}),
     ) -> Engine:
         """Return the run's engine, made on the first call."""
         if self._open_engine is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import zipfile
 import zlib
 from collections import OrderedDict
@@ -18,13 +17,11 @@ from lightning_zero.checkpoint import (
     Saver,
     ShardedValue,
     collected,
-    mapped,
     module_state,
     optimizer_state,
 )
 from lightning_zero.checkpoint.crc import joined_checksum
 from lightning_zero.checkpoint.file.archive import Archive
-from lightning_zero.checkpoint.unread import NeedsMapping
 from lightning_zero.comm import Control
 from lightning_zero.engine import Engine
 from lightning_zero.plan import Settings
@@ -234,27 +231,3 @@ def test_file_holds_what_a_plain_loop_would_save(ranks: Pools, tmp_path: Path, w
             assert_same(found, expected, f"{name} {stage}")
             assert found["state_dict"]._metadata == expected["state_dict"]._metadata
             MODELS[name].build().load_state_dict(found["state_dict"])
-
-
-def test_what_is_neither_mapped_nor_left_in_its_file_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As if this small file were larger than the system's memory."""
-    path = tmp_path / "large.ckpt"
-    torch.save({"state_dict": {"a": torch.zeros(2)}}, path)
-
-    def no_memory(*args: Any, **options: Any) -> None:
-        raise RuntimeError("unable to mmap 64 bytes")
-
-    def needs_mapping(*args: Any, **options: Any) -> None:
-        raise NeedsMapping("a storage without its own place in the file")
-
-    reading = sys.modules["lightning_zero.checkpoint.load"]
-    monkeypatch.setattr(reading, "_mapped_storages", no_memory)
-    assert mapped(str(path))["state_dict"]["a"].tolist() == [0, 0]
-    monkeypatch.setattr(reading, "unread", needs_mapping)
-    with pytest.raises(MemoryError, match=r"large\.ckpt is too large .* a storage without its own"):
-        mapped(str(path))
-    monkeypatch.setattr(reading, "are_supported", lambda: False)
-    with pytest.raises(MemoryError, match=r"large\.ckpt is too large .* Update torch"):
-        mapped(str(path))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import mmap
 import resource
 import zlib
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ from lightning_zero.checkpoint import (
     optimizer_state,
     write_safetensors,
 )
-from lightning_zero.checkpoint.values.chunk import BUFFER_BYTES
+from lightning_zero.checkpoint.values.places import BUFFER_BYTES
 from lightning_zero.engine import Engine
 from lightning_zero.plan import Settings
 from tests.oracle.ranks import Pool
@@ -81,25 +80,6 @@ def limited_to(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
-@contextmanager
-def shared_mappings() -> Iterator[None]:
-    """Map files shared where the package maps them private.
-
-    The system counts a private mapping as data, although what is only read of it takes no memory;
-    under a limit that makes room for it a whole copy would pass as well. Of a shared one nothing
-    counts, and who writes to it changes the file.
-    """
-    private = torch.from_file
-    with (
-        torch.serialization.set_default_mmap_options(mmap.MAP_SHARED),
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        patch.setattr(
-            torch, "from_file", lambda *args, **kwargs: private(*args, **{**kwargs, "shared": True})
-        )
-        yield
-
-
 def save_under_limit(path: str, kind: type[Any]) -> float:
     module, optimizer, engine = sharded()
     module(torch.ones(1, WIDTH)).sum().backward()
@@ -123,20 +103,19 @@ def load_under_limit(path: str, weights: list[str]) -> list[float]:
     module, optimizer, engine = sharded()
     own_states = 2 * WEIGHT_BYTES // WORLD
     totals = []
-    with shared_mappings():
-        with limited_to(own_states + ALLOWED_BYTES):
-            checkpoint: Any = load(path, engine.comm.control)
-            load_module_state(module, engine, checkpoint["state_dict"])
-            load_optimizer_state(optimizer, checkpoint["optimizer_states"][0])
-            del checkpoint
+    with limited_to(own_states + ALLOWED_BYTES):
+        checkpoint: Any = load(path, engine.comm.control)
+        load_module_state(module, engine, checkpoint["state_dict"])
+        load_optimizer_state(optimizer, checkpoint["optimizer_states"][0], engine)
+        del checkpoint
+    totals.append(sum(piece.part.double().sum().item() for piece in engine.sharded.pieces))
+    for file in weights:
+        with torch.no_grad():
+            for piece in engine.sharded.pieces:
+                piece.part.zero_()
+        with limited_to(ALLOWED_BYTES):
+            load_weights(module, file)
         totals.append(sum(piece.part.double().sum().item() for piece in engine.sharded.pieces))
-        for file in weights:
-            with torch.no_grad():
-                for piece in engine.sharded.pieces:
-                    piece.part.zero_()
-            with limited_to(ALLOWED_BYTES):
-                load_weights(module, file)
-            totals.append(sum(piece.part.double().sum().item() for piece in engine.sharded.pieces))
     engine.close(restore=False)
     return totals
 

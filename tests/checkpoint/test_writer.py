@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 import os
-import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -18,8 +15,7 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.checksums import PartChecksums, RecordChecksums
 from lightning_zero.checkpoint.file.writer import Writer
-from lightning_zero.checkpoint.read_ahead import read_ahead
-from lightning_zero.checkpoint.values.chunk import BUFFER_BYTES
+from lightning_zero.checkpoint.values.places import BUFFER_BYTES
 
 LARGE = 3 * BUFFER_BYTES + 12345
 FILE_BYTES = LARGE + 30000
@@ -129,31 +125,3 @@ def test_a_full_disk_is_an_error(path: Path, mocker: MockerFixture) -> None:
     mocker.patch("os.pwrite", written)
     with Writer(path) as writer, pytest.raises(OSError, match="No space left"):
         writer.write(0, content_of(LARGE))
-
-
-def _num_resident(value: Tensor) -> int:
-    """Count the pages of a mapped file's range that the system has in memory."""
-    num_pages = -(-value.nbytes // mmap.PAGESIZE)
-    pages = (ctypes.c_ubyte * num_pages)()
-    size = ctypes.c_size_t(value.nbytes)
-    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(value.data_ptr()), size, pages) == 0
-    return sum(page & 1 for page in pages)
-
-
-def test_all_of_a_part_is_read_ahead(tmp_path: Path) -> None:
-    content = content_of(LARGE)
-    path = tmp_path / "file"
-    path.write_bytes(content.numpy().tobytes())
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(descriptor)
-    shown = torch.from_file(str(path), size=LARGE, dtype=torch.uint8)
-    read_ahead(shown)
-    deadline = time.monotonic() + 240
-    num_pages = -(-LARGE // mmap.PAGESIZE)
-    while _num_resident(shown) < num_pages and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert _num_resident(shown) == num_pages
-    read_ahead(torch.ones(3))  # of memory that is no file's nothing comes
-    assert torch.equal(shown, content)

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, NAdam, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_zero.checkpoint.values.boxes import Box
-from lightning_zero.checkpoint.values.chunk import Pieces
+from lightning_zero.checkpoint import LazyTensor
 from lightning_zero.commands import convert, damage, describe, main
 from lightning_zero.deepspeed import CannotConvert, DeepSpeedFolder
 from tests.deepspeed.writer import Writer
@@ -282,14 +281,14 @@ def test_nothing_is_put_together_before_it_is_written(
 ) -> None:
     model, optimizer = trained()
     Writer(3, 2).write(tmp_path / "a", model, optimizer)
-    read: list[Pieces] = []
-    read_pieces = Pieces.read
+    read: list[LazyTensor] = []
+    real_read = LazyTensor.read_to
 
-    def noted(self: Pieces, region: Box, out: Tensor) -> None:
+    def noted(self: LazyTensor, out: Tensor, start: int) -> None:
         read.append(self)
-        read_pieces(self, region, out)
+        real_read(self, out, start)
 
-    monkeypatch.setattr(Pieces, "read", noted)
+    monkeypatch.setattr(LazyTensor, "read_to", noted)
     DeepSpeedFolder(tmp_path / "a").checkpoint()
     assert not read
     convert(tmp_path / "a", tmp_path / "a.ckpt")

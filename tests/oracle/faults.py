@@ -116,9 +116,9 @@ PLACES = {
     "a save, sealed": Place(f"{_CHECKPOINT}.file.save:FileSave._seal", on_rank_0=True),
     "a save, renamed": Place(f"{_CHECKPOINT}.file.atomic:put_in_place", on_rank_0=True),
     # A load.
-    "a load, opened": Place(f"{_CHECKPOINT}.load:_mapped_with_identity"),
+    "a load, opened": Place(f"{_CHECKPOINT}.load:_with_identity"),
     "a load, compared": Place(f"{_CHECKPOINT}.load:compare"),
-    "a load, checked": Place(f"{_CHECKPOINT}.checksums:CheckedBytes.check", 3),
+    "a load, checked": Place(f"{_CHECKPOINT}.stored_bytes:StoredBytes.read", 3),
     "a load, weights": Place("lightning_zero.trainer.checkpointing:load_module_state"),
     "a load, optimizer": Place("lightning_zero.trainer.checkpointing:load_optimizer_state"),
     # The end.

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
+from tests.oracle.checkpoints import nothing_is_small
 from tests.oracle.projects import WIDTH, Regression, make_trainer, rows
 from tests.oracle.ranks import Pools
 
@@ -118,6 +119,13 @@ def keep_own_weights(module: Any, checkpoint: Any) -> None:
         checkpoint["state_dict"][name] = own[name]
 
 
+def take_as_parameters(module: Any, checkpoint: Any) -> None:
+    weights = checkpoint["state_dict"]
+    module.head.weight = nn.Parameter(weights["head.weight"])
+    module.norm.running_mean = weights["norm.running_mean"]
+    weights["head.bias"] = nn.Parameter(weights["head.bias"].clone()) * 2
+
+
 def drop_weights(module: Any, checkpoint: Any) -> None:
     module.strict_loading = False
     for name in ("norm.num_batches_tracked", "head.weight"):
@@ -158,6 +166,7 @@ ON_LOAD: list[Edit] = [
     change_a_rate,
     replace_weights,
     keep_own_weights,
+    take_as_parameters,
     drop_weights,
 ]
 ON_SAVE: list[tuple[Edit, Edit | None]] = [
@@ -183,7 +192,8 @@ def save_and_resume(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = make_trainer(strategy, max_epochs=2, limit_train_batches=2, callbacks=made[1])
-        trainer.fit(module, rows(), ckpt_path=path)
+        with nothing_is_small():
+            trainer.fit(module, rows(), ckpt_path=path)
     told = [str(one.message) for one in caught if "states of" in str(one.message)]
     rates = [o.param_groups[0]["lr"] for o in trainer.optimizers]
     values = [value.detach().double().sum().item() for value in module.state_dict().values()]

@@ -19,7 +19,7 @@ import pathlib
 import pickle
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
-from lightning_zero.checkpoint.checksums import Blocks
 from lightning_zero.checkpoint.file.format import (
     PROVENANCE,
     REST,
@@ -36,8 +35,8 @@ from lightning_zero.checkpoint.file.format import (
     check_version,
 )
 from lightning_zero.checkpoint.values.boxes import Box
-from lightning_zero.checkpoint.values.chunk import Chunk, damage_of, opened
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
+from lightning_zero.checkpoint.values.places import Chunk, damage_of, opened
 
 Keys = tuple[str | int, ...]
 """The path of an entry in nested dictionaries and lists."""
@@ -86,7 +85,7 @@ class Directory:
             table, checksum = _Table(content).load(), zlib.crc32(content)
             if origin.get("table", checksum) != checksum:
                 raise ValueError(f"its table {TABLE!r} does not match its checksum")
-            entries = dict(_entries(path, table, _blocks(origin)))
+            entries = dict(_entries(path, table, _sums(origin)))
             return cls(path, entries, origin or None)
         except (FileNotFoundError, PermissionError, MemoryError, LaterFormat):
             raise
@@ -99,7 +98,7 @@ class Directory:
     def chunks(self) -> list[Chunk]:
         """Every box of every tensor, once."""
         tensors = (value for value in self.entries.values() if isinstance(value, LazyTensor))
-        chunks = (chunk for tensor in tensors for chunk in tensor.chunks)
+        chunks = (chunk for tensor in tensors for chunk in tensor.places)
         return list(dict.fromkeys(chunk for chunk in chunks if isinstance(chunk, Chunk)))
 
     def damage(self) -> list[str]:
@@ -123,7 +122,7 @@ class Directory:
 
 
 def _entries(
-    path: Path, table: Any, blocks: Mapping[tuple[str, int], Blocks]
+    path: Path, table: Any, sums: Mapping[tuple[str, int], Sequence[int]]
 ) -> Iterator[tuple[Keys, LazyTensor | StoredObject]]:
     if not isinstance(table, metadata.Metadata) or not isinstance(table.storage_data, Mapping):
         raise ValueError("its table has an unknown form, perhaps of another kind of storage")
@@ -138,9 +137,9 @@ def _entries(
             place = _place(table, sizes, name, None)
             yield where, StoredObject(path / place.relative_path, place.offset, place.length)
             continue
-        tensor = _tensor(path, table, sizes, name, entry, blocks)
-        if tensor.chunks:
-            tensor = tied.setdefault((tensor.chunks, tensor.shape), tensor)
+        tensor = _tensor(path, table, sizes, name, entry, sums)
+        if tensor.places:
+            tensor = tied.setdefault((tensor.places, tensor.shape), tensor)
         yield where, tensor
 
 
@@ -150,7 +149,7 @@ def _tensor(
     sizes: Mapping[str, int],
     name: str,
     entry: Any,
-    blocks: Mapping[tuple[str, int], Blocks],
+    sums: Mapping[tuple[str, int], Sequence[int]],
 ) -> LazyTensor:
     shape, dtype = tuple(entry.size), entry.properties.dtype
     chunks = []
@@ -162,12 +161,14 @@ def _tensor(
             )
         place = _place(table, sizes, name, torch.Size(part.offsets))
         file = path / place.relative_path
-        of_box = blocks.get((place.relative_path, place.offset))
+        of_box = sums.get((place.relative_path, place.offset))
         chunks.append(Chunk(box, file, place.offset, place.length, dtype, of_box))
     held, needed = sum(chunk.box.numel for chunk in chunks), Box.whole(shape).numel
     if held != needed:
         raise ValueError(f"{name!r} of shape {shape} has {held} stored elements; expected {needed}")
-    return LazyTensor.of(chunks, shape, dtype)
+    tensor = LazyTensor.of(chunks, shape, dtype)
+    tensor.label = name
+    return tensor
 
 
 def _origin(path: Path) -> dict[str, Any] | None:
@@ -186,10 +187,10 @@ def _origin(path: Path) -> dict[str, Any] | None:
     return record
 
 
-def _blocks(origin: Mapping[str, Any]) -> dict[tuple[str, int], Blocks]:
+def _sums(origin: Mapping[str, Any]) -> dict[tuple[str, int], Sequence[int]]:
     """Return the block checksums of boxes by file and offset."""
     return {
-        (file, int(offset)): Blocks.of(sums)
+        (file, int(offset)): sums
         for file, of_file in origin.get("sums", {}).items()
         for offset, sums in of_file.items()
     }

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import struct
 import zipfile
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lightning_zero.checkpoint.checksums import Blocks, CheckedBytes, decoded_blocks
+from lightning_zero.checkpoint.checksums import PartChecksums, decoded_blocks
 from lightning_zero.checkpoint.file.format import CHECKSUMS
+from lightning_zero.checkpoint.open_file import OpenFile
+from lightning_zero.checkpoint.stored_bytes import StoredBytes
 
 
 def has_checksums(archive: zipfile.ZipFile) -> bool:
@@ -33,32 +36,57 @@ def check_small_records(archive: zipfile.ZipFile) -> None:
             read_record(archive, info)
 
 
-def stored_records(path: Path, archive: zipfile.ZipFile) -> Iterator[CheckedBytes]:
-    """Yield the storages of a file, with the checksums that it has."""
-    infos = [info for info in archive.infolist() if _name(info) != CHECKSUMS]
-    blocks: Sequence[Blocks | None] = [None] * len(infos)
-    for info in archive.infolist():
-        if _name(info) == CHECKSUMS:
-            blocks = decoded_blocks(archive.read(info), [other.file_size for other in infos])
-    for info, of_record in zip(infos, blocks, strict=True):
-        if _is_storage(info) and info.compress_type == zipfile.ZIP_STORED:
-            yield checked_record(path, archive, info, 0, of_record)
+class StoredRecords:
+    """The storages of a file, with the checksums that it has; an iterable of their bytes."""
+
+    def __init__(self, path: Path, archive: zipfile.ZipFile) -> None:
+        infos = [info for info in archive.infolist() if _name(info) != CHECKSUMS]
+        parts: Sequence[Sequence[PartChecksums]] = [()] * len(infos)
+        for info in archive.infolist()[len(infos) :]:  # the last one, if there is one
+            parts = decoded_blocks(archive.read(info), [other.file_size for other in infos])
+        self._path, self._archive, self._file = path, archive, OpenFile(path)
+        self._has_whole = has_checksums(archive)
+        self._infos = sorted(
+            (
+                (info.header_offset, info, of_record)
+                for info, of_record in zip(infos, parts, strict=True)
+                if _is_storage(info) and info.compress_type == zipfile.ZIP_STORED
+            ),
+            key=lambda one: one[0],
+        )
+        self._starts = [start for start, *_ in self._infos]
+
+    def __iter__(self) -> Iterator[StoredBytes]:
+        for index, (_, info, _) in enumerate(self._infos):
+            yield self._bytes(index, content_offset(self._archive, info))
+
+    @property
+    def num_filled(self) -> int:
+        """The number of storages that are not empty."""
+        return sum(info.file_size > 0 for _, info, _ in self._infos)
+
+    def at(self, place: int, nbytes: int) -> StoredBytes | None:
+        """Return the storage of this size whose content begins at a place of the file."""
+        index = bisect_right(self._starts, place) - 1
+        if index < 0 or self._infos[index][1].file_size != nbytes:
+            return None
+        return self._bytes(index, place)
+
+    def _bytes(self, index: int, place: int) -> StoredBytes:
+        _, info, parts = self._infos[index]
+        # A single CRC may be 0; in a file without checksums all are.
+        whole = info.CRC if self._has_whole else None
+        return StoredBytes(self._path, place, info.file_size, whole, parts, self._file)
 
 
-def checked_record(
-    path: Path,
-    archive: zipfile.ZipFile,
-    info: zipfile.ZipInfo,
-    offset: int,
-    blocks: Blocks | None,
-) -> CheckedBytes:
+def stored_record(
+    path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo, offset: int
+) -> StoredBytes:
     """Return the bytes of a record of an archive that begins at ``offset`` of a file."""
-    if blocks is not None and not blocks.fit(info.file_size):
-        raise ValueError(f"its block checksums do not match the size of {info.filename!r}")
     place = offset + content_offset(archive, info)
     # A single CRC may be 0; in a file without checksums all are.
-    whole = info.CRC if info.CRC or has_checksums(archive) else None
-    return CheckedBytes(path, place, info.file_size, whole, blocks)
+    whole = info.CRC if has_checksums(archive) else None
+    return StoredBytes(path, place, info.file_size, whole)
 
 
 def content_offset(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> int:
@@ -75,4 +103,4 @@ def _name(info: zipfile.ZipInfo) -> str:
 
 
 def _is_storage(info: zipfile.ZipInfo) -> bool:
-    return _name(info).startswith("data/")
+    return info.filename.find("/data/") == info.filename.find("/")

@@ -39,7 +39,7 @@ from lightning_zero.checkpoint.file.format import CHECKSUMS, PROVENANCE
 from lightning_zero.checkpoint.file.skeleton import Content, Skeleton, size_of
 from lightning_zero.checkpoint.file.writer import Writer, write_at
 from lightning_zero.checkpoint.save import Save
-from lightning_zero.checkpoint.values.chunk import BUFFER_BYTES
+from lightning_zero.checkpoint.values.places import BUFFER_BYTES
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
 from lightning_zero.comm import Outcome
 

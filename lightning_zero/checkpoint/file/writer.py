@@ -17,7 +17,7 @@ from pathlib import Path
 from torch import Tensor
 
 from lightning_zero.checkpoint.checksums import PartChecksums, PartSummer
-from lightning_zero.checkpoint.values.chunk import BUFFER_BYTES
+from lightning_zero.checkpoint.values.places import BUFFER_BYTES
 from lightning_zero.checkpoint.word_sums import BLOCK_BYTES
 from lightning_zero.tensors import PAGE, StagingMemory
 

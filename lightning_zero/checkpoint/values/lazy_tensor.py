@@ -2,45 +2,63 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from typing_extensions import override
 
-from lightning_zero.checkpoint.checksums import CheckedRange
 from lightning_zero.checkpoint.values.boxes import Box, boxes_in_memory, dense_stride, memory_order
-from lightning_zero.checkpoint.values.chunk import Chunk, InOneRow, Pieces
-from lightning_zero.tensors import internals, lasting_tensors, properties
+from lightning_zero.checkpoint.values.places import InOneRow
+from lightning_zero.tensors import PartlyRead, internals, lasting_tensors, properties
 
 _CPU = torch.device("cpu")
 
-Part = Chunk | InOneRow | Pieces
-"""The place of the values of a box, which can read them."""
+
+class Place(Protocol):
+    """The place of the values of a box of a tensor."""
+
+    @property
+    def box(self) -> Box:
+        """Which of the tensor's elements."""
+
+    def check(self, name: str) -> None:
+        """Raise a ``ValueError`` if the values are damaged; ``name`` is the tensor's."""
+
+    def read(self, name: str, region: Box, out: Tensor, *, checks: bool) -> None:
+        """Copy ``region``, counted from the box's first element, to ``out`` of its shape."""
 
 
-class LazyTensor(Tensor):
+class LazyTensor(PartlyRead):
     """A tensor of whole shape that is read on use, and only as far as it is used.
 
     A rank that takes its own range of it reads only that range. Any other use reads the whole, so a
-    hook that computes with it or edits it sees an ordinary tensor.
+    hook that computes with it or edits it sees an ordinary tensor. What is read is checked against
+    the checksums that the file has of it.
 
     Attributes:
-        chunks: Where the boxes that make up the tensor lie.
+        label: Its name in the checkpoint, for errors.
+        places: Where the boxes that make up the tensor lie.
         value: The whole tensor once it may have been changed, ``None`` before.
+        is_checked: Whether all of it was found intact, so that reads need not check.
     """
 
-    chunks: tuple[Part, ...]
+    label: str
+    places: tuple[Place, ...]
     value: Tensor | None
+    is_checked: bool
 
     @staticmethod
     def of(
-        chunks: Iterable[Part],
+        places: Iterable[Place],
         shape: Iterable[int],
         dtype: torch.dtype,
         stride: Iterable[int] | None = None,
     ) -> LazyTensor:
-        """Return the tensor that ``chunks`` make up."""
+        """Return the tensor whose boxes lie at ``places``."""
         size = torch.Size(shape)
         with lasting_tensors():
             strides = torch.empty(size, device="meta").stride() if stride is None else tuple(stride)
@@ -48,49 +66,99 @@ class LazyTensor(Tensor):
                 LazyTensor, size, strides=strides, dtype=dtype, device=_CPU
             )
         assert isinstance(lazy, LazyTensor)
-        lazy.chunks, lazy.value = tuple(chunks), None
+        lazy.label, lazy.places, lazy.value, lazy.is_checked = (
+            "a tensor",
+            tuple(places),
+            None,
+            False,
+        )
         return lazy
 
     @staticmethod
-    def of_pieces(
-        pieces: Callable[[], Iterable[Tensor]], shape: Iterable[int], dtype: torch.dtype
+    def joined(
+        ranges: Callable[[], Iterable[tuple[Tensor, int, int]]],
+        shape: Iterable[int],
+        dtype: torch.dtype,
     ) -> LazyTensor:
-        """Return the tensor whose values are ``pieces``, concatenated and cast to ``dtype``."""
-        return LazyTensor.of([Pieces(Box.whole(tuple(shape)), pieces)], shape, dtype)
+        """Return the tensor whose values are ``ranges`` of others, concatenated and cast.
+
+        Each range is a tensor, whose elements are counted in memory order, a start and a stop.
+        """
+        return LazyTensor.of([_Joined(Box.whole(tuple(shape)), ranges)], shape, dtype)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer calls for metadata without reading, read a range for a range, else the whole."""
-        kwargs = kwargs or {}
-        if func in properties.FACTS:
+        kwargs, first = kwargs or {}, args[0] if args else None
+        if func in properties.FACTS and isinstance(first, LazyTensor):
+            if first.value is not None and func is not Tensor.__hash__:
+                return func(first.value, *args[1:], **kwargs)
             with internals.as_plain_tensors():
                 return func(*args, **kwargs)
-        if func is Tensor.detach:
-            return args[0]
-        if func is Tensor.as_strided and not kwargs and args[0]._is_range(*args[1:]):
-            return args[0].part(args[3], args[3] + args[1][0])
-        return _call(func, args, kwargs)
+        if func is Tensor.copy_ and type(first) is Tensor and args[1].can_fill(first):
+            flat = first.view(-1)
+            args[1].read_to(flat, 0)
+            flat[:0].zero_()  # as any change, it raises the version
+            return first
+        if isinstance(first, LazyTensor) and first.value is None:
+            if func is Tensor.detach or (func is Tensor.to and first._is_alike(args[1:], kwargs)):
+                return first
+            if func is Tensor.clone and not kwargs:
+                return first.read()
+        result, wholes = _call(func, args, kwargs)
+        # What returns the tensor itself returns the lazy one.
+        return next((lazy for lazy, whole in wholes if whole is result), result)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return _call(func, args, kwargs or {})
+        return _call(func, args, kwargs or {})[0]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.read().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: Any) -> Tensor:
-        return self.read().clone()
+        return self.read() if self.value is None else self.value.clone()
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"LazyTensor(shape={tuple(self.shape)}, {self.dtype}, {len(self.chunks)} chunks)"
+        return f"LazyTensor({self.label!r}, shape={tuple(self.shape)}, {self.dtype})"
 
-    def laid_out(self, stride: Sequence[int]) -> Tensor:
-        """Return the same tensor with its elements, and so its ranges, in another memory order."""
+    @property
+    def version(self) -> int:
+        """A number that grows whenever the values may have been changed."""
+        return 0 if self.value is None else 1 + internals.version_of(self.value)
+
+    @override
+    def laid_out(self, stride: Sequence[int]) -> LazyTensor:
         if self.value is not None or tuple(stride) == self.stride():
             return self
-        return LazyTensor.of(self.chunks, self.shape, self.dtype, stride)
+        other = LazyTensor.of(self.places, self.shape, self.dtype, stride)
+        other.label, other.is_checked = self.label, self.is_checked
+        return other
+
+    @override
+    def part(self, start: int, stop: int, stride: Sequence[int]) -> Tensor:
+        if self.value is not None:
+            with lasting_tensors():
+                flat = self.value.new_empty(self.value.numel())
+                flat.as_strided(self.shape, tuple(stride)).copy_(self.value)
+                return flat[start:stop]
+        whole = self.laid_out(stride)
+        part = LazyTensor.joined(lambda: [(whole, start, stop)], [stop - start], self.dtype)
+        part.label = self.label
+        return part
+
+    @override
+    def narrowed(self, dim: int, start: int, length: int) -> Tensor:
+        sizes, offsets = [*self.shape], [0] * self.dim()
+        sizes[dim], offsets[dim] = length, start
+        within = Box(tuple(offsets), tuple(sizes))
+        narrowed = LazyTensor.of([_Within(Box.whole(sizes), self, within)], sizes, self.dtype)
+        narrowed.label = self.label
+        return narrowed
+
+    # -- reading -----------------------------------------------------------------------------------
 
     def read(self) -> Tensor:
         """Return the whole tensor, newly read unless it may have been changed."""
@@ -101,65 +169,137 @@ class LazyTensor(Tensor):
             whole = torch.empty_strided(
                 tuple(self.shape), self.stride(), dtype=self.dtype, device=_CPU
             )
-            self._fill(Box.whole(self.shape), whole)
+            self.fill(Box.whole(self.shape), whole)
         return whole
 
-    def part(self, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` in memory order, ``[n]``, reading no others."""
-        if self.value is not None:
-            return self._changed(start, stop)
-        with internals.without_interception(), lasting_tensors():
-            flat = torch.empty(stop - start, dtype=self.dtype, device=_CPU)
-        self.read_to(flat, start)
-        return flat
+    def can_fill(self, out: Tensor) -> bool:
+        """Return whether all values can be read into ``out`` as they come."""
+        with internals.as_plain_tensors():
+            is_alike = out.shape == self.shape and self.stride() == out.stride()
+            is_seen = out.requires_grad or out.is_meta
+            return self.value is None and is_alike and out.is_contiguous() and not is_seen
 
-    @property
-    def row(self) -> InOneRow | None:
-        """The place of all elements, if a file has them in a row in the tensor's memory order."""
-        chunk = self.chunks[0] if len(self.chunks) == 1 and self.value is None else None
-        if not isinstance(chunk, InOneRow) or chunk.box.sizes != self.shape:
-            return None
-        order = memory_order(self.shape, self.stride())
-        is_same = dense_stride(self.shape, order) == dense_stride(self.shape, chunk.order)
-        return chunk if is_same else None
-
+    @override
     def read_to(self, out: Tensor, start: int) -> None:
-        """Read elements from ``start`` on into ``out``, ``[n]``, which may have another dtype."""
-        stop, position = start + out.numel(), int(out.storage_offset())
-        if self.value is not None:
-            out.copy_(self._changed(start, stop))
-            return
-        order = memory_order(self.shape, self.stride())
-        with internals.without_interception(), torch.no_grad():
-            for box in boxes_in_memory(self.shape, self.stride(), start, stop):
-                stride = dense_stride(box.sizes, order)
-                self._fill(box, out.as_strided(box.sizes, stride, position))
+        with internals.without_interception(), lasting_tensors():
+            if self.value is not None:
+                flat = self.value.permute(memory_order(self.value.shape, self.value.stride()))
+                out.copy_(flat.reshape(-1)[start : start + out.numel()])
+                return
+            if (row := self._row) is not None and row.dtype is out.dtype and out.device == _CPU:
+                row.read_row(self.label, start, out, checks=not self.is_checked)
+                return
+            order, position = memory_order(self.shape, self.stride()), 0
+            for box in boxes_in_memory(self.shape, self.stride(), start, start + out.numel()):
+                flat = out[position : position + box.numel]
+                self.fill(box, flat.as_strided(box.sizes, dense_stride(box.sizes, order)))
                 position += box.numel
 
-    def _changed(self, start: int, stop: int) -> Tensor:
-        assert self.value is not None
-        return self.value.as_strided((stop - start,), (1,), start)
+    def fill(self, box: Box, out: Tensor) -> None:
+        """Read a box into ``out`` of its shape."""
+        for place, shared in self._overlaps(box):
+            target = out[shared.seen_from(box).slices]
+            region = shared.seen_from(place.box)
+            place.read(self.label, region, target, checks=not self.is_checked)
 
-    def ranges(self, name: str, start: int, stop: int) -> Iterator[CheckedRange]:
-        """Yield the bytes that :meth:`part` reads."""
-        if self.value is None:
-            for box in boxes_in_memory(self.shape, self.stride(), start, stop):
-                for chunk, shared in self._overlaps(box):
-                    yield from chunk.ranges(name, shared.seen_from(chunk.box))
+    @override
+    def check(self) -> None:
+        if not self.is_checked and self.value is None:
+            for place in self.places:
+                place.check(self.label)
+        self.is_checked = True
 
-    def _fill(self, box: Box, out: Tensor) -> None:
-        for chunk, shared in self._overlaps(box):
-            chunk.read(shared.seen_from(chunk.box), out[shared.seen_from(box).slices])
+    # -- repeated reads ----------------------------------------------------------------------------
 
-    def _overlaps(self, box: Box) -> Iterator[tuple[Part, Box]]:
-        for chunk in self.chunks:
-            shared = chunk.box.overlap(box)
+    @functools.cached_property
+    def _row(self) -> InOneRow | None:
+        """The place of all elements, if a file has them in a row in the tensor's memory order."""
+        place = self.places[0] if len(self.places) == 1 else None
+        if not isinstance(place, InOneRow) or place.box.sizes != self.shape:
+            return None
+        order = memory_order(self.shape, self.stride())
+        is_same = dense_stride(self.shape, order) == dense_stride(self.shape, place.order)
+        return place if is_same else None
+
+    @override
+    def offset(self, dtype: torch.dtype) -> int | None:
+        row = self._row
+        return row.offset(0) if row is not None and row.dtype is dtype else None
+
+    @override
+    def expect_passes(self) -> None:
+        for place in self.places:
+            if isinstance(place, InOneRow) and place.content.kept is not None:
+                place.content.kept.expect_passes()
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    def _overlaps(self, box: Box) -> Iterator[tuple[Place, Box]]:
+        for place in self.places:
+            shared = place.box.overlap(box)
             if shared is not None:
-                yield chunk, shared
+                yield place, shared
 
-    def _is_range(self, size: Any = (), stride: Any = (), offset: Any = None) -> bool:
-        is_flat = tuple(stride) == (1,) and len(size) == 1 and offset is not None
-        return is_flat and 0 <= offset <= offset + size[0] <= self.numel()
+    def _is_alike(self, args: Any, kwargs: Any) -> bool:
+        """Return whether ``to`` with these arguments returns the tensor itself."""
+        if "memory_format" in kwargs:
+            return False
+        with internals.without_interception():
+            probe = torch.empty((), dtype=self.dtype, device=_CPU)
+            return probe.to(*args, **kwargs) is probe
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """A place of values that are ranges of other tensors, one after another."""
+
+    box: Box
+    ranges: Callable[[], Iterable[tuple[Tensor, int, int]]]
+
+    def check(self, name: str) -> None:
+        """Check the other tensors."""
+        for value, _, _ in self.ranges():
+            if isinstance(value, LazyTensor):
+                value.check()
+
+    def read(self, name: str, region: Box, out: Tensor, *, checks: bool) -> None:
+        """Copy ``region`` to ``out`` of its shape; a range of the box is read without the rest."""
+        is_all = region == self.box and out.is_contiguous()
+        whole = out if is_all else torch.empty(self.box.sizes, dtype=out.dtype, device=_CPU)
+        flat, position = whole.view(-1), 0
+        for value, start, stop in self.ranges():
+            target = flat[position : position + stop - start]
+            if isinstance(value, LazyTensor):
+                value.read_to(target, start)
+            else:
+                target.copy_(value.view(-1)[start:stop])
+            position += stop - start
+        if position != flat.numel():
+            raise ValueError(f"{name!r} has {position} stored elements; expected {flat.numel()}")
+        if not is_all:
+            out.copy_(whole[region.slices])
+
+
+@dataclass(frozen=True)
+class _Within:
+    """A place of values that are a box ``within`` another tensor."""
+
+    box: Box
+    value: LazyTensor
+    within: Box
+
+    def check(self, name: str) -> None:
+        """Check the other tensor."""
+        self.value.check()
+
+    def read(self, name: str, region: Box, out: Tensor, *, checks: bool) -> None:
+        """Copy ``region`` to ``out`` of its shape."""
+        offsets = zip(self.within.offsets, region.offsets, strict=True)
+        box = Box(tuple(map(sum, offsets)), region.sizes)
+        if self.value.value is None:
+            self.value.fill(box, out)
+        else:
+            out.copy_(self.value.value[box.slices])
 
 
 def in_memory(value: Tensor) -> Tensor:
@@ -167,23 +307,45 @@ def in_memory(value: Tensor) -> Tensor:
     return value.read() if isinstance(value, LazyTensor) else value
 
 
-def _call(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Call ``func`` with whole tensors, and keep those that the caller may change afterwards."""
-    wholes: list[tuple[LazyTensor, Tensor, int]] = []
+def make_ordinary(module: nn.Module) -> None:
+    """Replace lazy tensors that a hook has made parameters or buffers of a module."""
+    made: dict[int, nn.Parameter] = {}
+    for child in module.modules():
+        for name, value in child._parameters.items():
+            if isinstance(value, LazyTensor):
+                ordinary = nn.Parameter(value.read().detach(), value.requires_grad)
+                child._parameters[name] = made.setdefault(id(value), ordinary)
+        for name, buffer in child._buffers.items():
+            if isinstance(buffer, LazyTensor):
+                child._buffers[name] = buffer.read()
+
+
+def _call(
+    func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+) -> tuple[Any, list[tuple[LazyTensor, Tensor]]]:
+    """Call ``func`` with whole tensors, and keep those that the caller may change afterwards.
+
+    Returns the result, and each lazy tensor with the whole one that was given in its place.
+    """
+    versions: list[int] = []
+    wholes: list[tuple[LazyTensor, Tensor]] = []
 
     def whole(value: Any) -> Any:
         if isinstance(value, LazyTensor):
-            wholes.append((value, (found := value.read()), found._version))
+            wholes.append((value, (found := value.read())))
+            versions.append(internals.version_of(found))
             return found
         if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
             return type(value)(whole(item) for item in value)
         return {k: whole(v) for k, v in value.items()} if type(value) is dict else value
 
     result = func(*whole(args), **whole(dict(kwargs)))
-    for lazy, found, version in wholes:
-        if found._version != version or _shares(result, found):
+    for (lazy, found), version in zip(wholes, versions, strict=True):
+        # A call without a result changes something: an attribute, or a list of tensors.
+        is_changed = internals.version_of(found) != version or found.requires_grad
+        if is_changed or result is None or (result is not found and _shares(result, found)):
             lazy.value = found
-    return result
+    return result, wholes
 
 
 def _shares(result: Any, tensor: Tensor) -> bool:

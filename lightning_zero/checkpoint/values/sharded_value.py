@@ -131,7 +131,8 @@ class ShardedValue(Tensor):
         """This rank's values as they are written: bytes ``[n]``."""
         part = self.part
         if isinstance(part, LazyTensor):
-            part = part.part(0, part.numel())
+            lazy, part = part, torch.empty(part.numel(), dtype=part.dtype, device=_CPU)
+            lazy.read_to(part, 0)
         return part.to(self.facts[2]).view(torch.uint8)
 
     @property

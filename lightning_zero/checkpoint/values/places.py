@@ -1,19 +1,23 @@
 """The places of values in files, for tensors that are read later.
 
-A ``Chunk`` is one box of a tensor in a directory's file, a ``torch.save`` archive among others.
-Whichever program wrote it, the archive has one dense tensor, whose bytes lie in one record, so any
-region is read by its offset. Nothing is unpickled but the tensor's own description.
+``InOneRow`` is a box of a tensor at an offset of a file. A ``Chunk`` is a box in a directory's
+file, a ``torch.save`` archive among others. Whichever program wrote it, the archive has one dense
+tensor, whose bytes lie in one record, so it is in one row too. Nothing is unpickled but the
+tensor's own description.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import io
 import os
 import pickle
 import sys
 import zipfile
+from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -23,78 +27,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.checksums import Blocks, CheckedBytes, CheckedRange
-from lightning_zero.checkpoint.file.records import checked_record, read_record
-from lightning_zero.checkpoint.open_file import OpenFile
-from lightning_zero.checkpoint.values.boxes import Box, dense_stride, is_dense, memory_order
+from lightning_zero.checkpoint.checksums import PartChecksums
+from lightning_zero.checkpoint.file.records import read_record, stored_record
+from lightning_zero.checkpoint.stored_bytes import StoredBytes
+from lightning_zero.checkpoint.values.boxes import Box, is_dense, memory_order
+from lightning_zero.checkpoint.word_sums import BLOCK_BYTES
 
 BUFFER_BYTES = 8 * 2**20
 """The most bytes that a rank copies at a time, to a file or from a chunk."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """The place of a box of a tensor: ``nbytes`` of a file from ``offset`` on are its archive.
-
-    ``blocks`` are the block checksums of its values, if this package wrote it.
-    """
-
-    box: Box
-    file: Path
-    offset: int
-    nbytes: int
-    dtype: torch.dtype
-    blocks: Blocks | None = field(default=None, compare=False)
-
-    def ranges(self, name: str, region: Box) -> Iterator[CheckedRange]:
-        """Yield the bytes of ``region``, counted from the box's first element."""
-        return self.place.ranges(name, region)
-
-    def read(self, region: Box, out: Tensor) -> None:
-        """Copy ``region``, counted from the box's first element, to ``out`` of its shape."""
-        self.place.read(region, out)
-
-    def check(self) -> None:
-        """Raise a ``ValueError`` unless the archive has a tensor of this shape and dtype."""
-        assert self.place
-
-    @cached_property
-    def place(self) -> InOneRow:
-        """The place of the values, as the archive describes it."""
-        try:
-            with (
-                opened(self.file, self.offset, self.nbytes) as part,
-                zipfile.ZipFile(part) as archive,
-            ):
-                return _place_of(archive, self)
-        except FileNotFoundError:
-            raise
-        except Exception as error:
-            # A damaged archive can fail in any way.
-            raise ValueError(
-                f"{str(self.file)!r} is damaged or not a checkpoint: at byte {self.offset} there"
-                f" is no tensor of shape {self.box.sizes}, {self.dtype}: {error}"
-            ) from error
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """A whole tensor whose values are those of several tensors ``[n]``, concatenated."""
-
-    box: Box
-    pieces: Callable[[], Iterable[Tensor]]
-
-    def ranges(self, name: str, region: Box) -> Iterator[CheckedRange]:
-        """Yield nothing: the pieces are in memory or mapped, without checksums."""
-        yield from ()
-
-    def read(self, region: Box, out: Tensor) -> None:
-        """Concatenate the pieces, and copy ``region`` to ``out`` of its shape."""
-        is_all = region == self.box and out.is_contiguous()
-        whole = out if is_all else torch.empty(self.box.sizes, dtype=out.dtype)
-        torch.cat(list(self.pieces()), out=whole.view(-1))
-        if not is_all:
-            out.copy_(whole[region.slices])
 
 
 @dataclass(frozen=True)
@@ -111,58 +51,115 @@ class InOneRow:
 
     box: Box
     dtype: torch.dtype
-    content: CheckedBytes
+    content: StoredBytes
     order: tuple[int, ...]
     start: int = 0
-
-    def ranges(self, name: str, region: Box) -> Iterator[CheckedRange]:
-        """Yield the bytes of ``region``, counted from the box's first element."""
-        stride = dense_stride(self.box.sizes, self.order)
-        start = sum(o * step for o, step in zip(region.offsets, stride, strict=True))
-        span = sum((n - 1) * step for n, step in zip(region.sizes, stride, strict=True))
-        first, size = self.start + start, self.dtype.itemsize
-        yield CheckedRange(name, self.content, first * size, (first + span + 1) * size)
-
-    def read(self, region: Box, out: Tensor) -> None:
-        """Copy ``region``, counted from the box's first element, to ``out`` of its shape."""
-        if not region.numel:
-            return
-        sizes, part = self.box.permuted(self.order).sizes, region.permuted(self.order)
-        self._fill(self.content.opened(), self.offset(0), sizes, part, out.permute(self.order))
 
     def offset(self, index: int) -> int:
         """Return the file offset of the element at ``index`` in memory order."""
         return self.content.offset + (self.start + index) * self.dtype.itemsize
 
-    def read_row(self, start: int, out: Tensor) -> None:
+    def check(self, name: str) -> None:
+        """Raise a ``ValueError`` if the values are damaged; ``name`` is the tensor's."""
+        size = self.dtype.itemsize
+        self.content.check(name, self.start * size, (self.start + self.box.numel) * size)
+
+    def read(self, name: str, region: Box, out: Tensor, *, checks: bool) -> None:
+        """Copy ``region``, counted from the box's first element, to ``out`` of its shape."""
+        if not region.numel:
+            return
+        sizes, part = self.box.permuted(self.order).sizes, region.permuted(self.order)
+        target = out.permute(self.order)
+        if not sizes:
+            sizes, part, target = (1,), Box((0,), (1,)), out.view(1)
+        if checks and not self.content.parts and not self._is_direct(target):
+            # A single checksum covers all of a tensor, which is copied in portions.
+            checks = False
+            if region == self.box:
+                self.check(name)
+        row = functools.partial(self.read_row, name, checks=checks)
+        self._fill(row, 0, sizes, part, target)
+
+    def read_row(self, name: str, start: int, out: Tensor, *, checks: bool) -> None:
         """Read elements from ``start`` on in memory order into ``out``, ``[n]`` of their dtype."""
-        self.content.opened().read(out.view(torch.uint8), self.offset(start))
+        place = (self.start + start) * self.dtype.itemsize
+        self.content.read(name, place, out.view(torch.uint8), checks=checks)
+
+    def _is_direct(self, out: Tensor) -> bool:
+        return out.dtype == self.dtype and out.is_contiguous() and out.device.type == "cpu"
 
     def _fill(
-        self, file: OpenFile, offset: int, sizes: tuple[int, ...], region: Box, out: Tensor
+        self,
+        read_row: Callable[[int, Tensor], None],
+        first: int,
+        sizes: tuple[int, ...],
+        region: Box,
+        out: Tensor,
     ) -> None:
-        """Read a region of a tensor whose dimensions are in memory order, a buffer at a time."""
-        if not sizes:
-            sizes, region, out = (1,), Box((0,), (1,)), out.view(1)
-        row = prod(sizes[1:]) * self.dtype.itemsize
-        start, count = region.offsets[0], region.sizes[0]
+        """Read a region of the tensor at ``first`` whose dimensions are in memory order."""
+        row = prod(sizes[1:])
+        first, count = first + region.offsets[0] * row, region.sizes[0]
         inner = Box(region.offsets[1:], region.sizes[1:])
-        if inner.sizes == sizes[1:] and out.dtype == self.dtype and out.is_contiguous():
-            file.read(out.view(-1).view(torch.uint8), offset + start * row)
+        if inner.sizes == sizes[1:] and self._is_direct(out):
+            read_row(first, out.view(-1))
             return
-        if row > BUFFER_BYTES and len(sizes) > 1:
+        if row * self.dtype.itemsize > BUFFER_BYTES and len(sizes) > 1:
             for index in range(count):
-                place = offset + (start + index) * row
-                self._fill(file, place, sizes[1:], inner, out[index])
+                self._fill(read_row, first + index * row, sizes[1:], inner, out[index])
             return
-        whole_rows = (slice(None),)
-        at_once = max(1, BUFFER_BYTES // row)
-        for first in range(0, count, at_once):
-            number = min(at_once, count - first)
-            content = torch.empty(number * row, dtype=torch.uint8)
-            file.read(content, offset + (start + first) * row)
-            rows = content.view(self.dtype).view(number, *sizes[1:])
-            out[first : first + number].copy_(rows[whole_rows + inner.slices])
+        at_once = max(1, BUFFER_BYTES // (row * self.dtype.itemsize))
+        for begin in range(0, count, at_once):
+            number = min(at_once, count - begin)
+            rows = torch.empty(number * row, dtype=self.dtype, device="cpu")
+            read_row(first + begin * row, rows)
+            inside = (slice(None), *inner.slices)
+            wanted = rows.view(number, *sizes[1:])[inside]
+            out[begin : begin + number].copy_(wanted)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The place of a box of a tensor: ``nbytes`` of a file from ``offset`` on are its archive.
+
+    ``sums`` are the checksums of its blocks, if this package wrote it.
+    """
+
+    box: Box
+    file: Path
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    sums: Sequence[int] | None = field(default=None, compare=False)
+
+    def check(self, name: str) -> None:
+        """Raise a ``ValueError`` if the values are damaged; ``name`` is the tensor's."""
+        self.place.check(name)
+
+    def read(self, name: str, region: Box, out: Tensor, *, checks: bool) -> None:
+        """Copy ``region``, counted from the box's first element, to ``out`` of its shape."""
+        self.place.read(name, region, out, checks=checks)
+
+    @cached_property
+    def place(self) -> InOneRow:
+        """The place of the values, as the archive describes it.
+
+        Raises:
+            ValueError: The archive does not have a tensor of this shape and dtype.
+        """
+        try:
+            with (
+                opened(self.file, self.offset, self.nbytes) as part,
+                zipfile.ZipFile(part) as archive,
+            ):
+                return _place_of(archive, self)
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            # A damaged archive can fail in any way.
+            raise ValueError(
+                f"{str(self.file)!r} is damaged or not a checkpoint: at byte {self.offset} there"
+                f" is no tensor of shape {self.box.sizes}, {self.dtype}: {error}"
+            ) from error
 
 
 def _place_of(archive: zipfile.ZipFile, chunk: Chunk) -> InOneRow:
@@ -181,7 +178,12 @@ def _place_of(archive: zipfile.ZipFile, chunk: Chunk) -> InOneRow:
     is_whole = is_dense(described.shape, described.stride) and record.file_size >= nbytes
     if record.compress_type or described.offset or not is_whole:
         raise ValueError("its values are not stored contiguously")
-    content = checked_record(chunk.file, archive, record, chunk.offset, chunk.blocks)
+    content = stored_record(chunk.file, archive, record, chunk.offset)
+    if chunk.sums is not None:
+        part = PartChecksums(0, content.nbytes, 0, array("q", chunk.sums))
+        if len(part.blocks) != -(-part.nbytes // BLOCK_BYTES):
+            raise ValueError("its block checksums do not match its size")
+        content = dataclasses.replace(content, parts=[part])
     dimensions = memory_order(described.shape, described.stride)
     return InOneRow(chunk.box, chunk.dtype, content, dimensions)
 
@@ -281,10 +283,3 @@ def damage_of(file: Path, offset: int, nbytes: int) -> str | None:
         # A damaged archive can fail in any way.
         return str(error) or type(error).__name__
     return bad and f"Bad CRC-32 for file {bad!r}"
-
-
-def read_bytes(content: CheckedBytes) -> Tensor:
-    """Read bytes of a file into memory, unchecked."""
-    found = torch.empty(content.nbytes, dtype=torch.uint8)
-    content.opened().read(found, content.offset)
-    return found

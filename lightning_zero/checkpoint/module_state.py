@@ -3,35 +3,31 @@
 Saving returns the dictionary that DDP would, with a :class:`ShardedValue` in place of every sharded
 tensor. Nothing is gathered.
 
-Loading takes whole values, usually mapped from a file, and each rank copies its own ranges.
+Loading takes whole values, usually unread ones of a file, and each rank reads its own ranges.
 ``load_state_dict``, which users may override, is called once: its copies are only noted, and made
-once all names and shapes are known to fit.
+once all names and shapes are known to fit. What is damaged shows while it is read, which leaves the
+module **torn**: it does not train, predict or save until it is loaded from somewhere else.
 """
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_zero.checkpoint.checksums import CheckedRange, check
 from lightning_zero.checkpoint.cut_values import joined, local_state
-from lightning_zero.checkpoint.load import ranges_of
-from lightning_zero.checkpoint.read_ahead import read_ahead
-from lightning_zero.checkpoint.source import Source
+from lightning_zero.checkpoint.unread import SMALL_BYTES
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
-from lightning_zero.comm import Communicator, Control, Outcome
+from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
-from lightning_zero.optimizer import require_whole_steps
 from lightning_zero.parameters import Piece
 from lightning_zero.plan import cut_of
-from lightning_zero.tensors import internals, properties, tensors_in, uncollected
+from lightning_zero.tensors import internals, lasting_tensors, properties, tensors_in, uncollected
 
 # -- saving ----------------------------------------------------------------------------------------
 
@@ -42,7 +38,7 @@ def module_state(module: nn.Module, engine: Engine) -> dict[str, Any]:
 
     All ranks call it together.
     """
-    require_whole_steps(engine.sharded.optimizers)
+    engine.require_whole()
     engine.sharded.keep_edits()
     engine.sharded.load_masters()
     state = module.state_dict(keep_vars=True)
@@ -92,8 +88,9 @@ def load_module_state(
 ) -> Any:
     """Call ``module.load_state_dict`` once; each rank copies its own part of each value.
 
-    All ranks that share the module call it together. If names or shapes do not fit, or a range that
-    a rank would read is damaged, all raise and nothing has changed.
+    All ranks that share the module call it together. If names or shapes do not fit, all raise and
+    nothing has changed. If a range that a rank reads is damaged, all raise and a sharded module is
+    torn; nothing of an ordinary module has changed.
 
     Args:
         module: The module, or a submodule.
@@ -155,12 +152,12 @@ class ModuleLoad(TorchFunctionMode):
                 if self._failure is not None:
                     raise self._failure
 
-    def take_sources(self) -> dict[int, Source]:
-        """Return the source of each parameter, by ``id``, and drop the noted copies to them.
+    def take_sources(self) -> dict[int, LazyTensor]:
+        """Return where to read each parameter from, by ``id``, and drop the noted copies to them.
 
         Unless every parameter is in a file or small, return ``{}`` and keep all copies.
         """
-        found = {name: Source.of(name, value) for name, value, _ in self._noted}
+        found = {name: _source(value) for name, value, _ in self._noted}
         wanted = dict(self._module.named_parameters())
         sources = {
             id(parameter): source
@@ -194,39 +191,36 @@ class ModuleLoad(TorchFunctionMode):
         before, self._before = self._before, None
         if before is not None:
             before()
-        engine = self._engine()
-        names, tensors = [name for name, _, _ in noted], self._tensors
-        copies = [self._copy(engine, name, tensors[name], *rest) for name, *rest in noted]
-        read = (
-            one
-            for name, (_, piece, value) in zip(names, copies, strict=True)
-            for one in ranges(name, value, piece)
-        )
-        control = Control(alone=True) if engine is None else engine.comm.control
-        check_ranges(read, control, "Loading weights")
-        # Only after the check, which does its own reading ahead.
-        values = [value if piece is None else like(value, piece) for _, piece, value in copies]
-        writing = contextlib.nullcontext() if engine is None else engine.sharded.writing()
-        with writing, torch.no_grad():
-            for (target, _, _), value in zip(copies, values, strict=True):
-                target.copy_(value)
+        for name, value, version in noted:
+            if version != _version_of(value):
+                raise RuntimeError(
+                    f"The tensor that load_state_dict copied to {name!r} was changed after the"
+                    " copy. Copy a clone of it."
+                )
+        engine, tensors = self._engine(), self._tensors
+        pairs = [(tensors[name], value) for name, value, _ in noted]
+        if engine is None:
+            for _, value in pairs:  # an ordinary module cannot refuse to be used
+                if isinstance(value, LazyTensor):
+                    value.check()
+            _copy(pairs)
+            return
+        if any(isinstance(target, nn.Parameter) for target, _ in pairs):
+            engine.sharded.load_masters()
+        is_all = {*dict(engine.module.named_parameters())} <= {name for name, _, _ in noted}
+        with engine.sharded.writing(), engine.loading("Loading weights", heals=is_all):
+            _copy(pairs)
 
-    def _copy(
-        self, engine: Engine | None, name: str, target: Tensor, value: Any, version: int
-    ) -> tuple[Tensor, Piece | None, Any]:
-        """Return the target, this rank's piece of it if it is sharded, and the value to copy."""
-        if version != _version_of(value):
-            raise RuntimeError(
-                f"The tensor that load_state_dict copied to {name!r} was changed after the copy."
-                " Copy a clone of it."
-            )
-        piece = None
-        if engine is not None and isinstance(target, nn.Parameter):
-            piece = engine.sharded.piece(target)
-        return target, piece, value
+
+def _copy(pairs: Iterable[tuple[Tensor, Any]]) -> None:
+    with torch.no_grad():
+        for target, value in pairs:
+            target.copy_(value)
 
 
 def _version_of(value: Any) -> int:
+    if isinstance(value, LazyTensor):
+        return value.version
     has_one = type(value) is Tensor and not value.is_inference()
     return internals.version_of(value) if has_one else 0
 
@@ -234,36 +228,14 @@ def _version_of(value: Any) -> int:
 _HARMLESS = properties.METADATA | properties.FACTS
 
 
-def ranges(name: str, value: Any, piece: Any) -> Iterator[CheckedRange]:
-    """Yield the bytes that this rank reads of a stored tensor: its piece, or the whole."""
-    if not isinstance(value, Tensor):
-        return
-    if isinstance(piece, Piece) and value.shape == piece.range.slot.shape:
-        own = piece.range
-        if own.start == own.stop:
-            return
-        if isinstance(value, LazyTensor):
-            value = value.laid_out(own.slot.stride)
-        if value.stride() == own.slot.stride:
-            yield from ranges_of(name, value, own.start, own.stop)
-            return
-    yield from ranges_of(name, value)
-
-
-def check_ranges(ranges: Iterable[CheckedRange], control: Control, doing: str) -> None:
-    """Raise a ``ValueError`` on all ranks if a range of any of them is damaged."""
-    outcome = Outcome()
-    with outcome.attempt():
-        check(ranges)
-    outcome.agree(control, doing)
-
-
-def like(value: Any, piece: Piece) -> Any:
-    """Return a stored tensor, a lazy one in the piece's order; start reading a mapped one."""
-    if not isinstance(value, Tensor) or value.shape != torch.Size(piece.range.slot.shape):
-        return value
+def _source(value: Any) -> LazyTensor | None:
+    """Return a loaded value to be read on every use; ``None`` if it takes memory or was changed."""
     if isinstance(value, LazyTensor):
-        return value.laid_out(piece.range.slot.stride)
-    if type(value) is Tensor and value.stride() == piece.range.slot.stride:
-        read_ahead(piece.range.part_of(value))
-    return value
+        return value if value.value is None else None
+    if type(value) is not Tensor or value.layout is not torch.strided or value.is_meta:
+        return None
+    if value.nbytes > SMALL_BYTES:
+        return None
+    with lasting_tensors():
+        flat = value.to("cpu", copy=True).contiguous().view(-1)
+    return LazyTensor.joined(lambda: [(flat, 0, len(flat))], value.shape, value.dtype)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from lightning_zero.checkpoint.state import sharded
+from lightning_zero.checkpoint.module_state import sharded
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
 from lightning_zero.comm import Communicator
 from lightning_zero.parameters import Piece
