@@ -14,5 +14,19 @@ placeholder     unpickling with inert objects in place of unknown classes
 from lightning_zero.deepspeed.checkpoint import DeepSpeedFolder
 from lightning_zero.deepspeed.config import Config
 from lightning_zero.deepspeed.files import CannotConvert, files_of, is_deepspeed_folder
+from lightning_zero.deepspeed.keys import KEYS, Fate, Kind, table
+from lightning_zero.deepspeed.optimizer_block import OptimizerBlock, SchedulerBlock
 
-__all__ = ["CannotConvert", "Config", "DeepSpeedFolder", "files_of", "is_deepspeed_folder"]
+__all__ = [
+    "KEYS",
+    "CannotConvert",
+    "Config",
+    "DeepSpeedFolder",
+    "Fate",
+    "Kind",
+    "OptimizerBlock",
+    "SchedulerBlock",
+    "files_of",
+    "is_deepspeed_folder",
+    "table",
+]

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm import Cargo, Codec, Communicator, Shared
-from lightning_zero.comm.coded import Coded
 from tests.oracle.ranks import Pools
 
 CPU = torch.device("cpu")
@@ -82,8 +81,8 @@ def _over_ranks(way: dict[str, bool], bits: int) -> tuple[list[float], list[floa
     """Return what a coded gather and reduction leave on this rank, and the bytes that it sent."""
     comm = Communicator(CPU, reads_peers=False, **way)
     before = torch.random.get_rng_state()
-    weights = Coded(comm.transport, 8, Cargo.WEIGHTS)
-    gradients = Coded(comm.transport, bits, Cargo.GRADIENTS)
+    weights = comm.coded(comm.transport, 8, Cargo.WEIGHTS)
+    gradients = comm.coded(comm.transport, bits, Cargo.GRADIENTS)
     rank, size = comm.mesh.shard.rank, comm.mesh.shard.size
     whole = torch.empty(size * NUMEL, dtype=torch.bfloat16)
     weights.gather(whole, Shared(_values(rank)), unit="w", tag=1).wait()

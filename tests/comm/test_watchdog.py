@@ -11,7 +11,6 @@ import pytest
 from pytest_mock import MockerFixture
 
 from lightning_zero.comm import Control, SyncPoint, watchdog
-from lightning_zero.comm.collective_log import CollectiveLog
 from tests.oracle.ranks import Pools, RankError
 from tests.oracle.watch import impatient
 
@@ -22,7 +21,7 @@ def test_a_rank_blocked_by_its_device_gives_up_its_groups_once(mocker: MockerFix
     reports: Any = mocker.Mock(verdict="the verdict")
     reports.look.return_value = ""
     give_up, devices = mocker.Mock(), mocker.Mock()
-    log = CollectiveLog()
+    log = Control(alone=True).log
     watch = watchdog.Watchdog(log, reports, give_up, devices)
     watch.forget()  # the thread looks at it no more, but this test
 

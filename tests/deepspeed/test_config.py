@@ -13,9 +13,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
 
 from lightning_zero import ZeROPrecision, ZeROStrategy
-from lightning_zero.deepspeed import Config
-from lightning_zero.deepspeed.keys import KEYS, Fate, Kind, table
-from lightning_zero.deepspeed.optimizer_block import OptimizerBlock, SchedulerBlock
+from lightning_zero.deepspeed import KEYS, Config, Fate, Kind, OptimizerBlock, SchedulerBlock, table
 from lightning_zero.plan import Offload
 from tests.oracle.projects import make_trainer
 from tests.oracle.ranks import ROOT, Pools

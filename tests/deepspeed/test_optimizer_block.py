@@ -15,8 +15,7 @@ from torch.nn import Parameter
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_zero import ZeROStrategy
-from lightning_zero.deepspeed import Config
-from lightning_zero.deepspeed.optimizer_block import SchedulerBlock
+from lightning_zero.deepspeed import Config, SchedulerBlock
 from tests.oracle.messages import messages
 from tests.oracle.models import Block
 from tests.oracle.projects import Regression, Run, assert_like_ddp, make_trainer, rows
