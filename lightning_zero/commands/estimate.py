@@ -294,9 +294,12 @@ def _offloads(options: argparse.Namespace, settings: Settings) -> list[tuple[int
 def _beside_the_device(found: list[Estimate], limits: Limits) -> Iterator[str]:
     """Yield lines about host memory and files."""
     whole = format_bytes(found[0].whole)
-    yield f"Host memory before setup: {whole} per rank, unless the model is built on meta; the same"
-    yield "after fit, unless restore_weights=False. In a step without offload: none besides the"
-    yield "device's, which on a CPU is the host's."
+    text = (
+        f"Host memory before setup: {whole} per rank, unless the model is built on meta; the same"
+        " after fit, unless restore_weights=False. In a step without offload: none besides the"
+        " device's, which on a CPU is the host's."
+    )
+    yield textwrap.fill(text, 80, break_on_hyphens=False)
     for offloaded in (one for one in found if one.leaves_device):
         num = limits.on_node(offloaded.world_size)
         disk = num * sum(offloaded.disk.values())
@@ -317,7 +320,7 @@ def _texts(subject: ModelPlan, found: list[Estimate]) -> list[str]:
     ]
     notes = [_ROWS.format(first=found[0].name)]
     if all(map(are_equal_stages, columns)):
-        notes.append(textwrap.fill(EQUAL_STAGES, 92, break_on_hyphens=False))
+        notes.append(textwrap.fill(EQUAL_STAGES, 80, break_on_hyphens=False))
     return [head, *map(estimate_table, columns), "\n".join(notes)]
 
 
