@@ -55,13 +55,14 @@ class Reducer:
         # Small gradients on their way to the partial buffer.
         self._taken: list[tuple[int, Tensor]] = []
         self._taken_bytes = 0
-        self._is_unscaled = False
         self._reach = Reach.ALL
         # Gradients are divided while they are moved, as in DDP, where that costs nothing. A move
         # that casts cannot multiply too, so then the reduced shard is scaled, which is N times
         # smaller. The same goes for a rank's own gradients that are shown before they are reduced.
         casts = store.plan.grad.dtype != store.plan.weight.dtype
-        self._early_scale = 1.0 if casts else 1 / store.comm.mesh.size
+        self._usual_divisor = 1 if casts else store.comm.mesh.size
+        # What the gradients in the partial buffer are divided by.
+        self._divisor = self._usual_divisor
 
     # -- from autograd to the partial buffer -----------------------------------------------------
 
@@ -69,7 +70,8 @@ class Reducer:
         """Begin a backward pass whose gradients are averaged over ``reach``."""
         self.hide()
         stays = reach is Reach.RANK or (reach is Reach.COPY and self._store.has_copies)
-        self._is_unscaled |= stays or self.shard.is_of_copy
+        if stays or self.shard.is_of_copy:
+            self._divisor = 1
         self._reach = reach
         self.arrived = [False] * len(self._pieces)
 
@@ -103,13 +105,12 @@ class Reducer:
     def _move_one(self, index: int, grad: Tensor) -> None:
         _, views = self.partial or self._allocate_partial()
         view = views[index]
-        scale = 1.0 if self._is_unscaled else self._early_scale
         if self.filled[index]:
-            view.add_(grad, alpha=scale)
-        elif scale == 1.0:
+            view.add_(grad, alpha=1 / self._divisor)
+        elif self._divisor == 1:
             view.copy_(grad)
         else:
-            torch.mul(grad, scale, out=view)
+            torch.mul(grad, 1 / self._divisor, out=view)
 
     def _move(self) -> None:
         """Move the small gradients that wait, while they are still in the cache."""
@@ -119,7 +120,7 @@ class Reducer:
         taken, self._taken, self._taken_bytes = self._taken, [], 0
         targets = [views[index] for index, _ in taken]
         internals.copy_each(targets, [grad for _, grad in taken])
-        if self._is_unscaled or self._early_scale == 1.0:
+        if self._divisor == 1:
             return
         first, last = (end(index for index, _ in taken) for end in (min, max))
         slots = self._store.layout.slots
@@ -127,7 +128,7 @@ class Reducer:
             # Neighbours: scale them in one pass, and the zeros between them too.
             targets = [buffer.tensor[slots[first].offset : slots[last].stop]]
         for target in targets:
-            target.mul_(self._early_scale)
+            target.mul_(1 / self._divisor)
 
     def _allocate_partial(self) -> tuple[ReduceBuffer, list[Tensor]]:
         layout = self._store.layout
@@ -159,9 +160,7 @@ class Reducer:
             self._in_flight = [target]  # the partial buffer is encoded, and only the code is sent
         mesh = self._store.comm.mesh
         num_ranks = mesh.shard.size if self._reach is Reach.COPY else mesh.size
-        is_scaled = self._early_scale != 1.0 and not self._is_unscaled
-        late_scale = (mesh.size if is_scaled else 1) / num_ranks
-        self._is_unscaled = False
+        late_scale, self._divisor = self._divisor / num_ranks, self._usual_divisor
         self.shard.is_of_copy = self._reach is Reach.COPY and self._store.has_copies
         add = functools.partial(self.shard.add, self._reach, late_scale, unit=unit, tag=tag)
         return functools.partial(self._finish, work, target, add)
@@ -211,7 +210,7 @@ class Reducer:
         self.partial, self._in_flight = None, []
         self._taken, self._taken_bytes = [], 0
         self.shard.drop()
-        self._is_unscaled = False
+        self._divisor = self._usual_divisor
         for piece in self._pieces:
             if piece.gradient.state.is_unsynced:
                 piece.gradient.hide()
