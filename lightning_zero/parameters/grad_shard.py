@@ -48,6 +48,7 @@ class GradShard:
         # The shard while its gradients are not installed yet, and the work that fills it.
         self._fresh: tuple[Tensor, Work] | None = None
         self._sums_copies = False
+        # The shard of which pieces hold parts, as long as they do.
         self._installed: Callable[[], Tensor | None] = _nothing
 
     def add(self, reach: Reach, scale: float, reduced: Tensor, *, unit: str, tag: int) -> None:
@@ -56,7 +57,7 @@ class GradShard:
         The average is ``scale`` times ``reduced``, or times the sum of ``reduced`` over the copies.
         """
         # From this same pass, if some gradients came after their unit's reduction.
-        self._arrive()
+        self._wait()
         earlier, sums = self._earlier(), reach is Reach.ALL and self._store.has_copies
         if not sums and scale != 1.0:
             reduced.mul_(scale)
@@ -71,9 +72,9 @@ class GradShard:
     def wait_for_copies(self) -> None:
         """Wait until the sums over the copies have arrived, if they are under way."""
         if self._sums_copies:
-            self._arrive()
+            self._wait()
 
-    def _arrive(self) -> None:
+    def _wait(self) -> None:
         if self._fresh is not None:
             self._fresh[1].wait()
             self._fresh, self._sums_copies = (self._fresh[0], Arrived()), False
@@ -89,8 +90,8 @@ class GradShard:
         held = averages(self._pieces)
         if not [grad for grad in held if grad is not None]:
             return None
-        living = self._living
-        shard = self._store.gradients() if living is None else living
+        installed = self._installed()
+        shard = self._store.gradients() if installed is None else installed
         # The user may have dropped or replaced some.
         for piece, grad in zip(self._pieces, held, strict=True):
             part = shard[piece.range.in_shard]
@@ -100,33 +101,22 @@ class GradShard:
                 part.copy_(grad)
         return shard
 
-    @property
-    def _living(self) -> Tensor | None:
-        """The shard that pieces hold parts of, or are about to."""
-        if self._fresh is not None:
-            return self._fresh[0]
-        return self._installed()
-
     def install(self, has_grads: Sequence[bool]) -> bool:
         """Give the pieces their parts where any rank has a gradient; return whether any is new."""
-        if self._fresh is None:
-            for piece, has_grad in zip(self._pieces, has_grads, strict=True):
-                if has_grad:
-                    piece.gradient.show_sharded(is_of_copy=self.is_of_copy)
-            return False
-        (fresh, flush), self._fresh = self._fresh, None
-        flush.wait()
-        self._installed = weakref.ref(fresh)
+        fresh = None
+        if self._fresh is not None:
+            (fresh, flush), self._fresh = self._fresh, None
+            flush.wait()
+            self._installed = weakref.ref(fresh)
         for piece, has_grad in zip(self._pieces, has_grads, strict=True):
             if has_grad:
-                part = piece.range.in_shard
-                reduced = fresh[part] if part.stop > part.start else None
+                reduced = None if fresh is None else fresh[piece.range.in_shard]
                 piece.gradient.show_sharded(reduced, is_of_copy=self.is_of_copy)
-        return True
+        return fresh is not None
 
     def memory(self) -> Counter[str]:
         """Return the bytes of the shard, and of gradients that users put in place of its parts."""
-        store, shard = self._store, self._living
+        store, shard = self._store, self._installed() if self._fresh is None else self._fresh[0]
         rows = store.plan.rows({"gradients": 0 if shard is None else shard.nbytes})
         for piece in self._pieces:
             grad = piece.kept
