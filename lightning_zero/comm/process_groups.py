@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -20,7 +21,11 @@ import torch.distributed as dist
 _groups: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 """By default group and purpose; weak, as a group that is referenced outlives its destruction."""
 
+_LAZY = "TORCH_GLOO_LAZY_INIT"
 _SECONDS_TO_LET_GO = 0.05
+_MOST_CONNECTED = 128
+"""Most ranks that a group of hosts connects all with all: each connection is an open file, of which
+many systems allow 1,024 to a process."""
 
 
 def is_initialized() -> bool:
@@ -69,9 +74,21 @@ def kept(purpose: str, make: Callable[[], Any]) -> Any:
 
 
 def new_group_of_hosts() -> Any:
-    """Make a group of all ranks on their CPUs, to end with :func:`destroy`; a collective."""
+    """Make a group of all ranks on their CPUs, to end with :func:`destroy`; a collective.
+
+    Many ranks are connected only with those that they exchange messages with.
+    """
     # Torch's fake backend, which stands in for all other ranks, works on CPUs too.
-    return _new_group("fake" if dist.get_backend() == "fake" else "gloo")
+    backend = "fake" if dist.get_backend() == "fake" else "gloo"
+    if dist.get_world_size() <= _MOST_CONNECTED:
+        return _new_group(backend)
+    # Torch passes no options on to gloo, which reads this one whenever it makes a group.
+    before = os.environ.get(_LAZY)
+    os.environ[_LAZY] = "1"
+    try:
+        return _new_group(backend)
+    finally:
+        os.environ.pop(_LAZY) if before is None else os.environ.update({_LAZY: before})
 
 
 def time_limit() -> timedelta | None:

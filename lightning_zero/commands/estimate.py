@@ -95,7 +95,7 @@ def add_estimate_command(commands: Any) -> None:
     parser.add_argument(
         "--accumulate-grad-batches", type=int, help="default: as in the YAML, else 1"
     )
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "xpu"])
     parser.add_argument(
         "--offload",
         nargs="+",

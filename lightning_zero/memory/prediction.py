@@ -161,7 +161,7 @@ def estimate(
         shares_memory: The ranks are on one host's CPUs and read each other's reduce buffers, which
             then persist from step to step; ``unreduced`` is an upper bound.
         rank: The rank to estimate. Ranks differ in padding.
-        device: Where the model will run: ``"cpu"`` or ``"cuda"``.
+        device: Where the model will run: ``"cpu"``, or an accelerator such as ``"cuda"``.
     """
     settings = _settings_of(strategy)
     model = ModelPlan(

@@ -6,8 +6,8 @@ as files, whatever the page cache keeps of them.
 With offload from another device, some bytes are in transit between it and its host:
 
 * **weights** that rest outside the device are copied unit by unit into their place in the whole
-  weights. Those with another dtype than the masters are cast on the device, from a shard of the
-  masters, one unit after the other;
+  weights. Those from files, and those that are cast each time, come by a ring of pinned memory,
+  which is kept;
 * **gradients** leave the device when a unit's reduction ends. They take two shards, one being
   reduced and one being sent, and copies of the part of a sent shard that stays. From the second
   microbatch on, they arrive in two buffers on the host, from which they are added;
@@ -64,9 +64,9 @@ def sharded_step(
     transport, passing = comm.transport, comm.transport.passing
     kept_share = {unit.name or "root": unit.kept_share for unit in units}
     sent_share = {unit.name or "root": unit.sent_share for unit in units}
-    cast = max(unit.cast for unit in units)
+    ring = max(unit.ring for unit in units)
 
-    def held(cast: int = cast) -> Kinds:
+    def held() -> Kinds:
         # Offloaded gradients are reduced into the shards that they are sent from: counted once.
         sent = _share_of(sent_share, transport.last_reduced)
         in_flight = transport.targets
@@ -74,7 +74,7 @@ def sharded_step(
         return {
             **still,
             "gathered": passing["gathered"].nbytes
-            + (transport.gathered + cast if settings.stage == 3 else 0),
+            + (transport.gathered if settings.stage == 3 else 0),
             "gradients": _share_of(kept_share, transport.reduced) + sent,
             "unreduced": passing["unreduced"].nbytes + transport.partials + targets,
         }
@@ -84,13 +84,13 @@ def sharded_step(
     added = sum(sorted(unit.flushed for unit in units)[-_IN_FLIGHT:]) if adds_gradients else 0
     found = []
     for segment in segments:
-        staging = segment.is_backward * added + segment.away
+        staging = ring + segment.is_backward * added + segment.away
         found.append(segment.snapshot({**host, "staging": staging}, disk))
-    rest = held(cast=0)
+    rest = held()
     if stepped or staged:
         kinds = {**rest, "gathered": rest["gathered"] + stepped}
-        found.append(Snapshot("", "step", kinds, {**host, "staging": staged}, disk))
-    return [*found, Snapshot("", "rest", rest, {**host, "staging": 0}, disk)]
+        found.append(Snapshot("", "step", kinds, {**host, "staging": ring + staged}, disk))
+    return [*found, Snapshot("", "rest", rest, {**host, "staging": ring}, disk)]
 
 
 def _share_of(shares: Mapping[str, float], nbytes: Mapping[str, int]) -> int:

@@ -126,11 +126,12 @@ def _in_use(engine: Engine) -> int:
 
 
 def of_device(device: torch.device) -> str:
-    """Return what this process has or may still take of a CUDA device; elsewhere nothing."""
-    if device.type != "cuda":
+    """Return what this process has or may still take of an accelerator that tells, else nothing."""
+    module = getattr(torch, device.type, None)
+    if module is None or not hasattr(module, "mem_get_info"):
         return ""
-    free, _ = torch.cuda.mem_get_info(device)
-    return f", of {format_bytes(free + torch.cuda.memory_reserved(device))}"
+    free, _ = module.mem_get_info(device)
+    return f", of {format_bytes(free + module.memory_reserved(device))}"
 
 
 def _of_host(held: int, ranks: int) -> str:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch.nn import Parameter
 
 from lightning_zero.plan import Layout, Medium, Offload, Plan, UnitSpec
+from lightning_zero.tensors import RING_BYTES
 
 RESTING = ("weights", "gradients", "master", "states", "buffers")
 PASSING = ("gathered", "unreduced", "activations")
@@ -56,7 +57,7 @@ class UnitTerms:
         name: The unit's name; the root's is ``""``.
         resting: Bytes between steps, by medium and kind.
         partial: Bytes of whole gradients before their reduction.
-        cast: Bytes on the device of the masters' shard from which offloaded weights are cast.
+        ring: Bytes of pinned memory by which weights come up that are read from files, or cast.
         flushed: Bytes of reduced gradients that are sent to host memory.
         lent: Bytes of fp32 masters, gradients and states while the unit is stepped, if they rest in
             bf16 with stochastic rounding.
@@ -68,7 +69,7 @@ class UnitTerms:
         default_factory=lambda: {medium: dict.fromkeys(RESTING, 0) for medium in Medium}
     )
     partial: int = 0
-    cast: int = 0
+    ring: int = 0
     flushed: int = 0
     lent: int = 0
     pieces: list[PieceTerms] = field(default_factory=list)
@@ -85,8 +86,9 @@ class UnitTerms:
             self.resting[plan.media[kind]][kind] += count
         if plan.master.medium is Medium.DEVICE or on_host:
             return
-        if plan.master.dtype is not plan.weight.dtype:
-            self.cast += layout.shard_numel * plan.master.dtype.itemsize
+        is_cast = plan.master.dtype is not plan.weight.dtype
+        if plan.master.medium is Medium.DISK or (is_cast and not plan.keeps_cast_weights):
+            self.ring = RING_BYTES
         self.flushed += kinds["gradients"]
 
     @property

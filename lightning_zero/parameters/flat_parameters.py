@@ -349,6 +349,8 @@ class FlatParameters:
         if self.plan.rests_apart and not self.store.is_stream:
             kind = "master" if self.plan.has_master else "weights"
             rows.update(self.plan.rows({kind: self.master.nbytes}))
+        if self.store.cast_bytes:
+            rows.update(self.plan.rows({"weights": self.store.cast_bytes}))
         return rows
 
 

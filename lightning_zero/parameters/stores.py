@@ -19,7 +19,15 @@ from typing_extensions import override
 from lightning_zero.comm import Arrived, Cargo, Codec, Communicator, Extent, Shared
 from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.plan import Layout, Medium, Plan
-from lightning_zero.tensors import LARGE_BYTES, Scratch, Work, ask_for_large_pages, lasting_tensors
+from lightning_zero.tensors import (
+    BLOCK_BYTES,
+    LARGE_BYTES,
+    Part,
+    Scratch,
+    Work,
+    ask_for_large_pages,
+    lasting_tensors,
+)
 
 
 def _extent_of(layout: Layout, plan: Plan, scratch: Scratch | None = None) -> Extent:
@@ -96,6 +104,11 @@ class Store:
     def master(self) -> Tensor:
         """This rank's shard of the masters."""
         return self.shared.own
+
+    @property
+    def cast_bytes(self) -> int:
+        """Bytes of weights that rest besides their masters, cast."""
+        return 0
 
     def load_masters(self) -> bool:
         """Bring masters here to be changed; return whether they were elsewhere; a collective."""
@@ -197,7 +210,10 @@ class Store:
 class HostStore(Store):
     """A device's store for what rests in its host's memory, or in files that the host maps.
 
-    Every rank copies its own shard up to its place in the whole, and the devices gather.
+    Every rank copies its own shard up to its place in the whole, and the devices gather. Pinned
+    memory in the dtype of the whole is sent as it is. Anything else is read, or cast, by threads
+    (:class:`~lightning_zero.tensors.Uploads`). Where the plan keeps weights in pinned memory
+    besides their masters, they are cast once after each change, on the way of the next gather.
     """
 
     @override
@@ -211,13 +227,51 @@ class HostStore(Store):
     def _rest(self, shared: Shared) -> None:
         self.shared = shared
         self.fetch = self.fetch_weights = self._fetch
+        # The shard in the dtype of whole weights, and `num_changes` when it was cast.
+        self._weights: Tensor | None = None
+        self._as_of = -1
+
+    @property
+    @override
+    def cast_bytes(self) -> int:
+        return 0 if self._weights is None else self._weights.nbytes
 
     def _fetch(self, out: Tensor, *, unit: str, tag: int) -> Work:
         axis, master = self.comm.mesh.shard, self.shared.own
         own = out.view(axis.size, -1)[axis.rank]
-        self.comm.transport.ledger.note(unit, "up", master.numel(), master.element_size())
+        self.comm.transport.ledger.note(unit, "up", own.numel(), own.element_size())
         gather = functools.partial(self.gather, out, Shared(own), unit=unit, tag=tag)
-        return self.comm.host_copies.up(own, master, gather)
+        is_weights, copies = own.dtype is not master.dtype, self.comm.host_copies
+        if not is_weights and self.plan.master.medium is Medium.HOST:
+            return copies.up(own, master, gather)
+        what, kept = f"Reading the weights of {unit}", None
+        if is_weights and self.plan.keeps_cast_weights:
+            if self._weights is None:
+                self._weights = copies.lasting_memory(own.numel(), own.dtype)
+            kept, as_of = self._weights, self.comm.num_changes
+            if self._as_of == as_of:
+                return copies.up(own, kept, gather)
+
+            def note_and_gather() -> Work:
+                self._as_of = as_of
+                return gather()
+
+            return copies.up_in_parts(what, self._parts(own, kept), note_and_gather)
+        return copies.up_in_parts(what, self._parts(own, None), gather)
+
+    def _parts(self, own: Tensor, kept: Tensor | None) -> Iterator[Part]:
+        at_once = BLOCK_BYTES // self.shared.own.element_size()
+        with lasting_tensors():
+            masters, outs = (torch.split(one, at_once) for one in (self.shared.own, own))
+            sources = [None] * len(outs) if kept is None else torch.split(kept, at_once)
+        for master, out, source in zip(masters, outs, sources, strict=True):
+            if len(out):
+                yield Part(out, functools.partial(_read, master), source)
+
+    @override
+    def retire(self) -> None:
+        super().retire()
+        self._weights = None
 
     @override
     def gradients(self) -> Tensor:
@@ -243,6 +297,10 @@ class HostStore(Store):
         super().join(on_device, Arrived(), unit=unit, tag=tag).wait()
         resting.copy_(on_device)
         return Arrived()
+
+
+def _read(master: Tensor, out: Tensor) -> None:
+    out.copy_(master)
 
 
 class SecondShards(Store):

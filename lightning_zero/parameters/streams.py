@@ -8,19 +8,20 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zero.comm import Communicator, Outcome, Shared, SyncPoint, require_room
+from lightning_zero.comm import Arrived, Communicator, Outcome, Shared, SyncPoint, require_room
 from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.parameters.stores import HostStore, Store
 from lightning_zero.plan import Layout, Plan
 from lightning_zero.tensors import (
+    BLOCK_BYTES,
     SECTOR,
     LentMemory,
+    Part,
     PartlyRead,
     Scratch,
     StagingMemory,
@@ -28,9 +29,8 @@ from lightning_zero.tensors import (
     lasting_tensors,
 )
 
-_T = TypeVar("_T")
 NUM_THREADS = 2
-_AT_ONCE_BYTES = 4 * 2**20
+_AT_ONCE_BYTES = BLOCK_BYTES
 _MOST_FREE = 2
 """Free blocks kept for the next units: units of two sizes may alternate."""
 
@@ -104,7 +104,7 @@ class Reader:
         self._threads = ThreadPoolExecutor(NUM_THREADS, "lightning_zero.read")
         self.memory = LentMemory(most=_MOST_FREE)
 
-    def start(self, unit: str, parts: Iterable[Callable[[], _T]]) -> Reading[_T]:
+    def start(self, unit: str, parts: Iterable[Callable[[], None]]) -> Reading:
         """Start to read ``parts`` of a unit's weights."""
         return Reading(unit, [self._threads.submit(part) for part in parts])
 
@@ -114,30 +114,23 @@ class Reader:
         self.memory.close()
 
 
-class Reading(Generic[_T]):
-    """Parts of a unit's weights that are being read; an iterable of what the reads return.
+class Reading:
+    """Parts of a unit's weights that are being read."""
 
-    Iterating waits for one part after the other, and raises a ``RuntimeError`` at the first of them
-    that could not be read or is damaged.
-    """
-
-    def __init__(self, unit: str, parts: Sequence[Future[_T]]) -> None:
+    def __init__(self, unit: str, parts: Sequence[Future[None]]) -> None:
         self._unit = unit
         self._parts = parts
 
-    def __iter__(self) -> Iterator[_T]:
-        for part in self._parts:
-            error = part.exception()
-            if error is not None:
-                doing = f"Reading the weights of {self._unit}"
-                raise RuntimeError(f"{doing} failed: {error}") from error
-            yield part.result()
-
     def wait(self) -> None:
-        """Wait for all parts, and raise as iterating does."""
+        """Wait for all parts.
+
+        Raises:
+            RuntimeError: One could not be read or is damaged.
+        """
         wait(self._parts)  # all of them: if one has failed, the unit's memory is released
-        for _ in self:
-            pass
+        for error in filter(None, (part.exception() for part in self._parts)):
+            doing = f"Reading the weights of {self._unit}"
+            raise RuntimeError(f"{doing} failed: {error}") from error
 
 
 class Stream(Store):
@@ -184,7 +177,7 @@ class Stream(Store):
     def _read(self, out: Tensor, *, unit: str, tag: int) -> Work:
         """Start to read whole weights into ``out``."""
 
-    def _parts(self, out: Tensor) -> Iterator[tuple[PartlyRead, int, Tensor]]:
+    def _parts_of(self, out: Tensor) -> Iterator[tuple[PartlyRead, int, Tensor]]:
         """Yield the parts in which ``out`` is read: the source, the first element, and the target.
 
         Parts that are contiguous in a file in the dtype of ``out`` end at sector boundaries.
@@ -200,8 +193,11 @@ class Stream(Store):
                 if start < stop:
                     yield source, start, out[slot.offset + start : slot.offset + stop]
 
-    def _read_part(self, source: PartlyRead, start: int, out: Tensor) -> None:
-        source.check()
+    def _read_part(
+        self, source: PartlyRead, start: int, out: Tensor, *, checks: bool = True
+    ) -> None:
+        if checks:
+            source.check()
         dtype, stored = self.plan.master.dtype, source.dtype
         if dtype in (stored, out.dtype):
             source.read_to(out, start)
@@ -254,7 +250,7 @@ class LentStream(Stream):
     @override
     def _read(self, out: Tensor, *, unit: str, tag: int) -> Work:
         # Each thread takes the next part: to submit them one by one costs 2 % of the time.
-        parts = iter(list(self._parts(out)))
+        parts = iter(list(self._parts_of(out)))
         return self._reader.start(unit, [functools.partial(self._read_all, parts)] * NUM_THREADS)
 
     def _read_all(self, parts: Iterator[tuple[PartlyRead, int, Tensor]]) -> None:
@@ -263,33 +259,24 @@ class LentStream(Stream):
 
 
 class HostStream(Stream, HostStore):
-    """A stream to weights that are whole on a device: they are read to host memory and copied up.
-
-    Each part is read to its own memory, in the dtype of the weights, and copied when it is read.
-    """
+    """A stream to weights that are whole on a device: threads read them to host memory."""
 
     @override
     def _read(self, out: Tensor, *, unit: str, tag: int) -> Work:
-        copies, numel = self.comm.host_copies, sum(slot.numel for slot in self.layout.slots)
+        numel, at_once = sum(slot.numel for slot in self.layout.slots), _AT_ONCE_BYTES
         self.comm.transport.ledger.note(unit, "up", numel, out.element_size())
-        reads, at_once = [], _AT_ONCE_BYTES // out.element_size()
-        for source, start, part in self._parts(out):
-            # Not in the threads, which set no device; and in one size, for reuse in all passes.
-            pairs = [
-                (one, copies.passing_memory(one.numel(), one.dtype))
-                for one in torch.split(part, at_once)
-            ]
-            reads.append(functools.partial(self._stage, source, start, pairs))
-        reading = self._reader.start(unit, reads)
-        return copies.up_as_they_come(itertools.chain.from_iterable(reading))
+        at_once //= out.element_size()
+        parts = (
+            Part(one, functools.partial(self._fill, source, start + n * at_once))
+            for source, start, part in self._parts_of(out)
+            for n, one in enumerate(torch.split(part, at_once))
+        )
+        what = f"Reading the weights of {unit}"
+        return self.comm.host_copies.up_in_parts(what, parts, Arrived)
 
-    def _stage(
-        self, source: PartlyRead, start: int, pairs: Sequence[tuple[Tensor, Tensor]]
-    ) -> Sequence[tuple[Tensor, Tensor]]:
-        for _, landing in pairs:
-            self._read_part(source, start, landing)
-            start += landing.numel()
-        return pairs
+    def _fill(self, source: PartlyRead, start: int, out: Tensor) -> None:
+        # The part that begins a source checks all of it, and is sent before the others.
+        self._read_part(source, start, out, checks=not start)
 
 
 def stream_for(plan: Plan) -> type[Stream]:

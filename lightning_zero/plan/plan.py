@@ -146,6 +146,15 @@ class Plan:
         return self.grad.medium is Medium.HOST
 
     @property
+    def keeps_cast_weights(self) -> bool:
+        """Return whether an accelerator's host holds sharded weights besides their masters.
+
+        They are cast in host memory once for all gathers of a step, and half as large on the way.
+        """
+        in_memory = self.weight.medium is self.master.medium is Medium.HOST
+        return in_memory and self.weight.dtype is not self.master.dtype
+
+    @property
     def media(self) -> dict[str, Medium]:
         """The medium of each kind of resting bytes."""
         return {
@@ -177,13 +186,14 @@ class Plan:
         """Return a rank's bytes between steps, by kind, for a padded buffer of ``numel`` elements.
 
         A sharded weight needs no copy beside its master on the same medium: it is cast as it is
-        gathered. Gradients are counted as reduced; a ``PARTIAL`` home holds ``numel`` elements of
-        ``grad.dtype`` between microbatches instead.
+        gathered, except from an accelerator's host. Gradients are counted as reduced; a ``PARTIAL``
+        home holds ``numel`` elements of ``grad.dtype`` between microbatches instead.
         """
         shard = numel // world_size
         weight = shard if self.gives_weights_back else numel
         is_beside = self.master.medium is self.weight.medium
         is_cast = self.gives_weights_back and self.has_master and is_beside
+        is_cast = is_cast and not self.keeps_cast_weights
         return {
             "weights": 0 if is_cast else weight * self.weight.dtype.itemsize,
             "gradients": shard * self.master.dtype.itemsize if trainable else 0,

@@ -12,6 +12,7 @@ lent_memory host memory that is reused once nothing refers to it
 partly_read tensors of which a part can be had without the rest
 wrapped     tensors that wrap others, taken apart and made again
 work        what is in flight, and may be waited for
+uploads     copies to a device of what threads bring to pinned memory first
 host_copies copies between a device and its host, for offload
 scratch     unnamed files, in which tensors rest
 staged_file an unnamed file read and written in large requests
@@ -37,6 +38,7 @@ from lightning_zero.tensors.profiling import span, unseen
 from lightning_zero.tensors.scratch import Scratch
 from lightning_zero.tensors.staged_file import PAGE, StagedFile, StagingMemory, in_pages
 from lightning_zero.tensors.storages import Storages
+from lightning_zero.tensors.uploads import BLOCK_BYTES, RING_BYTES, Part
 from lightning_zero.tensors.work import Work
 from lightning_zero.tensors.wrapped import (
     bytes_held,
@@ -48,12 +50,15 @@ from lightning_zero.tensors.wrapped import (
 )
 
 __all__ = [
+    "BLOCK_BYTES",
     "LARGE_BYTES",
     "PAGE",
+    "RING_BYTES",
     "SECTOR",
     "HostCopies",
     "Landing",
     "LentMemory",
+    "Part",
     "PartlyRead",
     "Scratch",
     "StagedFile",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +12,8 @@ from torch import Tensor
 
 from lightning_zero.tensors.lasting import lasting_tensors
 from lightning_zero.tensors.lent_memory import LentMemory
+from lightning_zero.tensors.pages import private_map
+from lightning_zero.tensors.uploads import Part, Uploads
 from lightning_zero.tensors.work import Work
 
 _WITHOUT_STREAMS = ("cpu", "meta")
@@ -79,6 +80,7 @@ class HostCopies:
         self._leaving: deque[tuple[object, list[tuple[torch.Event, Tensor]]]] = deque()
         self._landings: deque[Landing] = deque()
         self._recurring = LentMemory()
+        self._uploads = Uploads(self._up_stream, self.lasting_memory)
         # Host memory, held until the copy into it has ended.
         self._held: deque[tuple[torch.Event, torch.UntypedStorage]] = deque()
 
@@ -95,7 +97,7 @@ class HostCopies:
         if self.device.type != "cuda" or not nbytes:
             with lasting_tensors():
                 return torch.zeros(numel, dtype=dtype, device="cpu")
-        block = mmap.mmap(-1, nbytes)
+        block = private_map(nbytes)
         with lasting_tensors():
             memory = torch.frombuffer(block, dtype=torch.uint8)
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -158,24 +160,28 @@ class HostCopies:
             if after is not None:
                 after.precede(self._up_stream)
             out.copy_(source, non_blocking=True)
-            self._up = self._up_stream.record_event()
+            if after is None:  # otherwise the source is temporary, and nobody writes to it
+                self._up = self._up_stream.record_event()
             return _Arrival(then(), self._up_stream.record_event(), self.device)
 
     def wait_until_read(self) -> None:
         """Wait until the device has read all sources sent up, which may then be overwritten."""
+        self._uploads.send()
         if self._up is not None:
             self._up.synchronize()
 
-    def up_as_they_come(self, parts: Iterable[tuple[Tensor, Tensor]]) -> Work:
-        """Return work that copies each ``(out, source)`` to the device when it is waited for.
+    def up_in_parts(self, what: str, parts: Iterable[Part], then: Callable[[], Work]) -> Work:
+        """Start to fill ``parts`` in threads; waiting for the work sends them, then ``then``.
 
-        Iterating may block until a source is ready. The copies wait for the work queued on the
-        device so far, and for none that is queued later.
+        ``what`` is named if it fails. See :class:`Uploads`.
         """
-        if self._up_stream is None:
-            return _Ascent(parts, None, None)
-        begin = torch.accelerator.current_stream(self.device).record_event()
-        return _Ascent(parts, self._up_stream, begin)
+
+        def sent() -> Work:
+            if self._up_stream is not None:
+                self._up = self._up_stream.record_event()
+            return then()
+
+        return self._uploads.start(what, parts, sent)
 
     def down(
         self,
@@ -206,6 +212,11 @@ class HostCopies:
                 self._landings.popleft().wait()
         return landing
 
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of pinned memory held for :meth:`up_in_parts`."""
+        return self._uploads.nbytes
+
     def release_sources(self) -> None:
         """Drop what copies to the host read; computation waits for these copies first."""
         self._drop_but(0)
@@ -230,6 +241,7 @@ class HostCopies:
         for landing in self._landings:
             landing.abandon()
         self._landings.clear()
+        self._uploads.abandon()
         self.release_sources()
 
     def close(self) -> None:
@@ -238,6 +250,7 @@ class HostCopies:
         while self._held:
             self._held.popleft()[0].synchronize()
         self.wait_until_read()
+        self._uploads.close()
         self._recurring.close()
 
     @contextlib.contextmanager
@@ -258,37 +271,6 @@ class _Arrival:
         """Make the current stream wait for it."""
         self._work.wait()
         torch.accelerator.current_stream(self._device).wait_event(self._event)
-
-
-class _Ascent:
-    """Copies to the device, each started when its source is ready."""
-
-    def __init__(
-        self,
-        parts: Iterable[tuple[Tensor, Tensor]],
-        stream: torch.Stream | None,
-        begin: torch.Event | None,
-    ) -> None:
-        self._parts, self._stream, self._begin = parts, stream, begin
-
-    def wait(self) -> None:
-        """Start all copies, and make the current stream wait for them."""
-        if self._stream is None:
-            self._send()
-            return
-        assert self._begin is not None
-        # Not already when it was recorded: the stream may have sent another unit's parts since.
-        self._stream.wait_event(self._begin)
-        try:
-            with self._stream:
-                self._send()
-        finally:
-            # Also for copies started before one failed: their memory is given back.
-            torch.accelerator.current_stream(self._stream.device).wait_stream(self._stream)
-
-    def _send(self) -> None:
-        for out, source in self._parts:
-            out.copy_(source, non_blocking=True)
 
 
 class Landing:

@@ -7,16 +7,15 @@ the page cache.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
-import mmap
 import os
 from collections.abc import Callable
 
 import torch
 
 from lightning_zero.tensors.lasting import lasting_tensors
+from lightning_zero.tensors.pages import private_map
 from lightning_zero.tensors.scratch import Scratch
 
 PAGE = 4096
@@ -36,14 +35,7 @@ class StagingMemory:
     """
 
     def __init__(self, nbytes: int) -> None:
-        # Not torch's allocator, whose memory starts 64 bytes off a page. Private, so that it counts
-        # towards the process's limits.
-        self._map = mmap.mmap(-1, max(nbytes, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Older kernels lose what a request writes to inherited pages during a fork. Small instead
-        # of huge pages cost a third of the requests' time.
-        for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
-            with contextlib.suppress(AttributeError, OSError):  # not every system has both
-                self._map.madvise(getattr(mmap, advice))
+        self._map = private_map(max(nbytes, PAGE))
         self._view = memoryview(self._map)
         with lasting_tensors():
             self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)

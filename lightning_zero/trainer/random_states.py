@@ -15,10 +15,10 @@ def share_random_states(comm: Communicator) -> None:
     """Take over the states of all generators from the first rank of the tensor-parallel group."""
     if (axis := comm.mesh.tensor) is None:
         return
-    is_cuda = comm.device.type == "cuda"
-    own = torch.cuda.get_rng_state(comm.device) if is_cuda else None
+    module = None if comm.device.type == "cpu" else torch.get_device_module(comm.device)
+    own = None if module is None else module.get_rng_state(comm.device)
     states = comm.control.gather_objects((internals.random_states(), own))
     of_host, of_device = states[axis.ranks[0]]
     internals.set_random_states(of_host)
-    if of_device is not None:
-        torch.cuda.set_rng_state(of_device, comm.device)
+    if module is not None:
+        module.set_rng_state(of_device, comm.device)

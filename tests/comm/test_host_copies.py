@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable
@@ -12,10 +13,19 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm import Arrived, DryHostCopies
-from lightning_zero.tensors import HostCopies, LentMemory, pinned_bytes
-from tests.oracle.streams import late_streams
+from lightning_zero.tensors import (
+    BLOCK_BYTES,
+    RING_BYTES,
+    HostCopies,
+    LentMemory,
+    Part,
+    Work,
+    pinned_bytes,
+)
+from tests.oracle.device import beside_the_host
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+NUM_BLOCKS = RING_BYTES // BLOCK_BYTES
 
 
 def test_memory_recurs_when_nobody_holds_it() -> None:
@@ -109,11 +119,11 @@ def test_what_waits_in_torchs_pinned_memory_is_rounded_up() -> None:
 
 
 def test_sources_of_two_groups_are_kept_and_no_more() -> None:
-    with late_streams() as device:
+    with beside_the_host() as device:
         copies = HostCopies(CPU)
         sources = [torch.full((4,), float(number)) for number in range(6)]
         alive = [weakref.ref(source.untyped_storage()) for source in sources]
-        landed = [torch.zeros(4) for _ in sources]
+        landed = [copies.lasting_memory(4, torch.float32) for _ in sources]
         for number, out in enumerate(landed):
             # Units of two tensors each.
             copies.down(out, sources.pop(0), group=number // 2)
@@ -122,26 +132,30 @@ def test_sources_of_two_groups_are_kept_and_no_more() -> None:
             assert kept == list(range(first, 6)), number
         # None but the first two had to be waited for, and by the device.
         assert device.host_waits == 0
-        assert [out.tolist()[0] for out in landed] == [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+        ends = [device.memory_of(out)[0].in_use(device.computation.clock) for out in landed]
+        assert [not late for late in ends] == [True] * 2 + [False] * 4
         copies.close()
         assert [out.tolist()[0] for out in landed] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 def test_nothing_goes_up_behind_what_goes_down() -> None:
-    with late_streams():
+    with beside_the_host() as device:
         copies = HostCopies(CPU)
-        below, above, other = torch.zeros(4), torch.zeros(4), torch.full((4,), 2.0)
+        below, other = (copies.lasting_memory(4, torch.float32) for _ in range(2))
+        above = torch.zeros(4)
         landing = copies.down(below, torch.ones(4), group="unit")
         copies.up(above, other, Arrived).wait()
-        assert above.tolist() == [2.0] * 4
-        assert below.tolist() == [0.0] * 4
+        assert device.overlapped("up", "down") == 1
         # But where it is the same that comes and goes.
+        with pytest.raises(AssertionError, match=r"copy_.* reads what copy_.* not have written"):
+            copies.up(above, below, Arrived)
         copies.up(above, below, Arrived, landing).wait()
-        assert above.tolist() == below.tolist() == [1.0] * 4
+        assert above.tolist() == [1.0] * 4
+        copies.close()
 
 
 def test_host_memory_is_given_back_at_the_end() -> None:
-    with late_streams():
+    with beside_the_host():
         copies = HostCopies(CPU)
         memory = copies.recurring_memory(1024, torch.float32)
         place = weakref.ref(memory.untyped_storage())
@@ -150,3 +164,48 @@ def test_host_memory_is_given_back_at_the_end() -> None:
         assert place() is not None
         copies.close()
         assert place() is None
+
+
+# ---------------------------------------------------------------------------- uploads in parts
+
+
+def started(copies: HostCopies, outs: list[Tensor], what: str = "a unit") -> Work:
+    """Fill each part with the number of its place."""
+    fills = [functools.partial(Tensor.fill_, value=n) for n in range(len(outs))]
+    parts = [Part(out, lambda t, fill=fill: fill(t)) for out, fill in zip(outs, fills, strict=True)]
+    return copies.up_in_parts(what, parts, Arrived)
+
+
+def test_parts_come_through_a_small_ring_that_the_host_never_waits_for() -> None:
+    with beside_the_host() as device:
+        copies = HostCopies(CPU)
+        outs = [torch.empty(3) for _ in range(3 * NUM_BLOCKS)]
+        other = torch.empty(2, dtype=torch.int64)
+        works = [started(copies, outs), started(copies, [other])]
+        assert copies.ring_bytes == RING_BYTES
+        device.restart()
+        works[1].wait()  # also sends what comes before
+        works[0].wait()
+        assert [out.tolist() for out in outs] == [[n] * 3 for n in range(len(outs))]
+        assert device.waits == {}
+        assert device.crossed == {"up": 12 * len(outs) + 16}
+        copies.close()
+        assert copies.ring_bytes == 0
+
+
+def test_an_upload_that_fails_gives_back_the_ring() -> None:
+    def fail(_: Tensor) -> None:
+        raise OSError("no such disk")
+
+    copies = HostCopies(CPU)
+    out = torch.zeros(3)
+    for _ in range(2 * NUM_BLOCKS):
+        work = copies.up_in_parts("Reading net", [Part(out, fail), Part(out, fail)], Arrived)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="Reading net failed: no such disk"):
+                work.wait()
+        started(copies, [out])
+        copies.abandon()
+    started(copies, [torch.empty(3), out]).wait()
+    assert out.tolist() == [1.0] * 3
+    copies.close()

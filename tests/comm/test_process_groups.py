@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_zero import ZeROStrategy
-from lightning_zero.comm import Communicator, collectives, process_groups
+from lightning_zero.comm import Communicator, Control, SyncPoint, collectives, process_groups
 from lightning_zero.comm.process_groups import destroy, group_for, new_group_of_hosts
 from tests.oracle.models import Block
 from tests.oracle.projects import Regression, make_trainer, rows, wired
@@ -168,3 +170,36 @@ def alone() -> None:
 
 def test_one_rank_needs_no_group(ranks: Pools) -> None:
     ranks(1).run(alone)
+
+
+def num_sockets() -> int:
+    files = Path("/proc/self/fd").iterdir()
+    return sum(file.is_symlink() and "socket" in str(file.readlink()) for file in files)
+
+
+def connected(most: int) -> int:
+    """How many connections a group of hosts has when it is made; messages of each kind arrive."""
+    control = Control()
+    control.call(SyncPoint.STEP).wait()  # makes what all control planes share
+    gc.collect()
+    before = num_sockets()
+    with mock.patch.object(process_groups, "_MOST_CONNECTED", most):
+        other = control.separate()
+    found = num_sockets() - before
+    rank, world = other.rank, other.world_size
+    assert other.gather_objects("a" * 600 * rank) == ["a" * 600 * r for r in range(world)]
+    assert other.broadcast_object(rank) == 0
+    parts = [*other.collect(torch.full((3,), rank, dtype=torch.uint8), [3] * world)]
+    assert [part.tolist() for _, part in parts] == [[r] * 3 for r in range(world)] or rank
+    other.gather_objects(None)  # all have received
+    control.leave()
+    return found
+
+
+def connected_both_ways() -> list[int]:
+    return [connected(most) for most in (4, 3)]
+
+
+def test_many_ranks_are_connected_only_where_they_send(ranks: Pools) -> None:
+    for every, few in ranks(4).run(connected_both_ways):
+        assert (every, few) == (4, 1)  # with the one that listens

@@ -15,11 +15,10 @@ from lightning_zero import ZeROStrategy
 from lightning_zero.comm import Communicator
 from lightning_zero.engine import ActivationCheckpointing, ActivationOffload, Engine
 from lightning_zero.plan import Settings
+from tests.oracle.device import beside_the_host
 from tests.oracle.models import Block
-from tests.oracle.painted import beside_the_host
 from tests.oracle.projects import Regression, fit
 from tests.oracle.ranks import Pools
-from tests.oracle.streams import late_streams
 
 WIDTH, ROWS = 16, 64
 
@@ -67,12 +66,13 @@ def train(
         torch.manual_seed(1 + engine.comm.control.rank)
         for _ in range(3):
             optimizer.zero_grad()
-            memories.crossed.clear()
+            memories.restart()
             with torch.autocast("cpu", precision or torch.bfloat16, enabled=precision is not None):
                 loss = model(torch.randn(ROWS, WIDTH)).square().mean()
             loss.backward()
             crossed.append(dict(memories.crossed))
             optimizer.step()
+            assert not memories.waits
         for stand_in in stand_ins:
             stand_in.remove()
         assert all("forward" not in vars(block) for block in model.blocks)
@@ -116,23 +116,8 @@ class Dropping(nn.Module):
         return self.inner(x).exp().tanh()
 
 
-def compare_late() -> None:
-    """Copies as late as streams allow, also of what is fetched ahead and dropped."""
-    for stage in (1, 3):
-        plain, _ = train(stage, is_away=False, checkpointed=False)
-        with late_streams() as device:
-            away, _ = train(stage, is_away=True, checkpointed=False)
-            assert device.host_waits == 0
-        assert all(map(torch.equal, plain, away))
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_numbers_are_the_same_however_late_copies_are(ranks: Pools, world: int) -> None:
-    ranks(world).run(compare_late)
-
-
 def test_what_is_fetched_and_dropped_is_written_before_it_is_freed() -> None:
-    with late_streams(), beside_the_host(painted=False):
+    with beside_the_host():
         blocks = nn.Sequential(*[Dropping() for _ in range(3)])
         engine = Engine(blocks, Settings(units=[Dropping]))
         offload = ActivationOffload.of(engine.sharded.units, engine.comm.host_copies, 1)
@@ -222,7 +207,7 @@ def test_activations_leave_the_device() -> None:
 
     for is_away in (False, True):
         alive.clear()
-        with beside_the_host(painted=False):
+        with beside_the_host(followed=False):
             engine = Engine(nn.Sequential(Noting(), Noting()), Settings(units=[Noting]))
             offload = ActivationOffload.of(
                 engine.sharded.units if is_away else [], engine.comm.host_copies, 1

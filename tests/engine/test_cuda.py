@@ -14,7 +14,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -28,14 +28,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_zero import MemoryMonitor, ZeROStrategy
 from lightning_zero.checkpoint import optimizer_state
 from lightning_zero.comm import Communicator, Control, process_groups
-from lightning_zero.comm import collectives as backend
 from lightning_zero.comm.collectives import Collectives
 from lightning_zero.engine import Engine, materialize
 from lightning_zero.optimizer import Way, clip, state_bytes, verdict_of
 from lightning_zero.parameters import settle
 from lightning_zero.plan import RECIPES, Offload, Settings
+from tests.oracle.device import beside_the_host
 from tests.oracle.models import MODELS, Block
-from tests.oracle.painted import beside_the_host
 from tests.oracle.parity import assert_parity, reference
 from tests.oracle.projects import Regression, rows
 from tests.oracle.ranks import Pools
@@ -74,7 +73,7 @@ def test_offload_to_the_host_is_without(device: torch.device, stage: int) -> Non
     expected = train(case, momentum_on_host, comm=comm, **how)
     is_played = device.type == "cpu"
     with beside_the_host() if is_played else contextlib.nullcontext():
-        offload = Offload.of_stage(stage, "cpu")
+        offload, comm = Offload.of_stage(stage, "cpu"), over_collectives(device)
         actual = train(case, momentum_on_host, comm=comm, offload=offload, **how)
     # A GPU's fused step and norm round otherwise than its host's.
     assert_parity(actual, expected, ulps=0 if is_played else 8)
@@ -250,44 +249,8 @@ def test_the_host_reads_nothing_in_a_step(unreadable: torch.device) -> None:
             float(norm)
 
 
-class Late:
-    """A collective that does everything when it is waited for, as a device may.
-
-    Until then what it writes is not a number, and what it reads may neither change nor be freed.
-    """
-
-    pending: ClassVar[set[Late]] = set()
-
-    def __init__(self, collective: Any, out: Tensor, source: Tensor, group: Any) -> None:
-        self._collective, self._out, self._source, self._group = collective, out, source, group
-        self._read = source.clone().view(torch.uint8)
-        out.fill_(torch.nan)
-        if out.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
-            # A gather in place writes what others send, not this.
-            source.view(torch.uint8).copy_(self._read)
-        self._blank = out.isnan()
-        self.pending.add(self)
-
-    def wait(self) -> None:
-        assert self._source.untyped_storage().nbytes(), "freed before it was sent"
-        now = self._source.view(torch.uint8)
-        assert torch.equal(now, self._read), "changed before it was sent"
-        assert torch.equal(self._out.isnan(), self._blank), "written to before it arrived"
-        self._collective(self._out, self._source, group=self._group)
-        self.pending.discard(self)
-
-
-def late(collective: Any) -> Any:
-    @torch.no_grad()
-    def start(out: Tensor, source: Tensor, *, group: Any, async_op: bool) -> Late:
-        assert async_op
-        return Late(collective, out, source, group)
-
-    return start
-
-
 def train_late() -> None:
-    """Two ranks, whose numbers are those of collectives that are done at once."""
+    """Two ranks, whose collectives happen some time before they are waited for."""
     comm = Communicator(torch.device("cpu"), direct=False)
     precisions = {"leaves": "32-true", "nested": "bf16-mixed"}
     ways = [
@@ -297,15 +260,10 @@ def train_late() -> None:
     ]
     for how in ways:
         expected = train("nested", adamw, clip_norm=0.1, comm=comm, steps=2, **how)
-        with pytest.MonkeyPatch.context() as patch:
-            for name in ("_all_gather", "_reduce_scatter"):
-                patch.setattr(backend, name, late(getattr(backend, name)))
+        with beside_the_host() as device:
             actual = train("nested", adamw, clip_norm=0.1, comm=comm, steps=2, **how)
-        assert not Late.pending, how
-        assert actual.losses == expected.losses, how
-        assert actual.norms == expected.norms, how
-        for name, value in expected.params.items():
-            assert torch.equal(actual.params[name], value), (how, name)
+            assert device.overlapped("collective") > 0
+        assert_parity(actual, expected, ulps=0)
 
 
 def test_nothing_is_used_or_freed_before_it_has_arrived(ranks: Pools) -> None:
@@ -364,13 +322,13 @@ def test_a_profile_shows_what_a_step_does_and_overlaps(device: torch.device) -> 
             for _ in range(4):
                 job.step()
             job.wait()
+        job.engine.close()
     events = seen.events()
     assert events is not None
     names = {event.name for event in events}
     for number in range(NUM_LAYERS):
         for verb in ("unshard", "wait", "reduce", "finish_reduce", "reshard"):
             assert f"zero.{verb} {number}" in names
-    job.engine.close()
     if is_cuda:
         on_device = torch.autograd.DeviceType.CUDA
         kernels = [event for event in events if event.device_type == on_device]

@@ -1,12 +1,11 @@
 """Offload to a host beside the device: the same numbers, and no operation across the two.
 
-Devices are played by painted memories (`tests/oracle/painted.py`).
+The device is that of `tests/oracle/device.py`.
 """
 
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,13 +22,12 @@ from lightning_zero.engine import Engine
 from lightning_zero.optimizer import States, UnitStep, clip
 from lightning_zero.plan import Offload, Settings
 from lightning_zero.tensors import HostCopies, Landing
+from tests.oracle.device import beside_the_host
 from tests.oracle.models import MODELS
 from tests.oracle.own_optimizers import GroupCounting
-from tests.oracle.painted import beside_the_host, late_readings
 from tests.oracle.parity import assert_parity
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import CPU, shard, train
-from tests.oracle.streams import late_streams
 
 STEPS, MICRO = 3, 2
 
@@ -50,9 +48,6 @@ def compare(stage: int, make: Callable[[nn.Module], Optimizer], **how: Any) -> N
     run = partial(train, "transformer", make, stage=stage, **how)
     expected = run()
     with beside_the_host():
-        actual = run(offload=Offload.of_stage(stage, "cpu"))
-    assert_parity(actual, expected, ulps=0)
-    with late_streams(), beside_the_host(painted=False):
         assert_parity(run(offload=Offload.of_stage(stage, "cpu")), expected, ulps=0)
 
 
@@ -148,10 +143,10 @@ def test_gradients_lie_where_others_did_unless_somebody_holds_them() -> None:
                     kept, values = first.reduced, first.reduced.clone()
                 optimizer.zero_grad()
                 made.append(allocate.call_count)
-    # One more shard where that of the kept gradient lay.
-    assert 0 < made[0] == made[1] == made[2] - 1 == made[3] - 1
-    assert torch.equal(kept, values)
-    engine.close()
+        # One more shard where that of the kept gradient lay.
+        assert 0 < made[0] == made[1] == made[2] - 1 == made[3] - 1
+        assert torch.equal(kept, values)
+        engine.close()
 
 
 def unfrozen(stage: int, folder: str) -> None:
@@ -219,12 +214,12 @@ def test_files_are_of_the_host_too(ranks: Pools, tmp_path: Any) -> None:
 def test_the_double_knows_two_memories() -> None:
     with beside_the_host() as memories:
         here = torch.ones(2)
-        there = memories.paint(torch.ones(2), "host")
-        assert memories.colour(there * 2 + torch.ones(())) == "host"
+        there = memories.paint(torch.ones(2), "pageable")
+        assert memories.kind(there * 2 + torch.ones(())) == "pageable"
         with pytest.raises(AssertionError, match="two memories"):
             here + there
         here.copy_(there)
-        assert (memories.crossed, memories.colour(here)) == ({"up": 8}, "device")
+        assert (memories.crossed, memories.kind(here)) == ({"up": 8}, "device")
 
 
 # ---------------------------------------------------------------------------- late copies
@@ -274,8 +269,8 @@ def compare_edited() -> None:
     def slow(copies: Any, out: Tensor, source: Tensor, then: Any = None, **more: Any) -> Any:
         return late(down, copies, out, source, then, **more)
 
-    # Nothing is painted: on a CPU an edit's copy to the host is none.
-    with beside_the_host(painted=False), mock.patch.object(HostCopies, "down", slow):
+    # Nothing is followed: on a CPU an edit's copy to the host is none.
+    with beside_the_host(followed=False), mock.patch.object(HostCopies, "down", slow):
         actual = trained(offload=Offload("cpu", "cpu"))
     assert all(torch.equal(value, expected[name]) for name, value in actual.items())
 
@@ -331,7 +326,7 @@ def compare_abandoned() -> None:
         expected = stepped_behind(is_interrupted=False, stage=stage)
         found = {"the device": stepped_behind(is_interrupted=True, stage=stage)}
         offload = Offload.of_stage(stage, "cpu")
-        with beside_the_host(painted=False), late_streams():
+        with beside_the_host():
             found["its host"] = stepped_behind(is_interrupted=True, stage=stage, offload=offload)
         for where, weights in found.items():
             wrong = [name for name, one in weights.items() if not torch.equal(one, expected[name])]
@@ -349,7 +344,7 @@ def test_nothing_of_a_pass_that_was_abandoned_is_added_later(ranks: Pools, world
 def write_what_goes_up(stage: int) -> None:
     """Change masters while the device may still read them, in each way."""
     module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)])
-    with beside_the_host(painted=False), late_readings() as stream:
+    with beside_the_host():
         offload = Offload.of_stage(stage, "cpu")
         engine = Engine(module, Settings(units=(nn.Linear,), stage=stage, offload=offload))
         optimizer = momentum(module)
@@ -365,13 +360,9 @@ def write_what_goes_up(stage: int) -> None:
                     parameter.copy_(torch.zeros(parameter.shape))
 
         for change in (step, step, load, step):
-            stream.gate.clear()
-            timer = threading.Timer(0.05, stream.gate.set)
-            timer.start()
             with torch.no_grad():
                 module(torch.ones(2, 8))
                 change()
-            timer.join()
         engine.close()
 
 

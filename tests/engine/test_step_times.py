@@ -16,8 +16,8 @@ from lightning_zero.comm import StepTimes
 from lightning_zero.engine import Engine
 from lightning_zero.optimizer import staging
 from lightning_zero.plan import Offload, Settings
+from tests.oracle.device import beside_the_host
 from tests.oracle.models import MODELS
-from tests.oracle.painted import beside_the_host
 from tests.oracle.sharded import shard
 
 CASE = MODELS["transformer"]

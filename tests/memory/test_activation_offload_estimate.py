@@ -13,8 +13,8 @@ from lightning_zero import MemoryMonitor, ZeROStrategy
 from lightning_zero.engine import ActivationCheckpointing, ActivationOffload, Engine
 from lightning_zero.memory import ModelPlan, compare, estimate
 from lightning_zero.plan import Settings
+from tests.oracle.device import beside_the_host
 from tests.oracle.models import Block as ModelBlock
-from tests.oracle.painted import beside_the_host
 from tests.oracle.projects import Regression, fit
 from tests.oracle.ranks import Pools
 
@@ -126,7 +126,7 @@ def watched() -> None:
     monitor = MemoryMonitor()
     strategy = ZeROStrategy(3, units=[ModelBlock], activation_offload=True)
 
-    with beside_the_host(painted=False), mock.patch.object(ActivationOffload, "require"):
+    with beside_the_host(followed=False), mock.patch.object(ActivationOffload, "require"):
         fit(Regression(), strategy, callbacks=[monitor])
     assert monitor.predicted is not None
     assert monitor.predicted.has_activations

@@ -20,8 +20,8 @@ from torch import Tensor
 from lightning_zero import MemoryMonitor, TrafficMonitor, ZeROStrategy
 from lightning_zero.trainer import writing_bar
 from tests.oracle.by_trainer import Model, Rows, Stop, make_trainer, world
+from tests.oracle.device import beside_the_host
 from tests.oracle.messages import messages
-from tests.oracle.painted import beside_the_host
 from tests.oracle.ranks import Pools
 
 
@@ -212,13 +212,13 @@ def on_host(folder: str, name: str, precision: str) -> tuple[list[str], dict[str
     stage = "zero2" if "2" in name else "zero3"
     whole = fit(stage, folder, precision=precision).state_dict()
     monitor = MemoryMonitor()
-    with beside_the_host(painted=False):
+    with beside_the_host(followed=False):
         stop = Stop(f"{folder}/host.ckpt", 5)
         fit(name, folder, stop, precision=precision)
     found = fit(stage, folder, Stop(f"{folder}/device.ckpt", 5), precision=precision)
     found = fit(stage, folder, path=f"{folder}/host.ckpt", precision=precision).state_dict()
     assert all(torch.equal(value, whole[key]) for key, value in found.items())
-    with beside_the_host(painted=False):
+    with beside_the_host(followed=False):
         path = f"{folder}/device.ckpt"
         found = fit(name, folder, monitor, path=path, precision=precision).state_dict()
     assert all(torch.equal(value, whole[key]) for key, value in found.items())

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from lightning_zero.checkpoint import load, write_safetensors
 from lightning_zero.comm import Control
 from lightning_zero.parameters import streams
-from lightning_zero.tensors import HostCopies, Scratch
+from lightning_zero.tensors import RING_BYTES, HostCopies, Scratch
 from tests.oracle.by_trainer import make_trainer, world
 from tests.oracle.cached import are_forgettable, cached_share, forget
-from tests.oracle.painted import Memories, beside_the_host
+from tests.oracle.device import Device, beside_the_host
 from tests.oracle.ranks import Pools
 
 WIDTH, DEPTH = 640, 3
@@ -326,7 +326,7 @@ def test_gradients_of_inputs_are_those_of_memory(ranks: Pools, tmp_path: Path) -
 class Counted(Net):
     """Notes what crosses in a prediction, and the most that the device has."""
 
-    def __init__(self, memories: Memories) -> None:
+    def __init__(self, memories: Device) -> None:
         super().__init__()
         self.memories = memories
 
@@ -338,15 +338,15 @@ class Counted(Net):
 
 
 @contextlib.contextmanager
-def passing_sizes() -> Iterator[list[int]]:
-    """Note of how many elements memory on the way to a device is."""
-    sizes, make = [], HostCopies.passing_memory
+def pinned_sizes() -> Iterator[list[int]]:
+    """Note the bytes of memory on the way to a device."""
+    sizes, make = [], HostCopies.lasting_memory
 
-    def passing_memory(copies: HostCopies, numel: int, dtype: torch.dtype) -> Tensor:
-        sizes.append(numel)
+    def lasting_memory(copies: HostCopies, numel: int, dtype: torch.dtype) -> Tensor:
+        sizes.append(numel * dtype.itemsize)
         return make(copies, numel, dtype)
 
-    with mock.patch.object(HostCopies, "passing_memory", passing_memory):
+    with mock.patch.object(HostCopies, "lasting_memory", lasting_memory):
         yield sizes
 
 
@@ -354,7 +354,7 @@ def beside(folder: str, path: str, precision: str) -> None:
     *expected, _ = outputs("zero3", folder, path, precision=precision)
     with (
         beside_the_host() as memories,
-        passing_sizes() as sizes,
+        pinned_sizes() as sizes,
         small_parts(),
         mock.patch.object(Scratch, "file", side_effect=AssertionError("copied to a file")),
     ):
@@ -365,7 +365,7 @@ def beside(folder: str, path: str, precision: str) -> None:
         losses = trainer.validate(Net(), Batches(), ckpt_path=path, verbose=False)
     assert all(map(torch.equal, found, expected[0]))
     assert losses == expected[1]
-    assert WIDTH <= min(sizes) < max(sizes) <= 2**19
+    assert sizes == [RING_BYTES] * 2  # of predict and of validate
     assert all(flat.store.is_stream for flat in sharded.flats)
     units, going_up = [], 0
     for unit in sharded.units:
@@ -410,8 +410,8 @@ class Editing(Net):
 
 def edited(folder: str, path: str, is_beside: bool) -> list[Tensor]:
     trainer = make_trainer(world(), "zero3_nvme", folder)
-    # Nothing is painted: on a CPU an edit's copy to the host is none.
-    with beside_the_host(painted=False) if is_beside else contextlib.nullcontext():
+    # Nothing is followed: on a CPU an edit's copy to the host is none.
+    with beside_the_host(followed=False) if is_beside else contextlib.nullcontext():
         found = trainer.predict(Editing(), Batches(), ckpt_path=path)
     assert not any(flat.store.is_stream for flat in trainer.strategy.engine.sharded.flats)
     return found  # type: ignore[return-value]

@@ -1,0 +1,224 @@
+"""Every path of a device, on the model of one (`tests/oracle/device.py`).
+
+In each, nothing is read, overwritten or freed too early, the host never waits but where offload
+makes it, and the peak is the one that `estimate` predicts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zero import estimate
+from lightning_zero.comm import Communicator, dry_transport
+from lightning_zero.engine import ActivationOffload, Engine
+from lightning_zero.memory import model as subject
+from lightning_zero.optimizer import clip
+from lightning_zero.plan import RECIPES, Offload, Settings
+from tests.oracle.device import beside_the_host
+from tests.oracle.ranks import Pools
+
+CPU = torch.device("cpu")
+WIDTH, ROWS, NUM_BLOCKS = 128, 256, 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.into, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.into(self.norm(x)).relu())  # type: ignore[no-any-return]
+
+
+def stack() -> nn.Module:
+    return nn.Sequential(*[Block() for _ in range(NUM_BLOCKS)], nn.Linear(WIDTH, WIDTH))
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()  # type: ignore[no-any-return]
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 1e-3, foreach=False, fused=True)
+
+
+class Way(NamedTuple):
+    """A way to train."""
+
+    settings: dict[str, Any]
+    precision: str = "32-true"
+    num_microbatches: int = 1
+    clips: bool = False
+    offloads_activations: bool = False
+    world: int = 2
+
+    @property
+    def offload(self) -> Offload | None:
+        return self.settings.get("offload")  # type: ignore[no-any-return]
+
+
+def offloaded(stage: int, medium: str) -> dict[str, Any]:
+    return {"stage": stage, "offload": Offload.of_stage(stage, medium)}
+
+
+MIXED = "bf16-mixed"
+WAYS = {
+    "zero1": Way({"stage": 1}),
+    "zero2": Way({"stage": 2}),
+    "zero3": Way({"stage": 3}),
+    "zero1 mixed": Way({"stage": 1}, MIXED),
+    "zero2 mixed": Way({"stage": 2}, MIXED),
+    "zero3 mixed": Way({"stage": 3}, MIXED),
+    "zero3 accumulating": Way({"stage": 3}, num_microbatches=2, clips=True),
+    "zero3 locally": Way({"stage": 3, "accumulate": "local"}, num_microbatches=2),
+    "hybrid": Way({"stage": 3, "shard": 2}, world=4),
+    "hpZ": Way({"stage": 3, "backward_shard": 2}, MIXED, world=4),
+    "quantized": Way({"stage": 3, "gather_bits": 8, "reduce_bits": 8}),
+    "activations": Way({"stage": 3}, MIXED, offloads_activations=True),
+    "zero2_offload": Way(offloaded(2, "cpu"), MIXED),
+    "zero3_offload": Way(offloaded(3, "cpu")),
+    "zero3_offload mixed": Way(offloaded(3, "cpu"), MIXED),
+    "zero3_offload activations": Way(offloaded(3, "cpu"), MIXED, 2, offloads_activations=True),
+    "zero3_offload hybrid": Way({**offloaded(3, "cpu"), "shard": 2}, MIXED, world=4),
+    "zero2_nvme": Way(offloaded(2, "nvme"), MIXED),
+    "zero3_nvme": Way(offloaded(3, "nvme")),
+    "zero3_nvme mixed": Way(offloaded(3, "nvme"), MIXED, 2, clips=True),
+}
+
+
+class Seen(NamedTuple):
+    """What the model of the device saw of a step."""
+
+    waits: dict[str, int]
+    kernels: float
+    crossed: dict[str, int]
+    overlapped: dict[str, float]
+    peak: int
+    predicted: int
+
+
+@contextlib.contextmanager
+def autocast(precision: str) -> Iterator[None]:
+    dtype = RECIPES[precision].autocast
+    with torch.autocast("cpu", dtype, enabled=dtype is not None, cache_enabled=False):
+        yield
+
+
+def plain_kernels(precision: str, num_microbatches: int) -> int:
+    """How many kernels a step takes without ZeRO."""
+    with beside_the_host() as device:
+        model, batch = stack(), torch.ones(ROWS, WIDTH)
+        optimizer = adamw(model.parameters())
+        for _ in range(2):
+            device.restart()
+            optimizer.zero_grad()
+            for _ in range(num_microbatches):
+                with autocast(precision):
+                    loss = loss_of(model, batch)
+                loss.backward()
+            optimizer.step()
+        return device.kernels
+
+
+def seen_on(name: str, folder: str) -> Seen:
+    way = WAYS[name]
+    torch.manual_seed(0)
+    with beside_the_host() as device:
+        settings = Settings(
+            units=[Block], recipe=RECIPES[way.precision], offload_path=folder, **way.settings
+        )
+        comm = Communicator(CPU, direct=False, **settings.division(way.world))
+        model, batch = stack(), torch.ones(ROWS, WIDTH)
+        engine = Engine(model, settings, comm)
+        optimizer = adamw(model.parameters())
+        engine.adopt(optimizer)
+        units = engine.sharded.units if way.offloads_activations else []
+        offload = ActivationOffload.of(units, comm.host_copies)
+        for _ in range(3):
+            optimizer.zero_grad()
+            device.restart()
+            for number in range(way.num_microbatches):
+                is_last = number == way.num_microbatches - 1
+                with contextlib.nullcontext() if is_last else engine.no_sync():
+                    with engine.step() as watch, autocast(way.precision):
+                        watch(loss := loss_of(model, batch))
+                    loss.backward()
+                    del loss
+            if way.clips:
+                clip.clip_by_norm(engine.sharded.pieces, comm, 0.1)
+            optimizer.step()
+        overlapped = {
+            "up": device.overlapped("up"),
+            "down": device.overlapped("down"),
+            "up beside down": device.overlapped("up", "down"),
+            "sent": device.overlapped("collective"),
+        }
+        found = dict(device.waits), device.kernels, dict(device.crossed), overlapped, device.peak
+        offload.remove()
+        engine.close()
+    waits, kernels, crossed, overlapped, peak = found
+    own = kernels - plain_kernels(way.precision, way.num_microbatches)
+    return Seen(waits, own / len(engine.sharded.units), crossed, overlapped, peak, predicted(way))
+
+
+def over_links(*_: Any, reads_peers: bool) -> Any:
+    """What a device's ranks send and receive by, without batch and kernels of its own."""
+    return dry_transport(torch.device("cuda"), reads_peers=reads_peers)
+
+
+def predicted(way: Way) -> int:
+    with (
+        beside_the_host(followed=False),
+        mock.patch.object(subject, "dry_transport", side_effect=over_links),
+    ):
+        found = estimate(
+            stack,
+            Settings(units=[Block], activation_offload=way.offloads_activations, **way.settings),
+            world_size=way.world,
+            precision=way.precision,
+            batch=torch.ones(ROWS, WIDTH),
+            step=loss_of,
+            optimizer=adamw,
+            accumulate_grad_batches=way.num_microbatches,
+        )
+    return found.peak.total
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_path(ranks: Pools, tmp_path: Path, name: str) -> None:
+    way = WAYS[name]
+    for seen in ranks(way.world).run(seen_on, name, str(tmp_path)):
+        print(name, seen)
+        # The host reads gradients that have come down; hybrid sharding sends them up once more.
+        read_by_host = ("tensors/host_copies.py", "parameters/stores.py")
+        assert all(place.startswith(read_by_host) for place in seen.waits)
+        assert bool(seen.waits) == (way.offload is not None)
+        # Small tensors stay when activations are offloaded, and autocast keeps no casts in a step.
+        assert 0.95 * seen.predicted < seen.peak < seen.predicted + 4096
+        assert seen.overlapped["sent"] > 0.2
+        if way.offload is not None:
+            assert seen.overlapped["up"] > 0.3
+        if way.offload is not None and way.settings["stage"] == 3 and way.world == 2:
+            assert seen.overlapped["down"] > 0.8
+            assert seen.overlapped["up beside down"] > 0.2
+
+
+def test_weights_go_up_in_their_own_dtype(ranks: Pools, tmp_path: Path) -> None:
+    for medium in ("offload", "nvme"):
+        names = [f"zero3_{medium}", f"zero3_{medium} mixed"]
+        [[whole, half]] = {tuple(up) for up in ranks(2).run(ups, names, str(tmp_path))}
+        assert whole == 2 * half, medium
+
+
+def ups(names: list[str], folder: str) -> list[int]:
+    found = [(seen_on(name, folder), WAYS[name].num_microbatches) for name in names]
+    return [seen.crossed["up"] // number for seen, number in found]

@@ -1,0 +1,630 @@
+"""A device beside its host, on a machine that has none.
+
+    with beside_the_host() as device:
+        ...                                # under offload to "cpu"
+    assert device.crossed == {"up": ..., "down": ...}
+
+All operations run at once, and the numbers are right. What is followed is when they could have run:
+the host is infinitely far ahead, and an operation on one stream comes after one on another only
+where an event, a collective's work or a wait of the host says so (clocks of all streams, as in
+torch.cuda._sanitizer). An AssertionError names both operations and their lines where
+
+- one reads what another has yet to write, or writes what another has yet to read or write;
+- memory is freed that another stream may still use, as the allocator hands it out again at once on
+  the stream where it was made; new memory is filled with NaN;
+- tensors of host and device meet in one operation that is no copy.
+
+Everything is the device's that `HostCopies`, `Scratch` and staging have not allocated. Threads that
+fill pinned memory for uploads do so when they are waited for. Single numbers have no place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from lightning_zero.comm import collectives
+from lightning_zero.optimizer.operations import leaves_of
+from lightning_zero.plan import Offload
+from lightning_zero.tensors import (
+    HostCopies,
+    Scratch,
+    StagedFile,
+    StagingMemory,
+    uploads,
+)
+from lightning_zero.tensors import host_copies as copies_module
+
+aten = torch.ops.aten
+_COPIES = {aten.copy_.default, aten._to_copy.default}
+_READ_BY_HOST = {aten.equal.default, aten._local_scalar_dense.default, aten.nonzero.default}
+_NEW = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default}
+_NEW |= {aten.new_empty.default, aten.new_empty_strided.default}
+Clock = dict[str, int]
+
+
+def _later(clock: Clock, other: Clock) -> Clock:
+    """Return the clock of who knows what both know."""
+    return {name: max(clock.get(name, 0), other.get(name, 0)) for name in {*clock, *other}}
+
+
+class Access(NamedTuple):
+    """A read or write of bytes ``[start, stop)`` by somebody at a time of theirs."""
+
+    who: str
+    time: int
+    start: int
+    stop: int
+    what: str
+
+    def is_before(self, clock: Clock) -> bool:
+        return self.time <= clock.get(self.who, 0)
+
+    def meets(self, start: int, stop: int) -> bool:
+        return self.start < stop and start < self.stop
+
+
+class Memory:
+    """A block of memory.
+
+    Attributes:
+        kind: "device", "pinned" or "pageable".
+        stream: The stream on which it was allocated.
+    """
+
+    def __init__(self, kind: str, nbytes: int, stream: Actor) -> None:
+        self.kind, self.nbytes, self.stream = kind, nbytes, stream
+        self.writes: list[Access] = []
+        self.reads: list[Access] = []
+        self.recorded: list[Event] = []
+
+    def note(self, access: Access, clock: Clock, *, is_write: bool) -> str:
+        """Note an access; return what is wrong with it, if anything."""
+        span = access.start, access.stop
+        for before in self.writes:
+            if before.meets(*span) and not before.is_before(clock):
+                verb = "overwrites" if is_write else "reads"
+                return f"{access.what} {verb} what {before.what} may not have written yet"
+        if not is_write:
+            same = [one for one in self.reads if one[0] == access.who and one[2:4] == span]
+            self.reads = [one for one in self.reads if one not in same] + [access]
+            return ""
+        for before in self.reads:
+            if before.meets(*span) and not before.is_before(clock):
+                return f"{access.what} overwrites what {before.what} may not have read yet"
+        for past in (self.writes, self.reads):
+            past[:] = [o for o in past if not (span[0] <= o.start and o.stop <= span[1])]
+        self.writes.append(access)
+        return ""
+
+    def in_use(self, clock: Clock) -> str:
+        """Return an access that need not be over by ``clock``."""
+        late = (one.what for one in (*self.writes, *self.reads) if not one.is_before(clock))
+        return next(late, "")
+
+
+class Actor:
+    """Whoever does one thing after the other: a stream, the host, or a thread of it."""
+
+    def __init__(self, device: Device, name: str) -> None:
+        self.device, self.name = device, name
+        self.clock: Clock = {name: 0}
+        self._outer: list[Actor] = []
+
+    def tick(self) -> int:
+        self.clock[self.name] += 1
+        return self.clock[self.name]
+
+    def learn(self, clock: Clock) -> None:
+        if any(clock[name] > self.clock.get(name, 0) for name in clock):
+            self.clock = _later(self.clock, clock)
+
+    # -- as a torch.Stream -----------------------------------------------------------------------
+
+    def __enter__(self) -> Actor:
+        self._outer.append(self.device.current)
+        self.device.current = self
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.device.current = self._outer.pop()
+
+    def record_event(self) -> Event:
+        self.learn(self.device.host.clock)
+        return Event(self)
+
+    def wait_event(self, event: Event) -> None:
+        self.learn(event.clock)
+
+    def wait_stream(self, stream: Actor) -> None:
+        self.wait_event(stream.record_event())
+
+
+class Event:
+    """What a stream has done, and knows to be done, at a place in its work."""
+
+    def __init__(self, stream: Actor) -> None:
+        self._device, self.clock = stream.device, {**stream.clock}
+
+    def query(self) -> bool:
+        known = self._device.host.clock
+        return all(known.get(name, 0) >= time for name, time in self.clock.items())
+
+    def synchronize(self) -> None:
+        self._device.host_waits_for(self.clock)
+
+
+class Done(NamedTuple):
+    """Something that a stream does: a kernel, a copy, a collective."""
+
+    kind: str
+    who: str
+    time: int
+    clock: Clock
+    nbytes: int
+
+    def may_run_beside(self, other: Done) -> bool:
+        is_after = other.time <= self.clock.get(other.who, 0)
+        return not is_after and not self.time <= other.clock.get(self.who, 0)
+
+
+class Device(TorchDispatchMode):
+    """The memories, streams and clocks.
+
+    Attributes:
+        crossed: The bytes that were copied since :meth:`restart`, "up" and "down".
+        waits: How often the host has waited for the device, by place.
+        kernels: How many kernels were launched.
+        live: Bytes of the device's memory in use now.
+        peak: The most of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host = self.running = Actor(self, "the host")
+        self.current = self.computation = Actor(self, "computation")
+        self._numbers = itertools.count(1)
+        self._groups: dict[Any, Actor] = {}
+        self._memories: dict[int, tuple[Memory, weakref.ref[Any]]] = {}
+        self._on_host: dict[int, Memory] = {}
+        self._dying: list[Memory] = []
+        self.violations: list[str] = []
+        self.new = "device"  # the kind of what is made of nothing
+        self.live = self.peak = self.kernels = 0
+        self.crossed: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+        self.done: list[Done] = []
+
+    def restart(self) -> None:
+        """Count from now on."""
+        self.crossed.clear()
+        self.waits.clear()
+        self.done.clear()
+        self.peak, self.kernels = self.live, 0
+
+    @property
+    def host_waits(self) -> int:
+        return self.waits.total()
+
+    def stream(self, *_: Any) -> Actor:
+        """Make another stream; host_copies makes that down first."""
+        return Actor(self, f"stream {next(self._numbers)}")
+
+    def current_stream(self, *_: Any) -> Actor:
+        return self.current
+
+    def host_waits_for(self, clock: Clock) -> None:
+        known = self.running.clock
+        if any(known.get(name, 0) < time for name, time in clock.items()):
+            if self.running is self.host:
+                self.waits[_place()] += 1
+            self.running.learn(clock)
+        self._reclaim()
+
+    def overlapped(self, kind: str, beside: str = "kernel") -> float:
+        """Return the share of the bytes of a kind that may travel beside another."""
+        others = [one for one in self.done if one.kind == beside]
+        own = [one for one in self.done if one.kind == kind]
+        hidden = sum(o.nbytes for o in own if any(o.may_run_beside(other) for other in others))
+        return hidden / max(1, sum(one.nbytes for one in own))
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def paint(self, tensor: Tensor, kind: str) -> Tensor:
+        """Let a tensor's storage be in the host's memory."""
+        storage = tensor.untyped_storage()
+        found = self._memories.pop(storage._cdata, None)
+        if found is not None and found[1]() is storage:
+            self.live -= found[0].nbytes
+            found[0].nbytes = 0
+        if storage.nbytes():
+            place, memory = storage.data_ptr(), Memory(kind, storage.nbytes(), self.current)
+            self._on_host[place] = memory
+            weakref.finalize(storage, self._leave_host, place, memory).atexit = False
+        return tensor
+
+    def _leave_host(self, place: int, memory: Memory) -> None:
+        if self._on_host.get(place) is memory:
+            del self._on_host[place]
+
+    def memory_of(self, tensor: Tensor) -> tuple[Memory, int, int]:
+        """Return a tensor's memory, and the bytes of it that it spans."""
+        first = tensor.storage_offset() * tensor.itemsize
+        strides = zip(tensor.shape, tensor.stride(), strict=True)
+        reach = sum((size - 1) * stride for size, stride in strides) + 1
+        span = first, first + reach * tensor.itemsize
+        storage = tensor.untyped_storage()
+        found = self._memories.get(storage._cdata)
+        if found is not None and found[1]() is storage:
+            return found[0], *span
+        address = storage.data_ptr() if not tensor.is_meta else 0
+        for place, memory in self._on_host.items():
+            if place <= address < place + memory.nbytes:
+                return memory, span[0] + address - place, span[1] + address - place
+        if self.running is not self.host and not tensor.is_meta:
+            self.paint(tensor, "pageable")  # a thread's
+            return self.memory_of(tensor)
+        return self._track(storage), *span
+
+    def kind(self, tensor: Tensor) -> str:
+        return self.memory_of(tensor)[0].kind
+
+    def _track(self, storage: Any, kind: str = "device") -> Memory:
+        memory, key = Memory(kind, 0, self.current), storage._cdata
+        reference = weakref.ref(storage, lambda _: self._forget(key, memory))
+        self._memories[key] = memory, reference
+        self._resize(memory, storage.nbytes())
+        return memory
+
+    def _forget(self, key: int, memory: Memory) -> None:
+        if key in self._memories and self._memories[key][0] is memory:
+            del self._memories[key]
+        self._resize(memory, 0)
+
+    def _resize(self, memory: Memory, nbytes: int) -> None:
+        if nbytes < memory.nbytes:
+            self._free(memory)
+        if memory.kind == "device":
+            self.live += nbytes - memory.nbytes
+            self.peak = max(self.peak, self.live)
+        memory.nbytes = nbytes
+
+    def _free(self, memory: Memory) -> None:
+        """Give memory back to the allocator, which hands it out at once where it was made."""
+        memory.stream.learn(self.host.clock)
+        if memory.recorded:
+            held = Memory(memory.kind, memory.nbytes, memory.stream)
+            held.recorded, memory.recorded = memory.recorded, []
+            self.live += held.nbytes
+            self._dying.append(held)
+        elif user := memory.in_use(memory.stream.clock):
+            self.violations.append(f"{_place()} frees what {user} may still use")
+        memory.writes, memory.reads = [], []
+
+    def _reclaim(self) -> None:
+        for memory in [*self._dying]:
+            if all(event.query() for event in memory.recorded):
+                self._dying.remove(memory)
+                self.live -= memory.nbytes
+
+    def resize(self, own: Callable[..., Any], storage: Any, nbytes: int) -> Any:
+        """Resize a storage, as buffers do to release whole weights."""
+        found = self._memories.get(storage._cdata)
+        known = found is not None and found[1]() is storage
+        result = own(storage, nbytes)
+        memory = found[0] if known and found is not None else self._track(storage)
+        if not memory.nbytes:
+            memory.stream = self.current
+        self._resize(memory, nbytes)
+        with _disable_current_modes():
+            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(255)
+        return result
+
+    def record(self, tensor: Tensor, stream: Actor) -> None:
+        """Stand for Tensor.record_stream."""
+        self.memory_of(tensor)[0].recorded.append(stream.record_event())
+
+    # -- operations ------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._report()
+        if func.namespace == "c10d":
+            return func(*args, **kwargs)  # followed where it is begun
+        written, read = _roles(func, args, kwargs)
+        given = [*written, *read]
+        kinds = {"device" if self.kind(one) == "device" else "host" for one in given}
+        if self.running is not self.host:
+            kinds = {"host"}
+        if len(kinds) == 2 and func not in _COPIES:
+            sizes = [(self.kind(one), tuple(one.shape)) for one in given]
+            raise AssertionError(f"{func} works on tensors of two memories: {sizes}")
+        if not kinds and self.new != "device":
+            kinds = {"host"}
+        known = {one.untyped_storage()._cdata for one in given}
+        result = func(*args, **kwargs)
+        made = [one for one in leaves_of([result]) if is_memory(one)]
+        made = [one for one in made if one.untyped_storage()._cdata not in known]
+        for one in made:
+            if kinds == {"host"}:
+                self.paint(one, "pageable" if self.new == "device" else self.new)
+            elif not one.is_meta:
+                self.memory_of(one)
+        if func in _NEW:
+            for one in made:
+                if one.dtype.is_floating_point:
+                    one.fill_(torch.nan)
+        elif not _is_view(func):
+            self._follow(func, written, [*read], made, kinds, args, kwargs)
+        self._report()
+        return result
+
+    def _follow(
+        self,
+        func: Any,
+        written: list[Tensor],
+        read: list[Tensor],
+        made: list[Tensor],
+        kinds: set[str],
+        args: Any,
+        kwargs: Any,
+    ) -> None:
+        who = self.running if kinds == {"host"} else self.current
+        what = f"{func.__name__} in {_place()} on {who.name}"
+        kind, nbytes = "kernel", sum(one.nbytes for one in (*written, *made))
+        if len(kinds) == 2 and func in _COPIES:
+            kind = "up" if self.kind(read[0]) != "device" else "down"
+            self.crossed[kind] += read[0].nbytes
+        if who is self.current and (written or made or func in _READ_BY_HOST):
+            self._launch(kind, what, read, [*written, *made], nbytes)
+        elif who is not self.current:
+            self._access(who, what, read, [*written, *made])
+        if kind in ("up", "down"):
+            ends = {self.kind(one) for one in (*read, *written)}
+            does_block = args[2:3] or kwargs.get("non_blocking")
+            if "pageable" in ends or not does_block:
+                self.host_waits_for(self.current.clock)
+        elif func in _READ_BY_HOST and kinds == {"device"}:
+            self.host_waits_for(self.current.clock)
+
+    def _launch(
+        self, kind: str, what: str, read: list[Tensor], written: list[Tensor], nbytes: int
+    ) -> None:
+        stream = self.current
+        stream.learn(self.running.clock)
+        time = self._access(stream, what, read, written)
+        self.kernels += kind == "kernel"
+        self.done.append(Done(kind, stream.name, time, {**stream.clock}, nbytes))
+
+    def _access(self, who: Actor, what: str, read: list[Tensor], written: list[Tensor]) -> int:
+        time = who.tick()
+        for tensors, is_write in ((read, False), (written, True)):
+            for tensor in tensors:
+                memory, *span = self.memory_of(tensor)
+                is_untold = (
+                    memory.kind == "device" and who.name == "a thread"
+                )  # a value on the host
+                if memory.kind == "pageable" or tensor.is_meta or is_untold:
+                    continue
+                access = Access(who.name, time, span[0], span[1], what)
+                if wrong := memory.note(access, who.clock, is_write=is_write):
+                    self.violations.append(wrong)
+        return time
+
+    def _report(self) -> None:
+        if self.violations:
+            raise AssertionError(self.violations.pop(0))
+
+    # -- collectives -----------------------------------------------------------------------------
+
+    def collective(self, own: Callable[..., Any], out: Tensor, *rest: Any, **kwargs: Any) -> Any:
+        """Do a collective at once, and follow it on the stream of its group."""
+        read = [one for one in rest[:1] if isinstance(one, Tensor)] or [out]
+        is_async = kwargs.pop("async_op", False)
+        work = own(out, *rest, **kwargs, async_op=True)
+        if work is not None:
+            work.wait()
+        stream = self.current
+        if is_async:
+            group = kwargs.get("group")
+            name = f"the stream of group {len(self._groups) + 1}"
+            stream = self._groups.setdefault(group, Actor(self, name))
+            stream.wait_stream(self.current)
+        with stream:
+            what = f"{getattr(own, '__name__', 'collective')} in {_place()} on {stream.name}"
+            self._launch("collective", what, read, _but(out, read[0]), out.nbytes)
+        self._report()
+        return Work(self, stream.record_event(), out, *read) if is_async else None
+
+
+class Work:
+    """A collective under way, which keeps its tensors until it is waited for, as torch does."""
+
+    def __init__(self, device: Device, end: Event, *held: Tensor) -> None:
+        self._device, self._end, self._held = device, end, held
+
+    def wait(self) -> None:
+        self._device.current.wait_event(self._end)
+        self._held = ()
+
+
+class Threads:
+    """A thread of the host, whose work is done when it is waited for."""
+
+    device: Device
+
+    def __init__(self, *_: Any) -> None:
+        self.actor = Actor(self.device, "a thread")
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Job:
+        return Job(self.actor, functools.partial(function, *args))
+
+    def shutdown(self) -> None: ...
+
+
+class Job:
+    """What a thread has to do."""
+
+    def __init__(self, thread: Actor, function: Callable[[], Any]) -> None:
+        self._thread, self._function = thread, function
+        self._begin = {**thread.device.running.clock}
+        self._error: Exception | None = None
+        self._is_done = False
+
+    def exception(self) -> Exception | None:
+        device = self._thread.device
+        if not self._is_done:
+            self._is_done = True
+            self._thread.learn(self._begin)
+            before = device.running, device.new
+            device.running, device.new = self._thread, "pageable"
+            try:
+                self._function()
+            except AssertionError:
+                raise
+            except Exception as error:
+                self._error = error
+            finally:
+                device.running, device.new = before
+        device.running.learn(self._thread.clock)
+        return self._error
+
+    def result(self) -> None:
+        error = self.exception()
+        if error is not None:
+            raise error
+
+
+def is_memory(value: Any) -> bool:
+    """Return whether a value lies in one memory only; single numbers travel with an operation."""
+    if not isinstance(value, Tensor) or not value.dim() or not value.numel():
+        return False
+    # Subclasses with operations of their own have no memory, but hold tensors that have.
+    return type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+@functools.cache
+def _writes(func: Any) -> tuple[frozenset[int], frozenset[str]]:
+    """Return the numbers and names of the arguments that an operation writes."""
+    arguments = func._schema.arguments
+    written = [n for n, one in enumerate(arguments) if one.alias_info and one.alias_info.is_write]
+    return frozenset(written), frozenset(arguments[n].name for n in written)
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return any(one.alias_info and not one.alias_info.is_write for one in returns) or not returns
+
+
+def _roles(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the tensors that an operation writes, and those that it reads; some it does both."""
+    numbers, names = _writes(func)
+    written: list[Tensor] = []
+    read: list[Tensor] = []
+    for key, value in (*enumerate(args), *kwargs.items()):
+        is_written = key in numbers or key in names
+        into = written if is_written else read
+        into.extend(one for one in leaves_of([value]) if is_memory(one))
+    return written, read
+
+
+def _but(out: Tensor, source: Tensor) -> list[Tensor]:
+    """Return what a collective writes: not a part of ``out`` that it sends from where it is."""
+    in_same = out.untyped_storage()._cdata == source.untyped_storage()._cdata
+    if not in_same or out.numel() == source.numel():
+        return [out]
+    start = int(source.storage_offset() - out.storage_offset())
+    with _disable_current_modes():
+        parts = out[:start], out[start + source.numel() :]
+    return [part for part in parts if part.numel()]
+
+
+def _place() -> str:
+    """Return the innermost line of the package, or of a test, that is running."""
+    frame: Any = sys._getframe(1)
+    fallback = ""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if "/lightning_zero/" in name and "/tests/" not in name.rsplit("/lightning_zero/", 1)[1]:
+            return f"{name.rsplit('/lightning_zero/', 1)[1]}:{frame.f_lineno}"
+        if not fallback and "/tests/" in name and "/oracle/device" not in name:
+            fallback = f"{name.rsplit('/', 1)[1]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return fallback or "torch"
+
+
+def _on_host(device: Device) -> Iterator[Any]:
+    """Yield the patches that paint what is allocated on the host."""
+    kinds = "lasting_memory", "recurring_memory", "passing_memory"
+    owners = [*((HostCopies, kind, "pinned") for kind in kinds), (Scratch, "tensor", "pageable")]
+    for cls, name, colour in owners:
+        own = getattr(cls, name)
+
+        def on_host(
+            owner: Any, numel: int, dtype: torch.dtype, own: Any = own, kind: str = colour
+        ) -> Tensor:
+            before, device.new = device.new, kind
+            try:
+                made: Tensor = own(owner, numel, dtype)
+            finally:
+                device.new = before
+            is_known = not made.numel() or device.kind(made) != "device"
+            return made if is_known else device.paint(made, kind)
+
+        yield mock.patch.object(cls, name, on_host)
+    for kind, name in ((StagedFile, "mapped"), (StagingMemory, "tensor")):
+
+        def made(one: Any, *args: Any, own: Any = kind.__init__, name: str = name) -> None:
+            own(one, *args)
+            device.paint(getattr(one, name), "pageable")
+
+        yield mock.patch.object(kind, "__init__", made)
+
+
+def _streams(device: Device) -> Iterator[Any]:
+    """Yield the patches that give a CPU the streams and collectives of a device."""
+    yield mock.patch.object(copies_module, "_WITHOUT_STREAMS", ("meta",))
+    yield mock.patch.object(torch, "Stream", device.stream)
+    yield mock.patch.object(torch.accelerator, "current_stream", device.current_stream)
+    yield mock.patch.object(uploads, "ThreadPoolExecutor", type("", (Threads,), {"device": device}))
+    yield mock.patch.object(Tensor, "record_stream", lambda one, to: device.record(one, to))
+    own = torch.UntypedStorage.resize_
+    resize = lambda storage, nbytes: device.resize(own, storage, nbytes)  # noqa: E731
+    yield mock.patch.object(torch.UntypedStorage, "resize_", resize)
+    for owner, names in (
+        (collectives, ("_all_gather", "_reduce_scatter")),
+        (dist, ("all_reduce", "all_to_all_single")),
+    ):
+        for name in names:
+            follow = functools.partial(device.collective, getattr(owner, name))
+            yield mock.patch.object(owner, name, follow)
+
+
+@contextlib.contextmanager
+def beside_the_host(*, followed: bool = True) -> Iterator[Device]:
+    """A CPU that counts as a device beside its host: offload to "cpu" acts there."""
+    device = Device()
+    patches: list[Any] = [
+        mock.patch.object(Offload, "runs_on", return_value=True),
+        mock.patch.object(Offload, "is_mapped", return_value=False),
+    ]
+    if followed:
+        patches += [*_on_host(device), *_streams(device), device]
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        yield device
+    device._report()
