@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.engine import Engine
-from lightning_zero.plan.plan import RECIPES
+from lightning_zero.plan.plan import RECIPES, Offload
 from lightning_zero.plan.settings import Settings
 
 
@@ -209,6 +209,13 @@ CONTENDERS: dict[str, Callable[[nn.Module, Job], Contender]] = {
 }
 if importlib.util.find_spec("deepspeed"):
     CONTENDERS.update({f"deepspeed {stage}": _deepspeed(stage) for stage in (1, 2, 3)})
+OFFLOADED = {
+    "zero2 offload": zero(2, offload=Offload.of_stage(2, "cpu")),
+    "zero3 offload": zero(3, offload=Offload.of_stage(3, "cpu")),
+    "zero3 nvme": zero(3, offload=Offload.of_stage(3, "nvme")),
+}
+"""Those that only an accelerator's host can hold; run by name."""
+CONTENDERS.update(OFFLOADED)
 
 NEED_OTHERS = ("ddp", "zero redundancy")
 """Contenders that cannot run on torch's fake backend: DDP waits for a sum that never comes."""
@@ -217,6 +224,7 @@ NEED_OTHERS = ("ddp", "zero redundancy")
 def default_names(job: Job) -> list[str]:
     """Return all contenders that can run; fake collectives are compared with "no traffic"."""
     if not job.fake_world:
-        return list(CONTENDERS)
-    able = [name for name in CONTENDERS if name not in (*NEED_OTHERS, "no traffic")]
+        return [name for name in CONTENDERS if name not in OFFLOADED]
+    unable = (*NEED_OTHERS, *OFFLOADED, "no traffic")
+    able = [name for name in CONTENDERS if name not in unable]
     return ["no traffic", *able]

@@ -1,11 +1,13 @@
-"""Everything that a machine with one GPU can show, in one command and nine minutes.
+"""Everything that a machine with one GPU or several can show, in one command and nine minutes.
 
     python examples/benchmarks/gpu.py --output gpu
 
 It first runs the tests that need a device, then the comparison in fp32 and bf16-mixed: the Trainer
 alone and with ``zero3``, plain loops under DDP, FSDP2 and every stage at world 1, and rank 0 of 8
-and of 64 on torch's fake collectives (see ``compare.py``). It needs torch 2.11 or newer, Lightning
-and pytest, but no network. When time runs short, it drops rounds and steps, never a contender.
+and of 64 on torch's fake collectives (see ``compare.py``). With several GPUs, DDP, FSDP2, every
+stage and, where installed, DeepSpeed also run on all of them. It needs torch 2.11 or newer,
+Lightning and pytest, but no network. When time runs short, it drops rounds and steps, never a
+contender.
 
 The results are ``gpu.json``, ``gpu.md`` and ``tests.log`` in the output folder.
 """
@@ -26,7 +28,7 @@ from typing import Any, NamedTuple
 
 import machine
 import torch
-from contenders import Job
+from contenders import CONTENDERS, OFFLOADED, Job
 from measure import in_fresh_processes, measured
 from trained import STRATEGIES, trained
 
@@ -39,16 +41,18 @@ GPT_1B = Job(
 )
 PRECISIONS = ("32-true", "bf16-mixed")
 STAGES = ("zero1", "zero2", "zero3", "zero3 keep", "fsdp2")
-WORLDS = {1: (*STRATEGIES, "no traffic", "ddp", *STAGES), 8: STAGES, 64: STAGES}
+WORLDS = {1: (*STRATEGIES, "no traffic", "ddp", *STAGES, *OFFLOADED), 8: STAGES, 64: STAGES}
 """The contenders at each number of ranks, of which only the first is real."""
+ON_ALL_GPUS = ("ddp", *STAGES, *OFFLOADED, *[name for name in CONTENDERS if "deepspeed" in name])
 
 
 class Case(NamedTuple):
-    """One contender in one setting."""
+    """One contender in one setting; the other ranks of a world may be fake."""
 
     precision: str
     world: int
     name: str
+    is_fake: bool = False
 
 
 @dataclass
@@ -69,10 +73,14 @@ class Clock:
 
 def cases() -> list[Case]:
     """Return all contenders in all settings."""
+    num_gpus = torch.cuda.device_count()
+    worlds = [(world, world > 1, names) for world, names in WORLDS.items()]
+    if num_gpus > 1:
+        worlds.insert(1, (num_gpus, False, ON_ALL_GPUS))
     return [
-        Case(precision, world, name)
+        Case(precision, world, name, is_fake)
         for precision in PRECISIONS
-        for world, names in WORLDS.items()
+        for world, is_fake, names in worlds
         for name in names
     ]
 
@@ -102,8 +110,8 @@ def run_tests(output: Path, seconds: float) -> dict[str, Any]:
 
 def run_case(case: Case, job: Job) -> dict[str, Any]:
     """Run one contender in a fresh process; an error becomes its answer."""
-    fake_world = 0 if case.world == 1 else case.world
-    job = replace(job, precision=case.precision, fake_world=fake_world)
+    sizes = {"fake_world": case.world} if case.is_fake else {"world": case.world}
+    job = replace(job, precision=case.precision, **sizes)
     worker = trained if case.name in STRATEGIES else measured
     try:
         return in_fresh_processes(worker, case.name, job)
@@ -133,7 +141,10 @@ def _shown(answer: dict[str, Any]) -> str:
 
 
 def rows_of(answers: list[list[tuple[Case, dict[str, Any]]]]) -> list[dict[str, Any]]:
-    """Return one row per case: median time, its ratio to DDP's at world 1, and memory."""
+    """Return one row per case: median time, its ratio to DDP's, and memory.
+
+    DDP's is that of the same ranks; of rank 0 of a fake world, that of one rank.
+    """
     by_case: dict[Case, list[dict[str, Any]]] = {}
     for one in answers:
         for case, answer in one:
@@ -141,7 +152,8 @@ def rows_of(answers: list[list[tuple[Case, dict[str, Any]]]]) -> list[dict[str, 
     rows = []
     for case, found in by_case.items():
         row = {**case._asdict(), **found[-1]}
-        base = by_case[case._replace(world=1, name="ddp")]
+        base_world = 1 if case.is_fake else case.world
+        base = by_case[case._replace(world=base_world, name="ddp", is_fake=False)]
         pairs = [(a, b) for a, b in zip(found, base, strict=True) if "seconds" in {*a} & {*b}]
         if pairs:
             row["seconds"] = statistics.median(own["seconds"] for own, _ in pairs)
@@ -152,22 +164,23 @@ def rows_of(answers: list[list[tuple[Case, dict[str, Any]]]]) -> list[dict[str, 
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return a Markdown table; ratios are to DDP at world 1 in the same precision and round."""
+    """Return a Markdown table; ratios are to DDP in the same precision and round."""
     lines = [
         "| precision | ranks | | ms/step | ratio to DDP | range | peak MiB | under the Trainer"
-        " | allocated under it MiB | states MiB |",
-        "|---" * 10 + "|",
+        " | allocated under it MiB | reserved MiB | states MiB |",
+        "|---" * 11 + "|",
     ]
     for row in rows:
-        head = f"| {row['precision']} | {row['world']} | {row['name']} |"
+        ranks = f"{row['world']}{' (fake)' if row.get('is_fake') else ''}"
+        head = f"| {row['precision']} | {ranks} | {row['name']} |"
         if "error" in row:
-            lines.append(f"{head} {row['error'].splitlines()[0][:100]} | | | | | | |")
+            lines.append(f"{head} {row['error'].splitlines()[0][:100]} | | | | | | | |")
             continue
         low, high = row.get("ratio_range", (float("nan"),) * 2)
         held = row.get("bytes", {})
         states = sum(held.get(kind, 0) for kind in ("weights", "master", "states")) / 2**20
         # Runs of a Trainer know all that was allocated, and no peak beyond the idle model.
-        kinds = ("peak_mib", "trainer_peak_mib", "allocated_mib")
+        kinds = ("peak_mib", "trainer_peak_mib", "allocated_mib", "reserved_mib")
         peaks = [f"{row[kind]:.0f}" if kind in row else "" for kind in kinds]
         lines.append(
             f"{head} {row['seconds'] * 1000:.1f} | {row.get('ratio', float('nan')):.3f}"

@@ -189,6 +189,8 @@ def measured(rank: int, name: str, job: Job, port: int, answer: Path) -> None:
         # On a CPU the allocator's events are known only from the start of a profile.
         make = (lambda: run) if job.device == "cuda" else (lambda: Run(rank, name, job))
         found.update(_weigh(make, job))
+        if job.device == "cuda":
+            found["reserved_mib"] = torch.cuda.memory_stats()["reserved_bytes.all.peak"] / 2**20
         if rank == 0:
             answer.write_text(json.dumps(found))
 

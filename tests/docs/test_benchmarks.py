@@ -274,8 +274,31 @@ def test_rounds_and_steps_are_dropped_and_no_contender(monkeypatch: pytest.Monke
 def test_the_page_of_a_gpus_run_shows_what_the_trainer_allocated() -> None:
     seen = {"precision": "bf16-mixed", "world": 1, "name": "Trainer", "seconds": 0.5}
     head, lines, *rows = load("gpu").table([{**seen, "allocated_mib": 4321.0}, seen]).splitlines()
-    assert {line.count("|") for line in (head, lines, *rows)} == {11}
+    assert {line.count("|") for line in (head, lines, *rows)} == {12}
     assert "| 4321 |" in rows[0]
+
+
+def test_several_gpus_run_what_one_runs_and_are_compared_among_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = load("gpu")
+    monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: 8)
+    jobs: list[Any] = []
+
+    def started(worker: Any, name: str, job: Any) -> dict[str, Any]:
+        jobs.append((name, job.world, job.fake_world))
+        return {"seconds": 2.0 if job.world == 8 and name == "ddp" else 3.0}
+
+    monkeypatch.setattr(gpu, "in_fresh_processes", started)
+    answers = [(case, gpu.run_case(case, gpu.GPT_1B)) for case in gpu.cases()]
+    assert {("ddp", 1, 0), ("ddp", 8, 0), ("zero3 nvme", 8, 0), ("zero3", 1, 8)} <= {*jobs}
+    ratios = {
+        (row["world"], row["is_fake"]): row["ratio"]
+        for row in gpu.rows_of([answers])
+        if row["name"] == "zero3"
+    }
+    assert ratios == {(1, False): 1.0, (8, False): 1.5, (8, True): 1.0, (64, True): 1.0}
+    assert "| 8 (fake) | zero3 |" in gpu.table(gpu.rows_of([answers]))
 
 
 @pytest.mark.parametrize("world", [8, 64])
