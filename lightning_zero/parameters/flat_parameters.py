@@ -152,7 +152,7 @@ class FlatParameters:
         """Start to make the weights whole from every rank's master."""
         self.weight.allocate()
         self._edited = None
-        return self.store.fetch_weights(self.weight.tensor, unit=unit, tag=tag)
+        return self.store.gather_weights(self.weight.tensor, unit=unit, tag=tag)
 
     def show_whole(self, *, is_new: bool = True) -> None:
         """Point the parameters at the weights; with ``is_new`` they hold no edits yet."""
@@ -216,7 +216,7 @@ class FlatParameters:
             return self.weight, Arrived()
         whole = self.store.whole_masters() if as_gathered else self._kept_masters()
         whole.allocate()
-        return whole, self.store.fetch(whole.tensor, unit=unit, tag=tag)
+        return whole, self.store.gather_masters(whole.tensor, unit=unit, tag=tag)
 
     def show_masters(self, whole: Buffer, *, as_gathered: bool) -> None:
         """Point the parameters at whole masters, which :meth:`gather_masters` has returned."""

@@ -65,7 +65,7 @@ class GradShard:
             earlier.mul_(1 / (scale * self._store.comm.mesh.replicate.size))
         shard, flush = self._store.flush(reduced, earlier, unit=unit)
         if sums:
-            work = self._store.join(shard, flush, unit=unit, tag=tag)
+            work = self._store.sum_over_copies(shard, flush, unit=unit, tag=tag)
             flush = Then(work, functools.partial(shard.mul_, scale) if scale != 1.0 else _nothing)
         self._fresh, self._sums_copies = (shard, flush), sums
 

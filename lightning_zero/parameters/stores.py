@@ -42,11 +42,11 @@ class Store:
     """The memory in which one group of parameters rests: the device's, or files.
 
     1. :meth:`weights` and :attr:`shared` at the beginning.
-    2. :attr:`fetch_weights` whenever weights become whole: ``fetch_weights(out, unit=, tag=)``
+    2. :attr:`gather_weights` whenever weights become whole: ``gather_weights(out, unit=, tag=)``
        starts to fill ``out`` (``[num_shards * n]``) from every rank's shard, in few bits if the
-       plan says so; :attr:`fetch` for whole masters, without loss.
+       plan says so; :attr:`gather_masters` for whole masters, without loss.
     3. :meth:`reduced` for the result of a reduction, then :meth:`flush` with it, and
-       :meth:`join` with the resting shard, if it is to be summed over the copies.
+       :meth:`sum_over_copies` with the resting shard, if it is to be summed over the copies.
     4. Where :attr:`keeps_weights`, :meth:`keep` when whole weights are released until a backward
        pass, :meth:`forget` when the step ends.
     5. :meth:`retire` at the end.
@@ -126,8 +126,8 @@ class Store:
     def _rest(self, shared: Shared) -> None:
         self.shared = shared
         # Not methods, which would add a call to each gather.
-        self.fetch: Callable[..., Work] = functools.partial(self.gather, source=shared)
-        self.fetch_weights: Callable[..., Work] = functools.partial(
+        self.gather_masters: Callable[..., Work] = functools.partial(self.gather, source=shared)
+        self.gather_weights: Callable[..., Work] = functools.partial(
             self._gather_weights, source=shared
         )
 
@@ -186,7 +186,7 @@ class Store:
             return source, Arrived()
         return resting.add_(source), Arrived()
 
-    def join(self, resting: Tensor, arrival: Work, *, unit: str, tag: int) -> Work:
+    def sum_over_copies(self, resting: Tensor, arrival: Work, *, unit: str, tag: int) -> Work:
         """Start to sum resting gradients over the copies, in place, after their ``arrival``."""
         arrival.wait()
         if self._copies is None:
@@ -226,7 +226,7 @@ class HostStore(Store):
     @override
     def _rest(self, shared: Shared) -> None:
         self.shared = shared
-        self.fetch = self.fetch_weights = self._fetch
+        self.gather_masters = self.gather_weights = self._gather_from_host
         # The shard in the dtype of whole weights, and `num_changes` when it was cast.
         self._weights: Tensor | None = None
         self._as_of = -1
@@ -236,7 +236,7 @@ class HostStore(Store):
     def cast_bytes(self) -> int:
         return 0 if self._weights is None else self._weights.nbytes
 
-    def _fetch(self, out: Tensor, *, unit: str, tag: int) -> Work:
+    def _gather_from_host(self, out: Tensor, *, unit: str, tag: int) -> Work:
         axis, master = self.comm.mesh.shard, self.shared.own
         own = out.view(axis.size, -1)[axis.rank]
         self.comm.transport.ledger.note(unit, "up", own.numel(), own.element_size())
@@ -290,11 +290,11 @@ class HostStore(Store):
         )
 
     @override
-    def join(self, resting: Tensor, arrival: Work, *, unit: str, tag: int) -> Work:
+    def sum_over_copies(self, resting: Tensor, arrival: Work, *, unit: str, tag: int) -> Work:
         """Sum resting gradients over the copies, which only devices can, and copy them back."""
         arrival.wait()
         on_device = self.reduced().copy_(resting)
-        super().join(on_device, Arrived(), unit=unit, tag=tag).wait()
+        super().sum_over_copies(on_device, Arrived(), unit=unit, tag=tag).wait()
         resting.copy_(on_device)
         return Arrived()
 
@@ -321,16 +321,16 @@ class SecondShards(Store):
         self._second: Tensor | None = None
         # The communicator's `num_changes` when the weights were last gathered from all ranks.
         self._as_of = -1
-        self._fetch_from_all: Callable[..., Work] = self.fetch_weights
-        self.fetch_weights = self._fetch
+        self._gather_from_all: Callable[..., Work] = self.gather_weights
+        self.gather_weights = self._gather_from_few
 
-    def _fetch(self, out: Tensor, *, unit: str, tag: int) -> Work:
+    def _gather_from_few(self, out: Tensor, *, unit: str, tag: int) -> Work:
         if self._second is not None and self._is_current:
             group = self.comm.transports["backward"]
             return group.gather(out, Shared(self._second), unit=unit, tag=tag)
         self._second = None
         self._as_of = self.comm.num_changes
-        return self._fetch_from_all(out, unit=unit, tag=tag)
+        return self._gather_from_all(out, unit=unit, tag=tag)
 
     @property
     def _is_current(self) -> bool:

@@ -161,7 +161,7 @@ class Stream(Store):
             source.expect_passes()
         super().__init__(layout, plan, comm, scratch)
         self.is_stream = True
-        self.fetch = self.fetch_weights = self._read
+        self.gather_masters = self.gather_weights = self._read
 
     @override
     def _masters(self, shared: Iterator[Shared]) -> Shared:
