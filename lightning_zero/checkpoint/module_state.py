@@ -27,12 +27,20 @@ from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
 from lightning_zero.parameters import Piece
 from lightning_zero.plan import cut_of
-from lightning_zero.tensors import internals, lasting_tensors, properties, tensors_in, uncollected
+from lightning_zero.tensors import (
+    internals,
+    lasting_tensors,
+    properties,
+    runs_outside,
+    tensors_in,
+    uncollected,
+)
 
 # -- saving ----------------------------------------------------------------------------------------
 
 
 @uncollected()
+@runs_outside
 def module_state(module: nn.Module, engine: Engine) -> dict[str, Any]:
     """Return ``module.state_dict()`` with sharded values in the master's precision.
 
@@ -78,6 +86,7 @@ def sharded(key: str, piece: Piece, part: Tensor, comm: Communicator) -> Sharded
 
 
 @uncollected()
+@runs_outside
 def load_module_state(
     module: nn.Module,
     engine: Engine | None,

@@ -34,12 +34,13 @@ from lightning_zero.optimizer import (
     with_inner,
 )
 from lightning_zero.parameters import Piece
-from lightning_zero.tensors import lasting_tensors, uncollected
+from lightning_zero.tensors import lasting_tensors, runs_outside, uncollected
 
 # -- saving ----------------------------------------------------------------------------------------
 
 
 @uncollected()
+@runs_outside
 def optimizer_state(optimizer: Optimizer, engine: Engine, label: str) -> dict[str, Any]:
     """Return ``optimizer.state_dict()`` with sharded states, under the integer ids of DDP.
 
@@ -219,6 +220,7 @@ def _faults_in_own_format(
 
 
 @uncollected()
+@runs_outside
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], engine: Engine) -> None:
     """Load a whole optimizer state; each rank reads its own pieces of it. A collective.
 

@@ -16,7 +16,7 @@ from lightning_zero.checkpoint.file.skeleton import Skeleton, bytes_of
 from lightning_zero.checkpoint.save import Save
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
 from lightning_zero.comm import Control, Outcome
-from lightning_zero.tensors import uncollected
+from lightning_zero.tensors import runs_outside, uncollected
 
 
 class Saver:
@@ -35,6 +35,7 @@ class Saver:
         self._removals: list[Future[None]] = []
         self._agreed: dict[str, str] = {}
 
+    @runs_outside
     @uncollected()
     def save(
         self,

@@ -26,6 +26,7 @@ from lightning_zero.comm.process_groups import (
 from lightning_zero.comm.reports import Board, Reports, own_store
 from lightning_zero.comm.sync_points import Channel, PendingSync, SyncPoint, with_complements
 from lightning_zero.comm.watchdog import Watchdog
+from lightning_zero.tensors import runs_outside
 
 _numbers = itertools.count()
 
@@ -87,18 +88,21 @@ class Control:
 
     # -- values ----------------------------------------------------------------------------------
 
+    @runs_outside
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite ``tensor`` with rank 0's."""
         if self.world_size > 1:
             with self.log.at("a broadcast of rank 0's values"):
                 dist.broadcast(tensor, 0)
 
+    @runs_outside
     def sum(self, tensor: Tensor, place: str = "a sum over the ranks") -> None:
         """Replace ``tensor`` by its sum over the ranks."""
         if self.world_size > 1:
             with self.log.at(place):
                 dist.all_reduce(tensor)
 
+    @runs_outside
     def max(self, tensor: Tensor, place: str = "a maximum over the ranks") -> None:
         """Replace the floating ``tensor`` by its maximum over the ranks, NaN if one has NaN."""
         if self.world_size > 1:
@@ -109,6 +113,7 @@ class Control:
                 dist.all_reduce(both, dist.ReduceOp.MAX)
             tensor.copy_(both[1].masked_fill(both[0] > 0, nan))
 
+    @runs_outside
     def broadcast_object(self, value: Any) -> Any:
         """Return rank 0's ``value`` on every rank."""
         if self.world_size == 1:
@@ -118,6 +123,7 @@ class Control:
             dist.broadcast_object_list(box, 0, group=self._group)
         return box[0]
 
+    @runs_outside
     def gather_objects(self, value: Any) -> list[Any]:
         """Return every rank's ``value``, in rank order."""
         if self.world_size == 1:

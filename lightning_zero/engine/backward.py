@@ -20,7 +20,7 @@ from lightning_zero.engine.step import Phase, Step
 from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.weights import Shows
 from lightning_zero.parameters import Reach
-from lightning_zero.tensors import internals
+from lightning_zero.tensors import internals, outside, runs_outside
 
 
 class Backward:
@@ -166,7 +166,11 @@ class Backward:
         if not unit.gradients.take(index):
             return
         if self._reduces:
-            self._order.advance()
+            if internals.function_modes() or internals.dispatch_modes():
+                with outside():
+                    self._order.advance()
+            else:
+                self._order.advance()
         # A frozen weight may still be needed for gradients of earlier modules.
         is_done = unit.gradients.are_all_wanted and not unit.calls.awaited
         if is_done and unit is not self._units[-1]:
@@ -182,6 +186,7 @@ class Backward:
                 " `with lightning_zero.gathered(module):` on all ranks."
             )
 
+    @runs_outside
     def _finish(self) -> None:
         """End a backward pass: reduce late gradients, wait, and reshard what is still whole."""
         ends_step = self._step.end_backward()

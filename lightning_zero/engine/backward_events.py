@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_zero.tensors import tensors_in
+from lightning_zero.tensors import internals, outside, tensors_in
 
 
 class Call:
@@ -76,23 +76,24 @@ class Calls:
         self.have_run = True
         call = Call(self._unit)
         self.running.append(call)
-        inputs = _inputs(arguments) if arguments else []
-        if not inputs:
-            return
-        self.awaited.add(call)
-        inner = [tensor for tensor in inputs if not tensor.is_leaf]
-        if len(inner) == 1:
-            # Equivalent to torch's multi-grad hook, at half the cost.
-            inner[0].register_hook(functools.partial(events.ended, call))  # type: ignore[no-untyped-call]
-        elif inner:
-            register_multi_grad_hook(inner, functools.partial(events.ended, call), mode="all")
-        else:
-            # Torch's multi-grad hook does not support leaves in `torch.autograd.grad`.
-            _on_leaf_grads(inputs, functools.partial(events.leaves_done, call))
+        for inputs in _inputs(arguments) if arguments else ():
+            self.awaited.add(call)
+            inner = [tensor for tensor in inputs if not tensor.is_leaf]
+            if len(inner) == 1:
+                # Equivalent to torch's multi-grad hook, at half the cost.
+                inner[0].register_hook(functools.partial(events.ended, call))  # type: ignore[no-untyped-call]
+            elif inner:
+                register_multi_grad_hook(inner, functools.partial(events.ended, call), mode="all")
+            else:
+                # Torch's multi-grad hook does not support leaves in `torch.autograd.grad`.
+                _on_leaf_grads(inputs, functools.partial(events.leaves_done, call))
 
     def end(self, outputs: Iterable[Tensor], events: Events) -> bool:
         """End the innermost forward; return whether its ``outputs`` can get gradients."""
         call = self.running.pop()
+        outputs = list(outputs)
+        if any(map(internals.is_func_wrapper, outputs)):
+            outputs = [t for tensors in _by_level(outputs) for t in tensors]
         tracked = [t for t in outputs if t.requires_grad and t.grad_fn is not None]
         if not tracked:
             return False
@@ -155,7 +156,11 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
         alive = found()
         if alive is None:
             raise too_late()
-        function(alive, *args)
+        if internals.function_modes() or internals.dispatch_modes() or internals.func_level():
+            with outside():
+                function(alive, *args)
+        else:
+            function(alive, *args)
 
     return call
 
@@ -171,15 +176,38 @@ def too_late() -> RuntimeError:
 
 def with_grad(value: Any) -> list[Tensor]:
     """Return the tensors inside ``value`` that require a gradient."""
-    return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+    found = tensors_in(value)
+    if any(map(internals.is_func_wrapper, found)):
+        return [tensor for tensors in _by_level(found) for tensor in tensors]
+    return [tensor for tensor in found if tensor.requires_grad]
 
 
-def _inputs(value: Any) -> list[Tensor]:
+def _by_level(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Return the tensors that require a gradient, those of each ``torch.func`` transform apart.
+
+    A transform (``grad``, ``vmap``) wraps tensors in others, and each has backward passes of its
+    own, which lead through tensors of its level only.
+    """
+    found: dict[int, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.requires_grad:
+            found.setdefault(internals.func_level_of(tensor), []).append(tensor)
+        while internals.is_func_wrapper(tensor):
+            tensor = internals.without_func_wrapper(tensor)
+            if tensor.requires_grad:
+                found.setdefault(internals.func_level_of(tensor), []).append(tensor)
+    return found.values()
+
+
+def _inputs(value: Any) -> Iterable[list[Tensor]]:
     """Return the tensors in a module's arguments whose gradients mark the end of its backward.
 
     An object passed from module to module may hold tensors of others, such as the keys and values
     that a Transformers decoder caches, whose gradients come much later. Tensors inside objects
     therefore count only if there are no other ones.
     """
-    given = [t for t in tensors_in(value, within_objects=False) if t.requires_grad]
-    return given or with_grad(value)
+    given = tensors_in(value, within_objects=False)
+    if any(map(internals.is_func_wrapper, given)):
+        return _by_level(given)
+    found = [tensor for tensor in given if tensor.requires_grad] or with_grad(value)
+    return [found] if found else []

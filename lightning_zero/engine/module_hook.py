@@ -19,6 +19,7 @@ from torch._dynamo.eval_frame import skip_code
 from lightning_zero.engine.unit import Unit
 from lightning_zero.optimizer import Removable
 from lightning_zero.parameters import guards
+from lightning_zero.tensors import internals, outside
 
 
 class Hook:
@@ -52,6 +53,9 @@ class Hook:
         if get_eval_frame_callback() is not None:
             # Between two compiled graphs, torch's compiler looks at every function that is called.
             return self._call(module, *args, **kwargs)
+        if internals.function_modes() or internals.dispatch_modes() or internals.func_level():
+            with outside():
+                return self._call(module, *args, **kwargs)
         return self._function(module, *args, **kwargs) if module is self.module else None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -20,7 +20,7 @@ from lightning_zero.engine.unit_builder import Progress, UnitBuilder
 from lightning_zero.engine.weights import Residency, Shows
 from lightning_zero.parameters import FlatParameters, Piece, Reader, guards
 from lightning_zero.plan import Settings
-from lightning_zero.tensors import PartlyRead, Scratch, bytes_held
+from lightning_zero.tensors import PartlyRead, Scratch, bytes_held, runs_outside
 
 
 class ShardedModel:
@@ -96,10 +96,12 @@ class ShardedModel:
         place = self._places.get(id(parameter))
         return place[1].pieces[place[2]] if place else None
 
+    @runs_outside
     def touch(self, parameters: Sequence[Parameter]) -> None:
         """Make parameters that are used together readable outside their units' forwards."""
         self.shown.touch(self.units_of(parameters))
 
+    @runs_outside
     @torch.no_grad()
     def write(self, parameter: Parameter, value: Tensor) -> None:
         """Keep a new whole value of ``parameter``, which is not readable now.
@@ -123,6 +125,7 @@ class ShardedModel:
             piece.data.copy_(piece.range.part_of(value))
         self.refresh([unit])
 
+    @runs_outside
     def keep_edits(self) -> None:
         """Copy users' changes of whole weights to the masters, on all ranks; hide touched units."""
         edited = [unit.weights for unit in self.units if unit.weights.is_edited]
@@ -132,6 +135,7 @@ class ShardedModel:
                     weights.store_edits()
         self.shown.hide_touched()
 
+    @runs_outside
     def end_touches(self) -> None:
         """Hide what code between steps has touched, with its changes kept."""
         if self.shown.num_touched:
@@ -157,6 +161,7 @@ class ShardedModel:
         for flat in self.flats:
             flat.load_masters()
 
+    @runs_outside
     def refresh(self, units: Iterable[Unit], *, only_stepped: bool = False) -> None:
         """Bring whole weights up to date with masters that have changed, on all ranks."""
         for unit in units:
@@ -220,6 +225,7 @@ class ShardedModel:
                 whole = flat.whole_from(dict(enumerate(map(part_of, flat.pieces))))
             yield from zip(flat.parameters, whole.views, strict=True)
 
+    @runs_outside
     def full_grad(self, parameter: Parameter) -> Tensor | None:
         """Return the whole reduced gradient of a parameter, ``None`` without one; a collective."""
         _, flat, index = self._places[id(parameter)]

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_zero.comm import SyncPoint
 from lightning_zero.parameters import FlatParameters, guards
-from lightning_zero.tensors import Work, internals, span
+from lightning_zero.tensors import Work, internals, runs_outside, span
 
 
 class Residency(Enum):
@@ -215,6 +215,7 @@ class Weights:
         """Return whether `gathered` shows the masters."""
         return any(flat.edits.are_gathered for flat in self._flats)
 
+    @runs_outside
     def show_masters(self, *, as_gathered: bool = False) -> None:
         """Show whole masters until :meth:`hide_masters`.
 
@@ -233,6 +234,7 @@ class Weights:
             flat.show_masters(whole, as_gathered=as_gathered)
         self.shows = Shows.MASTERS
 
+    @runs_outside
     def hide_masters(self) -> None:
         """Guard the parameters again; changes that are not stored are lost."""
         for flat in self._flats:
@@ -258,6 +260,7 @@ class Weights:
         """The names of parameters that were changed since they were last shown."""
         return [flat.layout.slots[i].name for flat in self._flats for i in flat.edits.changed]
 
+    @runs_outside
     def store_gathered(self) -> None:
         """Make rank 0's gathered values the masters of all ranks; within write access."""
         for flat in self._flats:

@@ -22,7 +22,7 @@ from lightning_zero.optimizer.twin import with_inner
 from lightning_zero.optimizer.unit_step import call_as
 from lightning_zero.optimizer.whole_state import whole_states
 from lightning_zero.parameters import Piece, settle, unsettle
-from lightning_zero.tensors import internals
+from lightning_zero.tensors import internals, runs_outside
 
 
 class OptimizerHooks:
@@ -118,6 +118,7 @@ class OptimizerHooks:
         """A line on how the optimizer is stepped; ``None`` if by element and all in one call."""
         return self._stepper.describe(self.verdict.reason)
 
+    @runs_outside
     def _point(self, optimizer: Optimizer) -> None:
         """Take in groups and parameters that were added since the last call."""
         members = pieces.members(optimizer)
@@ -174,6 +175,7 @@ class OptimizerHooks:
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
         return (args[0], *args[2:]), {**rest, "closure": closure_and_begin}
 
+    @runs_outside
     def _begin(self, optimizer: Optimizer, call: Call | None = None) -> None:
         """Prepare for the optimizer to change masters, by ``call`` or in a step."""
         for piece in self._pieces:
@@ -193,6 +195,7 @@ class OptimizerHooks:
         self._is_begun = True
         self._stepper.begin(call)
 
+    @runs_outside
     def _end(self) -> None:
         """Refresh the weights, if the optimizer could have changed masters."""
         if not self._is_begun:

@@ -26,7 +26,14 @@ from lightning_zero.parameters.reducer import Reducer
 from lightning_zero.parameters.sharded_grad import ShardedGrad
 from lightning_zero.parameters.stores import Store
 from lightning_zero.plan import Layout, Plan, cut_of
-from lightning_zero.tensors import Scratch, Work, internals, lasting_tensors, properties
+from lightning_zero.tensors import (
+    Scratch,
+    Work,
+    internals,
+    lasting_tensors,
+    properties,
+    runs_outside,
+)
 
 HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")
 """Whether this version of torch allows a gradient of another dtype than its parameter's."""
@@ -232,6 +239,8 @@ class FlatParameters:
         else:
             self.show_resting()
         if is_kept and not (are_whole and shown is self.weight):
+            # A graph that saved them would read memory that is gone; torch refuses changed ones.
+            torch.autograd.graph.increment_version(self.parameters)
             shown.release()
 
     @torch.no_grad()
@@ -265,6 +274,7 @@ class FlatParameters:
         """Return whether what the parameters show lies apart from the masters."""
         return self.plan.rests_apart or self.edits.buffer is not self.weight
 
+    @runs_outside
     def replace(self, index: int, data: Tensor) -> None:
         """Copy in the tensor that the user assigned to the ``data`` of parameter ``index``.
 

@@ -33,7 +33,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.parameters.ownership import Owner, Ownership, ownership_of
-from lightning_zero.tensors import internals, properties
+from lightning_zero.tensors import copied_if_wrapped, internals, properties
 
 
 class Guarded:
@@ -324,6 +324,8 @@ def _use(
         if torch.compiler.is_compiling():
             return result
         storages = {internals.storage_key(p): p for p in parameters}
+        if internals.func_level() is not None:
+            result = copied_if_wrapped(result, storages)
         viewed = list(_lying_in(storages, result))
         returning = {id(p) for _, p in viewed if ownership_of(p).gives_back}
         # If the weights have moved, the result is a view of the memory that they left.

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_zero.comm import Communicator, SyncPoint
 from lightning_zero.parameters.stand_in import ALIASES, OwnPart, StandIn, is_autograd_adding
-from lightning_zero.tensors import internals
+from lightning_zero.tensors import internals, runs_outside
 
 _aten = torch.ops.aten
 _WRITES = {_aten.copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default}
@@ -94,6 +94,7 @@ class ShardedGrad(StandIn):
         result = func(*args, **kwargs)
         return tree_map_only(Tensor, _ReadOnlyView.of, result) if func.is_view else result
 
+    @runs_outside
     def whole(self) -> Tensor:
         """Return the whole gradient, in the dtype of the piece; a collective."""
         about = f"of parameter {self.piece.range.slot.name!r}"

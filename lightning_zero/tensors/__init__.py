@@ -2,6 +2,7 @@
 
 =========== ====================================================================================
 lasting     ordinary tensors, even when created in inference mode
+outside     a place outside of the contexts of torch that user code is in
 nested      the tensors in nested values
 garbage     no search for reference cycles while very many objects are made
 properties  torch's functions, grouped by what they need of a tensor's memory
@@ -32,6 +33,7 @@ from lightning_zero.tensors.host_copies import (
 from lightning_zero.tensors.lasting import lasting_tensors
 from lightning_zero.tensors.lent_memory import SECTOR, LentMemory
 from lightning_zero.tensors.nested import named_tensors, tensors_in
+from lightning_zero.tensors.outside import copied_if_wrapped, outside, runs_outside
 from lightning_zero.tensors.pages import LARGE_BYTES, ask_for_large_pages, fault_in
 from lightning_zero.tensors.partly_read import PartlyRead
 from lightning_zero.tensors.profiling import span, unseen
@@ -68,15 +70,18 @@ __all__ = [
     "ask_for_large_pages",
     "bytes_held",
     "can_wrap",
+    "copied_if_wrapped",
     "fault_in",
     "in_pages",
     "is_wrapper",
     "lasting_tensors",
     "named_tensors",
     "numel_at_a_time",
+    "outside",
     "pinned_bytes",
     "require_abilities",
     "rewrapped",
+    "runs_outside",
     "span",
     "tensors_in",
     "uncollected",

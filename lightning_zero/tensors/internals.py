@@ -12,6 +12,7 @@ from inspect import isabstract
 from typing import Any
 
 import torch
+import torch._functorch.pyfunctorch as _func
 import torch.optim.optimizer as _optimizers
 import torch.utils._foreach_utils as _foreach_utils
 import torch.utils._python_dispatch as _python_dispatch
@@ -26,6 +27,39 @@ without_interception = torch._C.DisableTorchFunction
 
 without_modes = _python_dispatch._disable_current_modes
 """A context that disables all dispatch modes."""
+
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+leave_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
+enter_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
+"""The stack of function modes, counted, left and entered.
+
+Torch's context that disables them disables subclasses too.
+"""
+
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""Counts dispatch modes, whether they watch or trace."""
+
+func_level: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+leave_func_level: Callable[[], Any] = _func.pop_dynamic_layer_stack
+enter_func_level: Callable[[Any], object] = _func.push_dynamic_layer_stack
+"""The stack of transforms of ``torch.func``; ``None`` outside of all."""
+
+func_level_of: Callable[[Tensor], int] = torch._C._functorch.maybe_get_level
+is_func_wrapper: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+without_func_wrapper: Callable[[Tensor], Tensor] = torch._C._functorch.get_unwrapped
+"""A transform of ``torch.func`` wraps the tensors that its level computes."""
+
+_TRACING = [torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL]
+_TRACING.append(torch._C._TorchDispatchModeKey.FAKE)
+
+
+def leave_tracing_modes() -> list[Any]:
+    """Leave the dispatch modes that put other tensors in place of real ones; return them."""
+    return [mode for key in _TRACING if (mode := torch._C._unset_dispatch_mode(key)) is not None]
+
+
+enter_tracing_mode: Callable[[Any], None] = torch._C._set_dispatch_mode
+"""Enters one of them again, in its own place: they have one each."""
 
 without_torch_function = torch._C._disabled_torch_function_impl
 """A ``__torch_function__`` for classes that need none, at half the cost of torch's default."""
