@@ -39,7 +39,7 @@ import torch.distributed.checkpoint as dcp
 from contenders import Ranks
 from measure import in_fresh_processes, joined
 
-from lightning_zero.checkpoint.dcp.save import DirectorySave
+from lightning_zero.checkpoint.dcp.directory_save import DirectorySave
 from lightning_zero.checkpoint.file.format import Provenance
 from lightning_zero.checkpoint.load import load
 from lightning_zero.checkpoint.saver import Saver, collected

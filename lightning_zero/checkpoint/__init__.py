@@ -4,7 +4,7 @@
 module_state    the state dict of a sharded module, and loading it
 optimizer_state the state dicts of optimizers, and loading them
 cut_values      whole tensors of parameters that tensor parallelism has cut
-state_descriptions  what ranks tell each other of optimizer states, and the entries made of them
+descriptions    what ranks tell each other of optimizer states, and the entries made of them
 save            one save: agree, write, seal, rename
 saver           the saves of a run, in the calling thread or in the background
 load            reading a checkpoint, whose large tensors stay in the file
@@ -24,9 +24,9 @@ safetensors     files of that format
 
 from lightning_zero.checkpoint.cut_values import local_optimizer_states
 from lightning_zero.checkpoint.dcp.directory import Directory, is_directory
-from lightning_zero.checkpoint.dcp.save import DirectorySave
+from lightning_zero.checkpoint.dcp.directory_save import DirectorySave
+from lightning_zero.checkpoint.file.file_save import FileSave
 from lightning_zero.checkpoint.file.format import REST, Provenance
-from lightning_zero.checkpoint.file.save import FileSave
 from lightning_zero.checkpoint.load import (
     check_values,
     content,

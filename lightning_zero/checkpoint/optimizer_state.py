@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.state_descriptions import Descriptions, entry
+from lightning_zero.checkpoint.descriptions import Descriptions, entry
 from lightning_zero.engine import Description, Engine, differences, optimizer_description
 from lightning_zero.optimizer import (
     Way,
@@ -247,9 +247,8 @@ def _own_states(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any
         entries = state["state"].get(key)
         if entries is None:
             continue
-        if stepper.is_whole or not isinstance(piece, Piece):
-            if not isinstance(piece, Piece) or stepper.keeps_state_of(piece):
-                own[key] = owned(entries)
-        elif piece.numel():
+        if not isinstance(piece, Piece):
+            own[key] = owned(entries)
+        elif stepper.keeps_state_of(piece) if stepper.is_whole else piece.numel():
             own[key] = stepper.part_of(entries, piece)
     return {**state, "state": own}

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from lightning_zero.checkpoint.file.atomic import remove
+from lightning_zero.checkpoint.file.file_save import FileSave
 from lightning_zero.checkpoint.file.format import Provenance
-from lightning_zero.checkpoint.file.save import FileSave
 from lightning_zero.checkpoint.file.skeleton import Skeleton, bytes_of
 from lightning_zero.checkpoint.save import Save
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue

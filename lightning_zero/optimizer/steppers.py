@@ -40,7 +40,6 @@ class Stepper(OfOptimizer):
             after all pre-hooks.
         shows_parts: Whether the optimizer's state dict has this rank's parts, not whole states.
         endings: What its optimizer refuses once the run has ended; remove them to go on.
-        keeps_read_parts: Whether parts of a state may stay in the memory to which they are read.
     """
 
     way = Way.BY_ELEMENT
@@ -48,7 +47,6 @@ class Stepper(OfOptimizer):
     steps_before_call = False
     shows_parts = False
     endings: Sequence[Removable] = ()
-    keeps_read_parts = True
 
     @property
     def is_whole(self) -> bool:

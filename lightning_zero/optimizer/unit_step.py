@@ -69,7 +69,6 @@ class UnitStep(Stepper):
     """
 
     steps_before_call = True
-    keeps_read_parts = False  # states may go to files later
 
     def __init__(
         self,

@@ -152,7 +152,7 @@ def save_to_own_folder(folder: str) -> tuple[bytes, list[str]]:
     control = Control()
     Saver(control).save(some(control, 3.0), "/proc/self/cwd/new/file.ckpt", PROVENANCE)
     path = f"memory:/{folder}/file.ckpt"
-    with messages("lightning_zero.checkpoint.file.save") as records:
+    with messages("lightning_zero.checkpoint.file.file_save") as records:
         for _ in range(2):
             Saver(control).save(some(control, 3.0), path, PROVENANCE)
     if control.rank:

@@ -108,12 +108,12 @@ PLACES = {
     "the refresh of weights": Place(f"{_ENGINE}.sharded_model:ShardedModel.refresh", 2, False),
     "the end of a batch": Place("tests.oracle.faults:Module.on_train_batch_end", 2),
     # A save.
-    "a save, taken apart": Place(f"{_CHECKPOINT}.file.save:FileSave._take"),
-    "a save, laid out": Place(f"{_CHECKPOINT}.file.save:FileSave._layout", on_rank_0=True),
-    "a save, its file": Place(f"{_CHECKPOINT}.file.save:FileSave._create", on_rank_0=True),
+    "a save, taken apart": Place(f"{_CHECKPOINT}.file.file_save:FileSave._take"),
+    "a save, laid out": Place(f"{_CHECKPOINT}.file.file_save:FileSave._layout", on_rank_0=True),
+    "a save, its file": Place(f"{_CHECKPOINT}.file.file_save:FileSave._create", on_rank_0=True),
     "a save, written": Place(f"{_CHECKPOINT}.file.writer:Writer.write", 3),
     "a save, synced": Place(f"{_CHECKPOINT}.file.writer:Writer.sync"),
-    "a save, sealed": Place(f"{_CHECKPOINT}.file.save:FileSave._seal", on_rank_0=True),
+    "a save, sealed": Place(f"{_CHECKPOINT}.file.file_save:FileSave._seal", on_rank_0=True),
     "a save, renamed": Place(f"{_CHECKPOINT}.file.atomic:put_in_place", on_rank_0=True),
     # A load.
     "a load, opened": Place(f"{_CHECKPOINT}.load:_with_identity"),

@@ -1,7 +1,7 @@
 """The plain file that ``torch.save`` would have written, by all ranks at once.
 
 ============== ====================================================================================
-save           ``FileSave``: a save to one file, also streamed through rank 0
+file_save      ``FileSave``: a save to one file, also streamed through rank 0
 skeleton       a checkpoint as one pickle and the storages it refers to
 archive        where every byte of the file lies, and its checksums: arithmetic
 records        the records of a file that is read, with their checksums
