@@ -19,6 +19,11 @@ import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
@@ -28,12 +33,13 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.size = width // heads
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        # Heads come first, so that cutting the columns of `qkv` gives each rank some of them.
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.size)).permute(3, 0, 2, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, heads, time, size)
         return self.out(y.transpose(1, 2).flatten(-2))
 
@@ -82,6 +88,7 @@ class GPT(LightningModule):
     ) -> None:
         super().__init__()
         self.context = context
+        self.is_cut = False
         self.lr = lr
         self.weight_decay = weight_decay
         self.warmup = warmup
@@ -95,6 +102,20 @@ class GPT(LightningModule):
             self.head.weight = self.byte_embedding.weight
         self.train_loss = MeanMetric()
         self.val_loss = MeanMetric()
+
+    def configure_model(self) -> None:
+        """Cut the blocks over tensor-parallel ranks, if there are any."""
+        if self.device_mesh is None or self.is_cut:
+            return
+        plan = {
+            "attention.qkv": ColwiseParallel(),
+            "attention.out": RowwiseParallel(),
+            "mlp.0": ColwiseParallel(),
+            "mlp.2": RowwiseParallel(),
+        }
+        for block in self.blocks:
+            parallelize_module(block, self.device_mesh["tensor_parallel"], plan)
+        self.is_cut = True
 
     @staticmethod
     def _initialize(module: nn.Module) -> None:

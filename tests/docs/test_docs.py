@@ -156,6 +156,18 @@ def test_train_gpt(example: Example) -> None:
     assert 2 * numel + gathered + ours <= total < ddp_total
 
 
+def test_train_gpt_with_layers_that_are_cut(example: Example) -> None:
+    """Two tensor-parallel ranks share every batch, so the numbers are those of one rank."""
+    config = ROOT / "examples" / "zero3.yaml"
+    small = [word for pair in SMALL.items() for word in pair]
+    option = "--trainer.strategy.init_args.tensor_parallel_size"
+    output = example("examples/train_gpt.py", "fit", "--config", config, *small, option, 2)
+    losses = [float(value) for value in re.findall(r"val_loss ([\d.]+)", output)]
+    assert len(losses) == 3
+    assert losses[0] > 5.0
+    assert losses[-1] < 3.6
+
+
 def test_fabric_gpt(example: Example, tmp_path: Path) -> None:
     """What one strategy has saved, the other goes on from."""
     path = tmp_path / "gpt.ckpt"
