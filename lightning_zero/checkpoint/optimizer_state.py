@@ -136,7 +136,9 @@ def check_optimizer_states(
                 f"The checkpoint's entry for optimizer {number} is not an optimizer state."
             )
         faults = _faults_in_own_format if is_own else _faults
-        for fault in faults(optimizer, state, name_of, is_whole=is_whole):
+        with stepper.holding_parts():
+            fault = next(faults(optimizer, state, name_of, is_whole=is_whole), None)
+        if fault is not None:
             kind = type(optimizer).__name__
             raise ValueError(f"The checkpoint does not fit optimizer {number} ({kind}): {fault}.")
 
@@ -232,7 +234,8 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], engine:
     mine: Any = {}
     with engine.loading("Loading optimizer states"):
         mine = owned(state) if is_own_format else _own_states(optimizer, state)
-    with stepper.whole_members() if is_own_format else contextlib.nullcontext():
+    whole = stepper.whole_members() if is_own_format else contextlib.nullcontext()
+    with stepper.holding_parts(), whole:
         optimizer.load_state_dict(mine)
 
 
@@ -249,6 +252,6 @@ def _own_states(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any
             continue
         if not isinstance(piece, Piece):
             own[key] = owned(entries)
-        elif stepper.keeps_state_of(piece) if stepper.is_whole else piece.numel():
+        elif stepper.keeps_state_of(piece):
             own[key] = stepper.part_of(entries, piece)
     return {**state, "state": own}

@@ -18,6 +18,7 @@ from lightning_zero.engine.shown_masters import ShownMasters
 from lightning_zero.engine.unit import Unit, listed
 from lightning_zero.engine.unit_builder import Progress, UnitBuilder
 from lightning_zero.engine.weights import Residency, Shows
+from lightning_zero.optimizer import kept_states
 from lightning_zero.parameters import FlatParameters, Piece, Reader, guards
 from lightning_zero.plan import Settings
 from lightning_zero.tensors import PartlyRead, Scratch, bytes_held, runs_outside
@@ -287,8 +288,7 @@ class ShardedModel:
             piece: flat.plan.row("states") for flat in self.flats for piece in flat.pieces
         }
         kinds.update(dict.fromkeys(rows.values(), 0))
-        states = [item for optimizer in self.optimizers for item in optimizer.state.items()]
-        for member, state in states:
+        for member, state in kept_states(self.optimizers):
             kinds[rows.get(member, "states")] += sum(
                 bytes_held(value) for value in tree_leaves(state) if isinstance(value, Tensor)
             )

@@ -6,7 +6,8 @@ steppers        what steps the engines' optimizers, by element unless it is one 
 owners          steps of whole parameters, for optimizers that mix their elements
 unit_step       steps unit by unit
 states          where the states of such steps rest: in memory or in files
-whole_state     states put together from all ranks' parts, for users
+shown           what an optimizer shows between steps: parameters, and their whole states
+toys            steps of a lone toy, which show what an optimizer keeps for a parameter
 staging         batches stepped from files, and the memory and threads that read and write them
 rounding        steps by unit in fp32 of values that rest in bf16, with stochastic rounding
 probe           proof of how an optimizer may be stepped: by element, by parameter, all at once
@@ -30,32 +31,30 @@ from lightning_zero.optimizer.hooks import OptimizerHooks
 from lightning_zero.optimizer.loss_scaler import LossScaler
 from lightning_zero.optimizer.outside import Announced
 from lightning_zero.optimizer.owners import owners_of
-from lightning_zero.optimizer.pieces import (
-    FindPiece,
-    StateBytes,
-    cut_state,
-    is_like,
-    members,
-    missing_in_state,
-    owned,
-    parameter_of,
-    pieces_of,
-    state_bytes,
-    toy_state,
-    whole_state_bytes,
-)
+from lightning_zero.optimizer.pieces import FindPiece, cut_state, owned, parameter_of
 from lightning_zero.optimizer.probe import verdict_of
 from lightning_zero.optimizer.rounding import RoundedStates
 from lightning_zero.optimizer.second_run import end
+from lightning_zero.optimizer.shown import kept_states
 from lightning_zero.optimizer.staging import Part, batches_of, staging_bytes
 from lightning_zero.optimizer.states import StateFiles, States
 from lightning_zero.optimizer.steppers import (
     Stepper,
     are_torn,
+    members,
+    pieces_of,
     require_whole_steps,
     stepper_of,
 )
 from lightning_zero.optimizer.taint import Way
+from lightning_zero.optimizer.toys import (
+    StateBytes,
+    is_like,
+    missing_in_state,
+    state_bytes,
+    toy_state,
+    whole_state_bytes,
+)
 from lightning_zero.optimizer.twin import bare, with_inner
 from lightning_zero.optimizer.unit_step import UnitStep
 
@@ -80,6 +79,7 @@ __all__ = [
     "end",
     "follow",
     "is_like",
+    "kept_states",
     "members",
     "missing_in_state",
     "owned",

@@ -16,11 +16,11 @@ from lightning_zero.optimizer.announced import METHODS, Around, Removable
 from lightning_zero.optimizer.owners import WholeStep
 from lightning_zero.optimizer.probe import Verdict, verdict_of
 from lightning_zero.optimizer.second_run import SecondRun
+from lightning_zero.optimizer.shown import Shown
 from lightning_zero.optimizer.steppers import Call, Stepper
 from lightning_zero.optimizer.taint import Way
 from lightning_zero.optimizer.twin import with_inner
 from lightning_zero.optimizer.unit_step import call_as
-from lightning_zero.optimizer.whole_state import whole_states
 from lightning_zero.parameters import Piece, settle, unsettle
 from lightning_zero.tensors import internals, runs_outside
 
@@ -71,6 +71,7 @@ class OptimizerHooks:
         if self.verdict.way is not Way.BY_ELEMENT:
             self._stepper = WholeStep(optimizer, self.verdict.way, comm)
         self._stepper.attach()
+        self._shown = self._stepper.shown = Shown(optimizer, self._stepper, comm)
         self._members: list[Parameter] = []
         self._pieces: list[Piece] = []
         self._is_begun = False
@@ -121,20 +122,24 @@ class OptimizerHooks:
     @runs_outside
     def _point(self, optimizer: Optimizer) -> None:
         """Take in groups and parameters that were added since the last call."""
-        members = pieces.members(optimizer)
+        members = pieces.held_by(optimizer)
         if len(members) == len(self._members) and all(map(is_, members, self._members)):
             return
         if self._members:
             self._changed()
-            self._check_still_holds(optimizer)
-        self._stepper.require_room(self._find_piece)
-        replaced = pieces.point_at_pieces(optimizer, self._find_piece)
-        self._members = pieces.members(optimizer)
-        self._pieces = [member for member in self._members if isinstance(member, Piece)]
-        self._stepper.take(self._pieces)
-        pieces.take_state(optimizer, replaced, self._stepper.part_of)
-        pieces.guard_states(optimizer, self._pieces)
-        unsettle(self._pieces)
+        self._shown.hide()
+        try:
+            if self._members:
+                self._check_still_holds(optimizer)
+            self._stepper.require_room(self._find_piece)
+            replaced = pieces.point_at_pieces(optimizer, self._find_piece)
+            self._pieces = [p for p in pieces.held_by(optimizer) if isinstance(p, Piece)]
+            self._shown.add(self._pieces)
+            self._stepper.take(self._pieces)
+            pieces.take_state(optimizer, replaced, self._stepper.part_of)
+        finally:
+            self._shown.show()
+        self._members = pieces.held_by(optimizer)
 
     def _check_still_holds(self, optimizer: Optimizer) -> None:
         way = self._probe(optimizer).way
@@ -162,6 +167,8 @@ class OptimizerHooks:
         if closure is None:
             self._begin(optimizer)
             return args, kwargs
+        # What it takes from groups and states before it calls the closure it may use later.
+        self._shown.hide()
         if not self.verdict.waits_for_closure:
             self._begin(optimizer)
 
@@ -191,6 +198,7 @@ class OptimizerHooks:
                     f" one before {type(optimizer).__name__}.step() (`sync_grad=True`)."
                 )
         self._before()
+        self._shown.hide()
         settle(self._pieces)
         self._is_begun = True
         self._stepper.begin(call)
@@ -198,12 +206,13 @@ class OptimizerHooks:
     @runs_outside
     def _end(self) -> None:
         """Refresh the weights, if the optimizer could have changed masters."""
-        if not self._is_begun:
-            return
-        self._is_begun = False
-        self._stepper.end()
-        unsettle(self._pieces)
-        self._after(self._pieces)
+        is_begun, self._is_begun = self._is_begun, False
+        if is_begun:
+            self._stepper.end()
+            unsettle(self._pieces)
+        self._shown.show()
+        if is_begun:
+            self._after(self._pieces)
 
     def change(
         self, optimizer: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
@@ -217,8 +226,10 @@ class OptimizerHooks:
         try:
             result = method(*args, **kwargs)
         except BaseException:
-            self._is_begun = not self._stepper.is_torn
-            self._end()
+            if self._stepper.is_torn:
+                self._is_begun = False
+            else:
+                self._end()
             raise
         self._end()
         return result
@@ -227,36 +238,39 @@ class OptimizerHooks:
         self, optimizer: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> None:
         """Load states, whole ones as from DDP or this rank's parts, and keep this rank's parts."""
-        method(*args, **kwargs)
-        wholes = [piece for piece in self._pieces if pieces.has_whole_state(optimizer, piece)]
-        pieces.take_state(optimizer, dict(zip(wholes, wholes, strict=True)), self._stepper.part_of)
-        pieces.guard_states(optimizer, self._pieces)
+        with self._shown.hidden():
+            method(*args, **kwargs)
+            wholes = [piece for piece in self._pieces if pieces.has_whole_state(optimizer, piece)]
+            replaced = dict(zip(wholes, wholes, strict=True))
+            pieces.take_state(optimizer, replaced, self._stepper.part_of)
 
     def _of_whole(
         self, optimizer: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Call ``state_dict``, or what a copy is made of, with whole parameters and states."""
-        stepper = self._stepper
-        if stepper.shows_parts:
+        """Call ``state_dict``, or what a copy is made of, with whole states."""
+        if self._shown.is_lent:  # to be saved by all ranks
             return method(*args, **kwargs)
-        if self._is_begun:
+        if self._shown.is_hidden:
             raise RuntimeError(
                 f"The states of {type(optimizer).__name__} are sharded and cannot be gathered while"
                 " it steps. Ask for them between steps."
             )
-        with whole_states(stepper, self._comm), stepper.showing_parts():
+        with self._shown.copied():
             return method(*args, **kwargs)
 
     def _zero_grad(
         self, _: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Call ``zero_grad``; between steps, pieces drop what it drops as their parameters would.
+        """Call ``zero_grad``, within a step, too, on what the optimizer shows between steps.
 
-        Within a step, too, where this rank's piece may be empty or stepped elsewhere.
+        This rank's piece may be empty or stepped elsewhere.
         """
+        if not self._is_begun:
+            for piece in self._pieces:
+                piece.gradient.show_hidden()
         if not self._is_begun or not kwargs.get("set_to_none", args[0] if args else True):
             return method(*args, **kwargs)
-        with self._stepper.at_rest():
+        with self._stepper.at_rest(), self._shown.showing_members():
             unsettle(self._pieces)
             try:
                 return method(*args, **kwargs)

@@ -95,7 +95,7 @@ class Outside:
         """Return the name of an entry that is different now, ``""`` if none is."""
         for number, (old, new) in enumerate(zip(self._before, outside_of(optimizer), strict=False)):
             for key in {**old, **new}:
-                if key not in old or key not in new or not _is_equal(old[key], new[key]):
+                if key not in old or key not in new or not is_equal(old[key], new[key]):
                     return name_of(number, key)
         return ""
 
@@ -131,7 +131,8 @@ def _copied(entries: Entries) -> Entries:
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def _is_equal(one: Any, other: Any) -> bool:
+def is_equal(one: Any, other: Any) -> bool:
+    """Return whether two values, or containers of them, are equal to the bit."""
     (leaves, form), (others, other_form) = tree_flatten(one), tree_flatten(other)
     return form == other_form and all(map(_is_same, leaves, others))
 

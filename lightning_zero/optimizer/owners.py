@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.comm import Communicator, SyncPoint
-from lightning_zero.optimizer.pieces import is_of_torch, owned
-from lightning_zero.optimizer.steppers import Call, Stepper, exchange
+from lightning_zero.optimizer.pieces import exchange, is_of_torch, owned
+from lightning_zero.optimizer.steppers import Call, Stepper
 from lightning_zero.optimizer.taint import Way
 from lightning_zero.parameters import Piece
 from lightning_zero.tensors import lasting_tensors
@@ -133,7 +133,7 @@ class WholeStep(Stepper):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        with self.whole_members():
+        with self.holding_parts(), self.whole_members():
             return super().state_dict()
 
     @override
@@ -207,7 +207,7 @@ class WholeStep(Stepper):
                     piece.data.copy_(piece.range.part_of(whole.parameter.detach()))
             else:
                 self._bring_back(wholes)
-        self.abandon()
+        self._put_back()
 
     def _bring_back(self, wholes: Sequence[Whole]) -> None:
         parts: list[list[Tensor]] = [[] for _ in self._loads]
@@ -251,7 +251,11 @@ class WholeStep(Stepper):
 
     @override
     def abandon(self) -> None:
-        """Put the pieces back into the param groups, without new values."""
+        self._put_back()
+        super().abandon()
+
+    def _put_back(self) -> None:
+        """Put the pieces back into the param groups."""
         if not self._is_begun:
             return
         self._is_begun = False

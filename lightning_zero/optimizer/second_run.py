@@ -13,17 +13,20 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm import Communicator
 from lightning_zero.optimizer.announced import Around
-from lightning_zero.optimizer.pieces import FindPiece, pieces_of, take_state
-from lightning_zero.optimizer.steppers import Stepper, exchange, stepper_of
+from lightning_zero.optimizer.pieces import FindPiece, exchange, take_state
+from lightning_zero.optimizer.shown import ENDED
+from lightning_zero.optimizer.steppers import Stepper, pieces_of, stepper_of
 from lightning_zero.optimizer.twin import with_inner
 from lightning_zero.parameters import Piece
 
 
 def end(optimizer: Optimizer) -> None:
     """Make an optimizer refuse what needs the engine that owns its pieces, which has ended."""
-    if not pieces_of(optimizer):
+    stepper = stepper_of(optimizer)
+    if stepper.shown is None or not stepper.shown.pieces:
         return
-    stepper_of(optimizer).endings = [
+    stepper.shown.comm = None
+    stepper.endings = [
         optimizer.register_step_pre_hook(lambda *_: _refuse(optimizer, str)),
         *(
             Around(holder, name, _refuse, optimizer)
@@ -34,17 +37,10 @@ def end(optimizer: Optimizer) -> None:
 
 
 def _refuse(optimizer: Optimizer, method: Callable[..., Any], *args: Any) -> Any:
-    if stepper_of(optimizer).shows_parts:  # to be saved by all ranks
+    shown = stepper_of(optimizer).shown
+    if shown is not None and shown.is_lent:  # to be saved by all ranks
         return method(*args)
-    raise RuntimeError(_ENDED.format(kind=type(optimizer).__name__))
-
-
-_ENDED = (
-    "{kind} belongs to a run that has ended and holds only this rank's parts of its states. Return"
-    " it from `configure_optimizers` to another run of the same ranks with the same settings, or"
-    " return a new one and load the whole states from a checkpoint (`trainer.fit(ckpt_path=...)`)."
-    " Otherwise use it in `on_train_end` or earlier."
-)
+    raise RuntimeError(ENDED.format(kind=type(optimizer).__name__))
 
 
 class SecondRun:
@@ -69,6 +65,8 @@ class SecondRun:
         if self._old:
             self._before.check()
             self._agree(list(map(_part, self._old)) == list(map(_part, self._new)))
+            assert self._before.shown is not None
+            self._before.shown.hide()
             exchange(optimizer, self._old, self._new)
 
     def give_to(self, stepper: Stepper) -> None:
@@ -82,16 +80,22 @@ class SecondRun:
         try:
             self._agree(is_alike)
         except ValueError:
+            assert stepper.shown is not None
+            assert before.shown is not None
+            stepper.shown.hide()
             exchange(self._optimizer, self._new, self._old)
+            before.attach()
+            before.shown.show()
             raise
         for handle in before.endings:
             handle.remove()
         moved = dict(zip(self._new, self._new, strict=True))
-        take_state(self._optimizer, moved, stepper.kept)
+        with stepper.holding_parts():
+            take_state(self._optimizer, moved, stepper.kept)
 
     def _agree(self, is_alike: bool) -> None:
         if not all(self._comm.control.gather_objects(is_alike)):
-            raise ValueError(_ENDED.format(kind=type(self._optimizer).__name__))
+            raise ValueError(ENDED.format(kind=type(self._optimizer).__name__))
 
 
 def _part(piece: Piece) -> Any:

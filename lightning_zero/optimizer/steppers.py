@@ -12,7 +12,7 @@ stepper         steps                             states on each rank
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -21,9 +21,10 @@ from torch.optim import Optimizer
 
 from lightning_zero.optimizer.announced import Removable
 from lightning_zero.optimizer.outside import OfOptimizer
-from lightning_zero.optimizer.pieces import FindPiece, cut_state, owned
+from lightning_zero.optimizer.pieces import FindPiece, cut_state, held_by, owned
+from lightning_zero.optimizer.shown import Shown
 from lightning_zero.optimizer.taint import Way
-from lightning_zero.optimizer.twin import with_inner
+from lightning_zero.optimizer.twin import bare
 from lightning_zero.parameters import Piece
 
 Call = Callable[[Any], Any]
@@ -38,14 +39,14 @@ class Stepper(OfOptimizer):
         is_torn: Whether some units are stepped and others not.
         steps_before_call: Whether it steps members before the user's own call of ``step``, and so
             after all pre-hooks.
-        shows_parts: Whether the optimizer's state dict has this rank's parts, not whole states.
+        shown: What the optimizer shows between steps; ``None`` if it belongs to no engine.
         endings: What its optimizer refuses once the run has ended; remove them to go on.
     """
 
     way = Way.BY_ELEMENT
     is_torn = False
     steps_before_call = False
-    shows_parts = False
+    shown: Shown | None = None
     endings: Sequence[Removable] = ()
 
     @property
@@ -76,17 +77,12 @@ class Stepper(OfOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state dict with what this rank keeps of the states."""
-        with self.showing_parts():
+        with self.holding_parts():
             return self.optimizer.state_dict()
 
-    @contextmanager
-    def showing_parts(self) -> Iterator[None]:
-        """Enter a context in which calls of the optimizer gather no states."""
-        before, self.shows_parts = self.shows_parts, True
-        try:
-            yield
-        finally:
-            self.shows_parts = before
+    def holding_parts(self) -> AbstractContextManager[None]:
+        """Return a context in which the optimizer holds this rank's parts, as in a step."""
+        return nullcontext() if self.shown is None else self.shown.hidden()
 
     def part_of(self, state: Mapping[str, Any], piece: Piece) -> Mapping[str, Any] | None:
         """Return a copy of the part of a parameter's state that this rank keeps, if any."""
@@ -98,7 +94,7 @@ class Stepper(OfOptimizer):
 
     def keeps_state_of(self, piece: Piece) -> bool:
         """Return whether this rank has the optimizer's state for a parameter, or a part of it."""
-        return True
+        return piece.numel() > 0
 
     @contextmanager
     def whole_members(self) -> Iterator[None]:
@@ -130,6 +126,8 @@ class Stepper(OfOptimizer):
 
     def abandon(self) -> None:
         """Restore the param groups after a step that an exception ended."""
+        if self.shown is not None:
+            self.shown.show()
 
     def remove(self) -> None:
         """Stop stepping: the engine has ended."""
@@ -149,7 +147,7 @@ _NAME = "_lightning_zero_stepper"
 
 def stepper_of(optimizer: Optimizer) -> Stepper:
     """Return what steps an optimizer, or did in a run that has ended."""
-    found = vars(optimizer).get(_NAME)
+    found = vars(bare(optimizer)).get(_NAME)
     return found if isinstance(found, Stepper) else Stepper(optimizer)
 
 
@@ -165,13 +163,20 @@ def require_whole_steps(optimizers: Iterable[Optimizer]) -> None:
             stepper.check()
 
 
-def exchange(optimizer: Optimizer, old: Iterable[Parameter], new: Iterable[Parameter]) -> None:
-    """Replace parameters in the param groups and as keys of the states."""
-    others = {id(one): other for one, other in zip(old, new, strict=True)}
-    for holder in with_inner(optimizer):
-        for group in holder.param_groups:
-            members = group["params"]
-            members[:] = [others.get(id(member), member) for member in members]
-        state: dict[Any, Any] = holder.state
-        for key in [key for key in state if id(key) in others]:
-            state[others[id(key)]] = state.pop(key)
+def pieces_of(optimizer: Optimizer, find_piece: FindPiece | None = None) -> list[Piece]:
+    """Return the pieces of the parameters that an optimizer holds.
+
+    With ``find_piece``, include those of parameters that were added since its last step.
+    """
+    found = [
+        one if isinstance(one, Piece) or find_piece is None else find_piece(one)
+        for one in members(optimizer)
+    ]
+    return [one for one in found if isinstance(one, Piece)]
+
+
+def members(optimizer: Optimizer) -> list[Parameter]:
+    """Return the pieces, and parameters of no engine, that an optimizer steps, in order."""
+    shown = stepper_of(optimizer).shown
+    pieces = {} if shown is None else shown.pieces
+    return [pieces.get(id(member), member) for member in held_by(optimizer)]

@@ -157,6 +157,7 @@ class UnitStep(Stepper):
             self._under_way = None
             with contextlib.suppress(OSError):  # already raised by the step
                 self.states.close()
+        super().abandon()
 
     @override
     def begin(self, call: Call | None = None) -> None:

@@ -112,6 +112,11 @@ class GradientView:
             self.piece.parameter.grad = self.shown = None
         return before.is_unsynced
 
+    def show_hidden(self) -> None:
+        """Show again what a backward pass that was interrupted has hidden."""
+        if self.state is GradState.HIDDEN and self.shown is None and not internals.in_backward():
+            self.show_sharded(is_of_copy=self.is_of_copy)
+
     def claim(self) -> Tensor | None:
         """Remove the gradient that autograd just finished from the parameter, and return it."""
         parameter = self.piece.parameter

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._pytree import tree_map_only
 
-from lightning_zero.parameters.grad_view import GradientView, GradState
-from lightning_zero.parameters.guards import Guarded
+from lightning_zero.parameters.grad_view import GradientView
 from lightning_zero.parameters.piece_range import PieceRange
-from lightning_zero.tensors import internals, lasting_tensors, properties
+from lightning_zero.tensors import internals, lasting_tensors
 
 _GRAD: Any = Tensor.grad
 
@@ -124,56 +121,6 @@ class Piece(Parameter):
         return f"Piece [{of.start}:{of.stop}] of a parameter of shape {shape}, {self.dtype}"
 
 
-class PieceAtRest(Piece):
-    """A piece outside its optimizer's step, which acts as the parameter to all code but ours.
-
-    Code that goes through ``param_groups`` there means whole parameters. With pieces it would get
-    a different norm on each rank, and change masters without the whole weights.
-    """
-
-    @property
-    def grad(self) -> Tensor | None:
-        """The parameter's own gradient: averaged, and of the parameter's shape."""
-        with internals.as_plain_tensors():
-            shown = _GRAD.__get__(self.parameter)
-        # During a backward pass, or after an interrupted one: what earlier passes have left.
-        is_hidden = shown is None and self.gradient.state is GradState.HIDDEN
-        return self.gradient.sharded if is_hidden else shown
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        with internals.as_plain_tensors():
-            _GRAD.__set__(self.parameter, value)
-        if value is None:
-            self.gradient.drop()
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Act as the piece in this package, else as the parameter; both have the master's dtype."""
-        if func in properties.KINDS or internals.is_called_by(_PACKAGE):
-            with internals.as_plain_tensors():
-                return func(*args, **(kwargs or {}))
-        args, kwargs = tree_map_only(PieceAtRest, attrgetter("parameter"), (args, kwargs or {}))
-        return Guarded.__torch_function__(func, types, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        with internals.as_plain_tensors():
-            return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with internals.as_plain_tensors():
-            return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-
-_PACKAGE = __name__.partition(".")[0]
-
-
 def averages(pieces: Sequence[Piece]) -> list[Tensor | None]:
     """Follow user changes to gradients, and return each piece's part of its averaged gradient."""
     with internals.as_plain_tensors():
@@ -184,18 +131,16 @@ def averages(pieces: Sequence[Piece]) -> list[Tensor | None]:
 
 
 def settle(pieces: Sequence[Piece]) -> None:
-    """Make pieces act as pieces for an optimizer's step, while nothing else changes gradients.
+    """Follow user changes to gradients once, not at each of the many reads of an optimizer's step.
 
-    User changes to the gradients are followed once, not at each of the step's many reads.
+    Until :func:`unsettle`, nothing but the step changes gradients.
     """
     averages(pieces)
     for piece in pieces:
-        piece.__class__ = Piece
         piece.gradient.is_settled = True
 
 
 def unsettle(pieces: Iterable[Piece]) -> None:
-    """Make pieces act as their parameters again, after a step."""
+    """Follow user changes to gradients at each read again, after a step."""
     for piece in pieces:
-        piece.__class__ = PieceAtRest
         piece.gradient.is_settled = False

@@ -96,17 +96,6 @@ enable_profiler_ranges = torch.autograd._enable_record_function
 """Turns the profiler ranges of torch's own works on and off; there is no public switch."""
 
 
-def is_called_by(package: str) -> bool:
-    """Return whether the calling function was called from ``package``, skipping torch's frames."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:  # one of torch's own threads may have no other caller
-        name = str(frame.f_globals.get("__name__")).partition(".")[0]
-        if name != "torch":
-            return name == package
-        frame = frame.f_back
-    return False
-
-
 def is_in_compiled_call() -> bool:
     """Return whether a function that ``torch.compile`` returned is running, compiled or not."""
     frame: Any = sys._getframe(1)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import (
-    BaseFinetuning,
     BatchSizeFinder,
     Callback,
     StochasticWeightAveraging,
@@ -26,7 +25,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_zero.engine import Engine, Replacements
-from lightning_zero.parameters import Piece
 from lightning_zero.trainer import internals
 from lightning_zero.trainer.weight_average import Average, is_by_element
 
@@ -122,9 +120,6 @@ class AdaptedCallbacks:
         for callback in self._callbacks:
             if id(callback) in self._averages:
                 self._average_pieces(callback, engine)
-                continue
-            if isinstance(callback, BaseFinetuning):
-                self._replaced.wrap(callback, internals.MAPS_GROUPS, _with_parameters)
 
     def _average_pieces(self, callback: Any, engine: Engine) -> None:
         averaged = self._averages[id(callback)]
@@ -178,16 +173,6 @@ def _on_pieces(
 ) -> Any:
     with averaged.shown(modify=modify) as pieces:
         return method(first, pieces, *args)
-
-
-def _with_parameters(
-    inner: Callable[..., Any], groups: list[dict[str, Any]], mapping: dict[Any, Any]
-) -> Any:
-    whole = [
-        {**group, "params": [p.parameter if isinstance(p, Piece) else p for p in group["params"]]}
-        for group in groups
-    ]
-    return inner(whole, mapping)
 
 
 # -- averages in pieces ----------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.strategies import _StrategyRegistry
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -28,15 +28,13 @@ StrategyRegistry = _StrategyRegistry
 """The type in the signature of ``Strategy.register_strategies``."""
 StoredPath = _PATH
 """The type in the signatures of ``Strategy.save_checkpoint`` and others."""
-optimizers_to_device = _optimizers_to_device
+optimizer_to_device = _optimizer_to_device
 """Moves optimizer states as ``Strategy.teardown`` does, which is overridden."""
 
 LOADS_AVERAGE = "_load_average_model_state"
 """Loads the average of ``StochasticWeightAveraging``, for which there is no public hook."""
 OVERRIDABLE = ("_swap_models", "_copy_average_to_current")
 """Methods of ``WeightAveraging`` that touch the average and that a subclass may override."""
-MAPS_GROUPS = "_apply_mapping_to_param_groups"
-"""Looks up parameters in param groups, which hold pieces, for ``BaseFinetuning``."""
 ANSWERS_REQUEUE = "_slurm_sigusr_handler_fn"
 ANSWERS_END = "_sigterm_notifier_fn"
 """Handlers that answer a signal at once, on one rank; there is no public way to answer later."""

@@ -26,6 +26,7 @@ from lightning_zero.deepspeed import Config
 from lightning_zero.engine import Engine, broadcast_buffers, forget_values
 from lightning_zero.fabric import to_device_but_parameters
 from lightning_zero.memory import summary
+from lightning_zero.optimizer import stepper_of
 from lightning_zero.parameters import make_distributed, make_local
 from lightning_zero.plan import (
     ARGUMENTS,
@@ -368,7 +369,9 @@ class ZeROStrategy(SavingStrategy):
 
     def _move_to_host(self) -> None:
         """Move the optimizers, and the module if it is whole, to the CPU, as DDP does."""
-        internals.optimizers_to_device(self.optimizers, torch.device("cpu"))
+        for optimizer in self.optimizers:
+            with stepper_of(optimizer).holding_parts():
+                internals.optimizer_to_device(optimizer, torch.device("cpu"))
         module = self.lightning_module
         # Without an engine, a run may have failed in the middle of sharding.
         has_failed = self._run is not None and self._run.has_failed

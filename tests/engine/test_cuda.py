@@ -30,7 +30,7 @@ from lightning_zero.checkpoint import optimizer_state
 from lightning_zero.comm import Communicator, Control, process_groups
 from lightning_zero.comm.collectives import Collectives
 from lightning_zero.engine import Engine, materialize
-from lightning_zero.optimizer import Way, clip, state_bytes, verdict_of
+from lightning_zero.optimizer import Way, clip, kept_states, state_bytes, verdict_of
 from lightning_zero.parameters import settle
 from lightning_zero.plan import RECIPES, Offload, Settings
 from tests.oracle.device import beside_the_host
@@ -460,7 +460,7 @@ def test_states_travel_between_hosts(device: torch.device, monkeypatch: pytest.M
     job.step()
     with FakeTensorMode():
         count = torch.ones((), device="cuda")
-    for state in job.optimizer.state.values():
+    for _, state in kept_states([job.optimizer]):
         state["step"] = count
     sent: list[Any] = []
 

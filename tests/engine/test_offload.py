@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zero.checkpoint import module_state, optimizer_state
 from lightning_zero.engine import Engine
-from lightning_zero.optimizer import batches_of, staging
+from lightning_zero.optimizer import batches_of, kept_states, staging
 from lightning_zero.optimizer.known import ELEMENT_WISE
 from lightning_zero.optimizer.staging import NUM_SLOTS
 from lightning_zero.plan import RECIPES, Offload, Settings
@@ -116,7 +116,7 @@ def test_the_bits_are_those_of_memory(ranks: Pools, tmp_path: Path, world: int) 
 
 
 def states(optimizer: Optimizer) -> Iterator[Tensor]:
-    for state in optimizer.state.values():
+    for _, state in kept_states([optimizer]):
         yield from (value for value in state.values() if value.dim())
 
 
@@ -237,18 +237,17 @@ def test_users_hooks_see_all_members_in_every_step(tmp_path: Path) -> None:
 
     def average(*_: Any) -> None:
         for group in optimizer.param_groups:
-            for piece in group["params"]:
-                # The first hook sees what is stepped, the second one the whole parameters.
-                key, value = (id(piece), piece.shape), piece.detach()
+            for p in group["params"]:
+                key, value = (id(p), p.shape), p.detach()
                 averages.setdefault(key, value.clone()).lerp_(value, 0.5)
-                assert optimizer.state[piece]["momentum_buffer"].numel() == piece.range.numel
+                assert optimizer.state[p]["momentum_buffer"].shape == p.shape
 
     optimizer.register_step_post_hook(average)
     engine.adopt(optimizer)
     optimizer.register_step_post_hook(average)
     for _ in range(3):
         step(engine, optimizer)
-    assert {key for key, _ in averages} == set(map(id, engine.sharded.pieces))
+    assert {*averages} == {(id(p), p.shape) for p in model.parameters()}
     engine.close()
 
 
@@ -423,13 +422,14 @@ def stepped_four_times(cls: type[Optimizer], **files: Any) -> list[Tensor]:
         row = torch.full((3, 200), 0.1 * (number + 1))
         model(row).pow(2).sum().backward()
         if number == 2:
-            first.grad = None
+            first.parameter.grad = None
         optimizer.step()
         optimizer.zero_grad()
         for index, (key, value) in enumerate([*optimizer.state[first].items()]):
             if torch.is_tensor(value) and value.dim():
                 optimizer.state[first][key] = value.mul_(0.9) if index % 2 else value * 0.9
-    assert {id(p) for p in optimizer.state} <= {id(p) for p in engine.sharded.pieces}
+    keys = {id(key) for key, _ in kept_states([optimizer])}
+    assert keys <= {id(p) for p in engine.sharded.pieces}
     found = [
         torch.as_tensor(value).clone()
         for piece in engine.sharded.pieces
@@ -710,14 +710,14 @@ def test_states_that_came_into_memory_go_to_files_before_anything_is_stepped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, engine, optimizer = stepped_once(tmp_path)
-    for state in optimizer.state.values():
+    for _, state in kept_states([optimizer]):
         state["of the user"] = state["exp_avg"] * 2
-    before = [state["step"].item() for state in optimizer.state.values()]
+    before = [state["step"].item() for _, state in kept_states([optimizer])]
     monkeypatch.setattr(os, "posix_fallocate", mock.Mock(side_effect=OSError(28, "No space")))
     with pytest.raises(OSError, match="more bytes in offload_path"):
         step(engine, optimizer)
     monkeypatch.undo()
-    assert [state["step"].item() for state in optimizer.state.values()] == before
+    assert [state["step"].item() for _, state in kept_states([optimizer])] == before
     optimizer.step()
     assert all(is_in_file(one, str(tmp_path)) for one in states(optimizer))
     engine.close()

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.optimizer import Way, stepper_of
+from lightning_zero.optimizer import Way, members, stepper_of
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import shard, whole
 
@@ -176,18 +176,19 @@ def look_at_muon() -> tuple[int, list[str], int, str]:
     Optimizer.register_step_pre_hook(
         muon, lambda *_: seen.append([tuple(p.shape) for p in muon.param_groups[0]["params"]])
     )
-    pieces = list(muon.param_groups[0]["params"])
+    held = list(muon.param_groups[0]["params"])
+    pieces = members(muon)
     loss_of(model, 0, 0).backward()
     muon.step()
-    # Between steps the groups hold pieces, and the state is whole, at the owner alone.
-    assert all(a is b for a, b in zip(muon.param_groups[0]["params"], pieces, strict=True))
-    assert seen[0] != [tuple(p.shape) for p in pieces]
+    # Between steps the groups hold the module's parameters; the owner alone has the whole state.
+    assert all(a is b for a, b in zip(muon.param_groups[0]["params"], held, strict=True))
+    assert seen[0] != [tuple(p.shape) for p in held]
     owned = [index for index, piece in enumerate(pieces) if piece in muon.state]
     shapes = [tuple(p.shape) for p in matrices(model)]
     for index in owned:
         assert muon.state[pieces[index]]["momentum_buffer"].shape == shapes[index]
     muon.zero_grad()
-    assert all(piece.grad is None for piece in pieces)
+    assert all(one.grad is None for one in (*held, *pieces))
     nbytes = engine.sharded.memory()["states"]
     engine.close()
     return nbytes, owned, engine.comm.control.rank, notice or ""

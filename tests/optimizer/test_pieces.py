@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.optimizer import missing_in_state
-from lightning_zero.parameters import Piece
+from lightning_zero.optimizer import members, missing_in_state, stepper_of
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import shard, whole
 from tests.oracle.stack import Stack, build, rows, square
@@ -324,19 +323,25 @@ def look_at_objects() -> None:
     vars(optimizer)["fast_state"] = optimizer.state  # as in Lookahead
     engine.adopt(optimizer)
     assert vars(optimizer)["fast_state"] is optimizer.state
-    pieces = optimizer.param_groups[0]["params"]
-    assert all(isinstance(piece, Piece) for piece in pieces)
-    assert [piece.parameter for piece in pieces] == parameters
+    held = optimizer.param_groups[0]["params"]
+    assert all(one is other for one, other in zip(held, parameters, strict=True))
+    pieces = members(optimizer)
     # The state that Adagrad made at once was cut with its parameter.
     sizes = [piece.range.stop - piece.range.start for piece in pieces]
     assert [optimizer.state[piece]["sum"].shape for piece in pieces] == [(size,) for size in sizes]
     for _ in range(2):
-        looks = ("__getitem__", "__contains__", "get")
-        for look in [getattr(optimizer.state, name) for name in looks]:
-            with pytest.raises(RuntimeError, match=r"this rank's piece of parameter 'stem\.\w+'"):
-                look(parameters[0])
+        with stepper_of(optimizer).holding_parts():
+            assert all(one is other for one, other in zip(held, pieces, strict=True))
+            looks = ("__getitem__", "__contains__", "get")
+            for look in [getattr(optimizer.state, name) for name in looks]:
+                with pytest.raises(RuntimeError, match=r"rank's piece of parameter 'stem\.\w+'"):
+                    look(parameters[0])
+            assert set(optimizer.state) == set(pieces)
         assert optimizer.state.get(nn.Parameter(torch.ones(1))) is None
-        assert set(optimizer.state) == set(pieces)
+        assert set(optimizer.state) == set(parameters)
+        assert [optimizer.state[p]["sum"].shape for p in parameters] == [
+            p.shape for p in parameters
+        ]
         optimizer.load_state_dict(optimizer.state_dict())
     shards = sum(
         b.layout.shard_numel for unit in engine.sharded.units for b in unit.flat_parameters
@@ -349,7 +354,7 @@ def look_at_objects() -> None:
     other = shard(build(Stack), stage=3)
     twice = torch.optim.SGD(other.module.parameters(), lr=0.1)
     other.adopt(twice)
-    twice.add_param_group({"params": [other.module.stem.weight]})
+    twice.param_groups.append({**twice.param_groups[0], "params": [other.module.stem.weight]})
     with pytest.raises(ValueError, match="more than one param group of SGD"):
         twice.step()
     other.close()

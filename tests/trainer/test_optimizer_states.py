@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import io
 import pickle
@@ -186,7 +187,58 @@ def reduced_rates(module: Any) -> Any:
     return scheduler.state_dict(), [group["lr"] for group in own(module).param_groups]
 
 
+def looked_up(module: Any) -> Any:
+    states, parameters = own(module).state, [*module.parameters()]
+    none = nn.Parameter(torch.ones(1))
+    held = [p for group in own(module).param_groups for p in group["params"]]
+    assert all(any(p is q for q in held) for p in parameters)
+    return (
+        [states[p] for p in parameters if p in states],
+        [*states.values()],
+        [[p is key for key in states] for p in held],
+        [len(states), bool(states), states.get(none), none in states],
+        [state for key, state in states.items() if not isinstance(key, Tensor)],
+        copy.deepcopy(states[parameters[0]]),
+        [*pickle.loads(pickle.dumps(states)).values()],
+    )
+
+
+def edited(module: Any) -> Any:
+    """Changes to what a lookup returns act on the next steps."""
+    states, (first, second, third, *_) = own(module).state, module.parameters()
+    for value in states[first].values():
+        if isinstance(value, Tensor) and value.dim():
+            value.data.mul_(0.5)
+    for key, value in states[second].items():
+        states[second][key] = value * 0.25 if torch.is_tensor(value) and value.dim() else value
+    states.pop(third)
+    return own(module).state_dict()["state"], len(states)
+
+
+def with_own_entries(module: Any) -> Any:
+    """As sharpness-aware optimizers keep weights between two passes."""
+    for p in module.parameters():
+        own(module).state[p]["old"] = p.detach().clone()
+    return own(module).state_dict()["state"]
+
+
+def emptied(module: Any) -> Any:
+    own(module).state.clear()
+    return own(module).state_dict()
+
+
+def assigned(module: Any) -> Any:
+    states = {p: copy.deepcopy(state) for p, state in own(module).state.items()}
+    del states[next(module.parameters())]
+    own(module).state = collections.defaultdict(dict, states)
+
+
 ASKING = [
+    looked_up,
+    edited,
+    with_own_entries,
+    emptied,
+    assigned,
     saved,
     asked,
     loaded,
@@ -198,7 +250,7 @@ ASKING = [
     reduced_rates,
 ]
 CASES = [(name, ask) for name in ("adam", "by parameter") for ask in ASKING]
-CASES += [(name, ask) for name in OPTIMIZERS for ask in (asked, loaded)]
+CASES += [(name, ask) for name in OPTIMIZERS for ask in (asked, loaded, looked_up)]
 
 
 def fit(strategy: Any, name: str, ask: Callable[[Any], Any]) -> Any:
@@ -223,28 +275,40 @@ def test_states_are_those_under_ddp(
     ranks(2).run(under_each, str(tmp_path), name, ask)
 
 
-def offloaded(folder: str) -> None:
-    expected = fit("ddp", "adam", loaded)
+def offloaded(folder: str, ask: Callable[[Any], Any]) -> None:
+    expected = fit("ddp", "adam", ask)
     homes: Any = {"offload_optimizer": "nvme", "offload_weights": "nvme", "offload_path": folder}
     strategy = ZeROStrategy(3, units=(nn.Linear,), min_num_params=0, **homes)
-    assert_close(fit(strategy, "adam", loaded), expected, "offloaded")
+    assert_close(fit(strategy, "adam", ask), expected, "offloaded")
 
 
-def test_states_in_files(ranks: Pools, tmp_path: Path) -> None:
-    ranks(2).run(offloaded, str(tmp_path))
+@pytest.mark.parametrize("ask", [loaded, edited, looked_up])
+def test_states_in_files(ranks: Pools, tmp_path: Path, ask: Callable[[Any], Any]) -> None:
+    ranks(2).run(offloaded, str(tmp_path), ask)
 
 
-def by_one_rank(module: Any) -> Any:
-    return own(module).state_dict() if module.global_rank == 0 else None
+def all_of(optimizer: Any) -> Any:
+    return optimizer.state_dict()
 
 
-def alone(name: str) -> None:
-    fit(ZeROStrategy(1), name, by_one_rank)
+def one_of(optimizer: Any) -> Any:
+    return optimizer.state[optimizer.param_groups[0]["params"][0]]
 
 
-@pytest.mark.parametrize("name", ["adam", "by parameter"])
-def test_a_rank_that_asks_alone_is_named(ranks: Pools, name: str) -> None:
+def number_of(optimizer: Any) -> Any:
+    return len(optimizer.state)
+
+
+def alone(name: str, ask: Callable[[Any], Any]) -> None:
+    fit(ZeROStrategy(1), name, lambda module: module.global_rank or ask(own(module)))
+
+
+@pytest.mark.parametrize(
+    ("name", "ask"),
+    [("adam", all_of), ("by parameter", all_of), ("adam", one_of), ("adam", number_of)],
+)
+def test_a_rank_that_asks_alone_is_named(ranks: Pools, name: str, ask: Any) -> None:
     kind = {"adam": "Adam", "by parameter": "Adafactor"}[name]
     with pytest.raises(RankError) as error:
-        ranks(2).run(alone, name)
+        ranks(2).run(alone, name, ask)
     assert f"the whole states of an optimizer of {kind}" in str(error.value)
