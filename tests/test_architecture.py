@@ -62,7 +62,7 @@ INNER = {
     "engine.weights",
     "optimizer.known",
     "optimizer.operations",
-    "optimizer.outside",
+    "optimizer.shared_state",
     "optimizer.probe",
     "optimizer.rounding",
     "optimizer.staging",

@@ -3,7 +3,7 @@
 =============== ====================================================================================
 pieces          pointing an optimizer's groups at pieces, and cutting its states
 steppers        what steps the engines' optimizers, by element unless it is one of these two:
-owners          steps of whole parameters, for optimizers that mix their elements
+whole_step      steps of whole parameters, for optimizers that mix their elements
 unit_step       steps unit by unit
 states          where the states of such steps rest: in memory or in files
 shown           what an optimizer shows between steps: parameters, and their whole states
@@ -14,10 +14,10 @@ probe           proof of how an optimizer may be stepped: by element, by paramet
 known           classes that need no proof
 trial           steps of toy parameters
 unit_trial      steps of toys unit by unit, compared with steps of all at once
-outside         what an optimizer keeps for all of its members
-taint           tracking of elements through the operations of an optimizer
+shared_state    what an optimizer keeps for all of its members
+dataflow        tracking of elements through the operations of an optimizer
 operations      what is known of torch's operations: what they read, write and mix
-twin            a copy of an optimizer that owns toy parameters
+optimizer_copy  a copy of an optimizer that owns toy parameters
 announced       functions in place of an optimizer's methods
 second_run      optimizers whose run has ended, in another run or by themselves
 hooks           what happens before and after an optimizer's step
@@ -27,14 +27,15 @@ loss_scaler     dynamic loss scaling
 """
 
 from lightning_zero.optimizer.announced import Removable, follow
+from lightning_zero.optimizer.dataflow import Way
 from lightning_zero.optimizer.hooks import OptimizerHooks
 from lightning_zero.optimizer.loss_scaler import LossScaler
-from lightning_zero.optimizer.outside import Announced
-from lightning_zero.optimizer.owners import owners_of
+from lightning_zero.optimizer.optimizer_copy import bare, with_inner
 from lightning_zero.optimizer.pieces import FindPiece, cut_state, owned, parameter_of
 from lightning_zero.optimizer.probe import verdict_of
 from lightning_zero.optimizer.rounding import RoundedStates
 from lightning_zero.optimizer.second_run import end
+from lightning_zero.optimizer.shared_state import Announced
 from lightning_zero.optimizer.shown import kept_states
 from lightning_zero.optimizer.staging import Part, batches_of, staging_bytes
 from lightning_zero.optimizer.states import StateFiles, States
@@ -46,7 +47,6 @@ from lightning_zero.optimizer.steppers import (
     require_whole_steps,
     stepper_of,
 )
-from lightning_zero.optimizer.taint import Way
 from lightning_zero.optimizer.toys import (
     StateBytes,
     is_like,
@@ -55,8 +55,8 @@ from lightning_zero.optimizer.toys import (
     toy_state,
     whole_state_bytes,
 )
-from lightning_zero.optimizer.twin import bare, with_inner
 from lightning_zero.optimizer.unit_step import UnitStep
+from lightning_zero.optimizer.whole_step import owners_of
 
 __all__ = [
     "Announced",

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
-from lightning_zero.optimizer.outside import Announced
+from lightning_zero.optimizer.shared_state import Announced
 
 METHODS = ("train", "eval", "load_state_dict", "zero_grad", "state_dict", "__getstate__")
 """The methods of an optimizer that do more while it holds pieces."""

@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 from lightning_zero.comm import Communicator
 from lightning_zero.optimizer import pieces
 from lightning_zero.optimizer.announced import METHODS, Around, Removable
-from lightning_zero.optimizer.owners import WholeStep
+from lightning_zero.optimizer.dataflow import Way
+from lightning_zero.optimizer.optimizer_copy import with_inner
 from lightning_zero.optimizer.probe import Verdict, verdict_of
 from lightning_zero.optimizer.second_run import SecondRun
 from lightning_zero.optimizer.shown import Shown
 from lightning_zero.optimizer.steppers import Call, Stepper
-from lightning_zero.optimizer.taint import Way
-from lightning_zero.optimizer.twin import with_inner
 from lightning_zero.optimizer.unit_step import call_as
+from lightning_zero.optimizer.whole_step import WholeStep
 from lightning_zero.parameters import Piece, settle, unsettle
 from lightning_zero.tensors import internals, runs_outside
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_zero.optimizer.twin import bare
+from lightning_zero.optimizer.optimizer_copy import bare
 
 ELEMENT_WISE = frozenset(
     [

@@ -1,7 +1,7 @@
 """How an optimizer may be stepped, proved from its own operations on toy parameters.
 
 A copy of the user's optimizer, with the user's arguments and param groups, steps toys under
-:class:`Taint`, which tracks every value that comes from an element of a parameter, gradient or
+:class:`Dataflow`, which tracks every value that comes from an element of a parameter, gradient or
 state. What is not known to be element-wise counts as not element-wise, and what is not known to
 stay within one parameter counts as mixing several. Comparing results would not do: Prodigy,
 D-Adaptation, SGDP and AdamP step two halves of a small tensor nearly as they step the whole.
@@ -29,11 +29,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_zero.optimizer.dataflow import Finding, Traced, Way
 from lightning_zero.optimizer.known import ELEMENT_WISE, is_known
+from lightning_zero.optimizer.optimizer_copy import CannotCopy, bare
 from lightning_zero.optimizer.pieces import is_of_torch
-from lightning_zero.optimizer.taint import Finding, Traced, Way
 from lightning_zero.optimizer.trial import Master, Trial
-from lightning_zero.optimizer.twin import CannotCopy, bare
 from lightning_zero.optimizer.unit_trial import reason_against
 
 
@@ -101,18 +101,18 @@ def probe(
             whole = Trial(original, master_of, least_groups=least_groups)
             whole.run()
             _examine_format(whole)
-            if whole.taint.way is Way.BY_ELEMENT:
+            if whole.dataflow.way is Way.BY_ELEMENT:
                 part = _compare(whole, original, master_of, least_groups)
-            elif whole.taint.way is Way.BY_PARAMETER and whole.taint.read:
+            elif whole.dataflow.way is Way.BY_PARAMETER and whole.dataflow.read:
                 _answer_otherwise(whole, original, master_of)
-            if by_unit and whole.taint.way is Way.BY_ELEMENT:
+            if by_unit and whole.dataflow.way is Way.BY_ELEMENT:
                 against = reason_against(whole, part, original, master_of)
     except CannotCopy as error:
         return Verdict(Way.NOT_AT_ALL, str(error))
     finally:
         random.setstate(numbers)
-    way = whole.taint.way
-    reason = next((found.what for found in whole.taint.findings if found.way is way), "")
+    way = whole.dataflow.way
+    reason = next((found.what for found in whole.dataflow.findings if found.way is way), "")
     against = reason if by_unit and way is not Way.BY_ELEMENT else against
     return Verdict(way, reason, whole.waits_for_closure, against)
 
@@ -121,13 +121,13 @@ def _compare(whole: Trial, optimizer: Optimizer, master_of: Master, least_groups
     """Step parts of the same toys; it is a finding if their operations or numbers differ."""
     parts = Trial(optimizer, master_of, is_flat=True, least_groups=least_groups)
     parts.run()
-    if not parts.taint.findings and parts.taint.trace == whole.taint.trace:
+    if not parts.dataflow.findings and parts.dataflow.trace == whole.dataflow.trace:
         return parts
     what = "treats a part of a parameter differently from the whole"
-    pairs = zip(whole.taint.trace, parts.taint.trace, strict=False)
+    pairs = zip(whole.dataflow.trace, parts.dataflow.trace, strict=False)
     other = next((one for one, another in pairs if one != another), None)
-    detail = parts.taint.findings[0].what if parts.taint.findings else _told(other)
-    whole.taint.findings.append(Finding(Way.BY_PARAMETER, what + detail))
+    detail = parts.dataflow.findings[0].what if parts.dataflow.findings else _told(other)
+    whole.dataflow.findings.append(Finding(Way.BY_PARAMETER, what + detail))
     return parts
 
 
@@ -140,8 +140,8 @@ def _answer_otherwise(whole: Trial, optimizer: Optimizer, master_of: Master) -> 
         other = Trial(optimizer, master_of, answer=_Answers(forced))
         other.run(is_brief=True)
         if other.seen_of(~forced) != truth.seen_of(~forced):
-            what = f"{whole.taint.read}, which may change how it steps another one"
-            whole.taint.findings.append(Finding(Way.ALL_AT_ONCE, what))
+            what = f"{whole.dataflow.read}, which may change how it steps another one"
+            whole.dataflow.findings.append(Finding(Way.ALL_AT_ONCE, what))
             return
 
 
@@ -170,7 +170,7 @@ def _examine_format(whole: Trial) -> None:
         shows_values = False  # it has none to show, at least after steps of toys
     if shows_values:
         raise CannotCopy(f"{what}, into which it writes values of its parameters")
-    whole.taint.findings.append(Finding(Way.ALL_AT_ONCE, what))
+    whole.dataflow.findings.append(Finding(Way.ALL_AT_ONCE, what))
 
 
 def _num_nans(state_dict: Any) -> int:

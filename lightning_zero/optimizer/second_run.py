@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm import Communicator
 from lightning_zero.optimizer.announced import Around
+from lightning_zero.optimizer.optimizer_copy import with_inner
 from lightning_zero.optimizer.pieces import FindPiece, exchange, take_state
 from lightning_zero.optimizer.shown import ENDED
 from lightning_zero.optimizer.steppers import Stepper, pieces_of, stepper_of
-from lightning_zero.optimizer.twin import with_inner
 from lightning_zero.parameters import Piece
 
 

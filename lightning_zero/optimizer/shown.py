@@ -26,7 +26,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from lightning_zero.comm import Communicator, SyncPoint
-from lightning_zero.optimizer.outside import OfOptimizer, is_equal
+from lightning_zero.optimizer.dataflow import Way
+from lightning_zero.optimizer.optimizer_copy import with_inner
 from lightning_zero.optimizer.pieces import (
     cut_state,
     is_of_elements,
@@ -34,8 +35,7 @@ from lightning_zero.optimizer.pieces import (
     put_members,
     take_state,
 )
-from lightning_zero.optimizer.taint import Way
-from lightning_zero.optimizer.twin import with_inner
+from lightning_zero.optimizer.shared_state import OfOptimizer, is_equal
 from lightning_zero.parameters import Piece
 
 

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.comm import Communicator, require_room
-from lightning_zero.optimizer.outside import OfOptimizer
 from lightning_zero.optimizer.pieces import FindPiece, is_of_elements, with_entries
+from lightning_zero.optimizer.shared_state import OfOptimizer
 from lightning_zero.optimizer.staging import Block, Part, Slot, Staging
 from lightning_zero.optimizer.toys import state_bytes
 from lightning_zero.parameters import Piece

@@ -20,11 +20,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.optimizer.announced import Removable
-from lightning_zero.optimizer.outside import OfOptimizer
+from lightning_zero.optimizer.dataflow import Way
+from lightning_zero.optimizer.optimizer_copy import bare
 from lightning_zero.optimizer.pieces import FindPiece, cut_state, held_by, owned
+from lightning_zero.optimizer.shared_state import OfOptimizer
 from lightning_zero.optimizer.shown import Shown
-from lightning_zero.optimizer.taint import Way
-from lightning_zero.optimizer.twin import bare
 from lightning_zero.parameters import Piece
 
 Call = Callable[[Any], Any]

@@ -12,9 +12,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_zero.optimizer.optimizer_copy import bare, copy_of, uncompiled
 from lightning_zero.optimizer.pieces import owned
 from lightning_zero.optimizer.steppers import stepper_of
-from lightning_zero.optimizer.twin import bare, twin_of, uncompiled
 from lightning_zero.tensors import bytes_held
 
 
@@ -140,7 +140,7 @@ def _twin_of_group(optimizer: Optimizer, number: int, toy: Parameter) -> Optimiz
     optimizer = bare(optimizer)
     with stepper_of(optimizer).holding_parts():
         stand_ins = [{own: [toy] for own in group["params"]} for group in optimizer.param_groups]
-        return twin_of(optimizer, stand_ins, [number])
+        return copy_of(optimizer, stand_ins, [number])
 
 
 class StateBytes(NamedTuple):

@@ -17,15 +17,15 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_zero.optimizer.outside import Entries, outside_of
-from lightning_zero.optimizer.taint import CannotFollow, Taint, Way
-from lightning_zero.optimizer.twin import options_of, twin_of, uncompiled, with_inner
+from lightning_zero.optimizer.dataflow import CannotFollow, Dataflow, Way
+from lightning_zero.optimizer.optimizer_copy import copy_of, options_of, uncompiled, with_inner
+from lightning_zero.optimizer.shared_state import Entries, shared_of
 from lightning_zero.tensors import unwrapped
 
 Master = Callable[[Parameter], Tensor]
 
 Place = tuple[int, int, Any]
-"""Where an entry is kept: in which of :func:`with_inner`, in which of :func:`outside_of`, and its
+"""Where an entry is kept: in which of :func:`with_inner`, in which of :func:`shared_of`, and its
 key."""
 
 
@@ -37,11 +37,11 @@ class Trial:
         master_of: Returns a tensor of the dtype and on the device in which a parameter is stepped.
         is_flat: Step only the first elements of each toy, as a vector.
         least_groups: The least number of param groups to try if there are more of equal options.
-        answer: As for :class:`Taint`.
+        answer: As for :class:`Dataflow`.
 
     Attributes:
         toys: Two for each kind of parameter, one after the other.
-        taint: What was found.
+        dataflow: What was found.
         twin: The copy of the optimizer that steps the toys.
         shared: What all toys share after each step, by its place.
         waits_for_closure: Whether the optimizer touches nothing before it has called its closure.
@@ -72,9 +72,9 @@ class Trial:
                 seen[key] = self._toys_for(group, master_of)
                 self.toys += [toy for pair in seen[key].values() for toy in pair]
             stand_ins.append(_stand_ins(group, master_of, seen.get(key, {})))
-        self.twin = twin_of(optimizer, stand_ins, kept)
+        self.twin = copy_of(optimizer, stand_ins, kept)
         users = (p for group in optimizer.param_groups for p in group["params"])
-        self.taint = Taint(users, answer)
+        self.dataflow = Dataflow(users, answer)
         self.shared: list[dict[Place, str]] = []
         self.waits_for_closure = True
         self.calls_closure = False
@@ -103,14 +103,14 @@ class Trial:
 
     def run(self, *, is_brief: bool = False) -> None:
         """Take all steps, but stop once steps by element and by parameter are ruled out."""
-        twin, taint = self.twin, self.taint
+        twin, dataflow = self.twin, self.dataflow
         for index, toy in enumerate(self.toys):
-            taint.mark(toy, 1 << index)
+            dataflow.mark(toy, 1 << index)
             for name, value in twin.state.get(toy, {}).items():
                 if isinstance(value, Tensor) and value.shape == toy.shape and name != "step":
-                    taint.mark(value, 1 << index)
+                    dataflow.mark(value, 1 << index)
         for number in _numbers_of_steps(twin, is_brief=is_brief):
-            if taint.way not in (Way.BY_ELEMENT, Way.BY_PARAMETER):
+            if dataflow.way not in (Way.BY_ELEMENT, Way.BY_PARAMETER):
                 return
             self._step(number)
 
@@ -123,20 +123,20 @@ class Trial:
             nonlocal num_calls
             num_calls += 1
             if num_calls == 1:
-                self.waits_for_closure &= not self.taint.has_touched
+                self.waits_for_closure &= not self.dataflow.has_touched
             self._give(grads)
             _change_rates(self.twin, number)
             loss = torch.ones(())
-            self.taint.mark(loss, (1 << len(self.toys)) - 1)
+            self.dataflow.mark(loss, (1 << len(self.toys)) - 1)
             return loss
 
         try:
             self._give(grads)
             had_any = [grad is not None and bool(grad.any()) for grad in grads]
-            with uncompiled(), self.taint:
+            with uncompiled(), self.dataflow:
                 for change in _changes(self.twin, is_first=number == 0):
                     self._change(change)
-                self.taint.has_touched = False
+                self.dataflow.has_touched = False
                 takes_one = "closure" in inspect.signature(type(self.twin).step).parameters
                 self._step_twin(closure if takes_one else None)
         except CannotFollow:
@@ -160,7 +160,7 @@ class Trial:
         self.shared.append(
             {
                 (number, place, key): str(shown(value))
-                for number, places in enumerate(self._outside())
+                for number, places in enumerate(self._shared())
                 for place, entries in enumerate(places)
                 for key, value in entries.items()
             }
@@ -171,7 +171,7 @@ class Trial:
         for index, (toy, grad) in enumerate(zip(self.toys, grads, strict=True)):
             toy.grad = grad
             if grad is not None:
-                self.taint.mark(grad, 1 << index)
+                self.dataflow.mark(grad, 1 << index)
 
     def _change(self, method: Callable[[], Any]) -> None:
         """Call the twin's ``train`` or ``eval`` between steps."""
@@ -182,7 +182,7 @@ class Trial:
 
     def seen_of(self, bits: int) -> Any:
         """Return all that happened to the toys ``bits``, and what all share after each step."""
-        trace = [one for one in self.taint.trace if one.bits & bits]
+        trace = [one for one in self.dataflow.trace if one.bits & bits]
         states = [
             shown([toy, holder.state.get(toy)])
             for index, toy in enumerate(self.toys)
@@ -191,12 +191,12 @@ class Trial:
         ]
         return str((trace, states)), self.shared
 
-    def _outside(self) -> list[list[Entries]]:
+    def _shared(self) -> list[list[Entries]]:
         """Return what each optimizer keeps outside of the states of parameters."""
-        return [outside_of(holder) for holder in with_inner(self.twin)]
+        return [shared_of(holder) for holder in with_inner(self.twin)]
 
     def _find(self, what: str) -> None:
-        self.taint.find(Way.ALL_AT_ONCE, what, is_running=False)
+        self.dataflow.find(Way.ALL_AT_ONCE, what, is_running=False)
 
     def _grad(self, number: int, index: int) -> Tensor | None:
         """Return a gradient, at times one that may take a branch: zero, orthogonal, huge, none."""
@@ -216,10 +216,10 @@ class Trial:
     def _has_kept_values(self) -> bool:
         """Return whether values of parameters are kept outside of these parameters' states."""
         bits = {id(toy): 1 << index for index, toy in enumerate(self.toys)}
-        if self.taint.bits(leaf for leaf in tree_leaves(self._outside()) if id(leaf) not in bits):
+        if self.dataflow.bits(leaf for leaf in tree_leaves(self._shared()) if id(leaf) not in bits):
             return True
         return any(
-            self.taint.bits(tree_leaves(entries)) & ~bits.get(id(key), 0)
+            self.dataflow.bits(tree_leaves(entries)) & ~bits.get(id(key), 0)
             for holder in with_inner(self.twin)
             for key, entries in holder.state.items()
         )

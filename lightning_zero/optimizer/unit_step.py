@@ -10,7 +10,7 @@ closure see one step::
     post-hook                                      they hold all members again
 
 Each batch begins with the options of groups, and everything else that the optimizer keeps for all
-members, as the closure left them; what the last batch leaves is kept (``outside.py``).
+members, as the closure left them; what the last batch leaves is kept (``shared_state.py``).
 
 The others are members in no batch: those that stay on a device, which steps them while the host
 goes on, and those that belong to no engine.
@@ -38,8 +38,8 @@ from typing_extensions import override
 
 from lightning_zero.comm import Ledger
 from lightning_zero.optimizer.known import FUSED, is_known
-from lightning_zero.optimizer.outside import Outside, outside_of
 from lightning_zero.optimizer.pieces import FindPiece
+from lightning_zero.optimizer.shared_state import SharedState, shared_of
 from lightning_zero.optimizer.states import States
 from lightning_zero.optimizer.steppers import Call, Stepper
 from lightning_zero.parameters import Piece
@@ -195,8 +195,8 @@ class UnitStep(Stepper):
     @torch.no_grad()
     def _step_batch(self, step: _UnderWay, number: int, members: Groups, call: Call) -> None:
         self._fetch(step, step.stand_in, number, members)
-        outside = step.outside
-        with contextlib.nullcontext() if outside is None else outside.lent_to(step.stand_in):
+        shared = step.shared_state
+        with contextlib.nullcontext() if shared is None else shared.lent_to(step.stand_in):
             call(step.stand_in)
         self.states.flush()
 
@@ -234,18 +234,18 @@ class _UnderWay:
     Attributes:
         stand_in: Steps all batches but the last. It has the optimizer's options and states, and
             groups of its own.
-        outside: What the optimizer keeps for all members; ``None`` if a step changes none of it.
+        shared_state: What the optimizer keeps for all members; ``None`` if no step changes it.
     """
 
     def __init__(self, optimizer: Optimizer, to_fuse: list[int]) -> None:
-        self.outside = None if is_known(optimizer) else Outside(optimizer)
+        self.shared_state = None if is_known(optimizer) else SharedState(optimizer)
         self._to_fuse = to_fuse
         groups = optimizer.param_groups
         self._members = [[*group["params"]] for group in groups]
         named = (zip(g["params"], g.get("param_names", ()), strict=False) for g in groups)
         self._names = {id(member): name for pairs in named for member, name in pairs}
         self.stand_in: Optimizer = object.__new__(type(optimizer))
-        self.stand_in.__dict__.update(outside_of(optimizer)[0], state=optimizer.state)
+        self.stand_in.__dict__.update(shared_of(optimizer)[0], state=optimizer.state)
         self.stand_in.param_groups = [{**group, "params": []} for group in groups]
         for group in self.stand_in.param_groups:
             if "param_names" in group:

@@ -25,11 +25,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
-from lightning_zero.optimizer.outside import Announced, Outside, name_of, outside_of
+from lightning_zero.optimizer.dataflow import Dataflow, Traced
+from lightning_zero.optimizer.optimizer_copy import with_inner
+from lightning_zero.optimizer.shared_state import Announced, SharedState, name_of, shared_of
 from lightning_zero.optimizer.states import ParamGroups, States
-from lightning_zero.optimizer.taint import Taint, Traced
 from lightning_zero.optimizer.trial import Master, Trial, shown
-from lightning_zero.optimizer.twin import with_inner
 from lightning_zero.optimizer.unit_step import UnitStep, call_as
 from lightning_zero.tensors import internals
 
@@ -67,7 +67,7 @@ class UnitTrial(Trial):
         hook = self.twin.register_step_pre_hook(lambda *_: hooked.append(_))
         step = self._new_step()
         with _unseen():
-            before = Outside(self.twin)
+            before = SharedState(self.twin)
         if closure is None or not self._waits_for_closure:
             step.begin()
             super()._step_twin(closure)
@@ -103,15 +103,15 @@ class UnitTrial(Trial):
             if len(batches) == 1 or self._random.random() >= share:
                 batches.append([])
             batches[-1].append(toy)
-        return UnitStep(batches, _LentStates(self.twin, self.taint))
+        return UnitStep(batches, _LentStates(self.twin, self.dataflow))
 
 
 class _LentStates(States):
     """States that a stand-in gets as copies, like states that rest elsewhere."""
 
-    def __init__(self, optimizer: Optimizer, taint: Taint) -> None:
+    def __init__(self, optimizer: Optimizer, dataflow: Dataflow) -> None:
         super().__init__(optimizer)
-        self._taint = taint
+        self._dataflow = dataflow
         self._lent: list[tuple[Parameter, Parameter]] = []
 
     @override
@@ -141,7 +141,7 @@ class _LentStates(States):
 
     def _copy(self, value: Tensor) -> Tensor:
         copy = value.detach().clone()
-        self._taint.mark(copy, self._taint.bits([value]))
+        self._dataflow.mark(copy, self._dataflow.bits([value]))
         return copy
 
 
@@ -176,13 +176,13 @@ def reason_against(
     by_unit.run()
     if by_unit.changes_early:
         return f"changes {by_unit.changes_early} before calling its closure"
-    if by_unit.taint.findings:
-        what = by_unit.taint.findings[0].what
+    if by_unit.dataflow.findings:
+        what = by_unit.dataflow.findings[0].what
         return f"{what}, when only some of its parameters are stepped"
     for index in range(len(whole.toys)):
         if found := _difference(whole, by_unit, 1 << index):
             return found
-    return _outside_difference(whole, by_unit)
+    return _difference_of_shared(whole, by_unit)
 
 
 def _kept_otherwise(whole: Trial, optimizer: Optimizer) -> str:
@@ -198,7 +198,7 @@ def _kept_otherwise(whole: Trial, optimizer: Optimizer) -> str:
         is_put_there = name == "step" or isinstance(value, Announced)  # by a scheduler or an engine
         if callable(value) and hasattr(type(optimizer), name) and not is_put_there:
             return f"has its own {name!r} instead of its class's"
-    for number, entries in enumerate(outside_of(twin)):
+    for number, entries in enumerate(shared_of(twin)):
         for key, value in entries.items():
             for leaf in tree_leaves(value):
                 if isinstance(leaf, Parameter) or not isinstance(leaf, _FOLLOWED):
@@ -225,7 +225,7 @@ _FOLLOWED = (
 def _list_by_parameter(optimizer: Optimizer) -> str:
     """Return which list seems to have an entry per parameter, which toys need not show."""
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    for number, entries in enumerate(outside_of(optimizer)):
+    for number, entries in enumerate(shared_of(optimizer)):
         num = sizes[number - 2] if number > 1 else sum(sizes)
         for key, value in entries.items():
             if isinstance(value, list) and len(value) == num > 1:
@@ -246,7 +246,7 @@ def _difference(whole: Trial, by_unit: Trial, bits: int) -> str:
     """Return how the steps of the toys ``bits`` differ, if they do."""
     if whole.seen_of(bits)[0] == by_unit.seen_of(bits)[0]:
         return ""
-    one, other = (_of(trial.taint.trace, bits) for trial in (whole, by_unit))
+    one, other = (_of(trial.dataflow.trace, bits) for trial in (whole, by_unit))
     first = next((a for a, b in zip(one, other, strict=False) if str(a) != str(b)), None)
     where = f" (starting at {first.operation})" if first else ""
     return f"steps a parameter differently when others are stepped before or after it{where}"
@@ -256,7 +256,7 @@ def _of(trace: Sequence[Traced], bits: int) -> list[Traced]:
     return [traced for traced in trace if traced.bits & bits]
 
 
-def _outside_difference(whole: Trial, by_unit: Trial) -> str:
+def _difference_of_shared(whole: Trial, by_unit: Trial) -> str:
     """Return which of the things that toys share differs, if any."""
     for one, other in zip(whole.shared, by_unit.shared, strict=True):
         for _, place, key in [at for at in {**one, **other} if one.get(at) != other.get(at)]:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zero.engine import Engine
 from lightning_zero.optimizer import clip, staging
-from lightning_zero.optimizer.outside import outside_of
+from lightning_zero.optimizer.shared_state import shared_of
 from lightning_zero.plan import RECIPES, Offload, Settings
 from tests.oracle.mapped import is_in_file
 from tests.oracle.own_optimizers import BY_UNIT, Evaluating, Nested, Own, SelfCounting
@@ -88,7 +88,7 @@ def trained(cls: Any, stage: int, dtype: torch.dtype = torch.float32, **how: Any
     states = [x.clone() if torch.is_tensor(x) else x for x in tree_leaves(held)]
     kept = [
         {key: str(value) for key, value in entries.items() if not _is_method(value)}
-        for entries in outside_of(optimizer)
+        for entries in shared_of(optimizer)
     ]
     engine.close()
     return [*kept, *states, *(p.detach() for p in model.parameters())]

@@ -210,7 +210,7 @@ def edited_gradients(model: nn.Module, adopt: Any, backward: Any) -> None:
 
 
 def between_steps(model: nn.Module, adopt: Any, backward: Any) -> None:
-    """Outside of a step the members of the groups are whole parameters to the user's code."""
+    """SharedState of a step the members of the groups are whole parameters to the user's code."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     adopt(optimizer)
     members = optimizer.param_groups[0]["params"]

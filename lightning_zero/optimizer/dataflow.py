@@ -76,7 +76,7 @@ _HOST_READS = frozenset(
 )
 
 
-class Taint(TorchDispatchMode):
+class Dataflow(TorchDispatchMode):
     """A dispatch mode that tracks which parameters values come from.
 
     Args:
@@ -108,7 +108,7 @@ class Taint(TorchDispatchMode):
         self._alive: dict[int, Any] = {}
         self._host_reads = _HostReads(self)
 
-    def __enter__(self) -> Taint:
+    def __enter__(self) -> Dataflow:
         super().__enter__()  # type: ignore[no-untyped-call]
         self._host_reads.__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -284,9 +284,9 @@ class Taint(TorchDispatchMode):
 class _HostReads(TorchFunctionMode):
     """A function mode that notices reads of tainted values that a dispatch mode does not see."""
 
-    def __init__(self, taint: Taint) -> None:
+    def __init__(self, dataflow: Dataflow) -> None:
         super().__init__()
-        self._taint = taint
+        self._dataflow = dataflow
 
     def __torch_function__(
         self,
@@ -295,9 +295,9 @@ class _HostReads(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _HOST_READS and self._taint.bits(args[:1]):
+        if func in _HOST_READS and self._dataflow.bits(args[:1]):
             name = getattr(func, "__name__", "numpy")
-            self._taint.find(Way.ALL_AT_ONCE, f"reads values of parameters on the host ({name})")
+            self._dataflow.find(Way.ALL_AT_ONCE, f"reads values of parameters on the host ({name})")
         return func(*args, **(kwargs or {}))
 
 

@@ -66,7 +66,7 @@ def _nothing() -> None:
     """Return what a copy of an optimizer has in such a place."""
 
 
-def outside_of(optimizer: Optimizer) -> list[Entries]:
+def shared_of(optimizer: Optimizer) -> list[Entries]:
     """Return an optimizer's own attributes, its states of non-members, and each group's options."""
     own = {
         key: value
@@ -81,19 +81,19 @@ _OURS = (Announced, OfOptimizer)
 
 
 def name_of(number: int, key: Any) -> str:
-    """Return how errors name an entry of dictionary ``number`` of :func:`outside_of`."""
+    """Return how errors name an entry of dictionary ``number`` of :func:`shared_of`."""
     return ["its attribute", "its state"][number] + f" {key!r}" if number < 2 else f"option {key!r}"
 
 
-class Outside:
+class SharedState:
     """A copy of what an optimizer keeps outside of the states of its members."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._before = [_copied(entries) for entries in outside_of(optimizer)]
+        self._before = [_copied(entries) for entries in shared_of(optimizer)]
 
     def changed(self, optimizer: Optimizer) -> str:
         """Return the name of an entry that is different now, ``""`` if none is."""
-        for number, (old, new) in enumerate(zip(self._before, outside_of(optimizer), strict=False)):
+        for number, (old, new) in enumerate(zip(self._before, shared_of(optimizer), strict=False)):
             for key in {**old, **new}:
                 if key not in old or key not in new or not is_equal(old[key], new[key]):
                     return name_of(number, key)
@@ -102,12 +102,12 @@ class Outside:
     @contextlib.contextmanager
     def lent_to(self, stand_in: Optimizer) -> Iterator[None]:
         """Enter a context in which ``stand_in`` has a copy of this, which is then thrown away."""
-        there = outside_of(stand_in)
+        there = shared_of(stand_in)
         _put(stand_in, [_copied(entries) for entries in self._before], there)
         try:
             yield
         finally:
-            _put(stand_in, there, outside_of(stand_in))
+            _put(stand_in, there, shared_of(stand_in))
 
 
 def _put(optimizer: Optimizer, new: Sequence[Entries], old: Sequence[Entries]) -> None:

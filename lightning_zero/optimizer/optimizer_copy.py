@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_zero.optimizer.outside import OfOptimizer
+from lightning_zero.optimizer.shared_state import OfOptimizer
 from lightning_zero.tensors import is_wrapper
 
 Toys = Mapping[Parameter, Sequence[Parameter]]
@@ -44,7 +44,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 _NO_OPTIONS = ("params", "param_names", "initial_lr")
 
 
-def twin_of(optimizer: Any, toys: Sequence[Toys], kept: Sequence[int]) -> Optimizer:
+def copy_of(optimizer: Any, toys: Sequence[Toys], kept: Sequence[int]) -> Optimizer:
     """Return a copy of ``optimizer`` that owns toys.
 
     Its attributes are copied. The constructor is not called, as its arguments are not known, and as

@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.comm import Communicator, SyncPoint
+from lightning_zero.optimizer.dataflow import Way
 from lightning_zero.optimizer.pieces import exchange, is_of_torch, owned
 from lightning_zero.optimizer.steppers import Call, Stepper
-from lightning_zero.optimizer.taint import Way
 from lightning_zero.parameters import Piece
 from lightning_zero.tensors import lasting_tensors
 
