@@ -1,7 +1,6 @@
 """Torch's functions, grouped by what they need of a tensor's memory.
 
 ========== ====================================================================================
-KINDS      read what a tensor is made of (dtype, device), but nothing that depends on its size
 FACTS      read any metadata
 METADATA   work on a placeholder that has the parameter's shape but another stride
 CREATING   the METADATA functions that create a tensor, of the parameter's dtype by default
@@ -26,8 +25,6 @@ _READABLE_ATTRIBUTES = [
     "is_nested", "is_xpu", "is_mps", "is_xla", "itemsize", "nbytes", "grad_fn", "output_nr",
     "retains_grad", "_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks",
 ]  # fmt: skip
-_KIND_ATTRIBUTES = ("dtype", "device", "layout", "itemsize", "is_cuda", "is_cpu", "is_meta")
-_KIND_METHODS = ("element_size", "is_floating_point", "is_complex", "get_device", "__hash__")
 _WRITABLE_ATTRIBUTES = ("requires_grad", "grad", "grad_dtype", "names", "_backward_hooks")
 _FACT_METHODS = [
     "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point",
@@ -78,11 +75,6 @@ _CUDA_ARRAY: Any = Tensor.__cuda_array_interface__
 CREATING = frozenset(
     [getattr(Tensor, name) for name in _CREATING_METHODS]
     + [getattr(torch, name) for name in _CREATING_FUNCTIONS]
-)
-KINDS = frozenset(
-    [getattr(Tensor, name).__get__ for name in _KIND_ATTRIBUTES]
-    + [getattr(Tensor, name) for name in _KIND_METHODS]
-    + [torch.is_floating_point, torch.is_complex]
 )
 FACTS = _facts()
 METADATA = _metadata()
