@@ -36,7 +36,13 @@ from lightning_zero.checkpoint.load import (
     rest_of,
     unreadable,
 )
-from lightning_zero.checkpoint.module_state import ModuleLoad, load_module_state, module_state
+from lightning_zero.checkpoint.module_state import (
+    ModuleLoad,
+    holds,
+    load_module_state,
+    module_state,
+    sharded,
+)
 from lightning_zero.checkpoint.optimizer_state import (
     check_optimizer_states,
     load_optimizer_state,
@@ -71,6 +77,7 @@ __all__ = [
     "check_values",
     "collected",
     "content",
+    "holds",
     "in_memory",
     "is_directory",
     "load",
@@ -87,6 +94,7 @@ __all__ = [
     "read_safetensors",
     "read_weights",
     "rest_of",
+    "sharded",
     "unreadable",
     "write_safetensors",
 ]

@@ -7,17 +7,17 @@ tensor at a time, and each keeps an equal range of it to write.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
 from lightning_zero.comm import Communicator
-from lightning_zero.optimizer import members
+from lightning_zero.optimizer import members, parameter_of
 from lightning_zero.parameters import Piece
 from lightning_zero.plan import Cut, cut_of
 from lightning_zero.tensors import lasting_tensors
@@ -42,18 +42,6 @@ def joined(key: str, piece: Piece, part: Tensor, cut: Cut, comm: Communicator) -
         return ShardedValue.of(key, whole[start:stop].clone(), start, shape, stride)
 
 
-def local_state(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state dict with this rank's parts of whole values of cut parameters."""
-    cuts = {name: cut_of(p) for name, p in module.named_parameters(remove_duplicate=False)}
-    shapes = {name: p.shape for name, p in module.named_parameters(remove_duplicate=False)}
-    if not any(cuts.values()):
-        return state
-    return {
-        name: _local(value, cut, shapes[name]) if (cut := cuts.get(name)) else value
-        for name, value in state.items()
-    }
-
-
 def local_optimizer_states(
     optimizers: Iterable[Optimizer], states: Iterable[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
@@ -69,21 +57,22 @@ def local_optimizer_states(
 
 
 def _local_optimizer_state(held: list[Any], state: Mapping[str, Any]) -> Mapping[str, Any]:
-    cuts = [cut_of(piece.parameter) if isinstance(piece, Piece) else None for piece in held]
+    parameters = [parameter_of(member) for member in held]
+    has_cuts = any(map(cut_of, parameters))
     groups = state.get("param_groups") if isinstance(state, Mapping) else None
-    if not any(cuts) or not groups:
+    if not has_cuts or not groups:
         return state
     ids = [key for group in groups for key in group["params"]]
     entries = dict(state["state"])
-    for key, piece, cut in zip(ids, held, cuts, strict=False):
+    for key, parameter in zip(ids, parameters, strict=False):
+        cut, shape = cut_of(parameter), tuple(parameter.shape)
         if cut is not None and isinstance(entries.get(key), Mapping):
-            shape = piece.range.slot.shape
-            own = {name: _local(value, cut, shape) for name, value in entries[key].items()}
-            entries[key] = own
+            entries[key] = {
+                name: cut.part_of(value) if _is_whole(value, cut, shape) else value
+                for name, value in entries[key].items()
+            }
     return {**state, "state": entries}
 
 
-def _local(value: Any, cut: Cut, shape: Iterable[int]) -> Any:
-    if not isinstance(value, Tensor) or tuple(value.shape) != cut.whole_shape([*shape]):
-        return value
-    return cut.part_of(value)
+def _is_whole(value: Any, cut: Cut, shape: Sequence[int]) -> bool:
+    return isinstance(value, Tensor) and tuple(value.shape) == cut.whole_shape(shape)

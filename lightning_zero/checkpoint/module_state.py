@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_zero.checkpoint.cut_values import joined, local_state
+from lightning_zero.checkpoint.cut_values import joined
 from lightning_zero.checkpoint.unread import SMALL_BYTES
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
@@ -155,7 +155,7 @@ class ModuleLoad(TorchFunctionMode):
             # torch's copies to a meta module would be no-ops; ours are only noted.
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")
             try:
-                return self._module.load_state_dict(local_state(self._module, state), strict=strict)
+                return self._module.load_state_dict(state, strict=strict)
             finally:
                 # torch would report it as the failure of whatever it was copying.
                 if self._failure is not None:

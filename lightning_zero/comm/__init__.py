@@ -36,7 +36,13 @@ from lightning_zero.comm.mesh import Axis, Mesh
 from lightning_zero.comm.process_groups import default_world_size
 from lightning_zero.comm.rendezvous import enter_group
 from lightning_zero.comm.sync_points import PendingSync, SyncPoint, with_complements
-from lightning_zero.comm.tensor_parallel import DTensorForm, device_mesh, is_dtensor, whole
+from lightning_zero.comm.tensor_parallel import (
+    DTensorForm,
+    device_mesh,
+    is_dtensor,
+    pretended_mesh,
+    whole,
+)
 from lightning_zero.comm.traffic import Ledger, Sent, StepTimes, Traffic, sum_of
 from lightning_zero.comm.transport import Arrived, Extent, ReduceBuffer, Shared, Then, sum_into
 
@@ -67,6 +73,7 @@ __all__ = [
     "dry_transport",
     "enter_group",
     "is_dtensor",
+    "pretended_mesh",
     "require_room",
     "sum_into",
     "sum_of",

@@ -154,7 +154,7 @@ class Communicator:
         if self.mesh.tensor is None:
             self.control.broadcast(tensor)
         elif self.mesh.size > 1:
-            axis = self.mesh.shard
+            axis = self.mesh.data
             with self.control.log.at("a broadcast of the first rank's values"):
                 group = group_for("data parallel", along=axis.groups)
                 dist.broadcast(tensor, axis.ranks[0], group=group)

@@ -53,21 +53,26 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """All ranks, arranged along two axes.
+    """All ranks, arranged along axes.
 
     Attributes:
         shard: The axis over which buffers are sharded.
         replicate: The axis along which shards are replicated.
-        size: Number of ranks over which gradients are averaged: all, or the data-parallel ones.
+        data: The axis over which gradients are averaged: all ranks, or the data-parallel ones.
         backward: The axis over which weights are sharded for a backward pass, if it is another.
         tensor: The axis over which tensor parallelism cuts parameters, if it does.
     """
 
     shard: Axis
     replicate: Axis
-    size: int
+    data: Axis
     backward: Axis | None = None
     tensor: Axis | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of ranks over which gradients are averaged."""
+        return self.data.size
 
     @classmethod
     def of(
@@ -78,45 +83,41 @@ class Mesh:
         num_backward_shards: int | None = None,
         tensor_size: int = 1,
     ) -> Mesh:
-        """Return the mesh with copies of ``num_shards`` ranks; one copy of all by default.
-
-        With tensor parallelism over ``tensor_size`` ranks, there is one copy of each part.
+        """Return the mesh with copies of ``num_shards`` data-parallel ranks; by default, of all.
 
         Raises:
-            ValueError: The shards do not divide the ranks, or the backward shards the shards.
+            ValueError: The tensor-parallel ranks do not divide the ranks, the shards the
+                data-parallel ranks, or the backward shards the shards.
         """
-        if tensor_size > 1:
-            return cls._with_tensor_axis(rank, world_size, tensor_size)
-        num_shards = num_shards or world_size
+        data_size = world_size // tensor_size
+        num_shards = num_shards or data_size
         num_backward = num_backward_shards or num_shards
         for what, number, whole, of in (
-            ("shards", num_shards, world_size, ""),
+            ("tensor-parallel ranks", tensor_size, world_size, ""),
+            ("shards", num_shards, data_size, ""),
             ("backward shards", num_backward, num_shards, " of a copy"),
         ):
             if whole % number:
                 raise ValueError(
                     f"Expected a number of {what} that divides the {whole} ranks{of}, got {number}."
                 )
-        ranks = range(world_size)
-        copies = [ranks[first : first + num_shards] for first in ranks[::num_shards]]
-        same = [ranks[first::num_shards] for first in ranks[:num_shards]]
-        parts = [ranks[first : first + num_backward] for first in ranks[::num_backward]]
-        backward = Axis.of(parts, rank) if num_backward < num_shards else None
-        return cls(Axis.of(copies, rank), Axis.of(same, rank), world_size, backward)
+        ranks, data = range(world_size), range(data_size)
 
-    @classmethod
-    def _with_tensor_axis(cls, rank: int, world_size: int, tensor_size: int) -> Mesh:
-        if world_size % tensor_size:
-            raise ValueError(
-                f"Expected a number of tensor-parallel ranks that divides the {world_size} ranks,"
-                f" got {tensor_size}."
-            )
-        ranks = range(world_size)
-        same_part = [ranks[first::tensor_size] for first in ranks[:tensor_size]]
-        of_parts = [ranks[first : first + tensor_size] for first in ranks[::tensor_size]]
+        def axis(groups: Iterable[Iterable[int]]) -> Axis:
+            """Return the axis of groups of data-parallel ranks, once for each part of the model."""
+            by_part = [
+                [one * tensor_size + part for one in group]
+                for group in groups
+                for part in range(tensor_size)
+            ]
+            return Axis.of(by_part, rank)
+
+        parts = [data[first : first + num_backward] for first in data[::num_backward]]
+        whole_models = [ranks[first : first + tensor_size] for first in ranks[::tensor_size]]
         return cls(
-            Axis.of(same_part, rank),
-            Axis.of([[one] for one in ranks], rank),
-            world_size // tensor_size,
-            tensor=Axis.of(of_parts, rank),
+            shard=axis(data[first : first + num_shards] for first in data[::num_shards]),
+            replicate=axis(data[first::num_shards] for first in data[:num_shards]),
+            data=axis([data]),
+            backward=axis(parts) if num_backward < num_shards else None,
+            tensor=Axis.of(whole_models, rank) if tensor_size > 1 else None,
         )

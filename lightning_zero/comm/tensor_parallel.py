@@ -8,6 +8,8 @@ that it was. Autograd adds up its gradient over the tensor-parallel ranks where 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +37,24 @@ def device_mesh(device_type: str, tensor_size: int) -> DeviceMesh:
     made = kept(f"device mesh {device_type} {sizes}", make)
     assert isinstance(made, DeviceMesh)
     return made
+
+
+@contextmanager
+def pretended_mesh(rank: int, world_size: int, tensor_size: int) -> Iterator[DeviceMesh]:
+    """Enter a context with the mesh of ranks that do not exist, of which this process is one.
+
+    Raises:
+        ValueError: This process already belongs to a process group.
+    """
+    if dist.is_initialized():
+        raise ValueError(
+            "A cut model cannot be estimated in a process that belongs to a process group."
+        )
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=dist.HashStore())
+    try:
+        yield device_mesh("cpu", tensor_size)
+    finally:
+        dist.destroy_process_group()
 
 
 def is_dtensor(value: Any) -> bool:
@@ -146,6 +166,13 @@ class DTensorForm:
         """Return this rank's part of ``value``, an ordinary tensor in memory of its own."""
         part: Tensor = value.detach().to_local()
         return part.contiguous()
+
+    def part_of(self, value: Any) -> Any:
+        """Return this rank's part of a loaded value; one of another shape as it is."""
+        if isinstance(value, DTensor):
+            return value.redistribute(self.mesh, (self.placement,)).to_local()
+        is_whole = isinstance(value, Tensor) and value.shape == self.shape
+        return self.cut.part_of(value) if is_whole and self.cut is not None else value
 
     def wrap(self, part: Tensor) -> Tensor:
         """Return the DTensor whose part on this rank is ``part``; autograd sees through it."""

@@ -3,20 +3,24 @@
 strategy       ``ZeROStrategy`` for ``lightning.Fabric``
 checkpointing  its base class that saves and loads
 module         what ``fabric.setup`` wraps
+sharding       the base class of Fabric's and the Trainer's: ranks, and how a module is sharded
+random_states  equal random numbers within a tensor-parallel group
 precision      precisions on pieces, for Fabric and the Trainer
 internals      every private name of Fabric in use
 """
 
 from lightning_zero.fabric.internals import to_device_but_parameters
 from lightning_zero.fabric.module import ShardedModule
-from lightning_zero.fabric.precision import FabricPrecision, ShardedPrecision, scaler_of
+from lightning_zero.fabric.precision import FabricPrecision, ShardedPrecision
+from lightning_zero.fabric.sharding import Sharding, init_device
 from lightning_zero.fabric.strategy import ZeROStrategy
 
 __all__ = [
     "FabricPrecision",
     "ShardedModule",
     "ShardedPrecision",
+    "Sharding",
     "ZeROStrategy",
-    "scaler_of",
+    "init_device",
     "to_device_but_parameters",
 ]

@@ -22,6 +22,7 @@ from lightning_zero.checkpoint import (
     load,
     load_module_state,
     load_optimizer_state,
+    local_optimizer_states,
     module_state,
     optimizer_state,
 )
@@ -29,20 +30,18 @@ from lightning_zero.comm import Control
 from lightning_zero.engine import Engine
 from lightning_zero.fabric import internals
 from lightning_zero.fabric.module import ShardedModule
+from lightning_zero.fabric.sharding import Sharding
 from lightning_zero.optimizer import members, parameter_of
-from lightning_zero.plan import Settings
 
 
-class SavingStrategy(DDPStrategy):
+class SavingStrategy(Sharding, DDPStrategy):
     """Checkpoints of sharded modules and their optimizers, saved without gathering.
 
     Attributes:
         engines: The engines of all modules that were set up.
-        settings: The user's settings of the engines.
     """
 
     engines: list[Engine]
-    settings: Settings
 
     def _engine_of(self, optimizer: Optimizer) -> Engine | None:
         """Return the engine of an optimizer's parameters; ``None`` if none shards them."""
@@ -147,8 +146,8 @@ class SavingStrategy(DDPStrategy):
 
     def _load(self, found: list[tuple[str, Any, Any]], *, strict: bool) -> None:
         """Load what has a ``load_state_dict``; check sharded optimizers before all of it."""
-        optimizers = [
-            (key, value, saved)
+        optimizers: list[tuple[str, Optimizer, Any]] = [
+            (key, value, local_optimizer_states([value], [saved])[0])
             for key, value, saved in found
             if isinstance(value, Optimizer) and self._engine_of(value) is not None
         ]
@@ -162,10 +161,14 @@ class SavingStrategy(DDPStrategy):
                 load_module_state(value.module, value.engine, saved, strict=strict)
             elif isinstance(value, nn.Module):
                 value.load_state_dict(whole(saved), strict=strict)
-            elif isinstance(value, Optimizer) and (engine := self._engine_of(value)) is not None:
-                load_optimizer_state(value, saved, engine)
+            elif any(value is optimizer for _, optimizer, _ in optimizers):
+                continue
             elif isinstance(value, internals.Stateful):
                 value.load_state_dict(whole(saved))
+        for _, optimizer, saved in optimizers:
+            engine = self._engine_of(optimizer)
+            assert engine is not None
+            load_optimizer_state(optimizer, saved, engine)
 
     def _name_of(self, member: Any) -> str:
         for engine in self.engines:

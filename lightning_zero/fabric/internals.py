@@ -9,6 +9,8 @@ also inherits or assigns some of ``DDPStrategy``:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
@@ -16,6 +18,7 @@ from lightning.fabric.utilities.device_dtype_mixin import (
     _DeviceDtypeModuleMixin,
     _update_properties,
 )
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.fabric.utilities.types import _PATH, _Stateful
 from torch import nn
 from torchmetrics import Metric
@@ -28,6 +31,16 @@ StoredPath = _PATH
 """The type in the signatures of ``Strategy.save_checkpoint`` and others."""
 Stateful = _Stateful
 """The protocol of objects whose ``state_dict`` Fabric saves."""
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of the host's generators, as Lightning saves and isolates them."""
+    return _collect_rng_states(include_cuda=False)
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Set the states of the host's generators."""
+    _set_rng_states(states)
 
 
 def to_device_but_parameters(module: nn.Module, device: torch.device) -> None:

@@ -16,7 +16,7 @@ from lightning.fabric.plugins.precision import (
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.optim import Optimizer
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from lightning_zero.engine import Engine
 from lightning_zero.optimizer import LossScaler, clip, members, parameter_of, pieces_of
@@ -40,6 +40,8 @@ class ShardedPrecision(Precision):
     """
 
     casters: ClassVar[Mapping[str, Callable[[], Precision]]] = {}
+    plugins: ClassVar[tuple[type[Any], ...]] = ()
+    """Lightning's plugins that it can replace, the mixed one last."""
 
     def __init__(
         self, precision: str = "32-true", scaler: LossScaler | None = None, device: str = "cpu"
@@ -56,6 +58,32 @@ class ShardedPrecision(Precision):
         self.scaler = (scaler or LossScaler()) if RECIPES[precision].loss_scaled else None
         self.device = device
         self._caster = self.casters.get(precision, Precision)()
+
+    @classmethod
+    def of(cls, plugin: Any) -> Self:
+        """Return a plugin that does what Lightning's ``plugin`` does under DDP.
+
+        Raises:
+            TypeError: There is none.
+        """
+        made: Self | None = None
+        if isinstance(plugin, cls):
+            made = plugin
+        elif isinstance(plugin, cls.plugins[-1]):
+            scaler = None if plugin.scaler is None else _scaler_of(plugin.scaler)
+            made = cls._made(plugin.precision, scaler, plugin.device)
+        elif type(plugin) in cls.plugins:
+            made = cls(plugin.precision)
+        if made is not None:
+            return made
+        raise TypeError(
+            f"ZeROStrategy does not support the precision plugin {type(plugin).__name__}. Use"
+            f" precision=... with one of {', '.join(map(repr, RECIPES))}."
+        )
+
+    @classmethod
+    def _made(cls, *args: Any) -> Any:
+        return cls(*args)
 
     @property
     def recipe(self) -> Recipe:
@@ -112,6 +140,7 @@ class ShardedPrecision(Precision):
 class FabricPrecision(ShardedPrecision):
     """The precision plugin of Fabric's ``ZeROStrategy``, built from ``Fabric(precision=...)``."""
 
+    plugins = Precision, HalfPrecision, DoublePrecision, MixedPrecision
     casters: ClassVar[Mapping[str, Callable[[], Precision]]] = {
         "64-true": DoublePrecision,
         "bf16-true": lambda: HalfPrecision("bf16-true"),
@@ -121,24 +150,9 @@ class FabricPrecision(ShardedPrecision):
     }
 
     @classmethod
-    def of(cls, plugin: Precision) -> FabricPrecision:
-        """Return a plugin that does what Lightning's ``plugin`` does under DDP.
-
-        Raises:
-            TypeError: There is none.
-        """
-        if isinstance(plugin, cls):
-            return plugin
-        if isinstance(plugin, MixedPrecision):
-            if plugin.scaler is None:
-                return cls(plugin.precision, None, plugin.device)
-            return ScaledPrecision(plugin.precision, scaler_of(plugin.scaler), plugin.device)
-        if type(plugin) in (Precision, HalfPrecision, DoublePrecision):
-            return cls(plugin.precision)
-        raise TypeError(
-            f"ZeROStrategy does not support the precision plugin {type(plugin).__name__}. Use"
-            f" Fabric(precision=...) with one of {', '.join(map(repr, RECIPES))}."
-        )
+    @override
+    def _made(cls, precision: str, scaler: LossScaler | None, device: str) -> FabricPrecision:
+        return (cls if scaler is None else ScaledPrecision)(precision, scaler, device)
 
     def unscale(self, optimizer: Optimizer, engine: Engine) -> None:
         """Divide the gradients by the loss scale, unless that was done since the last step."""
@@ -180,7 +194,7 @@ class ScaledPrecision(FabricPrecision):
         return None if found_inf else optimizer.step(**kwargs)
 
 
-def scaler_of(scaler: Any) -> LossScaler:
+def _scaler_of(scaler: Any) -> LossScaler:
     """Return a loss scaler with the settings of a ``torch.amp.GradScaler``."""
     made = LossScaler(init_scale=scaler.get_scale())
     made.growth_factor = scaler.get_growth_factor()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -20,15 +19,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.comm import Communicator, process_groups
-from lightning_zero.engine import Engine, broadcast_buffers
+from lightning_zero.comm import process_groups
+from lightning_zero.engine import Engine
 from lightning_zero.fabric import internals
 from lightning_zero.fabric.checkpointing import SavingStrategy
 from lightning_zero.fabric.module import ShardedModule
 from lightning_zero.fabric.precision import FabricPrecision
+from lightning_zero.fabric.sharding import init_device
 from lightning_zero.memory import summary
-from lightning_zero.optimizer import clip, pieces_of
-from lightning_zero.plan import START_METHODS, STRATEGIES, Settings
+from lightning_zero.optimizer import clip, members, parameter_of, pieces_of
+from lightning_zero.parameters import local_of
+from lightning_zero.plan import START_METHODS, Settings
 
 
 class ZeROStrategy(SavingStrategy):
@@ -54,6 +55,8 @@ class ZeROStrategy(SavingStrategy):
         cluster_environment: As in ``ParallelStrategy``.
         checkpoint_io: As in ``ParallelStrategy``.
         precision: A ``FabricPrecision``; by default built from ``Fabric(precision=...)``.
+        parallelize_fn: As in ``ModelParallelStrategy``: cuts a module that is set up over
+            ``device_mesh["tensor_parallel"]``, and returns it. By default modules are cut already.
         process_group_backend: As in ``DDPStrategy``.
         timeout: As in ``DDPStrategy``.
         **settings: Those of :class:`lightning_zero.ZeROStrategy` that are not about the Trainer.
@@ -72,11 +75,12 @@ class ZeROStrategy(SavingStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision: Precision | None = None,
+        parallelize_fn: Callable[[Any, Any], nn.Module] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         **settings: Any,
     ) -> None:
-        of_trainer = {"checkpoint", "restore_weights", "tensor_parallel_size"}
+        of_trainer = {"checkpoint", "restore_weights"}
         if unknown := settings.keys() & of_trainer:
             raise TypeError(f"{', '.join(unknown)} belongs to the Trainer's strategy. Remove it.")
         self.settings = Settings.of(stage=stage, launcher=launcher, **settings)
@@ -89,6 +93,9 @@ class ZeROStrategy(SavingStrategy):
             timeout=timeout,
             start_method=START_METHODS[launcher],  # type: ignore[arg-type]
         )
+        if parallelize_fn is not None and self.settings.tensor_parallel_size == 1:
+            raise ValueError("parallelize_fn needs tensor_parallel_size > 1. Set both or neither.")
+        self._parallelize_fn = parallelize_fn
         self.precision = precision
         self._backward_sync_control = _BackwardSync()
         self.engines: list[Engine] = []
@@ -119,9 +126,7 @@ class ZeROStrategy(SavingStrategy):
     @override
     @contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        # Never on the accelerator: the whole model may not fit there.
-        device: AbstractContextManager[Any] = torch.device("meta") if empty_init else nullcontext()
-        with device, self.precision.module_init_context():
+        with init_device(is_empty=empty_init), self.precision.module_init_context():
             yield
 
     @override
@@ -155,20 +160,13 @@ class ZeROStrategy(SavingStrategy):
                 f"{type(module).__name__} has no parameters, so there is nothing to shard. Use the"
                 " module without `fabric.setup`."
             )
-        comm = Communicator(
-            self.root_device, **self.settings.division(self.world_size, self.num_processes)
-        )
-        settings = dataclasses.replace(
-            self.settings,
-            recipe=self.precision.recipe,
-            device=self.root_device,
-            broadcast_in_calls=False,
-            offload_path=self.settings.offload_path or str(Path.cwd()),
-        )
+        comm = self._connect()
+        if self._parallelize_fn is not None:
+            module = self._parallelize_fn(module, self.device_mesh)
+        self._make_local(module)
         internals.to_device_but_parameters(module, self.root_device)
         self.precision.device = self.root_device.type
-        engine = Engine(module, settings, comm)
-        broadcast_buffers(module, comm)
+        engine = self._sharded(module, comm, self.precision.recipe, str(Path.cwd()))
         self.engines.append(engine)
         if not self._awaits_optimizers:
             self._announce(engine)
@@ -179,9 +177,19 @@ class ZeROStrategy(SavingStrategy):
         """Point an optimizer at this rank's pieces of the module's parameters.
 
         Raises:
-            ValueError: Its parameters belong to several modules, or there is no way to step it.
+            ValueError: Its parameters belong to several modules, or there is no way to step it, or
+                tensor parallelism has replaced them.
         """
+        for group in optimizer.param_groups:
+            group["params"] = [local_of(parameter) for parameter in group["params"]]
         engine = self._engine_of(optimizer)
+        held = [engine and engine.sharded.piece(parameter_of(p)) for p in members(optimizer)]
+        if self.device_mesh is not None and None in held:
+            raise ValueError(
+                f"{type(optimizer).__name__} has parameters of no module that was set up. Create"
+                " it after the module has been cut over tensor-parallel ranks: set up the module"
+                " first, then the optimizer."
+            )
         if engine is not None:
             engine.adopt(optimizer)
             if not self._awaits_optimizers:
@@ -237,20 +245,6 @@ class ZeROStrategy(SavingStrategy):
             super().clip_gradients_value(module, optimizer, clip_val)
         else:
             clip.clip_by_value(pieces_of(optimizer, engine.sharded.piece), clip_val)
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: internals.StrategyRegistry) -> None:
-        for name, (what, arguments) in STRATEGIES.items():
-            for launcher in START_METHODS:
-                strategy_registry.register(
-                    name if launcher == "subprocess" else f"{name}_{launcher}",
-                    cls,
-                    description=f"{what}, launcher '{launcher}'",
-                    override=True,
-                    launcher=launcher,
-                    **arguments,
-                )
 
 
 def _leave(engines: list[Engine]) -> None:

@@ -63,9 +63,8 @@ class ModelPlan:
         self.settings = settings = settings or Settings()
         if settings.tensor_parallel_size != 1:
             raise ValueError(
-                "The memory of a model that is cut over tensor-parallel ranks cannot be predicted."
-                " Remove tensor_parallel_size to estimate the whole model over the data-parallel"
-                " ranks."
+                "tensor_parallel_size > 1 cuts a model that is known. Pass the model to"
+                " lightning_zero.estimate(), or remove it to estimate the whole model."
             )
         checkpointing = settings.activation_checkpointing
         if batch is not None and not isinstance(checkpointing, bool):
@@ -155,7 +154,8 @@ class ModelPlan:
         bare = meta_copy(engine.module, lambda tensor: dtypes.get(id(tensor), tensor.dtype))
         model = cls(
             bare,
-            replace(settings, activation_checkpointing=False),  # the module itself does it
+            # The module itself is checkpointed and cut.
+            replace(settings, activation_checkpointing=False, tensor_parallel_size=1),
             precision=precision,
             optimizer=torch.optim.SGD,
             batch=batch,

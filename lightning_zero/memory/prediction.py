@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from lightning_zero.memory.cut_model import one_rank_of
 from lightning_zero.memory.dry_run import Step
 from lightning_zero.memory.model import ModelPlan
 from lightning_zero.memory.snapshots import Snapshot
@@ -124,7 +126,7 @@ class Configured(Protocol):
 
 
 def estimate(
-    model_or_numel: nn.Module | Callable[[], nn.Module] | int,
+    model_or_numel: nn.Module | Callable[..., nn.Module] | int,
     strategy: str | Configured | Settings = "zero3",
     *,
     world_size: int = 1,
@@ -144,7 +146,8 @@ def estimate(
 
     Args:
         model_or_numel: A module on any device, a function that builds one (it is called on
-            ``meta``), or a number of parameters.
+            ``meta``), or a number of parameters. With ``tensor_parallel_size``, a function of the
+            device mesh, or a module whose ``configure_model`` builds and cuts it.
         strategy: A registered name, such as ``"zero3"``, a ``ZeROStrategy(...)``, or ``"ddp"``.
             Offload to host memory, or of a share, is assumed to be to that beside an accelerator,
             and so is offload of activations, also with ``device="cpu"``. With ``shard``, the
@@ -164,6 +167,18 @@ def estimate(
         device: Where the model will run: ``"cpu"``, or an accelerator such as ``"cuda"``.
     """
     settings = _settings_of(strategy)
+    if (size := settings.division(world_size)["tensor_size"]) > 1:
+        if batch is not None:
+            raise ValueError(
+                f"Activations are not counted with tensor_parallel_size={size}. Remove `batch`."
+            )
+        with one_rank_of(model_or_numel, rank, world_size, size) as part:
+            return estimate(
+                part, dataclasses.replace(settings, tensor_parallel_size=1),
+                world_size=world_size // size, rank=rank // size, precision=precision,
+                optimizer=optimizer, device=device,
+                accumulate_grad_batches=accumulate_grad_batches, shares_memory=shares_memory,
+            )  # fmt: skip
     model = ModelPlan(
         model_or_numel, settings, precision=precision, optimizer=optimizer, batch=batch, step=step,
         device=torch.device(device),

@@ -26,7 +26,7 @@ flat_parameters  all of these for the parameters of a unit that share a dtype an
 from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.parameters.flat_parameters import FlatParameters
 from lightning_zero.parameters.grad_shard import Reach
-from lightning_zero.parameters.local_form import make_distributed, make_local
+from lightning_zero.parameters.local_form import local_of, make_distributed, make_local
 from lightning_zero.parameters.ownership import Owner, ownership_of
 from lightning_zero.parameters.piece import Piece, settle, unsettle
 from lightning_zero.parameters.reducer import Reducer
@@ -43,6 +43,7 @@ __all__ = [
     "Reader",
     "Reducer",
     "Store",
+    "local_of",
     "make_distributed",
     "make_local",
     "ownership_of",

@@ -21,15 +21,16 @@ from lightning_zero.parameters.ownership import ownership_of
 from lightning_zero.plan import derived_class, original_class, set_cut
 from lightning_zero.tensors import internals
 
-_FORMS = "_lightning_zero_forms"
+_FORMS, _LOCAL = "_lightning_zero_forms", "_lightning_zero_local"
 
 
-def make_local(module: nn.Module, mesh: Any) -> None:
+def make_local(module: nn.Module, mesh: Any, *, on_meta: bool = False) -> None:
     """Replace DTensor parameters by local parts; a second call changes nothing.
 
     Args:
         module: The model, cut by ``parallelize_module``.
         mesh: The device mesh of all ranks.
+        on_meta: Whether the parameters may have no values.
 
     Raises:
         ValueError: No parameter is a DTensor, or one cannot be trained so; nothing has changed.
@@ -45,7 +46,7 @@ def make_local(module: nn.Module, mesh: Any) -> None:
             " tensor-parallel ranks. Call torch's parallelize_module with"
             ' self.device_mesh["tensor_parallel"] in `configure_model`.'
         )
-    _require_plain(module)
+    _require_plain(module, on_meta=on_meta)
     made: dict[int, Parameter] = {}
     for child in module.modules():
         own = {name: p for name, p in child._parameters.items() if id(p) in forms}
@@ -55,11 +56,17 @@ def make_local(module: nn.Module, mesh: Any) -> None:
             if key not in made:
                 made[key] = Parameter(forms[key].local(parameter), parameter.requires_grad)
                 set_cut(made[key], forms[key].cut)
+                setattr(parameter, _LOCAL, made[key])
             child._parameters[name] = made[key]
         if own:
             vars(child)[_FORMS] = {name: forms[id(p)] for name, p in own.items()}
             cls: Any = type(child)
             child.__class__ = _local_class(cls, tuple(own))
+
+
+def local_of(parameter: Any) -> Any:
+    """Return what :func:`make_local` has put in a parameter's place, or the parameter."""
+    return getattr(parameter, _LOCAL, parameter)
 
 
 def make_distributed(module: nn.Module) -> None:
@@ -83,10 +90,11 @@ def _local_modules(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, DTe
             yield child, forms
 
 
-def _require_plain(module: nn.Module) -> None:
+def _require_plain(module: nn.Module, *, on_meta: bool) -> None:
     for name, parameter in module.named_parameters():
-        if is_dtensor(parameter) and (parameter.is_meta or internals.has_hooks(parameter)):
-            what = "is on the meta device" if parameter.is_meta else "has hooks"
+        is_blank = parameter.is_meta and not on_meta
+        if is_dtensor(parameter) and (is_blank or internals.has_hooks(parameter)):
+            what = "is on the meta device" if is_blank else "has hooks"
             raise ValueError(
                 f"Parameter {name!r} {what}, which is not supported with tensor_parallel_size > 1."
                 " Build the model on the CPU, and register hooks in `on_fit_start`."
@@ -105,7 +113,17 @@ def _require_plain(module: nn.Module) -> None:
 
 @functools.cache
 def _local_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    return derived_class(cls, {name: _wrapped(name) for name in names})
+    def _load_from_state_dict(
+        self: nn.Module, state: dict[str, Any], prefix: str, *args: Any
+    ) -> None:
+        """Load this rank's parts of whole values."""
+        for name, form in vars(self)[_FORMS].items():
+            if prefix + name in state:
+                state[prefix + name] = form.part_of(state[prefix + name])
+        cls._load_from_state_dict(self, state, prefix, *args)
+
+    wrapped = {name: _wrapped(name) for name in names}
+    return derived_class(cls, {**wrapped, "_load_from_state_dict": _load_from_state_dict})
 
 
 def _wrapped(name: str) -> property:

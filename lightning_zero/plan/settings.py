@@ -194,9 +194,8 @@ class Settings:
     def _check_tensor_parallel(self) -> None:
         for name, plain in _WITHOUT_TENSOR_PARALLEL.items():
             if (value := getattr(self, name)) != plain:
-                given = "offload" if name == "offload" else f"{name}={value!r}"
                 raise ValueError(
-                    f"{given} is not supported with"
+                    f"{name}={value!r} is not supported with"
                     f" tensor_parallel_size={self.tensor_parallel_size!r}. Remove one of them."
                 )
 
@@ -247,6 +246,8 @@ class Settings:
         is_coded = self.gather_bits is not None or self.reduce_bits is not None
         tensor_size = self._group("tensor_parallel_size", world_size, ranks_on_node)
         world_size //= tensor_size
+        if ranks_on_node is not None:
+            ranks_on_node = max(ranks_on_node // tensor_size, 1)
         return {
             "reads_peers": False if is_coded else None,
             "tensor_size": tensor_size,
@@ -342,19 +343,13 @@ class Settings:
 
 
 _WITHOUT_TENSOR_PARALLEL: dict[str, Any] = {
-    "shard": "all",
-    "backward_shard": None,
+    # A block of codes would mix elements that are cut with others, which must stay alike.
     "gather_bits": None,
     "reduce_bits": None,
-    "stochastic_rounding": False,
-    "offload": None,
     "activation_offload": False,
-    "restore_weights": True,
-    "checkpoint": "file",
-    "async_checkpoint": False,
     "launcher": "subprocess",
 }
-"""The settings that tensor parallelism does not support yet, with the values that it needs."""
+"""The settings that tensor parallelism does not support, with the values that it needs."""
 _OFFLOAD = {"offload_optimizer", "offload_weights", "offload_path"}
 _NOT_GIVEN = {"recipe", "offload", "device", "broadcast_in_calls"}
 ARGUMENTS = {one.name for one in fields(Settings)} - _NOT_GIVEN | _OFFLOAD

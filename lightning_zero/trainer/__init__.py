@@ -10,7 +10,6 @@
 - ``callbacks``: Lightning's callbacks that read or write weights, adapted to shards
 - ``weight_average``: sharded averages of weights
 - ``dataloader``: training data that ends at the same batch on all ranks
-- ``random_states``: equal random numbers within a tensor-parallel group
 - ``signals``: signals answered by all ranks at the same batch
 - ``graph_logging``: loggers that draw the model's graph
 - ``memory_monitor``, ``traffic_monitor``: callbacks that log bytes

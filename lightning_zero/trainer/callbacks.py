@@ -64,13 +64,14 @@ _NO_BATCH_SIZES = (
 )
 
 
-def refuse_averages(callbacks: Iterable[Callback]) -> None:
-    """Raise a ``ValueError`` if a callback averages weights, of which a rank has a part only."""
+def refuse_whole_averages(callbacks: Iterable[Callback]) -> None:
+    """Raise a ``ValueError`` if a callback's average needs whole weights, which no rank has."""
     for callback in callbacks:
-        if isinstance(callback, tuple(_AVERAGING)):
+        if isinstance(callback, tuple(_AVERAGING)) and not _is_by_element(callback):
             raise ValueError(
-                f"{type(callback).__name__} is not supported with tensor_parallel_size > 1. Remove"
-                " one of them."
+                f"{type(callback).__name__} needs whole weights, which is not supported with"
+                " tensor_parallel_size > 1. Use Lightning's own methods and an element-wise"
+                " averaging function."
             )
 
 

@@ -39,7 +39,6 @@ from lightning_zero.checkpoint import (
 from lightning_zero.comm import Outcome, whole
 from lightning_zero.engine import Engine
 from lightning_zero.optimizer import members, parameter_of, stepper_of
-from lightning_zero.plan import Settings
 from lightning_zero.tensors import PartlyRead
 from lightning_zero.trainer.internals import StoredPath, unwrapped, wait_for_plugin
 from lightning_zero.trainer.plugins import plugins_of, replaced
@@ -53,12 +52,8 @@ class SavingStrategy(SteppingStrategy):
     1. ``_run`` is set when the ranks are connected.
     2. The Trainer asks for states, saves and loads. Loads before setup are postponed.
     3. Setup ends with :meth:`_load_pending`, which runs them.
-
-    Attributes:
-        settings: The user's settings of the run.
     """
 
-    settings: Settings
     _plugin_reads = False
 
     @override

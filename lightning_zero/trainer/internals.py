@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.optim import Optimizer
@@ -57,16 +56,6 @@ def trainer_of(module: pl.LightningModule) -> Any:
 def set_device_mesh(module: pl.LightningModule, mesh: Any) -> None:
     """Give a module what ``device_mesh`` returns in ``configure_model``; nothing public does."""
     module._device_mesh = mesh
-
-
-def random_states() -> dict[str, Any]:
-    """Return the states of the host's generators, as Lightning saves and isolates them."""
-    return _collect_rng_states(include_cuda=False)
-
-
-def set_random_states(states: dict[str, Any]) -> None:
-    """Set the states of the host's generators."""
-    _set_rng_states(states)
 
 
 def signal_connector(trainer: Any) -> Any:

@@ -142,10 +142,6 @@ class MemoryMonitor(Callback):
             self.predict = False
             return
         chosen, mesh = strategy.settings, engine.comm.mesh
-        if mesh.tensor is not None:
-            rank_zero_warn("MemoryMonitor cannot predict memory with tensor_parallel_size > 1.")
-            self.predict = False
-            return
         settings: dict[str, Any] = {
             "num_microbatches": trainer.accumulate_grad_batches,
             "shard": mesh.shard.size if mesh.replicate.size > 1 else "all",
@@ -163,8 +159,8 @@ class MemoryMonitor(Callback):
                 self.predicted = estimate_of(
                     subject,
                     chosen.stage,
-                    strategy.world_size,
-                    rank=strategy.global_rank,
+                    mesh.data.size,
+                    rank=mesh.data.rank,
                     offload=engine.sharded.settings.offload,
                     **settings,
                 )

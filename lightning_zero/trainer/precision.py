@@ -20,10 +20,9 @@ from typing_extensions import override
 
 from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
-from lightning_zero.fabric import ShardedPrecision, scaler_of
+from lightning_zero.fabric import ShardedPrecision
 from lightning_zero.optimizer import FindPiece, LossScaler, clip, pieces_of
 from lightning_zero.parameters import Piece
-from lightning_zero.plan import RECIPES
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -53,6 +52,7 @@ class ZeROPrecision(ShardedPrecision, Precision):
         ValueError: The precision is unknown, or a scaler is given to one that does not scale.
     """
 
+    plugins = Precision, HalfPrecision, DoublePrecision, MixedPrecision
     casters: ClassVar[Mapping[str, Callable[[], Any]]] = {
         "64-true": DoublePrecision,
         "bf16-true": lambda: HalfPrecision("bf16-true"),
@@ -67,25 +67,6 @@ class ZeROPrecision(ShardedPrecision, Precision):
         # A weak reference: the plugin outlives the engine.
         self._find_piece: Callable[[], FindPiece | None] = _nothing
         self._engine: Callable[[], Engine | None] = _nothing
-
-    @classmethod
-    def of(cls, plugin: Precision) -> ZeROPrecision:
-        """Return a plugin that does what Lightning's ``plugin`` does under DDP.
-
-        Raises:
-            TypeError: There is none.
-        """
-        if isinstance(plugin, cls):
-            return plugin
-        if isinstance(plugin, MixedPrecision):
-            scaler = None if plugin.scaler is None else scaler_of(plugin.scaler)
-            return cls(plugin.precision, scaler, plugin.device)
-        if type(plugin) in (Precision, HalfPrecision, DoublePrecision):
-            return cls(plugin.precision)
-        raise TypeError(
-            f"ZeROStrategy does not support the precision plugin {type(plugin).__name__}. Use"
-            f" Trainer(precision=...) with one of {', '.join(map(repr, RECIPES))}."
-        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "comm": None, "_find_piece": _nothing, "_engine": _nothing}

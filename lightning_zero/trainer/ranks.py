@@ -13,12 +13,13 @@ from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
 from lightning_zero.comm import enter_group, process_groups
+from lightning_zero.fabric import Sharding
 from lightning_zero.trainer.run import Run
 
 _T = TypeVar("_T")
 
 
-class RankStrategy(DDPStrategy):
+class RankStrategy(Sharding, DDPStrategy):
     """The ranks of a run: their rendezvous, and Lightning's collectives with names.
 
     The watchdog tells a rank that waits which collectives the others are in, so each of Lightning's
@@ -40,14 +41,6 @@ class RankStrategy(DDPStrategy):
             self._enter_group()
         super().setup_distributed()
         process_groups.end_at_exit()
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        if self._run is None or self._run.comm.mesh.tensor is None:
-            return super().distributed_sampler_kwargs
-        axis = self._run.comm.mesh.shard  # ranks that have parts of one model see the same batches
-        return {"num_replicas": axis.size, "rank": axis.rank}
 
     def _enter_group(self) -> None:
         """Make the group before Lightning does, in a store without keys from before a restart."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
@@ -21,30 +20,27 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_zero.checkpoint import Saver, make_ordinary
-from lightning_zero.comm import Communicator, device_mesh
 from lightning_zero.deepspeed import Config
-from lightning_zero.engine import Engine, broadcast_buffers, forget_values
-from lightning_zero.fabric import to_device_but_parameters
+from lightning_zero.engine import Engine, forget_values
+from lightning_zero.fabric import init_device, to_device_but_parameters
 from lightning_zero.memory import summary
 from lightning_zero.optimizer import stepper_of
-from lightning_zero.parameters import make_distributed, make_local
+from lightning_zero.parameters import make_distributed
 from lightning_zero.plan import (
     ARGUMENTS,
     MIN_NUMEL,
     START_METHODS,
-    STRATEGIES,
     Settings,
     UnitPolicy,
     refuses_others,
 )
 from lightning_zero.tensors import PartlyRead
 from lightning_zero.trainer import internals
-from lightning_zero.trainer.callbacks import AdaptedCallbacks, refuse_averages
+from lightning_zero.trainer.callbacks import AdaptedCallbacks, refuse_whole_averages
 from lightning_zero.trainer.checkpointing import SavingStrategy
 from lightning_zero.trainer.deepspeed_config import Demands
 from lightning_zero.trainer.graph_logging import log_whole_graphs
 from lightning_zero.trainer.precision import ZeROPrecision
-from lightning_zero.trainer.random_states import share_random_states
 from lightning_zero.trainer.run import Run, callbacks_of, facts_of
 from lightning_zero.trainer.signals import Signals
 from lightning_zero.trainer.writing_bar import WritingBar
@@ -196,21 +192,16 @@ class ZeROStrategy(SavingStrategy):
     @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        # Never on the accelerator: the whole model may not fit there.
-        device: AbstractContextManager[Any] = torch.device("meta") if empty_init else nullcontext()
-        with device, self.precision_plugin.tensor_init_context():
+        with init_device(is_empty=empty_init), self.precision_plugin.tensor_init_context():
             yield
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        division = self.settings.division(self.world_size, self.num_processes)
-        comm = Communicator(self.root_device, **division)
+        comm = self._connect()
         self._run = Run(comm, Saver(comm.control))
-        if comm.mesh.tensor is not None:
-            mesh = device_mesh(self.root_device.type, comm.mesh.tensor.size)
+        if (mesh := self.device_mesh) is not None:
             internals.set_device_mesh(self._module, mesh)
-            share_random_states(comm)
         trainer = internals.trainer_of(self._module)
         if trainer is not None:
             is_fitting = trainer.state.fn == TrainerFn.FITTING
@@ -227,8 +218,8 @@ class ZeROStrategy(SavingStrategy):
         if is_fitting:
             Demands(self.config, trainer, module).act(self.precision_plugin.scaler)
         if run.comm.mesh.tensor is not None:
-            refuse_averages(callbacks_of(trainer))
-            make_local(module, module.device_mesh)
+            refuse_whole_averages(callbacks_of(trainer))
+            self._make_local(module)
         if run.callbacks is not None:
             run.callbacks.prepare(module)
         if is_fitting and self._layer_sync:
@@ -271,21 +262,16 @@ class ZeROStrategy(SavingStrategy):
         """Return the run's engine, made on the first call."""
         if self._open_engine is not None:
             return self._open_engine
-        settings = dataclasses.replace(
-            self.settings,
-            recipe=self.precision_plugin.recipe,
-            device=self.root_device,
-            broadcast_buffers=self.settings.broadcast_buffers and is_fitting,
-            broadcast_in_calls=False,
-            offload_path=self.settings.offload_path or module.trainer.default_root_dir,
+        self.engine = self._sharded(
+            module,
+            self._current.comm,
+            self.precision_plugin.recipe,
+            module.trainer.default_root_dir,
+            syncs_buffers=is_fitting,
+            facts=facts_of(module.trainer, self.precision_plugin),
+            sources=sources,
+            on_written=WritingBar(module.trainer),
         )
-        run = self._current
-        facts = facts_of(module.trainer, self.precision_plugin)
-        bar = WritingBar(module.trainer)
-        self.engine = Engine(
-            module, settings, run.comm, facts=facts, sources=sources, on_written=bar
-        )
-        broadcast_buffers(module, run.comm)
         self.precision_plugin.attach(self.engine)
         self.model = module
         return self.engine
@@ -383,17 +369,3 @@ class ZeROStrategy(SavingStrategy):
         module.cpu()
         if self._run is not None and self._run.comm.mesh.tensor is not None:
             make_distributed(module)
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: internals.StrategyRegistry) -> None:
-        for name, (what, arguments) in STRATEGIES.items():
-            for launcher in START_METHODS:
-                strategy_registry.register(
-                    name if launcher == "subprocess" else f"{name}_{launcher}",
-                    cls,
-                    description=f"{what}, launcher '{launcher}'",
-                    override=True,
-                    launcher=launcher,
-                    **arguments,
-                )

@@ -26,9 +26,9 @@ from torch.nn import Parameter
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
-from lightning_zero.checkpoint import ShardedValue
+from lightning_zero.checkpoint import ShardedValue, holds, sharded
 from lightning_zero.engine import Engine
-from lightning_zero.parameters import Piece
+from lightning_zero.parameters import Piece, make_distributed
 
 
 class Average:
@@ -145,12 +145,9 @@ class Average:
                 state[key] = values.setdefault(found[0], self._sharded_value_of(*found))
 
     def _sharded_value_of(self, name: str, part: Parameter) -> ShardedValue:
-        piece = self._pieces[id(part)]
-        slot = piece.range.slot
-        values = part.data if self._engine.comm.is_in_first_copy else part.data[:0]
-        return ShardedValue.of(
-            f"{self.key} {name}", values, piece.range.start, slot.shape, slot.stride
-        )
+        piece, comm = self._pieces[id(part)], self._engine.comm
+        values = part.data if holds(piece, comm) else part.data[:0]
+        return sharded(f"{self.key} {name}", piece, values, comm)
 
     def _cut(
         self,
@@ -203,6 +200,7 @@ class Average:
         for own, value in zip(self.copy.parameters(), whole, strict=True):
             own.data = value
         self.copy.cpu()
+        make_distributed(self.copy)
 
 
 def _same(module: nn.Module) -> nn.Module:

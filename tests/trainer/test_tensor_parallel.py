@@ -9,12 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EMAWeightAveraging,
+    StochasticWeightAveraging,
+)
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from lightning_zero import ZeROStrategy, estimate, gathered, load_weights
+from lightning_zero import MemoryMonitor, ZeROStrategy, estimate, gathered, load_weights
 from lightning_zero.fabric import ZeROStrategy as FabricStrategy
 from tests.oracle.by_trainer import make_trainer
 from tests.oracle.ranks import Pools
@@ -251,22 +255,133 @@ def test_weights_and_gradients_between_steps(ranks: Pools, tmp_path: Path, stage
         assert sum(held[::2]) == sum(held[1::2]) == value.numel() * copies / 2, name
 
 
+_FILES: dict[str, Any] = {"offload_optimizer": "nvme", "offload_weights": "nvme"}
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        pytest.param({"stage": 1, "shard": 1}, id="copies at stage 1"),
+        pytest.param({"stage": 3, "shard": 1, "async_checkpoint": True}, id="copies at stage 3"),
+        pytest.param({"stage": 3, "backward_shard": 1}, id="second shards"),
+        pytest.param({"stage": 3, **_FILES}, id="all in files"),
+        pytest.param({"stage": 2, "offload_optimizer": "nvme"}, id="states in files"),
+        pytest.param({"stage": 3, "checkpoint": "dcp"}, id="directories"),
+    ],
+)
+def test_other_settings_beside_it(ranks: Pools, tmp_path: Path, beside: dict[str, Any]) -> None:
+    ours, theirs = str(tmp_path / "cut.ckpt"), str(tmp_path / "ddp.ckpt")
+    cut = {**CUT, **beside}
+    ddp = ranks(2).run(fit, str(tmp_path), None, save=theirs)
+    _assert_like_ddp(found := ranks(4).run(fit, str(tmp_path), cut, save=ours), ddp, 2e-5)
+    for one in found[1:]:
+        for name, value in one["weights"].items():
+            assert torch.equal(value, found[0]["weights"][name]), name
+    resumed = ranks(2).run(fit, str(tmp_path), None, theirs)
+    _assert_like_ddp(ranks(4).run(fit, str(tmp_path), cut, ours), resumed, 2e-5)
+    _assert_like_ddp(ranks(2).run(fit, str(tmp_path), {"stage": 2}, ours), resumed, 2e-5)
+
+
+def test_stochastic_rounding_keeps_copies_alike(ranks: Pools, tmp_path: Path) -> None:
+    cut = {**CUT, "stage": 3, "stochastic_rounding": True}
+    more = {"precision": "bf16-true"}
+    found = ranks(4).run(_rounded, str(tmp_path), cut, **more)
+    ddp = ranks(2).run(fit, str(tmp_path), None, **more)
+    for rank, one in enumerate(found):
+        assert one["losses"] == pytest.approx(ddp[rank // 2]["losses"], rel=0.02)
+        assert one["copies"] == found[rank // 2 * 2]["copies"]
+
+
+class _Copies(Callback):
+    """Keeps this rank's pieces of parameters that are not cut, before the module is whole again."""
+
+    def __init__(self) -> None:
+        self.pieces: dict[str, list[float]] = {}
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        for piece in trainer.strategy.engine.sharded.pieces:
+            if "norm" in (name := piece.range.slot.name):
+                self.pieces[name] = piece.data.float().tolist()
+
+
+def _rounded(folder: str, strategy: dict[str, Any], **more: Any) -> dict[str, Any]:
+    copies = _Copies()
+    losses = fit(folder, strategy, callbacks=[copies], **more)["losses"]
+    return {"losses": losses, "copies": copies.pieces}
+
+
+def _monitored(folder: str, strategy: dict[str, Any]) -> Any:
+    monitor = MemoryMonitor()
+    fit(folder, strategy, callbacks=[monitor])
+    assert monitor.predicted is not None
+    return monitor.differences, monitor.predicted.resting
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_predicted_bytes_are_measured(ranks: Pools, tmp_path: Path, stage: int) -> None:
+    cut = {"stage": stage, **CUT}
+    found = ranks(4).run(_monitored, str(tmp_path), cut)
+    for rank, (differences, within) in enumerate(found):
+        assert differences == []
+        before = estimate(Model(), ZeROStrategy(**cut), world_size=4, rank=rank)
+        assert before.resting == within
+    with pytest.raises(ValueError, match="Activations are not counted with tensor_parallel_size"):
+        estimate(Model(), ZeROStrategy(**cut), world_size=4, batch=torch.zeros(1))
+
+
+def _average(name: str) -> Callback:
+    swa = StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=1)
+    return swa if name == "SWA" else EMAWeightAveraging(decay=0.8)
+
+
+class _Finetuning(BaseFinetuning):
+    """Freezes a block, and trains it from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net.blocks[1] if pl_module.net is not None else [])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net.blocks[1], optimizer, lr=0.003)
+
+
+def _with_callback(
+    folder: str, strategy: dict[str, Any] | None, name: str, path: str | None = None, **more: Any
+) -> dict[str, Any]:
+    callback = _Finetuning() if name == "finetuning" else _average(name)
+    options = {"max_epochs": 3, "max_steps": -1, "limit_train_batches": 2, **more}
+    return fit(folder, strategy, path, callbacks=[callback], **options)
+
+
+@pytest.mark.parametrize("name", ["EMA", "SWA", "finetuning"])
+def test_callbacks_that_hold_or_add_parameters(ranks: Pools, tmp_path: Path, name: str) -> None:
+    ours, theirs = str(tmp_path / "cut.ckpt"), str(tmp_path / "whole.ckpt")
+    # Under DDP, stochastic averaging copies the module before `configure_model` has built it.
+    whole = {"stage": 3} if name == "SWA" else None
+    ddp = ranks(2).run(_with_callback, str(tmp_path), whole, name, save=theirs)
+    cut = {"stage": 3, **CUT}
+    found = ranks(4).run(_with_callback, str(tmp_path), cut, name, save=ours)
+    _assert_like_ddp(found, ddp, 5e-5)
+    for key in ("state_dict", "current_model_state"):
+        held, expected = (torch.load(path).get(key, {}) for path in (ours, theirs))
+        assert list(held) == list(expected)
+        for one, value in expected.items():
+            torch.testing.assert_close(held[one], value, rtol=5e-5, atol=5e-5)
+    if name != "SWA":
+        resumed = ranks(2).run(_with_callback, str(tmp_path), whole, name, ours)
+        again = ranks(4).run(_with_callback, str(tmp_path), cut, name, ours)
+        _assert_like_ddp(again, resumed, 5e-5)
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "more",
     [
-        {"shard": 2},
-        {"backward_shard": 2},
         {"gather_bits": 8},
         {"reduce_bits": 8},
-        {"stochastic_rounding": True},
-        {"offload_optimizer": "nvme"},
         {"activation_offload": True},
-        {"restore_weights": False},
-        {"checkpoint": "dcp"},
-        {"async_checkpoint": True},
         {"launcher": "fork"},
     ],
 )
@@ -283,13 +398,15 @@ def test_ranks_of_a_node_or_a_number_are_one_group() -> None:
     assert (division["tensor_size"], division["num_shards"]) == (4, 2)
     division = ZeROStrategy(tensor_parallel_size=2).settings.division(8, 4)
     assert (division["tensor_size"], division["num_shards"]) == (2, 4)
+    division = ZeROStrategy(tensor_parallel_size=2, shard="node").settings.division(8, 4)
+    assert (division["tensor_size"], division["num_shards"]) == (2, 2)
     assert ZeROStrategy().settings.division(8, 4)["tensor_size"] == 1
 
 
 def test_other_users_of_the_settings_refuse_them() -> None:
-    with pytest.raises(TypeError, match="tensor_parallel_size belongs to the Trainer's strategy"):
-        FabricStrategy(tensor_parallel_size=2)
-    with pytest.raises(ValueError, match="cannot be predicted"):
+    with pytest.raises(ValueError, match="parallelize_fn needs tensor_parallel_size > 1"):
+        FabricStrategy(parallelize_fn=lambda module, mesh: module)
+    with pytest.raises(ValueError, match="Pass the model instead of a number"):
         estimate(10**6, ZeROStrategy(tensor_parallel_size=2), world_size=4)
 
 
@@ -317,9 +434,16 @@ class _Odd(Model):
             self.net = torch.compile(self.net)
 
 
+class _OwnAverage(StochasticWeightAveraging):
+    """An average that mixes the elements of a parameter."""
+
+    def update_parameters(self, *args: Any) -> None:  # type: ignore[override]
+        super().update_parameters(*args)
+
+
 def _refused(folder: str, kind: str) -> str:
     size = 3 if kind == "size" else 2
-    callbacks: list[Any] = [StochasticWeightAveraging(1e-2)] if kind == "averages" else []
+    callbacks: list[Any] = [_OwnAverage(1e-2)] if kind == "averages" else []
     strategy = ZeROStrategy(tensor_parallel_size=size)
     trainer = make_trainer(2, strategy, folder, max_steps=1, callbacks=callbacks)
     try:
@@ -338,7 +462,7 @@ def _refused(folder: str, kind: str) -> str:
         ("other ranks", "the strategy shards over the data-parallel ranks itself"),
         ("hooks", "'net.weight' has hooks"),
         ("compiled", "torch.compile is not supported with tensor_parallel_size > 1"),
-        ("averages", "StochasticWeightAveraging is not supported with tensor_parallel_size > 1"),
+        ("averages", "_OwnAverage needs whole weights, which is not supported with tensor_para"),
         ("size", "tensor_parallel_size=3 makes groups of 3 ranks, but 2 ranks cannot be divided"),
     ],
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from lightning_zero.comm import Communicator
-from lightning_zero.trainer import internals
+from lightning_zero.fabric import internals
 
 
 def share_random_states(comm: Communicator) -> None:

@@ -1,0 +1,97 @@
+"""What the strategies of Fabric and of the Trainer share: ranks, the sharding, and their names."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_zero.comm import Communicator, device_mesh
+from lightning_zero.engine import Engine, broadcast_buffers
+from lightning_zero.fabric import internals
+from lightning_zero.fabric.random_states import share_random_states
+from lightning_zero.parameters import make_local
+from lightning_zero.plan import START_METHODS, STRATEGIES, Recipe, Settings
+
+
+class Sharding:
+    """The base class, before Lightning's own, of strategies that shard modules over the ranks.
+
+    Attributes:
+        settings: The user's settings.
+    """
+
+    settings: Settings
+
+    @property
+    def device_mesh(self: Any) -> Any:
+        """The mesh of all ranks, data-parallel by tensor-parallel; ``None`` without the latter."""
+        division = self.settings.division(self.world_size, self.num_processes)
+        size = division["tensor_size"]
+        return device_mesh(self.root_device.type, size) if size > 1 else None
+
+    @property
+    def distributed_sampler_kwargs(self: Any) -> dict[str, Any]:
+        """The arguments of samplers: ranks that have parts of one model see the same batches."""
+        if self.settings.tensor_parallel_size == 1 or (mesh := self.device_mesh) is None:
+            inherited: Any = super()
+            return dict(inherited.distributed_sampler_kwargs)
+        data = mesh["data_parallel"]
+        return {"num_replicas": data.size(), "rank": data.get_local_rank()}
+
+    def _connect(self: Any) -> Communicator:
+        """Return the ranks; those of one tensor-parallel group draw the same random numbers."""
+        division = self.settings.division(self.world_size, self.num_processes)
+        comm = Communicator(self.root_device, **division)
+        share_random_states(comm)
+        return comm
+
+    def _make_local(self, module: nn.Module) -> None:
+        """Replace parameters that tensor parallelism has cut by this rank's parts."""
+        if (mesh := self.device_mesh) is not None:
+            make_local(module, mesh)
+
+    def _sharded(
+        self: Any,
+        module: nn.Module,
+        comm: Communicator,
+        recipe: Recipe,
+        offload_path: str,
+        *,
+        syncs_buffers: bool = True,
+        **more: Any,
+    ) -> Engine:
+        """Shard a module whose tensors besides the parameters are on the device."""
+        settings = dataclasses.replace(
+            self.settings,
+            recipe=recipe,
+            device=self.root_device,
+            broadcast_buffers=self.settings.broadcast_buffers and syncs_buffers,
+            broadcast_in_calls=False,
+            offload_path=self.settings.offload_path or offload_path,
+        )
+        engine = Engine(module, settings, comm, **more)
+        broadcast_buffers(module, comm)
+        return engine
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: internals.StrategyRegistry) -> None:
+        """Register the strategies that have names, each also with the name of a launcher."""
+        for name, (what, arguments) in STRATEGIES.items():
+            for launcher in START_METHODS:
+                strategy_registry.register(
+                    name if launcher == "subprocess" else f"{name}_{launcher}",
+                    cls,
+                    description=f"{what}, launcher '{launcher}'",
+                    override=True,
+                    launcher=launcher,
+                    **arguments,
+                )
+
+
+def init_device(*, is_empty: bool | None) -> AbstractContextManager[Any]:
+    """Return the context in which a model is built: never on the accelerator, it may not fit."""
+    return torch.device("meta") if is_empty else nullcontext()
