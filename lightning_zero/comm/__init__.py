@@ -16,6 +16,7 @@ dry_transports    its transports
 write_access      the right to change masters that peers may be reading
 mesh              axes of ranks: shards, replicas
 tensor_parallel   torch's device mesh, and parameters as DTensors
+own_plan          how models of Transformers say that they are cut
 traffic           ledger of what was sent, and of the time of steps with offload
 collective_log    the collectives that this rank has begun, and the one it waits for
 watchdog          ends a run on all ranks, with one error, when one cannot go on
@@ -33,6 +34,7 @@ from lightning_zero.comm.control import Control
 from lightning_zero.comm.disk_room import require_room
 from lightning_zero.comm.dry import DryCommunicator, DryHostCopies, dry_transport
 from lightning_zero.comm.mesh import Axis, Mesh
+from lightning_zero.comm.own_plan import cut_by_own_plan
 from lightning_zero.comm.process_groups import default_world_size
 from lightning_zero.comm.rendezvous import enter_group
 from lightning_zero.comm.sync_points import PendingSync, SyncPoint, with_complements
@@ -68,6 +70,7 @@ __all__ = [
     "SyncPoint",
     "Then",
     "Traffic",
+    "cut_by_own_plan",
     "default_world_size",
     "device_mesh",
     "dry_transport",

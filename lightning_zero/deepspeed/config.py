@@ -139,6 +139,10 @@ class Config:
         if value > 1:
             self.arguments["backward_shard"] = int(value)
 
+    def _take_tensor_parallel(self, value: Any) -> None:
+        if value > 1:
+            self.arguments["tensor_parallel_size"] = int(value)
+
     def _take_bits(self, argument: str, value: Any) -> None:
         if value:
             self.arguments[argument] = 8
@@ -249,6 +253,7 @@ _ACTIONS: dict[str, Callable[[Config, Any], Any]] = {
     ),
     "zero_optimization.offload_optimizer.nvme_path": Config._take_path,
     "zero_optimization.offload_param.nvme_path": Config._take_path,
+    "tensor_parallel.autotp_size": Config._take_tensor_parallel,
     "communication_data_type": Config._take_dtype,
     "optimizer": Config._take_optimizer,
     "scheduler": Config._take_scheduler,

@@ -253,8 +253,8 @@ KEYS: dict[str, Key] = {
     "quantize_training": _refused(Kind.BLOCK, _COMPRESSION),
     "hybrid_engine": _refused(Kind.BLOCK, _PARALLEL),
     "pipeline": _refused(Kind.BLOCK, _PARALLEL),
-    "tensor_parallel": _refused(
-        Kind.BLOCK, "cut the model in `configure_model`, and pass `tensor_parallel_size`"
+    "tensor_parallel.autotp_size": _acts(
+        Kind.NUMBER, "`tensor_parallel_size`, for models with a `tp_plan` or cut by you"
     ),
     "sequence_parallel_size": _refused(Kind.NUMBER, _PARALLEL),
     "use_data_before_expert_parallelism": _refused(Kind.SWITCH, _PARALLEL),

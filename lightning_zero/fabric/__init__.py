@@ -4,7 +4,6 @@ strategy       ``ZeROStrategy`` for ``lightning.Fabric``
 checkpointing  its base class that saves and loads
 module         what ``fabric.setup`` wraps
 sharding       the base class of Fabric's and the Trainer's: ranks, and how a module is sharded
-random_states  equal random numbers within a tensor-parallel group
 precision      precisions on pieces, for Fabric and the Trainer
 internals      every private name of Fabric in use
 """

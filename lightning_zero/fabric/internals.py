@@ -9,7 +9,7 @@ also inherits or assigns some of ``DDPStrategy``:
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 from lightning.fabric.strategies import _StrategyRegistry
@@ -31,16 +31,10 @@ StoredPath = _PATH
 """The type in the signatures of ``Strategy.save_checkpoint`` and others."""
 Stateful = _Stateful
 """The protocol of objects whose ``state_dict`` Fabric saves."""
-
-
-def random_states() -> dict[str, Any]:
-    """Return the states of the host's generators, as Lightning saves and isolates them."""
-    return _collect_rng_states(include_cuda=False)
-
-
-def set_random_states(states: dict[str, Any]) -> None:
-    """Set the states of the host's generators."""
-    _set_rng_states(states)
+random_states = partial(_collect_rng_states, include_cuda=False)
+"""Returns the states of the host's generators, as Lightning saves and isolates them."""
+set_random_states = _set_rng_states
+"""Sets them."""
 
 
 def to_device_but_parameters(module: nn.Module, device: torch.device) -> None:

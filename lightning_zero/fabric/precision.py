@@ -40,6 +40,7 @@ class ShardedPrecision(Precision):
     """
 
     casters: ClassVar[Mapping[str, Callable[[], Precision]]] = {}
+    runner: ClassVar[str] = "Fabric"
     plugins: ClassVar[tuple[type[Any], ...]] = ()
     """Lightning's plugins that it can replace, the mixed one last."""
 
@@ -78,7 +79,7 @@ class ShardedPrecision(Precision):
             return made
         raise TypeError(
             f"ZeROStrategy does not support the precision plugin {type(plugin).__name__}. Use"
-            f" precision=... with one of {', '.join(map(repr, RECIPES))}."
+            f" {cls.runner}(precision=...) with one of {', '.join(map(repr, RECIPES))}."
         )
 
     @classmethod

@@ -12,7 +12,6 @@ from torch import nn
 from lightning_zero.comm import Communicator, device_mesh
 from lightning_zero.engine import Engine, broadcast_buffers
 from lightning_zero.fabric import internals
-from lightning_zero.fabric.random_states import share_random_states
 from lightning_zero.parameters import make_local
 from lightning_zero.plan import START_METHODS, STRATEGIES, Recipe, Settings
 
@@ -46,7 +45,15 @@ class Sharding:
         """Return the ranks; those of one tensor-parallel group draw the same random numbers."""
         division = self.settings.division(self.world_size, self.num_processes)
         comm = Communicator(self.root_device, **division)
-        share_random_states(comm)
+        if (axis := comm.mesh.tensor) is not None:
+            # They compute one forward together: a dropout of what each has whole drops the same.
+            module = None if comm.device.type == "cpu" else torch.get_device_module(comm.device)
+            own = None if module is None else module.get_rng_state(comm.device)
+            states = comm.control.gather_objects((internals.random_states(), own))
+            of_host, of_device = states[axis.ranks[0]]
+            internals.set_random_states(of_host)
+            if module is not None:
+                module.set_rng_state(of_device, comm.device)
         return comm
 
     def _make_local(self, module: nn.Module) -> None:

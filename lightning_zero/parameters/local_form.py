@@ -15,7 +15,7 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.nn import Parameter
 
-from lightning_zero.comm import DTensorForm, is_dtensor
+from lightning_zero.comm import DTensorForm, cut_by_own_plan, is_dtensor
 from lightning_zero.parameters.guards import Guarded
 from lightning_zero.parameters.ownership import ownership_of
 from lightning_zero.plan import derived_class, original_class, set_cut
@@ -28,23 +28,27 @@ def make_local(module: nn.Module, mesh: Any, *, on_meta: bool = False) -> None:
     """Replace DTensor parameters by local parts; a second call changes nothing.
 
     Args:
-        module: The model, cut by ``parallelize_module``.
+        module: The model, cut by ``parallelize_module``; or one that has a plan of its own.
         mesh: The device mesh of all ranks.
         on_meta: Whether the parameters may have no values.
 
     Raises:
         ValueError: No parameter is a DTensor, or one cannot be trained so; nothing has changed.
     """
+    is_local = any(_FORMS in vars(child) for child in module.modules())
+    if not is_local and not any(map(is_dtensor, module.parameters())):
+        cut_by_own_plan(module, mesh)
     forms = {
         id(parameter): DTensorForm.of(name, parameter, mesh)
         for name, parameter in module.named_parameters()
         if is_dtensor(parameter)
     }
-    if not forms and not any(_FORMS in vars(child) for child in module.modules()):
+    if not forms and not is_local:
         raise ValueError(
             f"tensor_parallel_size > 1, but no parameter of {type(module).__name__} is cut over"
             " tensor-parallel ranks. Call torch's parallelize_module with"
-            ' self.device_mesh["tensor_parallel"] in `configure_model`.'
+            ' self.device_mesh["tensor_parallel"] in `configure_model`, or use a model of'
+            " Transformers that has a `tp_plan`."
         )
     _require_plain(module, on_meta=on_meta)
     made: dict[int, Parameter] = {}

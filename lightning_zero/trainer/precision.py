@@ -52,6 +52,7 @@ class ZeROPrecision(ShardedPrecision, Precision):
         ValueError: The precision is unknown, or a scaler is given to one that does not scale.
     """
 
+    runner = "Trainer"
     plugins = Precision, HalfPrecision, DoublePrecision, MixedPrecision
     casters: ClassVar[Mapping[str, Callable[[], Any]]] = {
         "64-true": DoublePrecision,

@@ -80,6 +80,7 @@ ACTING = {
     "zero_optimization.stage": (2, {"arguments": {"stage": 2}}),
     "zero_optimization.stage3_prefetch_bucket_size": (0, {"arguments": {"prefetch": 0}}),
     "zero_optimization.mics_shard_size": (8, {"arguments": {"shard": 8}}),
+    "tensor_parallel.autotp_size": (2, {"arguments": {"tensor_parallel_size": 2}}),
     "zero_optimization.zero_hpz_partition_size": (4, {"arguments": {"backward_shard": 4}}),
     "zero_optimization.zero_quantized_weights": (True, {"arguments": {"gather_bits": 8}}),
     "zero_optimization.zero_quantized_gradients": (True, {"arguments": {"reduce_bits": 8}}),
