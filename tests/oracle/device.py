@@ -433,9 +433,14 @@ class Device(TorchDispatchMode):
         """Do a collective at once, and follow it on the stream of its group."""
         read = [one for one in rest[:1] if isinstance(one, Tensor)] or [out]
         is_async = kwargs.pop("async_op", False)
-        work = own(out, *rest, **kwargs, async_op=True)
-        if work is not None:
-            work.wait()
+        # On copies, as the threads of gloo hold what they have sent for some time.
+        with _disable_current_modes(), torch.no_grad():
+            copy = out.clone()
+            sent = [one.clone() if isinstance(one, Tensor) else one for one in rest]
+            work = own(copy, *sent, **kwargs, async_op=True)
+            if work is not None:
+                work.wait()
+            out.copy_(copy)
         stream = self.current
         if is_async:
             group = kwargs.get("group")
