@@ -213,13 +213,13 @@ def test_path(ranks: Pools, tmp_path: Path, name: str) -> None:
         read_by_host = ("tensors/host_copies.py", "parameters/stores.py")
         assert all(place.startswith(read_by_host) for place in seen.waits)
         assert bool(seen.waits) == (way.offload is not None)
-        # Small tensors stay when activations are offloaded, and autocast keeps no casts in a step.
+        # Small tensors stay when activations are offloaded, and those being copied count twice.
         assert 0.95 * seen.predicted < seen.peak < seen.predicted + 4096
         assert seen.overlapped["sent"] > 0.2
         if way.offload is not None:
             assert seen.overlapped["up"] > 0.3
         if way.offload is not None and way.settings["stage"] == 3 and way.world == 2:
-            assert seen.overlapped["down"] > 0.8
+            assert seen.overlapped["down"] > 0.6
             assert seen.overlapped["up beside down"] > 0.2
 
 
