@@ -21,7 +21,7 @@ from lightning_zero.optimizer.shown import Shown
 from lightning_zero.optimizer.steppers import Call, Stepper
 from lightning_zero.optimizer.unit_step import call_as
 from lightning_zero.optimizer.whole_step import WholeStep
-from lightning_zero.parameters import Piece, settle, unsettle
+from lightning_zero.parameters import Piece, averages, settle, unsettle
 from lightning_zero.tensors import internals, runs_outside
 
 
@@ -267,8 +267,12 @@ class OptimizerHooks:
         """
         if not self._is_begun:
             for piece in self._pieces:
-                piece.gradient.show_hidden()
-        if not self._is_begun or not kwargs.get("set_to_none", args[0] if args else True):
+                if piece.gradient.state.is_hidden:
+                    piece.gradient.show_hidden()
+            result = method(*args, **kwargs)
+            averages(self._pieces)  # frees the memory of what was dropped
+            return result
+        if not kwargs.get("set_to_none", args[0] if args else True):
             return method(*args, **kwargs)
         with self._stepper.at_rest(), self._shown.showing_members():
             unsettle(self._pieces)

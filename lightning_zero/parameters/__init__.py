@@ -28,7 +28,7 @@ from lightning_zero.parameters.flat_parameters import FlatParameters
 from lightning_zero.parameters.grad_shard import Reach
 from lightning_zero.parameters.local_form import local_of, make_distributed, make_local
 from lightning_zero.parameters.ownership import Owner, ownership_of
-from lightning_zero.parameters.piece import Piece, settle, unsettle
+from lightning_zero.parameters.piece import Piece, averages, settle, unsettle
 from lightning_zero.parameters.reducer import Reducer
 from lightning_zero.parameters.sharded_grad import stack_on
 from lightning_zero.parameters.stores import Store, shared_masters, store_for
@@ -43,6 +43,7 @@ __all__ = [
     "Reader",
     "Reducer",
     "Store",
+    "averages",
     "local_of",
     "make_distributed",
     "make_local",

@@ -46,6 +46,7 @@ class GradState(Enum):
     def __init__(self, _: str) -> None:
         # Not a property: optimizers read it through every piece.
         self.is_unsynced = self.name.startswith("UNSYNCED")
+        self.is_hidden = self.name == "HIDDEN"
 
 
 class GradientView:

@@ -48,6 +48,9 @@ class Guarded:
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Let metadata functions through; for any other make the parameters readable first."""
+        if func in properties.OF_GRADIENT:  # what optimizers ask of each parameter
+            with internals.as_plain_tensors():
+                return func(*args)
         if func is Tensor.copy_ and [isinstance(a, Guarded) for a in args[:2]] == [True, False]:
             # What `load_state_dict` does: writing a whole value needs no gather.
             ownership_of(args[0]).owner.write(args[0], args[1])

@@ -125,8 +125,13 @@ def averages(pieces: Sequence[Piece]) -> list[Tensor | None]:
     """Follow user changes to gradients, and return each piece's part of its averaged gradient."""
     with internals.as_plain_tensors():
         for piece in pieces:
-            if _GRAD.__get__(piece.parameter) is not piece.gradient.shown:
-                piece.gradient.follow()
+            theirs, view = _GRAD.__get__(piece.parameter), piece.gradient
+            if theirs is view.shown:
+                continue
+            if theirs is None:
+                view.drop()  # as `follow` does, a call less for every `zero_grad`
+            else:
+                view.follow()
         return list(map(_GRAD.__get__, pieces))
 
 

@@ -115,8 +115,7 @@ def save_both(folder: str, stage: int, precision: str) -> list[float]:
         }
         names = {id(p): name for name, p in model.named_parameters()}
         parameters = [
-            [names[id(p)] for group in o.param_groups for p in group["params"]]
-            for o in optimizers
+            [names[id(p)] for group in o.param_groups for p in group["params"]] for o in optimizers
         ]
         control = engine.comm.control
         saver, provenance = Saver(control), Provenance(stage, control.world_size, precision)

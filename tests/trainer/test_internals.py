@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
@@ -54,7 +54,6 @@ def test_private_names_of_lightning_stand_in_one_module() -> None:
         (DDPStrategy, sorted(INHERITED)),
         (_SignalConnector, [internals.ANSWERS_REQUEUE, internals.ANSWERS_END]),
         (Trainer, ["_signal_connector"]),
-        (BaseFinetuning, [internals.MAPS_GROUPS]),
         (
             StochasticWeightAveraging,
             [internals.LOADS_AVERAGE, "_average_model", "_avg_fn", "_device"],
