@@ -183,7 +183,7 @@ class ModelPlan:
 
         ``varied`` are settings that differ from the model's own.
         """
-        _require_sense(stage, world_size, rank, offload)
+        require_sense(stage, world_size, rank, offload)
         if stage == 0:
             return self._under_ddp(adds_gradients=num_microbatches > 1)
         on_host = offload is not None and offload.is_mapped(self.device)
@@ -290,7 +290,7 @@ class ModelPlan:
         return self._events[is_cast]
 
 
-def _require_sense(stage: int, world_size: int, rank: int, offload: Offload | None) -> None:
+def require_sense(stage: int, world_size: int, rank: int, offload: Offload | None) -> None:
     """Raise a ``ValueError`` unless the stage allows such a rank and such an offload."""
     if not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"Expected world_size >= 1, got {world_size!r}.")

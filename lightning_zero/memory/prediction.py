@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_zero.memory.cut_model import one_rank_of
 from lightning_zero.memory.dry_run import Step
-from lightning_zero.memory.model import ModelPlan
+from lightning_zero.memory.model import ModelPlan, require_sense
 from lightning_zero.memory.snapshots import Snapshot
 from lightning_zero.memory.states import Optimizers
 from lightning_zero.memory.terms import AWAY_ROWS, HOST_KINDS, KINDS, RESTING, Kinds
@@ -167,6 +167,7 @@ def estimate(
         device: Where the model will run: ``"cpu"``, or an accelerator such as ``"cuda"``.
     """
     settings = _settings_of(strategy)
+    require_sense(settings.stage, world_size, rank, None)
     if (size := settings.division(world_size)["tensor_size"]) > 1:
         if batch is not None:
             raise ValueError(
