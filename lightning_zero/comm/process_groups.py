@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 _groups: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
-"""By default group and purpose; weak, as a group that is referenced outlives its destruction."""
+"""Groups, and meshes of them, by default group and purpose; weak, as a group that is referenced
+outlives its destruction."""
 
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 _SECONDS_TO_LET_GO = 0.05
@@ -195,7 +197,10 @@ def _together(groups: list[Any]) -> Iterator[None]:
 def _all_groups() -> list[Any]:
     if not dist.is_initialized():
         return []
-    return [dist.group.WORLD, *_groups.get(dist.group.WORLD, {}).values()]
+    groups = [dist.group.WORLD]
+    for one in _groups.get(dist.group.WORLD, {}).values():
+        groups += one.get_all_groups() if isinstance(one, DeviceMesh) else [one]
+    return list(dict.fromkeys(groups))  # a dimension of a mesh may have the default group
 
 
 def _new_group(

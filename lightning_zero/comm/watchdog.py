@@ -348,7 +348,8 @@ def _look_at_all() -> None:
             watchdog.look()
         except Exception as error:
             # Usually the process that hosts the store has exited, and training with it.
-            log.debug("Ranks are no longer watched: %s", error)
+            level = logging.DEBUG if isinstance(error, RuntimeError) else logging.ERROR
+            log.log(level, "Ranks are no longer watched: %s", error)
             watchdog.forget()
 
 

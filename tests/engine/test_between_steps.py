@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero import full_grad, gathered, grad_norm
-from lightning_zero.comm import Communicator
+from lightning_zero.comm import Communicator, device_mesh
 from lightning_zero.engine import Engine
 from lightning_zero.plan import RECIPES
 from tests.oracle.models import Blocks
@@ -266,6 +266,17 @@ def test_elsewhere_it_is_told_what_to_do(
         rf"rank 0 waits in step 1 for [^;]*{place}[^;]* [(]called at [^;]*test_betw", found
     )
     assert re.search(cure, found)
+
+
+def _touches_alone_beside_a_mesh() -> None:
+    device_mesh("cpu", 2)  # of tensor parallelism, whose groups are kept beside ours
+    _touches_alone("point to point", _read_weight)
+
+
+def test_it_is_told_also_where_there_is_a_mesh(ranks: Pools) -> None:
+    with pytest.raises(RankError) as error:
+        ranks(2).run(_touches_alone_beside_a_mesh, timeout=60)
+    assert str(error.value).count("The ranks have diverged") >= 2
 
 
 # ------------------------------------------------------------------------------- gradients
