@@ -186,6 +186,7 @@ def connected(most: int) -> int:
     with mock.patch.object(process_groups, "_MOST_CONNECTED", most):
         other = control.separate()
     found = num_sockets() - before
+    control.call(SyncPoint.STEP).wait()  # all have counted, before the first of them connects
     rank, world = other.rank, other.world_size
     assert other.gather_objects("a" * 600 * rank) == ["a" * 600 * r for r in range(world)]
     assert other.broadcast_object(rank) == 0
