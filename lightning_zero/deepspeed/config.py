@@ -130,23 +130,6 @@ class Config:
         else:
             self._warn("zero_optimization.stage3_prefetch_bucket_size", value)
 
-    def _take_shard(self, value: Any) -> None:
-        if value > 0:
-            self.arguments["shard"] = int(value)
-
-    def _take_backward_shard(self, value: Any) -> None:
-        # DeepSpeed takes a group of one rank to be none.
-        if value > 1:
-            self.arguments["backward_shard"] = int(value)
-
-    def _take_tensor_parallel(self, value: Any) -> None:
-        if value > 1:
-            self.arguments["tensor_parallel_size"] = int(value)
-
-    def _take_bits(self, argument: str, value: Any) -> None:
-        if value:
-            self.arguments[argument] = 8
-
     def _take_dtype(self, value: Any) -> None:
         if value not in _DTYPES:
             raise ValueError(
@@ -233,27 +216,39 @@ class Config:
         return _agreed(f"Trainer({name}={given!r})", given, wanted, default)
 
 
-_ACTIONS: dict[str, Callable[[Config, Any], Any]] = {
+Action = Callable[[Config, Any], Any]
+
+
+def _sets(argument: str, *, above: int = 0, to: int | None = None) -> Action:
+    """Return an action that sets an argument to a value ``above`` a number, or to ``to``."""
+
+    def act(config: Config, value: Any) -> None:
+        if value > above:
+            config.arguments[argument] = int(value) if to is None else to
+
+    return act
+
+
+def _sets_medium(block: str, argument: str) -> Action:
+    return lambda config, value: config._take_medium(block, argument, value)
+
+
+_ACTIONS: dict[str, Action] = {
     "zero_optimization.stage": Config._take_stage,
     "zero_optimization.stage3_prefetch_bucket_size": Config._take_prefetch,
-    "zero_optimization.mics_shard_size": Config._take_shard,
-    "zero_optimization.zero_hpz_partition_size": Config._take_backward_shard,
-    "zero_optimization.zero_quantized_weights": lambda config, value: config._take_bits(
-        "gather_bits", value
-    ),
-    "zero_optimization.zero_quantized_gradients": lambda config, value: config._take_bits(
-        "reduce_bits", value
-    ),
-    "zero_optimization.offload_optimizer.device": lambda config, value: config._take_medium(
-        "offload_optimizer", "offload_optimizer", value
+    "zero_optimization.mics_shard_size": _sets("shard"),
+    # DeepSpeed takes a group of one rank to be none.
+    "zero_optimization.zero_hpz_partition_size": _sets("backward_shard", above=1),
+    "zero_optimization.zero_quantized_weights": _sets("gather_bits", to=8),
+    "zero_optimization.zero_quantized_gradients": _sets("reduce_bits", to=8),
+    "zero_optimization.offload_optimizer.device": _sets_medium(
+        "offload_optimizer", "offload_optimizer"
     ),
     "zero_optimization.offload_optimizer.ratio": Config._take_ratio,
-    "zero_optimization.offload_param.device": lambda config, value: config._take_medium(
-        "offload_param", "offload_weights", value
-    ),
+    "zero_optimization.offload_param.device": _sets_medium("offload_param", "offload_weights"),
     "zero_optimization.offload_optimizer.nvme_path": Config._take_path,
     "zero_optimization.offload_param.nvme_path": Config._take_path,
-    "tensor_parallel.autotp_size": Config._take_tensor_parallel,
+    "tensor_parallel.autotp_size": _sets("tensor_parallel_size", above=1),
     "communication_data_type": Config._take_dtype,
     "optimizer": Config._take_optimizer,
     "scheduler": Config._take_scheduler,
