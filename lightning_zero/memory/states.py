@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_zero.memory.dry_run import first_line
 from lightning_zero.memory.terms import PieceTerms
 from lightning_zero.optimizer import (
-    Part,
+    PiecePart,
     StateBytes,
     Way,
     batches_of,
@@ -100,7 +100,7 @@ class OptimizerStates:
             most = max(most, staging_bytes(sizes) if sizes else 0)
         return most
 
-    def _bytes_in_files(self, batch: Iterable[Part[PieceTerms]]) -> int:
+    def _bytes_in_files(self, batch: Iterable[PiecePart[PieceTerms]]) -> int:
         """Return the bytes of the blocks that hold the states of a batch."""
         sizes: Counter[torch.dtype] = Counter()
         num_entries: dict[torch.dtype, int] = {}

@@ -6,7 +6,9 @@ steppers        what steps the engines' optimizers, by element unless it is one 
 whole_step      steps of whole parameters, for optimizers that mix their elements
 unit_step       steps unit by unit
 states          where the states of such steps rest: in memory or in files
+file_places     where the entries of states rest in files
 shown           what an optimizer shows between steps: parameters, and their whole states
+whole_state     gathering a parameter's state from what the ranks keep of it
 toys            steps of a lone toy, which show what an optimizer keeps for a parameter
 staging         batches stepped from files, and the memory and threads that read and write them
 rounding        steps by unit in fp32 of values that rest in bf16, with stochastic rounding
@@ -37,7 +39,7 @@ from lightning_zero.optimizer.rounding import RoundedStates
 from lightning_zero.optimizer.second_run import end
 from lightning_zero.optimizer.shared_state import Announced
 from lightning_zero.optimizer.shown import kept_states
-from lightning_zero.optimizer.staging import Part, batches_of, staging_bytes
+from lightning_zero.optimizer.staging import PiecePart, batches_of, staging_bytes
 from lightning_zero.optimizer.states import StateFiles, States
 from lightning_zero.optimizer.steppers import (
     Stepper,
@@ -63,7 +65,7 @@ __all__ = [
     "FindPiece",
     "LossScaler",
     "OptimizerHooks",
-    "Part",
+    "PiecePart",
     "Removable",
     "RoundedStates",
     "StateBytes",

@@ -1,6 +1,6 @@
 """Tracking of a parameter's elements through the operations of an optimizer.
 
-Each tensor tainted by a parameter carries that parameter's bit, and whatever is computed from it
+Each tensor marked by a parameter carries that parameter's bit, and whatever is computed from it
 does too. Bits belong to whole storages, so views and in-place writes need no special care. While
 only operations known to be element-wise have touched a bit, all its tensors have the parameter's
 shape, and element ``i`` of each depends on no other element. An operation that is not known to be
@@ -86,8 +86,8 @@ class Dataflow(TorchDispatchMode):
 
     Attributes:
         findings: The first for each way that is not by element.
-        trace: The operations on tainted values, in order.
-        has_touched: Whether a tainted value was an operand since this was last reset.
+        trace: The operations on marked values, in order.
+        has_touched: Whether a marked value was an operand since this was last reset.
         read: The first read on the host of a value that comes from one parameter alone, in words.
     """
 
@@ -124,7 +124,7 @@ class Dataflow(TorchDispatchMode):
         return next((way for way in reversed(Way) if way in ways), Way.BY_ELEMENT)
 
     def mark(self, tensor: Tensor, bits: int) -> None:
-        """Taint ``tensor`` and all that shares its memory."""
+        """Mark ``tensor`` and all that shares its memory."""
         for each in unwrapped(tensor) if bits else ():
             with internals.without_interception():
                 storage = each.untyped_storage()
@@ -239,7 +239,7 @@ class Dataflow(TorchDispatchMode):
     def _take(
         self, operation: Operation, bits: int, results: Iterable[Any], shapes: set[torch.Size]
     ) -> None:
-        """Taint what an operation on values of the parameters ``bits`` made or changed."""
+        """Mark what an operation on values of the parameters ``bits`` made or changed."""
         for result in {id(each): each for each in results}.values():
             if isinstance(result, Tensor):
                 self.mark(result, bits)
@@ -282,7 +282,7 @@ class Dataflow(TorchDispatchMode):
 
 
 class _HostReads(TorchFunctionMode):
-    """A function mode that notices reads of tainted values that a dispatch mode does not see."""
+    """A function mode that notices reads of marked values that a dispatch mode does not see."""
 
     def __init__(self, dataflow: Dataflow) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ def _is_constant(tensor: Tensor) -> bool:
 
 
 def _numbers(leaves: Iterable[Any], bits_of: Bits) -> tuple[Any, ...]:
-    """Return the numbers among the operands, and the first of each tensor without taint."""
+    """Return the numbers among the operands, and the first of each tensor without a mark."""
     found: list[Any] = []
     for leaf in leaves:
         bits = bits_of.get(id(leaf))

@@ -31,7 +31,7 @@ def bare(optimizer: Any) -> Optimizer:
 def uncompiled() -> Any:
     """Return a context in which code that an optimizer compiles runs as it is written.
 
-    A step of toys under a taint cannot be compiled, and others are over sooner than a compiler.
+    A step of toys that is followed cannot be compiled, and others are over sooner than a compiler.
     """
     return torch.compiler.set_stance("force_eager")
 
@@ -114,25 +114,25 @@ def _copy_group(group: Mapping[str, Any], toys: Toys, memo: dict[Any, Any]) -> d
 
 def _copy(optimizer: Optimizer, memo: dict[Any, Any], toys: Toys) -> Optimizer:
     cls = type(optimizer)
-    twin = cls.__new__(cls)
-    memo[id(optimizer)] = twin
+    made = cls.__new__(cls)
+    memo[id(optimizer)] = made
     for name, value in vars(optimizer).items():
         if isinstance(value, OfOptimizer) or (callable(value) and hasattr(cls, name)):
             # The `step` that a scheduler puts there to count would step the user's optimizer.
             continue
         if id(value) in memo:
-            twin.__dict__[name] = memo[id(value)]
+            made.__dict__[name] = memo[id(value)]
         elif isinstance(value, Optimizer):
-            twin.__dict__[name] = _copy(value, memo, toys)
+            made.__dict__[name] = _copy(value, memo, toys)
         elif name == "state":
-            twin.__dict__[name] = _copy_state(value, memo, toys)
+            made.__dict__[name] = _copy_state(value, memo, toys)
         elif name == "param_groups":
-            twin.__dict__[name] = [_own_group(group, memo, toys) for group in value]
+            made.__dict__[name] = [_own_group(group, memo, toys) for group in value]
         elif isinstance(value, OrderedDict):
-            twin.__dict__[name] = OrderedDict()  # hooks
+            made.__dict__[name] = OrderedDict()  # hooks
         else:
-            twin.__dict__[name] = copy.deepcopy(value, memo)
-    return twin
+            made.__dict__[name] = copy.deepcopy(value, memo)
+    return made
 
 
 def _own_group(group: Mapping[str, Any], memo: dict[Any, Any], toys: Toys) -> dict[str, Any]:

@@ -6,9 +6,9 @@ state. What is not known to be element-wise counts as not element-wise, and what
 stay within one parameter counts as mixing several. Comparing results would not do: Prodigy,
 D-Adaptation, SGDP and AdamP step two halves of a small tensor nearly as they step the whole.
 
-A taint does not see an optimizer ask for a shape (decay of matrices only, a rate that depends on
-the number of rows). So the first elements of each toy are stepped once more, as a flat vector, and
-both must do the same operations with the same numbers.
+The dataflow does not see an optimizer ask for a shape (decay of matrices only, a rate that depends
+on the number of rows). So the first elements of each toy are stepped once more, as a flat vector,
+and both must do the same operations with the same numbers.
 
 A value of one parameter that the optimizer reads on the host (``item``, ``if``) may steer all that
 follows. So the optimizer is stepped again with made-up values for what it reads of half of the
@@ -154,18 +154,18 @@ def _examine_format(whole: Trial) -> None:
     Raises:
         CannotCopy: It shows values of its parameters, which are not there between steps.
     """
-    twin = whole.twin
-    if type(twin).state_dict is Optimizer.state_dict:
+    copied = whole.optimizer_copy
+    if type(copied).state_dict is Optimizer.state_dict:
         return
     what = "has a state_dict with its own format"
     try:
-        form = twin.state_dict()
+        form = copied.state_dict()
         if is_of_torch(form):
             return
         before = _num_nans(form)
         for toy in whole.toys:
             toy.data.fill_(nan)
-        shows_values = _num_nans(twin.state_dict()) != before
+        shows_values = _num_nans(copied.state_dict()) != before
     except Exception:
         shows_values = False  # it has none to show, at least after steps of toys
     if shows_values:

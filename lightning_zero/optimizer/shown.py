@@ -17,42 +17,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-import torch
-from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from lightning_zero.comm import Communicator, SyncPoint
-from lightning_zero.optimizer.dataflow import Way
 from lightning_zero.optimizer.optimizer_copy import with_inner
-from lightning_zero.optimizer.pieces import (
-    cut_state,
-    is_of_elements,
-    owned,
-    put_members,
-    take_state,
-)
+from lightning_zero.optimizer.pieces import cut_state, owned, put_members, take_state
 from lightning_zero.optimizer.shared_state import OfOptimizer, is_equal
+from lightning_zero.optimizer.whole_state import Keeper, gather_state
 from lightning_zero.parameters import Piece
-
-
-class Keeper(Protocol):
-    """What knows which states this rank keeps: a stepper."""
-
-    way: Way
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether states are of whole parameters."""
-
-    def keeps_state_of(self, piece: Piece) -> bool:
-        """Return whether this rank has the state of a parameter, or a part of it."""
-
-    def part_of(self, state: Mapping[str, Any], piece: Piece) -> Mapping[str, Any] | None:
-        """Return a copy of the part of a parameter's state that this rank keeps, if any."""
 
 
 class Shown(OfOptimizer):
@@ -292,20 +267,8 @@ class WholeStates(MutableMapping[Any, Any]):
 
     def _gathered(self, piece: Piece) -> Any:
         """Return a copy of a parameter's whole state, ``None`` if it has none; a collective."""
-        comm, keeper = self._shown.require_run(), self._shown.keeper
-        mine = self.parts.get(piece) if keeper.keeps_state_of(piece) else None
-        if keeper.way is Way.ALL_AT_ONCE:
-            return owned(mine)
-        sent = tree_map_only(Tensor, lambda value: value.detach().cpu(), mine)
-        of_ranks = comm.control.gather_objects(_Part(piece.range.start, piece.range.stop, sent))
-        parts = [of_ranks[rank] for rank in comm.transport.axis.ranks]
-        held = [part for part in parts if part.state is not None]
-        if not held:
-            return None
-        if keeper.is_whole or not isinstance(held[0].state, Mapping):
-            return owned(held[0].state if mine is None else mine)
-        own = None if mine is None else _Part(piece.range.start, piece.range.stop, mine)
-        return _assembled(held, own or held[0], piece)
+        own, shown = self.parts.get(piece), self._shown
+        return gather_state(own, piece, shown.keeper, shown.require_run())
 
     # -- changes ---------------------------------------------------------------------------------
 
@@ -388,35 +351,3 @@ def kept_states(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Any, Any]]:
     for optimizer in optimizers:
         states: Any = optimizer.state
         yield from (states.parts if isinstance(states, WholeStates) else states).items()
-
-
-class _Part(NamedTuple):
-    """A rank's part of the state of one parameter."""
-
-    start: int
-    stop: int
-    state: Any
-
-
-def _assembled(held: Sequence[_Part], model: _Part, piece: Piece) -> dict[str, Any]:
-    """Return a parameter's state from the parts of all ranks that have elements of it.
-
-    What has no number per element is a copy of that of ``model``.
-    """
-    slot, device = piece.range.slot, piece.parameter.device
-    part = torch.empty(model.stop - model.start, device="meta")
-
-    def whole(key: str, own: Any, *values: Any) -> Any:
-        if not is_of_elements(key, own, part):
-            return own.detach().clone() if isinstance(own, Tensor) else own
-        flat = torch.empty(slot.numel, dtype=own.dtype, device=device)
-        for (start, stop, _), value in zip(held, values, strict=True):
-            flat[start:stop] = value
-        return flat.as_strided(slot.shape, slot.stride)
-
-    found = {}
-    for key, value in model.state.items():
-        leaves, tree = tree_flatten(value)
-        columns = zip(leaves, *(tree_leaves(one.state[key]) for one in held), strict=True)
-        found[key] = tree_unflatten([whole(key, *column) for column in columns], tree)
-    return found

@@ -1,14 +1,14 @@
 """Batches that are stepped from files, and staging memory that threads read to and write from.
 
-A batch is a list of parts of pieces that are stepped together. Slots, each with memory for one
+A batch is a list of parts of pieces that are stepped together. Buffers, each with memory for one
 batch, take turns. Each is read to, stepped in, written from, and read to again as soon as it is
-written, so that the disk never waits for the step while it has work left. With three slots::
+written, so that the disk never waits for the step while it has work left. With three buffers::
 
-    slot 0    read 0 | step 0 | write 0 | read 3 | step 3 | ...
-    slot 1    read 1          | step 1  | write 1 | read 4 | ...
-    slot 2    read 2                    | step 2  | write 2 | ...
+    buffer 0    read 0 | step 0 | write 0 | read 3 | step 3 | ...
+    buffer 1    read 1          | step 1  | write 1 | read 4 | ...
+    buffer 2    read 2                    | step 2  | write 2 | ...
 
-Slots exist only during a step.
+Buffers exist only during a step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ slower; larger batches take more memory, and its pages cost more than they gain.
 
 _LARGEST_ELEMENT = 16
 
-NUM_SLOTS = 4
+NUM_BUFFERS = 4
 _NUM_AHEAD = 2
 """How many batches ahead pages of masters are brought in: they may be dropped before their use."""
 
@@ -54,7 +54,7 @@ Sized = TypeVar("Sized", bound=HasBytes)
 
 
 @dataclass(frozen=True)
-class Part(Generic[Sized]):
+class PiecePart(Generic[Sized]):
     """Bytes ``[start, stop)`` of a piece; of a small one, all."""
 
     piece: Sized
@@ -77,7 +77,7 @@ class Part(Generic[Sized]):
         return self.nbytes < self.piece.nbytes
 
 
-def batches_of(units: Iterable[Sequence[Sized]]) -> list[list[Part[Sized]]]:
+def batches_of(units: Iterable[Sequence[Sized]]) -> list[list[PiecePart[Sized]]]:
     """Return the pieces of units in batches, with large pieces cut across several.
 
     All parts of a cut piece but the last are batches of their own, and have whole pages of elements
@@ -85,12 +85,12 @@ def batches_of(units: Iterable[Sequence[Sized]]) -> list[list[Part[Sized]]]:
     """
     pages = _LARGEST_ELEMENT * PAGE
     at_once = -(-_BATCH_BYTES // pages) * pages
-    batches: list[list[Part[Sized]]] = []
+    batches: list[list[PiecePart[Sized]]] = []
     for unit in units:
         room = -1
         for piece in unit:
             for start in range(0, max(1, piece.nbytes), at_once):
-                part = Part(piece, start, min(start + at_once, piece.nbytes))
+                part = PiecePart(piece, start, min(start + at_once, piece.nbytes))
                 if part.nbytes > room or part.is_cut:
                     batches.append([])
                     room = _BATCH_BYTES
@@ -101,7 +101,7 @@ def batches_of(units: Iterable[Sequence[Sized]]) -> list[list[Part[Sized]]]:
 
 def staging_bytes(batches: Sequence[int]) -> int:
     """Return the memory that a step takes, given the bytes of each batch in whole pages."""
-    return min(NUM_SLOTS, len(batches)) * max(PAGE, *batches)
+    return min(NUM_BUFFERS, len(batches)) * max(PAGE, *batches)
 
 
 class Block(NamedTuple):
@@ -153,11 +153,11 @@ class Requests:
         return seconds
 
 
-class Slot:
+class StagingBuffer:
     """Memory for the blocks of one batch.
 
     Attributes:
-        places: The offset of each block that is in the slot or being read to it.
+        places: The offset of each block that is in the buffer or being read to it.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -171,7 +171,7 @@ class Slot:
         return self._memory.tensor[start : start + numel * dtype.itemsize].view(dtype)
 
     def read(self, blocks: Sequence[Block], readers: Requests) -> None:
-        """Start to read blocks once the slot's previous ones are written."""
+        """Start to read blocks once the buffer's previous ones are written."""
         ends = [*accumulate((block.nbytes for block in blocks), initial=0)]
         self.places = dict(zip(blocks, ends, strict=False))
         self._move(readers, [*self._pending])
@@ -199,7 +199,7 @@ class Slot:
 
 
 class Staging:
-    """The slots and threads of a step from files.
+    """The buffers and threads of a step from files.
 
     1. :meth:`open` with the blocks of every batch and the masters that it steps, in the order of
        the step.
@@ -217,34 +217,34 @@ class Staging:
         self._faults = ThreadPoolExecutor(1, "lightning_zero.fault")
         self._batches: Sequence[Sequence[Block]] = ()
         self._masters: Sequence[Sequence[Tensor]] = ()
-        self._slots: list[Slot] = []
+        self._buffers: list[StagingBuffer] = []
         self._next = 0
 
     def open(self, batches: Sequence[Sequence[Block]], masters: Sequence[Sequence[Tensor]]) -> None:
-        """Make slots with room for the largest batch, and start to read the first batches."""
+        """Make buffers with room for the largest batch, and start to read the first batches."""
         self._batches, self._masters, self._next = batches, masters, 0
         sizes = [sum(block.nbytes for block in batch) for batch in batches]
-        largest, num_slots = max(sizes), min(NUM_SLOTS, len(batches))
+        largest, num_buffers = max(sizes), min(NUM_BUFFERS, len(batches))
         self._ledger.stage(staging_bytes(sizes))
         try:
-            self._slots = [Slot(largest) for _ in range(num_slots)]
+            self._buffers = [StagingBuffer(largest) for _ in range(num_buffers)]
         except OSError as error:
             raise MemoryError(
                 "Not enough memory for a step from files, which stages the states of"
-                f" {num_slots} batches at a time: {num_slots} x {largest:,} bytes."
+                f" {num_buffers} batches at a time: {num_buffers} x {largest:,} bytes."
             ) from error
-        for slot, blocks in zip(self._slots, batches, strict=False):
-            slot.read(blocks, self._readers)
+        for buffer, blocks in zip(self._buffers, batches, strict=False):
+            buffer.read(blocks, self._readers)
         for tensors in masters[:_NUM_AHEAD]:
             self._faults.submit(fault_in, tensors)
 
     @property
-    def fetched(self) -> Slot:
-        """The slot of the batch that was fetched last."""
-        return self._slots[(self._next - 1) % len(self._slots)]
+    def fetched(self) -> StagingBuffer:
+        """The buffer of the batch that was fetched last."""
+        return self._buffers[(self._next - 1) % len(self._buffers)]
 
     def fetch(self) -> None:
-        """Go on to the slot of the next batch, and wait until it is read."""
+        """Go on to the buffer of the next batch, and wait until it is read."""
         for tensors in self._masters[self._next + _NUM_AHEAD :][:1]:
             self._faults.submit(fault_in, tensors)
         self._next += 1
@@ -253,28 +253,28 @@ class Staging:
     def flush(self) -> None:
         """Start to write the batch that was fetched last, and to read another after it."""
         self.fetched.write(self._writers)
-        behind = self._next - 1 + len(self._slots)
+        behind = self._next - 1 + len(self._buffers)
         if behind < len(self._batches):
             self.fetched.read(self._batches[behind], self._readers)
 
-    def _wait(self, slot: Slot) -> None:
+    def _wait(self, buffer: StagingBuffer) -> None:
         begin = perf_counter()
         try:
-            slot.wait()
+            buffer.wait()
         finally:
             self._ledger.spend("waiting", perf_counter() - begin)
 
     def close(self) -> None:
-        """Wait until everything is written, and free the slots.
+        """Wait until everything is written, and free the buffers.
 
         Raises:
             OSError: A read or write failed.
         """
-        slots, self._slots, self._masters = self._slots, [], ()
+        buffers, self._buffers, self._masters = self._buffers, [], ()
         errors = []
-        for slot in slots:
+        for buffer in buffers:
             try:
-                self._wait(slot)
+                self._wait(buffer)
             except OSError as error:
                 errors.append(error)
         self._ledger.spend("reading", self._readers.take_seconds())

@@ -62,13 +62,13 @@ def _tensors_of(optimizer: Optimizer, group: Mapping[str, Any], toy: Parameter) 
 
 def _state_of(optimizer: Optimizer, number: int, toy: Parameter) -> dict[str, Any]:
     """Return the state of ``toy`` after two steps in the param group of index ``number``."""
-    twin = _twin_of_group(optimizer, number, toy)
+    copied = _copy_of_group(optimizer, number, toy)
     toy.grad = torch.ones_like(toy)
-    _let_train(twin)
+    _let_train(copied)
     with uncompiled():
         for _ in range(2):
-            twin.step()
-    return dict(twin.state[toy])
+            copied.step()
+    return dict(copied.state[toy])
 
 
 def toy_state(optimizer: Optimizer, number: int, shape: Sequence[int]) -> dict[str, Any]:
@@ -112,16 +112,16 @@ def missing_in_state(
     on_host = {key: False for key in ("capturable", "fused", "foreach") if key in options}
     try:
         toy = Parameter(torch.zeros(_TOY_NUMEL))
-        twin = _twin_of_group(optimizer, number, toy)
+        copied = _copy_of_group(optimizer, number, toy)
         toy.grad = torch.ones_like(toy)
         zeros = {key: torch.zeros_like(toy, dtype=dtype) for key, dtype in shaped.items()}
         group = {**options, **on_host, "params": [toy]}
         # The end of `load_state_dict`, which adds options that older checkpoints lack.
         of_toy = {toy: {**owned(numbers), **zeros}}
-        twin.__setstate__({"state": of_toy, "param_groups": [group]})
-        _let_train(twin)
+        copied.__setstate__({"state": of_toy, "param_groups": [group]})
+        _let_train(copied)
         with torch.random.fork_rng(devices=[]), uncompiled():
-            twin.step()
+            copied.step()
     except KeyError as error:
         return str(error.args[0]) if error.args else "something"
     except Exception:
@@ -135,7 +135,7 @@ def _let_train(optimizer: Optimizer) -> None:
         train()
 
 
-def _twin_of_group(optimizer: Optimizer, number: int, toy: Parameter) -> Optimizer:
+def _copy_of_group(optimizer: Optimizer, number: int, toy: Parameter) -> Optimizer:
     """Return a copy of ``optimizer`` with one param group, which holds only ``toy``."""
     optimizer = bare(optimizer)
     with stepper_of(optimizer).holding_parts():

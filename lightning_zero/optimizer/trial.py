@@ -30,7 +30,7 @@ key."""
 
 
 class Trial:
-    """Steps of toys under a taint.
+    """Steps of toys whose values are followed through operations.
 
     Args:
         optimizer: The user's optimizer.
@@ -42,7 +42,7 @@ class Trial:
     Attributes:
         toys: Two for each kind of parameter, one after the other.
         dataflow: What was found.
-        twin: The copy of the optimizer that steps the toys.
+        optimizer_copy: The copy of the optimizer that steps the toys.
         shared: What all toys share after each step, by its place.
         waits_for_closure: Whether the optimizer touches nothing before it has called its closure.
         calls_closure: Whether the optimizer ever calls its closure.
@@ -72,7 +72,7 @@ class Trial:
                 seen[key] = self._toys_for(group, master_of)
                 self.toys += [toy for pair in seen[key].values() for toy in pair]
             stand_ins.append(_stand_ins(group, master_of, seen.get(key, {})))
-        self.twin = copy_of(optimizer, stand_ins, kept)
+        self.optimizer_copy = copy_of(optimizer, stand_ins, kept)
         users = (p for group in optimizer.param_groups for p in group["params"])
         self.dataflow = Dataflow(users, answer)
         self.shared: list[dict[Place, str]] = []
@@ -103,13 +103,13 @@ class Trial:
 
     def run(self, *, is_brief: bool = False) -> None:
         """Take all steps, but stop once steps by element and by parameter are ruled out."""
-        twin, dataflow = self.twin, self.dataflow
+        copied, dataflow = self.optimizer_copy, self.dataflow
         for index, toy in enumerate(self.toys):
             dataflow.mark(toy, 1 << index)
-            for name, value in twin.state.get(toy, {}).items():
+            for name, value in copied.state.get(toy, {}).items():
                 if isinstance(value, Tensor) and value.shape == toy.shape and name != "step":
                     dataflow.mark(value, 1 << index)
-        for number in _numbers_of_steps(twin, is_brief=is_brief):
+        for number in _numbers_of_steps(copied, is_brief=is_brief):
             if dataflow.way not in (Way.BY_ELEMENT, Way.BY_PARAMETER):
                 return
             self._step(number)
@@ -125,7 +125,7 @@ class Trial:
             if num_calls == 1:
                 self.waits_for_closure &= not self.dataflow.has_touched
             self._give(grads)
-            _change_rates(self.twin, number)
+            _change_rates(self.optimizer_copy, number)
             loss = torch.ones(())
             self.dataflow.mark(loss, (1 << len(self.toys)) - 1)
             return loss
@@ -134,11 +134,10 @@ class Trial:
             self._give(grads)
             had_any = [grad is not None and bool(grad.any()) for grad in grads]
             with uncompiled(), self.dataflow:
-                for change in _changes(self.twin, is_first=number == 0):
+                for change in _changes(self.optimizer_copy, is_first=number == 0):
                     self._change(change)
                 self.dataflow.has_touched = False
-                takes_one = "closure" in inspect.signature(type(self.twin).step).parameters
-                self._step_twin(closure if takes_one else None)
+                self._step_copy(closure if _takes_closure(self.optimizer_copy) else None)
         except CannotFollow:
             return
         except Exception as error:
@@ -159,7 +158,7 @@ class Trial:
             self._find("keeps values of parameters outside of their own state")
         self.shared.append(
             {
-                (number, place, key): str(shown(value))
+                (number, place, key): str(comparable(value))
                 for number, places in enumerate(self._shared())
                 for place, entries in enumerate(places)
                 for key, value in entries.items()
@@ -167,33 +166,33 @@ class Trial:
         )
 
     def _give(self, grads: Sequence[Tensor | None]) -> None:
-        """Give the toys gradients, and taint these."""
+        """Give the toys gradients, and mark these."""
         for index, (toy, grad) in enumerate(zip(self.toys, grads, strict=True)):
             toy.grad = grad
             if grad is not None:
                 self.dataflow.mark(grad, 1 << index)
 
     def _change(self, method: Callable[[], Any]) -> None:
-        """Call the twin's ``train`` or ``eval`` between steps."""
+        """Call the copy's ``train`` or ``eval`` between steps."""
         method()
 
-    def _step_twin(self, closure: Callable[[], Tensor] | None) -> None:
-        self.twin.step() if closure is None else self.twin.step(closure)  # type: ignore[arg-type]
+    def _step_copy(self, closure: Callable[[], Tensor] | None) -> None:
+        self.optimizer_copy.step() if closure is None else self.optimizer_copy.step(closure)  # type: ignore[arg-type]
 
     def seen_of(self, bits: int) -> Any:
         """Return all that happened to the toys ``bits``, and what all share after each step."""
         trace = [one for one in self.dataflow.trace if one.bits & bits]
         states = [
-            shown([toy, holder.state.get(toy)])
+            comparable([toy, holder.state.get(toy)])
             for index, toy in enumerate(self.toys)
             if bits & 1 << index
-            for holder in with_inner(self.twin)
+            for holder in with_inner(self.optimizer_copy)
         ]
         return str((trace, states)), self.shared
 
     def _shared(self) -> list[list[Entries]]:
         """Return what each optimizer keeps outside of the states of parameters."""
-        return [shared_of(holder) for holder in with_inner(self.twin)]
+        return [shared_of(holder) for holder in with_inner(self.optimizer_copy)]
 
     def _find(self, what: str) -> None:
         self.dataflow.find(Way.ALL_AT_ONCE, what, is_running=False)
@@ -220,20 +219,24 @@ class Trial:
             return True
         return any(
             self.dataflow.bits(tree_leaves(entries)) & ~bits.get(id(key), 0)
-            for holder in with_inner(self.twin)
+            for holder in with_inner(self.optimizer_copy)
             for key, entries in holder.state.items()
         )
 
 
-def shown(tree: Any) -> list[Any]:
+def comparable(tree: Any) -> list[Any]:
     """Return the values in a tree in a form that can be compared with another run's."""
-    return list(map(_shown, tree_leaves(tree)))
+    return list(map(_comparable, tree_leaves(tree)))
 
 
-def _shown(leaf: Any) -> Any:
+def _comparable(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return [each.detach().cpu().flatten().tolist() for each in unwrapped(leaf)]
     return leaf if isinstance(leaf, bool | int | float | complex | str) else type(leaf)
+
+
+def _takes_closure(optimizer: Optimizer) -> bool:
+    return "closure" in inspect.signature(type(optimizer).step).parameters
 
 
 def _changes(optimizer: Any, *, is_first: bool) -> Iterator[Callable[[], Any]]:
@@ -251,12 +254,12 @@ def _change_rates(optimizer: Optimizer, number: int) -> None:
             group["lr"] *= 2.0 if number % 2 else 0.5
 
 
-def _numbers_of_steps(twin: Optimizer, *, is_brief: bool) -> Iterator[int]:
+def _numbers_of_steps(copied: Optimizer, *, is_brief: bool) -> Iterator[int]:
     """Yield the numbers of the steps, and move all counters ahead before late ones."""
     numbers = count()
     yield from itertools.islice(numbers, 6 if is_brief else 20)
     for step in _LATE:
-        for holder in with_inner(twin):
+        for holder in with_inner(copied):
             _move_counters(holder, step)
         yield from itertools.islice(numbers, 1 if is_brief else 2)
 

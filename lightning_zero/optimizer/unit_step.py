@@ -89,18 +89,18 @@ class UnitStep(Stepper):
         kind = type(self.optimizer)
         self.step: Call = getattr(kind.step, "__wrapped__", kind.step)
 
-    def _open_groups(self) -> list[int]:
-        """Return the groups that may be stepped fused, as the user has not chosen otherwise.
+    def _groups_to_fuse(self) -> list[int]:
+        """Return the groups to step fused: those that can be, and for which the user has not chosen.
 
         That is one pass over their memory; torch's default on a CPU makes one per operation.
         """
         optimizer, found = self.optimizer, []
         groups = optimizer.param_groups if type(optimizer) in FUSED else ()
         for index, group in enumerate(groups):
-            is_open = group.get("fused") is None and group.get("foreach") is None
+            is_unset = group.get("fused") is None and group.get("foreach") is None
             # Not every fused step takes a learning rate in a tensor, and none complex numbers.
             can_be = not group.get("differentiable") and not isinstance(group["lr"], Tensor)
-            if is_open and can_be and all(map(torch.is_floating_point, group["params"])):
+            if is_unset and can_be and all(map(torch.is_floating_point, group["params"])):
                 found.append(index)
         return found
 
@@ -166,7 +166,7 @@ class UnitStep(Stepper):
         batches = self._cut()
         # Not torn yet: if memory is lacking, the step may be tried again.
         self.states.open([*batches])
-        step = _UnderWay(self.optimizer, self._open_groups())
+        step = _UnderWay(self.optimizer, self._groups_to_fuse())
         self._under_way, self.is_torn = step, True
         *others, last = batches.items()
         for number, members in others:
@@ -220,7 +220,7 @@ class UnitStep(Stepper):
     def describe(self, reason: str) -> str:
         name = type(self.optimizer).__name__
         unset = " Units are stepped with fused=True, as neither fused nor foreach is set."
-        fused = unset if self._open_groups() else ""
+        fused = unset if self._groups_to_fuse() else ""
         return f"{name} steps unit by unit; its states rest in {self.states.place}.{fused}"
 
 

@@ -29,7 +29,7 @@ from lightning_zero.optimizer.dataflow import Dataflow, Traced
 from lightning_zero.optimizer.optimizer_copy import with_inner
 from lightning_zero.optimizer.shared_state import Announced, SharedState, name_of, shared_of
 from lightning_zero.optimizer.states import ParamGroups, States
-from lightning_zero.optimizer.trial import Master, Trial, shown
+from lightning_zero.optimizer.trial import Master, Trial, comparable
 from lightning_zero.optimizer.unit_step import UnitStep, call_as
 from lightning_zero.tensors import internals
 
@@ -52,7 +52,7 @@ class UnitTrial(Trial):
         self._random = random.Random(0)
         self._num_steps = 0
         self.changes_early = ""
-        internals.hook_steps(type(self.twin))
+        internals.hook_steps(type(self.optimizer_copy))
 
     @override
     def _change(self, method: Callable[[], Any]) -> None:
@@ -62,25 +62,25 @@ class UnitTrial(Trial):
         step.end()
 
     @override
-    def _step_twin(self, closure: Callable[[], Tensor] | None) -> None:
+    def _step_copy(self, closure: Callable[[], Tensor] | None) -> None:
         hooked: list[Any] = []
-        hook = self.twin.register_step_pre_hook(lambda *_: hooked.append(_))
+        hook = self.optimizer_copy.register_step_pre_hook(lambda *_: hooked.append(_))
         step = self._new_step()
         with _unseen():
-            before = SharedState(self.twin)
+            before = SharedState(self.optimizer_copy)
         if closure is None or not self._waits_for_closure:
             step.begin()
-            super()._step_twin(closure)
+            super()._step_copy(closure)
         else:
 
             def closure_and_begin() -> Tensor:
                 with _unseen():
-                    self.changes_early = self.changes_early or before.changed(self.twin)
+                    self.changes_early = self.changes_early or before.changed(self.optimizer_copy)
                 result = closure()
                 step.begin()
                 return result
 
-            super()._step_twin(closure_and_begin)
+            super()._step_copy(closure_and_begin)
         step.end()
         self._num_steps += 1
         hook.remove()
@@ -103,7 +103,7 @@ class UnitTrial(Trial):
             if len(batches) == 1 or self._random.random() >= share:
                 batches.append([])
             batches[-1].append(toy)
-        return UnitStep(batches, _LentStates(self.twin, self.dataflow))
+        return UnitStep(batches, _LentStates(self.optimizer_copy, self.dataflow))
 
 
 class _LentStates(States):
@@ -147,7 +147,7 @@ class _LentStates(States):
 
 @contextlib.contextmanager
 def _unseen() -> Iterator[None]:
-    """Enter a context in which no taint sees operations."""
+    """Enter a context in which no dataflow sees operations."""
     with internals.without_modes(), internals.without_interception(), torch.no_grad():
         yield
 
@@ -168,9 +168,10 @@ def reason_against(
     """
     if found := _kept_otherwise(whole, optimizer):
         return found
+    states, others = whole.optimizer_copy.state, part.optimizer_copy.state
     for toy, cut in zip(whole.toys, part.toys, strict=True):
-        entries, others = (trial.twin.state.get(p, {}) for trial, p in ((whole, toy), (part, cut)))
-        if toy.dim() and _of_no_element(entries, toy) != _of_no_element(others, cut):
+        entries = _of_no_element(states.get(toy, {}), toy)
+        if toy.dim() and entries != _of_no_element(others.get(cut, {}), cut):
             return "keeps different numbers for a part of a parameter than for the whole"
     by_unit = UnitTrial(whole, optimizer, master_of)
     by_unit.run()
@@ -187,8 +188,8 @@ def reason_against(
 
 def _kept_otherwise(whole: Trial, optimizer: Optimizer) -> str:
     """Return what rules out steps by unit before any is tried, if anything."""
-    twin = whole.twin
-    if len([*with_inner(twin)]) > 1:
+    copied = whole.optimizer_copy
+    if len([*with_inner(copied)]) > 1:
         return "steps another optimizer inside it"
     if whole.calls_closure and not whole.waits_for_closure:
         return "touches parameters before calling its closure"
@@ -198,13 +199,13 @@ def _kept_otherwise(whole: Trial, optimizer: Optimizer) -> str:
         is_put_there = name == "step" or isinstance(value, Announced)  # by a scheduler or an engine
         if callable(value) and hasattr(type(optimizer), name) and not is_put_there:
             return f"has its own {name!r} instead of its class's"
-    for number, entries in enumerate(shared_of(twin)):
+    for number, entries in enumerate(shared_of(copied)):
         for key, value in entries.items():
             for leaf in tree_leaves(value):
                 if isinstance(leaf, Parameter) or not isinstance(leaf, _FOLLOWED):
                     return f"keeps a {type(leaf).__name__} as {name_of(number, key)}"
     for toy in whole.toys:
-        for key, value in twin.state.get(toy, {}).items():
+        for key, value in copied.state.get(toy, {}).items():
             for leaf in tree_leaves(value):
                 if not isinstance(leaf, _FOLLOWED):
                     return f"keeps a {type(leaf).__name__} as {key!r} in a state"
@@ -236,7 +237,7 @@ def _list_by_parameter(optimizer: Optimizer) -> str:
 def _of_no_element(state: Mapping[str, Any], toy: Tensor) -> list[Any]:
     """Return the values in a state that are not one number per element."""
     return [
-        shown(leaf)
+        comparable(leaf)
         for leaf in tree_leaves({**state})
         if not isinstance(leaf, Tensor) or leaf.shape != toy.shape
     ]

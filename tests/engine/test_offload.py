@@ -30,7 +30,7 @@ from lightning_zero.checkpoint import module_state, optimizer_state
 from lightning_zero.engine import Engine
 from lightning_zero.optimizer import batches_of, kept_states, staging
 from lightning_zero.optimizer.known import ELEMENT_WISE
-from lightning_zero.optimizer.staging import NUM_SLOTS
+from lightning_zero.optimizer.staging import NUM_BUFFERS
 from lightning_zero.plan import RECIPES, Offload, Settings
 from lightning_zero.tensors import Scratch, StagedFile, StagingMemory, in_pages
 from tests.oracle.mapped import is_in_file
@@ -289,7 +289,7 @@ def test_a_step_that_lacks_memory_may_be_taken_again(tmp_path: Path) -> None:
     step(engine, optimizer)
     engine.close()
     model, engine, optimizer = stepped_once(tmp_path)
-    lacking = mock.patch.object(staging, "Slot", side_effect=OSError("no memory"))
+    lacking = mock.patch.object(staging, "StagingBuffer", side_effect=OSError("no memory"))
     with lacking, pytest.raises(MemoryError, match="Not enough memory for a step from files"):
         step(engine, optimizer)
     optimizer.step()
@@ -369,7 +369,7 @@ def change(engine: Engine, optimizer: Optimizer) -> None:
 
 
 def in_small_batches(folder: str, is_direct: bool) -> None:
-    """More batches than slots; what users make of states between steps counts."""
+    """More batches than buffers; what users make of states between steps counts."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(staging, "_BATCH_BYTES", 1)
         if not is_direct:
@@ -380,7 +380,8 @@ def in_small_batches(folder: str, is_direct: bool) -> None:
             engine = shard(model, **files)
             if files:
                 assert (
-                    len(batches_of([unit.pieces for unit in engine.sharded.units])) > 2 * NUM_SLOTS
+                    len(batches_of([unit.pieces for unit in engine.sharded.units]))
+                    > 2 * NUM_BUFFERS
                 )
             optimizer = make("sgd", model)
             engine.adopt(optimizer)
@@ -444,7 +445,7 @@ def test_pieces_that_are_cut_step_as_whole_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "_BATCH_BYTES", 1)
-    monkeypatch.setattr(staging, "NUM_SLOTS", 2)
+    monkeypatch.setattr(staging, "NUM_BUFFERS", 2)
     parts = batches_of([[p for p in wide().parameters() if p.requires_grad]])
     assert sum(part.is_cut for batch in parts for part in batch) == 3
     for cls in ELEMENT_WISE:
@@ -469,16 +470,16 @@ def test_pages_of_masters_are_brought_in_before_their_batch_is_stepped(
         events.extend(("brought in", master.data_ptr()) for master in masters)
         brought.set()
 
-    def fetch(slots: staging.Staging) -> None:
+    def fetch(staged: staging.Staging) -> None:
         # The thread goes on by itself; here the step lets it come first.
-        number = slots._next
-        while number < len(slots._masters) and not (
-            {("brought in", master.data_ptr()) for master in slots._masters[number]} <= {*events}
+        number = staged._next
+        while number < len(staged._masters) and not (
+            {("brought in", master.data_ptr()) for master in staged._masters[number]} <= {*events}
         ):
             assert brought.wait(10)
             brought.clear()
-        events.extend(("stepped", master.data_ptr()) for master in slots._masters[number])
-        read(slots)
+        events.extend(("stepped", master.data_ptr()) for master in staged._masters[number])
+        read(staged)
 
     monkeypatch.setattr(staging, "fault_in", fault_in)
     monkeypatch.setattr(staging.Staging, "fetch", fetch)
@@ -491,7 +492,7 @@ def test_pages_of_masters_are_brought_in_before_their_batch_is_stepped(
         model(torch.full((3, 200), 0.1)).pow(2).sum().backward()
         optimizer.step()
     stepped = [address for what, address in events if what == "stepped"]
-    assert len(stepped) > NUM_SLOTS
+    assert len(stepped) > NUM_BUFFERS
     assert sorted(stepped) == sorted(address for what, address in events if what == "brought in")
     places = {event: place for place, event in enumerate(events)}
     assert all(places["brought in", one] < places["stepped", one] for one in stepped)
@@ -681,7 +682,7 @@ def test_files_have_no_names_and_go_with_their_tensors(tmp_path: Path) -> None:
     assert tensor.eq(0).all()
     assert is_in_file(tensor, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
-    assert len(os.listdir("/proc/self/fd")) == num_files
+    assert len(os.listdir("/proc/self/fd")) <= num_files  # garbage of others may close some
 
 
 def test_a_disk_that_fills_up_in_a_step_tears_it(
