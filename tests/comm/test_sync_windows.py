@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import subprocess
 import time
@@ -119,6 +120,7 @@ def is_late() -> None:
     word = windows.publish(b"mine")
     with pytest.raises(dist.DistError, match="rank 1 did not arrive within"):
         word.wait()
+    windows._seconds = math.inf
     dist.barrier()
     word.wait()
     assert word.maxima == b"mite"
@@ -131,9 +133,11 @@ def test_a_rank_that_does_not_come_ends_the_wait(ranks: Pools) -> None:
 def test_a_process_that_has_ended_is_known() -> None:
     """Also before its parent takes notice, when its number is still there."""
     own = Window.create(sync_windows._CAPACITY, 1)
-    with subprocess.Popen(["sleep", "0.1"]) as child:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
         desk = sync_windows._Desk(own.address._replace(process=child.pid), own)
         assert not desk.has_ended
+        assert child.stdin is not None
+        child.stdin.close()  # which ends it
         deadline = time.monotonic() + 60.0
         while not desk.has_ended and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -73,5 +73,5 @@ def _diverge_when_an_owner_was_collected() -> None:
 
 def test_an_owner_may_be_collected_in_the_thread_that_looks(ranks: Pools) -> None:
     with pytest.raises(RankError) as error:
-        ranks(2).run(_diverge_when_an_owner_was_collected, timeout=30.0)
+        ranks(2).run(_diverge_when_an_owner_was_collected)
     assert str(error.value).count("The ranks have diverged") >= 2

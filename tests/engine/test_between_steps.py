@@ -275,7 +275,7 @@ def _touches_alone_beside_a_mesh() -> None:
 
 def test_it_is_told_also_where_there_is_a_mesh(ranks: Pools) -> None:
     with pytest.raises(RankError) as error:
-        ranks(2).run(_touches_alone_beside_a_mesh, timeout=60)
+        ranks(2).run(_touches_alone_beside_a_mesh)
     assert str(error.value).count("The ranks have diverged") >= 2
 
 

@@ -59,7 +59,7 @@ GOOD = ("goes on", "named", "too late to matter")
 QUICK = KINDS[:2]
 """Those after which nobody waits for a time limit."""
 
-LIMIT = 30.0
+LIMIT = 90.0
 """Seconds from the fault to the last rank's end."""
 STALL = 3.0
 """Seconds that a stalled rank does nothing: longer than any patience but the group's."""

@@ -41,11 +41,12 @@ def test_exit_code_is_an_error_unless_asked_for() -> None:
 
 
 def test_time_limit_shows_where_and_kills_the_whole_tree() -> None:
-    begin = time.monotonic()
-    with pytest.raises(ScriptError, match="did not end within 5 s") as caught:
-        run_script(SLEEP_IN_A_SESSION_OF_ITS_OWN, launcher="plain", timeout=5.0)
-    assert time.monotonic() - begin < 120
-    message = str(caught.value)
+    for seconds in (1, 5, 60):  # the shortest in which the child comes to sleep
+        with pytest.raises(ScriptError, match=f"did not end within {seconds} s") as caught:
+            run_script(SLEEP_IN_A_SESSION_OF_ITS_OWN, launcher="plain", timeout=float(seconds))
+        message = str(caught.value)
+        if "in sleeping" in message:
+            break
     assert "in sleeping" in message
     child = int(message.split("child ")[1].split()[0])
     deadline = time.monotonic() + 120.0
