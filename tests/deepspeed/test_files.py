@@ -25,6 +25,7 @@ from tests.deepspeed.write_files import (
     optimizer_of,
     rows_of,
 )
+from tests.oracle.parity import backward_of_ranks
 
 
 def plain() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -34,8 +35,8 @@ def plain() -> tuple[dict[str, Any], dict[str, Any]]:
     optimizer = optimizer_of(model)
     for seed in range(STEPS):
         optimizer.zero_grad()
-        for rank in range(RANKS):
-            (loss_of(model, rows_of(seed, rank)) / RANKS).backward()
+        losses = [loss_of(model, rows_of(seed, rank)) for rank in range(RANKS)]
+        backward_of_ranks(model, losses)
         optimizer.step()
     return dict(model.state_dict()), optimizer.state_dict()
 

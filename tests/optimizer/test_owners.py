@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.optimizer import Way, members, stepper_of
+from tests.oracle.parity import backward_of_ranks
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import shard, whole
 
@@ -115,13 +116,7 @@ def plain(name: str, world: int) -> dict[str, Tensor]:
     optimizers = OPTIMIZERS[name][0](model)
 
     def backward(seed: int) -> None:
-        # Averaged as ranks do, to the bit: with another last one SOAP takes other bases at once.
-        parameters = list(model.parameters())
-        for rank in range(world):
-            grads = torch.autograd.grad(loss_of(model, rank, seed), parameters)
-            for parameter, grad in zip(parameters, grads, strict=True):
-                part = grad * (1 / world)
-                parameter.grad = part if rank == 0 else parameter.grad + part
+        backward_of_ranks(model, [loss_of(model, rank, seed) for rank in range(world)])
 
     train(optimizers, backward, range(STEPS))
     return {key: p.detach().clone() for key, p in model.named_parameters()}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.optimizer import members, missing_in_state, stepper_of
+from tests.oracle.parity import backward_of_ranks
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import shard, whole
 from tests.oracle.stack import Stack, build, rows, square
@@ -24,7 +25,7 @@ def plain(name: str) -> dict[str, Tensor]:
     model = build(Stack)
 
     def backward(loss: Callable[[nn.Module, Tensor], Tensor], seed: int) -> None:
-        sum(loss(model, rows(rank, seed)) / WORLD for rank in range(WORLD)).backward()
+        backward_of_ranks(model, [loss(model, rows(rank, seed)) for rank in range(WORLD)])
 
     LOOPS[name](model, lambda optimizer: None, backward)
     return {key: p.detach().clone() for key, p in model.named_parameters()}

@@ -23,6 +23,7 @@ same bits.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -104,6 +105,19 @@ def share(batch: Batch, rank: int, world: int, micro: int = 0, accumulate: int =
     """The rows of one rank in one microbatch: microbatches follow one another, ranks in each."""
     part = micro * world + rank
     return {name: rows.chunk(world * accumulate)[part] for name, rows in batch.items()}
+
+
+def backward_of_ranks(model: nn.Module, losses: Sequence[Tensor]) -> None:
+    """Add the average of the gradients of the ranks' losses to what is there.
+
+    In the order of ranks, to the bit: with another last one SOAP takes other bases at once.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    of_ranks = [torch.autograd.grad(loss, parameters, allow_unused=True) for loss in losses]
+    for parameter, column in zip(parameters, zip(*of_ranks, strict=True), strict=True):
+        parts = [grad * (1 / len(losses)) for grad in column if grad is not None]
+        if parts:
+            parameter.grad = _add(parameter.grad, functools.reduce(torch.add, parts))
 
 
 def reference(
