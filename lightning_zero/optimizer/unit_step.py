@@ -90,7 +90,7 @@ class UnitStep(Stepper):
         self.step: Call = getattr(kind.step, "__wrapped__", kind.step)
 
     def _groups_to_fuse(self) -> list[int]:
-        """Return the groups to step fused: those that can be, and for which the user has not chosen.
+        """Return the groups to step fused: those that can be and are not set otherwise.
 
         That is one pass over their memory; torch's default on a CPU makes one per operation.
         """
