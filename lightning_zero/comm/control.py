@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -28,7 +27,7 @@ from lightning_zero.comm.sync_points import Channel, PendingSync, SyncPoint, wit
 from lightning_zero.comm.watchdog import Watchdog
 from lightning_zero.tensors import runs_outside
 
-_numbers = itertools.count()
+_last_number = -1
 
 MESSAGE_BYTES = 16 * 2**20
 """The most bytes that ``collect`` holds at a time."""
@@ -56,18 +55,30 @@ class Control:
         self.log = CollectiveLog()
         self._group: Any = None
         self._separated: list[Control] = []
-        reports = None
         if is_initialized() and not alone:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             if dist.get_backend() != "gloo":
                 # Decisions travel between host CPUs, so that they never stall the device.
                 self._group = group_for("values", of_hosts=True)
-        # All ranks must count alike, so a control plane of one rank alone gets no number.
-        prefix = "" if alone else f"lightning_zero/{next(_numbers)}"
+        self._enter()
+
+    def _enter(self) -> None:
+        """Begin to be watched, under a number that is new and the same on all ranks."""
+        global _last_number
         has_peers = self.world_size > 1 and dist.get_backend() != "fake"
-        self.board = Board(own_store(alone=not has_peers), prefix, self.rank, self.world_size)
+        number = _last_number + has_peers
+        self._watch(number, has_peers=has_peers)
         if has_peers:
-            reports = Reports(self.board)
+            # A rank may have begun another control plane alone, or less far than the others.
+            _last_number = max(self.gather_objects(number))
+            if number != _last_number:
+                self.watchdog.forget()
+                self._watch(_last_number, has_peers=has_peers)
+
+    def _watch(self, number: int, *, has_peers: bool) -> None:
+        store = own_store(alone=not has_peers)
+        self.board = Board(store, f"lightning_zero/{number}", self.rank, self.world_size)
+        reports = Reports(self.board) if has_peers else None
         self.watchdog = Watchdog(self.log, reports, give_up, give_up_devices)
         self.channel = Channel(self.world_size, self.log, self.watchdog.describe)
 

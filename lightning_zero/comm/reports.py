@@ -129,11 +129,13 @@ class Reports:
 
     Attributes:
         verdict: The error that ends the run, as far as this rank knows.
+        is_over: Whether the process that hosts the store is about to exit.
     """
 
     def __init__(self, board: Board) -> None:
         self.board = board
         self.verdict = ""
+        self.is_over = False
         self._has_answered = False
 
     def put(self, here: Whereabouts | None) -> None:
@@ -159,6 +161,7 @@ class Reports:
                 self.answer(here())
             if self.board.is_decided("verdict"):
                 self.publish("")
+            self.is_over = self.board.is_decided("over")
         return self.verdict
 
     def answer(self, here: str) -> None:
@@ -171,6 +174,15 @@ class Reports:
         self.board.decide("alarm", "roll")
         self.board.wait(ROLL_SECONDS, lambda: self.look(here) or self.board.get("answer"))
         return self.board.get_some("answer")
+
+    def close(self, seconds: float) -> None:
+        """Wait at most ``seconds`` until no rank needs the notes, for the rank that hosts them.
+
+        Ranks that still watch are told that the notes end.
+        """
+        self.board.decide("over")
+        self.board.decide("alarm", "over")
+        self.board.wait(seconds, lambda: self.board.get("left"))
 
     def wait_for_readers(self, seconds: float) -> None:
         """Wait at most ``seconds`` until all remaining ranks have read the verdict.

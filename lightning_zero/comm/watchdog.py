@@ -33,6 +33,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from math import inf
+from multiprocessing.util import Finalize
 from time import monotonic, sleep
 
 from lightning_zero.comm.collective_log import CollectiveLog
@@ -58,6 +59,9 @@ GRACE_SECONDS = 5.0
 
 FAREWELL_SECONDS = 1.0
 """How long rank 0, whose exit may end the store, stays so that others can read the verdict."""
+
+CLOSING_SECONDS = 5.0
+"""The same at the end of a run that went well, so that the others can end their watch."""
 
 
 class Watchdog:
@@ -142,24 +146,31 @@ class Watchdog:
         if self._reports is not None:
             self._reports.verdict = ""
 
-    def leave(self) -> None:
+    def leave(self, *, is_exiting: bool = False) -> None:
         """Report that this rank begins no more collectives, and stop watching it.
 
-        Collectives that it begins afterwards, with others that have left too, are not watched.
+        Collectives that it begins afterwards, with others that have left too, are not watched. If
+        the process ``is_exiting`` and may host the store, the others stop to watch as well.
         """
         if self._reports is None or self._has_left:
             return
         self.forget()
         with self._mutex:
             self._has_left = True
+            if self._reports.is_over:
+                return  # and the store with it
             with contextlib.suppress(RuntimeError):
-                if self._reports.verdict and self._reports.board.rank == 0:
+                is_host = self._reports.board.rank == 0
+                if self._reports.verdict and is_host:
                     self._reports.wait_for_readers(FAREWELL_SECONDS)
                 self._say_goodbye(self._reports)
+                if is_exiting and is_host and not self._reports.verdict:
+                    self._reports.close(CLOSING_SECONDS)
 
     def _say_goodbye(self, reports: Reports) -> None:
         reports.put(self._observer.at(""))
         reports.answer(str(self._observer.at("")))
+        reports.board.put("left")
 
     def forget(self) -> None:
         """Stop watching."""
@@ -183,6 +194,10 @@ class Watchdog:
         here = self._observer.look()
         if reports.look(self._observer.describe):
             self._obey(here, reports.verdict)
+            return ""
+        if reports.is_over and here is None:
+            self.forget()
+            reports.board.put("left")
             return ""
         if here is None or here.seconds < (PATIENCE if here.number else FOREIGN_PATIENCE):
             if self._has_reported:
@@ -248,16 +263,18 @@ def _start_to_look() -> None:
         _process = os.getpid()
         atexit.unregister(_say_farewell)
         atexit.register(_say_farewell)
+        # What multiprocessing forks ends without the above; others leave once.
+        Finalize(None, _say_farewell, exitpriority=0)
         threading.Thread(target=_look_now_and_then, name="zero.watchdog", daemon=True).start()
 
 
 def _say_farewell() -> None:
-    """End the run on all ranks if an exception ends this process."""
+    """Leave when this process ends, and end the run on all ranks if an exception ends it."""
     error: BaseException | None = getattr(sys, "last_value", None)
     for watchdog in _watched():
         if error is not None:
             watchdog.end(error)
-            watchdog.leave()
+        watchdog.leave(is_exiting=True)
 
 
 def _look_now_and_then() -> None:

@@ -8,9 +8,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from pytest_mock import MockerFixture
 
 from lightning_zero.comm import Control, SyncPoint, watchdog
+from lightning_zero.comm import control as control_module
 from tests.oracle.ranks import Pools, RankError
 from tests.oracle.watch import impatient
 
@@ -18,7 +20,7 @@ from tests.oracle.watch import impatient
 def test_a_rank_blocked_by_its_device_gives_up_its_groups_once(mocker: MockerFixture) -> None:
     now = mocker.patch.object(watchdog, "monotonic", return_value=0.0)
     mocker.patch.object(watchdog.Observer, "look", return_value=None)
-    reports: Any = mocker.Mock(verdict="the verdict")
+    reports: Any = mocker.Mock(verdict="the verdict", is_over=False)
     reports.look.return_value = ""
     give_up, devices = mocker.Mock(), mocker.Mock()
     log = Control(alone=True).log
@@ -69,6 +71,22 @@ def _diverge_when_an_owner_was_collected() -> None:
             control.call(SyncPoint.STEP).wait()
     finally:
         gc.enable()
+
+
+@impatient
+def _diverge_when_a_rank_counted_otherwise() -> None:
+    if dist.get_rank():
+        control_module._last_number += 1  # as if it had begun one that the other did not
+    control = Control()
+    if control.rank:
+        control.broadcast_object("another value")
+    control.call(SyncPoint.STEP).wait()
+
+
+def test_a_rank_that_counted_otherwise_is_watched(ranks: Pools) -> None:
+    with pytest.raises(RankError) as error:
+        ranks(2).run(_diverge_when_a_rank_counted_otherwise, timeout=30.0)
+    assert str(error.value).count("The ranks have diverged") >= 2
 
 
 def test_an_owner_may_be_collected_in_the_thread_that_looks(ranks: Pools) -> None:

@@ -464,7 +464,7 @@ def test_an_optimizer_that_does_not_fit_changes_nothing(ranks: Pools, tmp_path: 
 # -- processes -------------------------------------------------------------------------------------
 
 SCRIPT = """
-import os, torch, lightning_zero
+import os, time, torch, lightning_zero
 from lightning.fabric import Fabric
 
 def train(fabric):
@@ -480,6 +480,8 @@ def train(fabric):
             raise ValueError("out of luck")
     loss = round(fabric.all_reduce(loss.detach()).item(), 4)
     print(f"<loss {loss} of {fabric.world_size}>", flush=True)
+    fabric.save("state.ckpt", {"model": model})
+    time.sleep(fabric.global_rank)  # the host of the store ends first
 
 if __name__ == "__main__":
     fabric = Fabric(accelerator="cpu", devices=2, strategy=os.environ["STRATEGY"])
@@ -507,6 +509,7 @@ def test_each_launcher_starts_and_ends_the_ranks(
     found = re.findall(r"<loss ([\d.]+) of 2>", printed.stdout)
     assert len(found) == 2
     assert len(set(found)) == 1
+    assert "TCPStore" not in printed.stderr  # which a watch would ask when its host has left
 
 
 def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ class GPT(nn.Module):
         return self.head(self.norm(x)) * self.scale
 
 
-def parallelize(net: GPT, mesh: Any, *, by_sequence: bool) -> None:
+def parallelize(net: GPT, mesh: Any, *, by_sequence: bool, with_head: bool = True) -> None:
     """Cut a model; ``by_sequence`` also cuts the activations between its layers."""
     between = Shard(1) if by_sequence else Replicate()
     columns, rows = ColwiseParallel(input_layouts=between), RowwiseParallel(output_layouts=between)
@@ -74,7 +74,7 @@ def parallelize(net: GPT, mesh: Any, *, by_sequence: bool) -> None:
         parallelize_module(block, mesh, plan)
     embed = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
     head = ColwiseParallel(input_layouts=between, output_layouts=Replicate())
-    plan = {"embed": embed, "places": embed, "head": head}
+    plan = {"embed": embed, "places": embed} | ({"head": head} if with_head else {})
     parallelize_module(net, mesh, plan | ({"norm": SequenceParallel()} if by_sequence else {}))
 
 
