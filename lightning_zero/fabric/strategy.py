@@ -140,7 +140,8 @@ class ZeROStrategy(SavingStrategy):
             found = super().setup_module_and_optimizers(*args, **kwargs)
         finally:
             self._awaits_optimizers = False
-        self._announce(self.engines[-1])
+        assert isinstance(found[0], ShardedModule)
+        self._announce(found[0].engine)
         return found
 
     def _announce(self, engine: Engine) -> None:
@@ -160,6 +161,9 @@ class ZeROStrategy(SavingStrategy):
                 f"{type(module).__name__} has no parameters, so there is nothing to shard. Use the"
                 " module without `fabric.setup`."
             )
+        for engine in self.engines:
+            if engine.module is module:  # set up before, as for an optimizer that came later
+                return ShardedModule(module, engine)
         comm = self._connect()
         if self._parallelize_fn is not None:
             module = self._parallelize_fn(module, self.device_mesh)
@@ -190,7 +194,7 @@ class ZeROStrategy(SavingStrategy):
                 " it after the module has been cut over tensor-parallel ranks: set up the module"
                 " first, then the optimizer."
             )
-        if engine is not None:
+        if engine is not None and optimizer not in engine.sharded.optimizers:
             engine.adopt(optimizer)
             if not self._awaits_optimizers:
                 rank_zero_info(engine.steps[-1])

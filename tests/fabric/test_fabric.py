@@ -443,6 +443,26 @@ def test_a_bare_state_dict_is_loaded(ranks: Pools, tmp_path: Path) -> None:
     ranks(2).run(raw, str(tmp_path / "raw.pt"))
 
 
+def set_up_again() -> None:
+    """An optimizer that comes later, with the module or a second one, steps the same sharding."""
+    fabric, model, optimizer = begun("zero3")
+    twice, again, other = fabric.setup(
+        model.module, optimizer.optimizer, torch.optim.SGD(model.module.parameters(), 0.01)
+    )
+    assert len(fabric.strategy.engines) == 1
+    before = values(model)
+    train(fabric, twice, again, range(1))
+    trained = values(model)
+    assert any(not torch.equal(one, two) for one, two in zip(before, trained, strict=True))
+    fabric.backward(twice(torch.ones(2, WIDTH)).sum())
+    other.step()
+    assert any(not torch.equal(one, two) for one, two in zip(trained, values(model), strict=True))
+
+
+def test_a_module_may_be_set_up_again(ranks: Pools) -> None:
+    ranks(2).run(set_up_again)
+
+
 def other_optimizer(path: str) -> Any:
     fabric, model, optimizer = begun("zero3")
     fabric.save(path, {"model": model, "optimizer": optimizer})
