@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.engine import Engine
-from lightning_zero.optimizer import stepper_of
+from lightning_zero.optimizer import kept_states, stepper_of
 from lightning_zero.plan import Settings
 
 STEPS, WORLD = 40, 2
@@ -137,9 +137,9 @@ def measure(entry: Entry, rank: int, steps: int) -> dict[str, Any]:
 
 
 def _state_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes of states of an optimizer and of any that it wraps."""
+    """Return the bytes that this rank keeps of an optimizer's states, and of any that it wraps."""
     inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
-    states = [list(each.state.values()) for each in (optimizer, *inner)]
+    states = [state for _, state in kept_states((optimizer, *inner))]
     return sum(leaf.nbytes for leaf in tree_leaves(states) if isinstance(leaf, Tensor))
 
 
