@@ -152,6 +152,9 @@ def take(
     return _ownerships[key]
 
 
+# Tracing this, torch's compiler would walk over the whole table, from which the garbage of other
+# models may take entries meanwhile.
+@torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
 def ownership_of(parameter: Parameter) -> Ownership:
     """Return the last ownership of a parameter that has had one."""
     return _ownerships[id(parameter)]

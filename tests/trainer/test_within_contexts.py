@@ -7,7 +7,6 @@ a step, reads and edits of weights, collectives, a checkpoint) within each kind 
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -259,9 +258,6 @@ class Hooked(Regression):
 
 
 def compile_a_hook(strategy: Any) -> Run:
-    # The compiler walks over the table of parameters, from which garbage of other tests must not
-    # take any meanwhile.
-    gc.collect()
     return fit(Hooked(), strategy, max_steps=2)
 
 
