@@ -159,13 +159,14 @@ def test_train_gpt(example: Example) -> None:
 def test_train_gpt_with_layers_that_are_cut(example: Example) -> None:
     """Two tensor-parallel ranks share every batch, so the numbers are those of one rank."""
     config = ROOT / "examples" / "zero3.yaml"
-    small = [word for pair in SMALL.items() for word in pair]
+    smaller = {**SMALL, "--trainer.max_epochs": 1, "--model.depth": 1}
+    small = [word for pair in smaller.items() for word in pair]
     option = "--trainer.strategy.init_args.tensor_parallel_size"
     output = example("examples/train_gpt.py", "fit", "--config", config, *small, option, 2)
     losses = [float(value) for value in re.findall(r"val_loss ([\d.]+)", output)]
-    assert len(losses) == 3
+    assert len(losses) == 2
     assert losses[0] > 5.0
-    assert losses[-1] < 3.6
+    assert losses[-1] < 4.0
 
 
 def test_fabric_gpt(example: Example, tmp_path: Path) -> None:

@@ -177,7 +177,6 @@ ON_SAVE: list[tuple[Edit, Edit | None]] = [
     (store_in_half, None),
     (store_other_tensors, take_the_other_tensors),
 ]
-STRATEGIES = ("ddp", 1, 2, 3)
 
 
 def save_and_resume(
@@ -200,10 +199,13 @@ def save_and_resume(
     return (values, rates, trainer.global_step), told
 
 
-def under_each(folder: str, saved: dict[str, Any], loaded: dict[str, Any]) -> list[Any]:
+def under_each(
+    folder: str, saved: dict[str, Any], loaded: dict[str, Any], *, stage: int
+) -> list[Any]:
+    """Under DDP, at stage 3 and at another one."""
     return [
         save_and_resume(name, f"{folder}/{name}.ckpt", dict(saved), dict(loaded))
-        for name in STRATEGIES
+        for name in ("ddp", 3, stage)
     ]
 
 
@@ -228,8 +230,10 @@ WORDS = {clear_all_states: NO_STATES, drop_the_last_optimizer: ONE_STATE}
     ids=lambda given: getattr(given, "__name__", given),
 )
 def test_edits_of_what_is_loaded(ranks: Pools, tmp_path: Path, edit: Edit, hook: str) -> None:
-    loaded = {"on_load": edit} if hook == "module" else {"callback": {"on_load": edit}}
-    assert_like_ddp(ranks(2).run(under_each, str(tmp_path), {}, loaded), WORDS.get(edit, ""))
+    is_own = hook == "module"
+    loaded = {"on_load": edit} if is_own else {"callback": {"on_load": edit}}
+    found = ranks(2).run(under_each, str(tmp_path), {}, loaded, stage=1 if is_own else 2)
+    assert_like_ddp(found, WORDS.get(edit, ""))
 
 
 @pytest.mark.parametrize("hook", ["module", "callback"])
@@ -237,8 +241,10 @@ def test_edits_of_what_is_loaded(ranks: Pools, tmp_path: Path, edit: Edit, hook:
 def test_edits_of_what_is_saved(
     ranks: Pools, tmp_path: Path, edit: Edit, back: Edit | None, hook: str
 ) -> None:
-    saved = {"on_save": edit} if hook == "module" else {"callback": {"on_save": edit}}
-    found = ranks(2).run(under_each, str(tmp_path), saved, {"on_load": back})
+    is_own = hook == "module"
+    saved = {"on_save": edit} if is_own else {"callback": {"on_save": edit}}
+    loaded = {"on_load": back}
+    found = ranks(2).run(under_each, str(tmp_path), saved, loaded, stage=2 if is_own else 1)
     assert_like_ddp(found, WORDS.get(edit, ""))
 
 
@@ -256,4 +262,5 @@ def test_other_numbers_of_optimizers(
     ranks: Pools, tmp_path: Path, before: int, after: int, words: str
 ) -> None:
     saved, loaded = {"num_optimizers": before}, {"num_optimizers": after}
-    assert_like_ddp(ranks(2).run(under_each, str(tmp_path), saved, loaded), words)
+    found = ranks(2).run(under_each, str(tmp_path), saved, loaded, stage=1 + before % 2)
+    assert_like_ddp(found, words)

@@ -249,8 +249,13 @@ ASKING = [
     copied_schedulers,
     reduced_rates,
 ]
-CASES = [(name, ask) for name in ("adam", "by parameter") for ask in ASKING]
-CASES += [(name, ask) for name in OPTIMIZERS for ask in (asked, loaded, looked_up)]
+# At stage 3 and one of the others; what is asked of two optimizers, or of eight, is so at both.
+CASES = {(name, ask): 1 + n for n, name in enumerate(("adam", "by parameter")) for ask in ASKING}
+CASES |= {
+    (name, ask): 1 + number % 2
+    for number, name in enumerate(OPTIMIZERS)
+    for ask in (asked, loaded, looked_up)
+}
 
 
 def fit(strategy: Any, name: str, ask: Callable[[Any], Any]) -> Any:
@@ -261,18 +266,16 @@ def fit(strategy: Any, name: str, ask: Callable[[Any], Any]) -> Any:
     return module.seen, [p.detach().clone() for p in module.parameters()]
 
 
-def under_each(folder: str, name: str, ask: Callable[[Any], Any]) -> None:
+def under_each(name: str, ask: Callable[[Any], Any], *stages: int) -> None:
     expected = fit("ddp", name, ask)
-    for stage in (1, 2, 3):
+    for stage in stages:
         strategy = ZeROStrategy(stage, units=(nn.Linear,), min_num_params=0)
         assert_close(fit(strategy, name, ask), expected, f"stage {stage}")
 
 
-@pytest.mark.parametrize(("name", "ask"), dict.fromkeys(CASES))
-def test_states_are_those_under_ddp(
-    ranks: Pools, tmp_path: Path, name: str, ask: Callable[[Any], Any]
-) -> None:
-    ranks(2).run(under_each, str(tmp_path), name, ask)
+@pytest.mark.parametrize(("name", "ask"), CASES)
+def test_states_are_those_under_ddp(ranks: Pools, name: str, ask: Callable[[Any], Any]) -> None:
+    ranks(2).run(under_each, name, ask, 3, CASES[name, ask])
 
 
 def offloaded(folder: str, ask: Callable[[Any], Any]) -> None:

@@ -92,7 +92,7 @@ def _second_fits(name: str, fails_at: int, folder: str) -> None:
     expected = _second_fit(lambda: "ddp", name, fails_at)
     offload: dict[str, Any] = {"offload_optimizer": "nvme", "offload_path": folder}
     more: list[dict[str, Any]] = [{}, offload] if name == "by element" else [{}]
-    for stage, options in itertools.product((1, 2, 3), more):
+    for stage, options in itertools.product((3, 1 if fails_at < 0 else 2), more):
         found = _second_fit(functools.partial(make_strategy, stage, **options), name, fails_at)
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -27,6 +27,15 @@ from tests.oracle.tensor_parallel import GPT, LENGTH, Model, fit, loader, parall
 CUT: dict[str, Any] = {"tensor_parallel_size": 2, "min_num_params": 0}
 
 
+@pytest.fixture(scope="module")
+def plain(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Any]:
+    """A file of DDP over two ranks, the run that saved it, and one that resumed from it."""
+    folder = tmp_path_factory.mktemp("plain")
+    path = str(folder / "ddp.ckpt")
+    whole = ranks(2).run(fit, str(folder), None, save=path)
+    return path, whole, ranks(2).run(fit, str(folder), None, path)
+
+
 def _assert_like_ddp(found: list[dict[str, Any]], ddp: list[dict[str, Any]], near: float) -> None:
     for rank, one in enumerate(found):
         steps = len(one["losses"])
@@ -38,9 +47,7 @@ def _assert_like_ddp(found: list[dict[str, Any]], ddp: list[dict[str, Any]], nea
             torch.testing.assert_close(value, expected, rtol=near, atol=near, msg=name)
 
 
-@pytest.mark.parametrize(
-    ("stage", "by_sequence"), [(1, False), (1, True), (2, True), (3, False), (3, True)]
-)
+@pytest.mark.parametrize(("stage", "by_sequence"), [(1, True), (2, False), (3, True)])
 def test_two_by_two_ranks_have_the_numbers_of_ddp(
     ranks: Pools, tmp_path: Path, stage: int, by_sequence: bool
 ) -> None:
@@ -70,15 +77,14 @@ def test_mixed_precision_moves_weights_as_under_ddp(
         assert off < 0.03 * moved, name
 
 
-@pytest.mark.parametrize("stage", [2, 3])
 def test_a_file_has_whole_tensors_and_is_resumed_over_other_ranks(
-    ranks: Pools, tmp_path: Path, stage: int
+    ranks: Pools, tmp_path: Path, plain: tuple[str, Any, Any]
 ) -> None:
-    path, plain = str(tmp_path / "cut.ckpt"), str(tmp_path / "ddp.ckpt")
-    ranks(2).run(fit, str(tmp_path), None, save=plain)
-    cut = {"stage": stage, **CUT}
+    """At stage 3; those of other stages and settings are resumed from below."""
+    path, (whole, _, resumed) = str(tmp_path / "cut.ckpt"), plain
+    cut = {"stage": 3, **CUT}
     ranks(4).run(fit, str(tmp_path), cut, save=path)
-    theirs, ours = torch.load(plain), torch.load(path)
+    theirs, ours = torch.load(whole), torch.load(path)
     assert list(ours["state_dict"]) == list(theirs["state_dict"])
     for name, value in theirs["state_dict"].items():
         torch.testing.assert_close(ours["state_dict"][name], value, rtol=2e-5, atol=2e-5)
@@ -88,8 +94,7 @@ def test_a_file_has_whole_tensors_and_is_resumed_over_other_ranks(
         for name, value in state.items():
             torch.testing.assert_close(here["state"][number][name], value, rtol=2e-4, atol=2e-5)
     # Two data-parallel ranks resume from either file, whole and cut.
-    resumed = ranks(2).run(fit, str(tmp_path), None, plain)
-    runs = [(path, cut, 4), (plain, cut, 4), (path, {"stage": stage}, 2), (path, None, 2)]
+    runs = [(path, cut, 4), (whole, cut, 4), (path, {"stage": 3}, 2), (path, None, 2)]
     for file, strategy, world in runs:
         _assert_like_ddp(ranks(world).run(fit, str(tmp_path), strategy, file), resumed, 2e-5)
 
@@ -118,10 +123,10 @@ def _twice(folder: str, strategy: dict[str, Any] | None) -> dict[str, Any]:
 
 def test_a_module_is_cut_after_a_run_as_before(ranks: Pools, tmp_path: Path) -> None:
     # One data-parallel rank: nothing is sharded but over the tensor-parallel ranks.
-    plain = ranks(1).run(_twice, str(tmp_path), None)
+    whole = ranks(1).run(_twice, str(tmp_path), None)
     found = ranks(2).run(_twice, str(tmp_path), {"stage": 3, **CUT})
-    _assert_like_ddp(found, plain, 5e-5)
-    torch.testing.assert_close(found[0]["saved"], plain[0]["saved"], rtol=5e-5, atol=5e-5)
+    _assert_like_ddp(found, whole, 5e-5)
+    torch.testing.assert_close(found[0]["saved"], whole[0]["saved"], rtol=5e-5, atol=5e-5)
 
 
 class _Unseeded(Model):
@@ -166,9 +171,10 @@ def _pretrained(folder: str, strategy: dict[str, Any] | None, path: str) -> dict
     return fit(folder, strategy, callbacks=[Load()])
 
 
-def test_pretrained_weights_and_activation_checkpointing(ranks: Pools, tmp_path: Path) -> None:
-    path = str(tmp_path / "ddp.ckpt")
-    ranks(2).run(fit, str(tmp_path), None, save=path)
+def test_pretrained_weights_and_activation_checkpointing(
+    ranks: Pools, tmp_path: Path, plain: tuple[str, Any, Any]
+) -> None:
+    path, *_ = plain
     ddp = ranks(2).run(_pretrained, str(tmp_path), None, path)
     cut = {"stage": 3, "activation_checkpointing": True, **CUT}
     _assert_like_ddp(ranks(4).run(_pretrained, str(tmp_path), cut, path), ddp, 5e-5)
@@ -269,15 +275,14 @@ _FILES: dict[str, Any] = {"offload_optimizer": "nvme", "offload_weights": "nvme"
         pytest.param({"stage": 3, "checkpoint": "dcp"}, id="directories"),
     ],
 )
-def test_other_settings_beside_it(ranks: Pools, tmp_path: Path, beside: dict[str, Any]) -> None:
-    ours, theirs = str(tmp_path / "cut.ckpt"), str(tmp_path / "ddp.ckpt")
-    cut = {**CUT, **beside}
-    ddp = ranks(2).run(fit, str(tmp_path), None, save=theirs)
+def test_other_settings_beside_it(
+    ranks: Pools, tmp_path: Path, plain: tuple[str, Any, Any], beside: dict[str, Any]
+) -> None:
+    ours, cut, (_, ddp, resumed) = str(tmp_path / "cut.ckpt"), {**CUT, **beside}, plain
     _assert_like_ddp(found := ranks(4).run(fit, str(tmp_path), cut, save=ours), ddp, 2e-5)
     for one in found[1:]:
         for name, value in one["weights"].items():
             assert torch.equal(value, found[0]["weights"][name]), name
-    resumed = ranks(2).run(fit, str(tmp_path), None, theirs)
     _assert_like_ddp(ranks(4).run(fit, str(tmp_path), cut, ours), resumed, 2e-5)
     _assert_like_ddp(ranks(2).run(fit, str(tmp_path), {"stage": 2}, ours), resumed, 2e-5)
 

@@ -174,7 +174,7 @@ def fit(cls: Any, strategy: Any, folder: str, steps: int, path: str | None = Non
 def trained(cls: Any, folder: str) -> None:
     torch.compiler.reset()  # a function may be compiled for few sizes and classes
     half, whole = fit(cls, "ddp", folder, 2), fit(cls, "ddp", folder, 4)
-    for stage in (1, 2, 3):
+    for stage in (3, 1 + KINDS.index(cls) % 2):
         strategy = lambda: ZeROStrategy(stage, min_num_params=0)  # noqa: B023, E731
         assert_equal(fit(cls, strategy(), folder, 4), whole)
         assert_equal(fit(cls, strategy(), folder, 2), half)
