@@ -11,9 +11,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
+from lightning_zero.comm import device_mesh
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.engine import Engine
+from lightning_zero.parameters import make_local
 from lightning_zero.plan.plan import RECIPES, Offload
 from lightning_zero.plan.settings import Settings
 
@@ -56,10 +64,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, dim = x.shape
-        heads = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, dim // self.heads)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        # With tensor parallelism, a rank has some of the heads.
+        heads = self.qkv(self.norm1(x)).view(batch, length, -1, 3, dim // self.heads)
+        query, key, value = heads.permute(3, 0, 2, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, length, dim))
+        x = x + self.proj(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -91,6 +100,7 @@ class Contender:
     engine: Engine | None = None
     backward: Callable[[Tensor], None] = Tensor.backward
     step: Callable[[], Any] | None = None
+    tensor_size: int = 1
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -138,6 +148,43 @@ def fsdp2(*, reshard: bool, shard: int | None = None) -> Callable[[nn.Module, Jo
         return Contender(model, adamw(model))
 
     return build
+
+
+def _cut(model: nn.Module, device: str) -> Any:
+    """Cut a model over pairs of ranks, as for `ModelParallelStrategy`; return the mesh of all."""
+    mesh = device_mesh(device, 2)
+    plan = {f"blocks.*.{name}": ColwiseParallel() for name in ("qkv", "up")}
+    plan |= {f"blocks.*.{name}": RowwiseParallel() for name in ("proj", "down")}
+    head = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, mesh["tensor_parallel"], {**plan, "head": head})
+    return mesh
+
+
+def _adamw_by_parameter(model: nn.Module) -> torch.optim.Optimizer:
+    # The fused step takes no DTensors of two meshes, such as those of FSDP2 here.
+    return torch.optim.AdamW(model.parameters(), 1e-4, foreach=False)
+
+
+def _zero_cut(model: nn.Module, job: Job) -> Contender:
+    mesh = _cut(model, job.device)
+    make_local(model, mesh)
+    device = torch.device(job.device)
+    settings = Settings(3, recipe=RECIPES[job.precision], device=device)
+    comm = Communicator(device, tensor_size=2, reads_peers=None if job.windows else False)
+    engine = Engine(model, settings, comm)
+    optimizer = _adamw_by_parameter(model)
+    engine.adopt(optimizer)
+    return Contender(model, optimizer, engine, tensor_size=2)
+
+
+def _fsdp2_cut(model: nn.Module, job: Job) -> Contender:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = _cut(model, job.device)["data_parallel"]
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return Contender(model, _adamw_by_parameter(model), tensor_size=2)
 
 
 def _fsdp1(strategy: str) -> Callable[[nn.Module, Job], Contender]:
@@ -215,7 +262,9 @@ OFFLOADED = {
     "zero3 nvme": zero(3, offload=Offload.of_stage(3, "nvme")),
 }
 """Those that only an accelerator's host can hold; run by name."""
-CONTENDERS.update(OFFLOADED)
+CUT = {"zero3 2x2": _zero_cut, "fsdp2 2x2": _fsdp2_cut}
+"""Four ranks, two tensor-parallel ones of each model; run by name, with ``--world 4``."""
+CONTENDERS.update({**OFFLOADED, **CUT})
 
 NEED_OTHERS = ("ddp", "zero redundancy")
 """Contenders that cannot run on torch's fake backend: DDP waits for a sum that never comes."""
@@ -224,7 +273,7 @@ NEED_OTHERS = ("ddp", "zero redundancy")
 def default_names(job: Job) -> list[str]:
     """Return all contenders that can run; fake collectives are compared with "no traffic"."""
     if not job.fake_world:
-        return [name for name in CONTENDERS if name not in OFFLOADED]
-    unable = (*NEED_OTHERS, *OFFLOADED, "no traffic")
+        return [name for name in CONTENDERS if name not in (*OFFLOADED, *CUT)]
+    unable = (*NEED_OTHERS, *OFFLOADED, *CUT, "no traffic")
     able = [name for name in CONTENDERS if name not in unable]
     return ["no traffic", *able]

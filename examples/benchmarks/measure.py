@@ -43,7 +43,7 @@ class Run:
             model = GPT(job)
         self.contender = CONTENDERS[name](model, job)
         # On the device: a copy from the host would wait for everything launched before.
-        self.data = torch.Generator(self.device).manual_seed(rank)
+        self.data = torch.Generator(self.device).manual_seed(rank // self.contender.tensor_size)
 
     def __call__(self) -> Tensor:
         loss = self.pass_through()

@@ -197,7 +197,7 @@ def test_fake_ranks_cannot_do_everything(
     assert compare.default_names(compare.Job())[0] == "ddp"
     names = compare.default_names(compare.Job(fake_world=8))
     assert names[0] == "no traffic"
-    offloaded = {"zero2 offload", "zero3 offload", "zero3 nvme"}
+    offloaded = {"zero2 offload", "zero3 offload", "zero3 nvme", "zero3 2x2", "fsdp2 2x2"}
     assert set(compare.CONTENDERS) - set(names) == {"ddp", "zero redundancy"} | offloaded
     monkeypatch.setattr(sys, "argv", ["compare.py", "--fake-world", "8", "--only", "zero3", "ddp"])
     with pytest.raises(SystemExit):
