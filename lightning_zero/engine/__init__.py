@@ -27,7 +27,7 @@ from lightning_zero.engine.access import full_grad, gathered, grad_norm, join
 from lightning_zero.engine.activation_checkpointing import ActivationCheckpointing
 from lightning_zero.engine.activation_offload import ActivationOffload
 from lightning_zero.engine.buffers import broadcast_buffers
-from lightning_zero.engine.engine import Engine, engine_of
+from lightning_zero.engine.engine import Engine, engine_of, piece_among
 from lightning_zero.engine.materialize import forget_values
 from lightning_zero.engine.rank_check import Description, differences, optimizer_description
 from lightning_zero.engine.replacements import Replacements
@@ -47,4 +47,5 @@ __all__ = [
     "grad_norm",
     "join",
     "optimizer_description",
+    "piece_among",
 ]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -36,6 +36,7 @@ from lightning_zero.engine.replacements import Replacements
 from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.step import Lifetime, Step
+from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.unit_builder import Progress
 from lightning_zero.engine.weights import Residency
 from lightning_zero.optimizer import (
@@ -179,8 +180,12 @@ class Engine:
     # -- the optimizer ---------------------------------------------------------------------------
 
     @uncollected()
-    def adopt(self, optimizer: Optimizer) -> str | None:
+    def adopt(self, optimizer: Optimizer, *others: Engine) -> str | None:
         """Point ``optimizer`` at this rank's pieces, and refresh weights whenever it has stepped.
+
+        Args:
+            optimizer: The user's optimizer.
+            others: The engines of other modules that it steps too.
 
         Returns:
             A one-line notice of how it is stepped and what that costs; ``None`` if all pieces are
@@ -189,25 +194,39 @@ class Engine:
         Raises:
             ValueError: There is no way to step it, or a parameter is in two of its groups.
         """
+        engines = (self, *others)
+
+        def before() -> None:
+            for engine in engines:
+                engine._before_step()
+
+        def after(pieces: list[Piece]) -> None:
+            for engine in engines:
+                engine._after_step(pieces)
+
+        def by_unit(optimizer: Optimizer) -> UnitStep:
+            return self._by_unit(optimizer, [u for engine in engines for u in engine.sharded.units])
+
         self._compare_optimizers(optimizer)
         hooks = OptimizerHooks(
             optimizer,
-            self.sharded.piece,
+            piece_among(engines),
             self.comm,
             changed=self._compare_optimizers,
-            before=self._before_step,
-            after=self._after_step,
-            by_unit=self._by_unit if self.sharded.settings.steps_by_unit else None,
+            before=before,
+            after=after,
+            by_unit=by_unit if self.sharded.settings.steps_by_unit else None,
         )
-        self.sharded.optimizers.append(optimizer)
+        for engine in engines:
+            engine.sharded.optimizers.append(optimizer)
         self._hooks.handles += hooks.handles
         name = type(optimizer).__name__
         self.steps.append(hooks.notice or f"{name} steps by element, each rank its own part")
         return hooks.notice
 
-    def _by_unit(self, optimizer: Optimizer) -> UnitStep:
+    def _by_unit(self, optimizer: Optimizer, of_units: list[Unit]) -> UnitStep:
         offload, scratch = self.sharded.settings.offload, self.sharded.scratch
-        units = [unit.pieces for unit in self.sharded.units]
+        units = [unit.pieces for unit in of_units]
         if offload is None:
             return UnitStep(units, RoundedStates(optimizer))
         units = [[piece for piece in pieces if not piece.stays] for pieces in units]
@@ -326,6 +345,18 @@ class Engine:
                 transport.release()
             self.sharded.reader.close()
             self.comm.control.watchdog.leave()
+
+
+def piece_among(engines: Sequence[Engine]) -> Callable[[Parameter], Piece | None]:
+    """Return a function that finds this rank's piece of a parameter of any of several modules."""
+    if len(engines) == 1:
+        return engines[0].sharded.piece
+
+    def find(parameter: Parameter) -> Piece | None:
+        found = (engine.sharded.piece(parameter) for engine in engines)
+        return next((piece for piece in found if piece is not None), None)
+
+    return find
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -289,6 +289,8 @@ class ShardedModel:
         }
         kinds.update(dict.fromkeys(rows.values(), 0))
         for member, state in kept_states(self.optimizers):
+            if isinstance(member, Piece) and member not in rows:
+                continue  # of another module, which the same optimizer steps
             kinds[rows.get(member, "states")] += sum(
                 bytes_held(value) for value in tree_leaves(state) if isinstance(value, Tensor)
             )

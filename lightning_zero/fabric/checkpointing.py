@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -43,20 +44,14 @@ class SavingStrategy(Sharding, DDPStrategy):
 
     engines: list[Engine]
 
-    def _engine_of(self, optimizer: Optimizer) -> Engine | None:
-        """Return the engine of an optimizer's parameters; ``None`` if none shards them."""
+    def _engines_of(self, optimizer: Optimizer) -> list[Engine]:
+        """Return the engines of an optimizer's parameters; empty if none shards them."""
         parameters = [parameter_of(member) for member in members(optimizer)]
-        found = [
+        return [
             engine
             for engine in self.engines
             if any(engine.sharded.piece(parameter) is not None for parameter in parameters)
         ]
-        if len(found) > 1:
-            raise ValueError(
-                f"{type(optimizer).__name__} has parameters of {len(found)} modules that were set"
-                " up one by one. Use an optimizer for each, or set them up as one nn.ModuleDict."
-            )
-        return found[0] if found else None
 
     @override
     def save_checkpoint(
@@ -83,9 +78,10 @@ class SavingStrategy(Sharding, DDPStrategy):
     def _state_of(self, key: str, value: Any) -> Any:
         if isinstance(value, ShardedModule):
             return module_state(value.module, value.engine)
-        engine = self._engine_of(value) if isinstance(value, Optimizer) else None
-        if engine is not None:
-            return optimizer_state(value, engine, key)
+        if isinstance(value, Optimizer) and (engines := self._engines_of(value)):
+            for engine in engines:
+                engine.require_whole()
+            return optimizer_state(value, engines[0], key)
         return value.state_dict() if isinstance(value, internals.Stateful) else value
 
     @property
@@ -149,7 +145,7 @@ class SavingStrategy(Sharding, DDPStrategy):
         optimizers: list[tuple[str, Optimizer, Any]] = [
             (key, value, local_optimizer_states([value], [saved])[0])
             for key, value, saved in found
-            if isinstance(value, Optimizer) and self._engine_of(value) is not None
+            if isinstance(value, Optimizer) and self._engines_of(value)
         ]
         for key, optimizer, saved in optimizers:
             try:
@@ -166,9 +162,11 @@ class SavingStrategy(Sharding, DDPStrategy):
             elif isinstance(value, internals.Stateful):
                 value.load_state_dict(whole(saved))
         for _, optimizer, saved in optimizers:
-            engine = self._engine_of(optimizer)
-            assert engine is not None
-            load_optimizer_state(optimizer, saved, engine)
+            first, *others = self._engines_of(optimizer)
+            with contextlib.ExitStack() as loading:
+                for engine in others:
+                    loading.enter_context(engine.loading("Loading optimizer states"))
+                load_optimizer_state(optimizer, saved, first)
 
     def _name_of(self, member: Any) -> str:
         for engine in self.engines:

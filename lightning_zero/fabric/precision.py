@@ -18,8 +18,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import Self, override
 
-from lightning_zero.engine import Engine
-from lightning_zero.optimizer import LossScaler, clip, members, parameter_of, pieces_of
+from lightning_zero.comm import Communicator
+from lightning_zero.optimizer import LossScaler, clip, members, parameter_of
+from lightning_zero.parameters import Piece
 from lightning_zero.plan import RECIPES, Recipe
 
 
@@ -155,7 +156,7 @@ class FabricPrecision(ShardedPrecision):
     def _made(cls, precision: str, scaler: LossScaler | None, device: str) -> FabricPrecision:
         return (cls if scaler is None else ScaledPrecision)(precision, scaler, device)
 
-    def unscale(self, optimizer: Optimizer, engine: Engine) -> None:
+    def unscale(self, optimizer: Optimizer, pieces: list[Piece], comm: Communicator) -> None:
         """Divide the gradients by the loss scale, unless that was done since the last step."""
 
 
@@ -174,11 +175,10 @@ class ScaledPrecision(FabricPrecision):
         super().backward(tensor * self.scaler.scale, model, *args, **kwargs)
 
     @override
-    def unscale(self, optimizer: Optimizer, engine: Engine) -> None:
+    def unscale(self, optimizer: Optimizer, pieces: list[Piece], comm: Communicator) -> None:
         if id(optimizer) not in self._found_inf:
             assert self.scaler is not None
-            pieces = pieces_of(optimizer, engine.sharded.piece)
-            found = clip.unscale(pieces, engine.comm, self.scaler.scale)
+            found = clip.unscale(pieces, comm, self.scaler.scale)
             self._found_inf[id(optimizer)] = found
 
     @override

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.comm import process_groups
-from lightning_zero.engine import Engine
+from lightning_zero.comm import Communicator, process_groups
+from lightning_zero.engine import Engine, piece_among
 from lightning_zero.fabric import internals
 from lightning_zero.fabric.checkpointing import SavingStrategy
 from lightning_zero.fabric.module import ShardedModule
@@ -28,7 +28,7 @@ from lightning_zero.fabric.precision import FabricPrecision
 from lightning_zero.fabric.sharding import init_device
 from lightning_zero.memory import summary
 from lightning_zero.optimizer import clip, members, parameter_of, pieces_of
-from lightning_zero.parameters import local_of
+from lightning_zero.parameters import Piece, local_of
 from lightning_zero.plan import START_METHODS, Settings
 
 
@@ -43,8 +43,8 @@ class ZeROStrategy(SavingStrategy):
             model = Model()
         model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
 
-    Each module that is set up has ranks, steps and weights of its own, and each optimizer steps the
-    parameters of one module.
+    Each module that is set up has ranks, steps and weights of its own; an optimizer may step the
+    parameters of several.
 
     Args:
         stage: ``1`` shards optimizer states, ``2`` gradients as well, ``3`` weights as well.
@@ -181,37 +181,40 @@ class ZeROStrategy(SavingStrategy):
         """Point an optimizer at this rank's pieces of the module's parameters.
 
         Raises:
-            ValueError: Its parameters belong to several modules, or there is no way to step it, or
-                tensor parallelism has replaced them.
+            ValueError: There is no way to step it, or tensor parallelism has replaced its
+                parameters.
         """
         for group in optimizer.param_groups:
             group["params"] = [local_of(parameter) for parameter in group["params"]]
-        engine = self._engine_of(optimizer)
-        held = [engine and engine.sharded.piece(parameter_of(p)) for p in members(optimizer)]
+        engines = self._engines_of(optimizer)
+        held = [piece_among(engines)(parameter_of(member)) for member in members(optimizer)]
         if self.device_mesh is not None and None in held:
             raise ValueError(
                 f"{type(optimizer).__name__} has parameters of no module that was set up. Create"
                 " it after the module has been cut over tensor-parallel ranks: set up the module"
                 " first, then the optimizer."
             )
-        if engine is not None and optimizer not in engine.sharded.optimizers:
-            engine.adopt(optimizer)
+        if engines and optimizer not in engines[0].sharded.optimizers:
+            engines[0].adopt(optimizer, *engines[1:])
             if not self._awaits_optimizers:
-                rank_zero_info(engine.steps[-1])
+                rank_zero_info(engines[0].steps[-1])
         return optimizer
 
     # -- the step --------------------------------------------------------------------------------
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        self._unscale(optimizer)
+        self._unscaled(optimizer)
         return super().optimizer_step(optimizer, **kwargs)
 
-    def _unscale(self, optimizer: Optimizer) -> Engine | None:
-        engine = self._engine_of(optimizer)
-        if engine is not None:
-            self.precision.unscale(optimizer, engine)
-        return engine
+    def _unscaled(self, optimizer: Optimizer) -> tuple[list[Piece], Communicator] | None:
+        """Return the pieces with their gradients, and the ranks; ``None`` if none is sharded."""
+        engines = self._engines_of(optimizer)
+        if not engines:
+            return None
+        pieces = pieces_of(optimizer, piece_among(engines))
+        self.precision.unscale(optimizer, pieces, engines[0].comm)
+        return pieces, engines[0].comm
 
     @override
     def clip_gradients_norm(
@@ -227,28 +230,22 @@ class ZeROStrategy(SavingStrategy):
         Raises:
             RuntimeError: The norm is not finite, on all ranks, if ``error_if_nonfinite``.
         """
-        engine = self._unscale(optimizer)
-        if engine is None:
+        if (sharded := self._unscaled(optimizer)) is None:
             return super().clip_gradients_norm(
                 module, optimizer, max_norm, norm_type, error_if_nonfinite
             )
         return clip.clip_by_norm(
-            pieces_of(optimizer, engine.sharded.piece),
-            engine.comm,
-            max_norm,
-            norm_type,
-            error_if_nonfinite=error_if_nonfinite,
+            *sharded, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
         )
 
     @override
     def clip_gradients_value(
         self, module: nn.Module, optimizer: Optimizer, clip_val: float
     ) -> None:
-        engine = self._unscale(optimizer)
-        if engine is None:
+        if (sharded := self._unscaled(optimizer)) is None:
             super().clip_gradients_value(module, optimizer, clip_val)
         else:
-            clip.clip_by_value(pieces_of(optimizer, engine.sharded.piece), clip_val)
+            clip.clip_by_value(sharded[0], clip_val)
 
 
 def _leave(engines: list[Engine]) -> None:
