@@ -6,7 +6,8 @@
 A model of parameters of 16 x 16 is trained by AdamW under Lightning's Trainer, with DDP and with
 the stages of ZeRO in turn, by the same processes. ``setup`` is the time from ``fit`` to the first
 batch, ``save`` that of ``trainer.save_checkpoint``, ``resume`` that from ``fit(ckpt_path=...)`` to
-the first batch. Figures are medians over the rounds, of the slowest rank.
+the first batch. Figures are medians over the rounds, of the slowest rank: seconds by the clock, and
+in parentheses of a processor, threads included.
 
 With ``--profile FILE`` rank 0 leaves a profile of its rounds under zero3 there.
 """
@@ -18,7 +19,6 @@ import cProfile
 import json
 import logging
 import os
-import statistics
 import tempfile
 import time
 import warnings
@@ -39,6 +39,9 @@ PER_LAYER = 100
 """Parameters of one child of the model, as in a transformer's layers."""
 
 PHASES = ("setup", "save", "resume")
+
+Rounds = list[list[list[float]]]
+"""Of each round and phase, the seconds by the clock and of a processor."""
 
 
 @dataclass(frozen=True)
@@ -77,16 +80,22 @@ class Model(LightningModule):
         return torch.optim.AdamW(self.parameters(), 1e-4)
 
 
+def now() -> Tensor:
+    """Return the seconds by the clock, and those of a processor."""
+    return torch.tensor([time.perf_counter(), time.process_time()], dtype=torch.float64)
+
+
 class Begin(Callback):
     """Notes when the first batch begins."""
 
-    at = 0.0
+    at: Tensor | None = None
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.at = self.at or time.perf_counter()
+        if self.at is None:
+            self.at = now()
 
 
-def fitted(name: str, job: Job, **arguments: Any) -> tuple[Trainer, float]:
+def fitted(name: str, job: Job, **arguments: Any) -> tuple[Trainer, Tensor]:
     """Train for one step (two from a checkpoint); return the Trainer and the seconds before it."""
     torch.manual_seed(0)
     begin, model = Begin(), Model(job.parameters)
@@ -103,25 +112,26 @@ def fitted(name: str, job: Job, **arguments: Any) -> tuple[Trainer, float]:
         enable_model_summary=False,
     )
     dist.barrier()
-    start = time.perf_counter()
+    start = now()
     trainer.fit(model, DataLoader(torch.ones(4 * job.world), batch_size=1), **arguments)
+    assert begin.at is not None
     return trainer, begin.at - start
 
 
-def times_of(name: str, job: Job, path: str, profile: cProfile.Profile | None) -> list[float]:
-    """Return the seconds of each phase."""
+def times_of(name: str, job: Job, path: str, profile: cProfile.Profile | None) -> Tensor:
+    """Return the seconds of each phase, ``[phases, 2]``."""
     if profile is not None:
         profile.enable()
     trainer, setup = fitted(name, job)
     dist.barrier()
-    start = time.perf_counter()
+    start = now()
     trainer.save_checkpoint(path)
-    save = time.perf_counter() - start
+    save = now() - start
     dist.barrier()
     _, resume = fitted(name, job, ckpt_path=path)
     if profile is not None:
         profile.disable()
-    return [setup, save, resume]
+    return torch.stack([setup, save, resume])
 
 
 def work(rank: int, folder: str, job: Job, port: int, answer: Path) -> None:
@@ -133,13 +143,13 @@ def work(rank: int, folder: str, job: Job, port: int, answer: Path) -> None:
     os.environ |= {"LOCAL_WORLD_SIZE": str(job.world), "TORCHELASTIC_RUN_ID": "benchmark"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     profile = cProfile.Profile() if job.profile and not rank else None
-    found: dict[str, list[list[float]]] = {name: [] for name in job.strategies}
+    found: dict[str, Rounds] = {name: [] for name in job.strategies}
     with joined(rank, job, port):
         for number in range(-1, job.rounds):  # the first round warms up
             for name in job.strategies:
                 path = f"{folder}/{name}.ckpt"
                 is_profiled = number >= 0 and name == "zero3"
-                times = torch.tensor(times_of(name, job, path, profile if is_profiled else None))
+                times = times_of(name, job, path, profile if is_profiled else None)
                 dist.all_reduce(times, dist.ReduceOp.MAX)
                 if number >= 0:
                     found[name].append(times.tolist())
@@ -150,17 +160,20 @@ def work(rank: int, folder: str, job: Job, port: int, answer: Path) -> None:
         dist.barrier()
 
 
-def table(found: dict[str, list[list[float]]], job: Job) -> str:
+def table(found: dict[str, Rounds], job: Job) -> str:
     """Return the medians of every strategy, and their ratios to those of DDP."""
     lines = [f"{job.parameters} parameters of {SIZE} x {SIZE}, {job.world} ranks"]
     lines += [f"| | {' | '.join(f'{phase}, s | to DDP' for phase in PHASES)} |", "|---" * 7 + "|"]
+    base = torch.tensor(found["ddp"])
     for name, rounds in found.items():
-        cells = []
-        for index in range(len(PHASES)):
-            times = [of_round[index] for of_round in rounds]
-            base = [of_round[index] for of_round in found["ddp"]]
-            ratio = statistics.median(a / b for a, b in zip(times, base, strict=True))
-            cells.append(f"{statistics.median(times):.3f} | {ratio:.2f}")
+        seconds = torch.tensor(rounds)
+        ratios = (seconds / base).median(0).values.tolist()
+        cells = [
+            f"{wall:.3f} ({cpu:.3f}) | {wall_ratio:.2f} ({cpu_ratio:.2f})"
+            for (wall, cpu), (wall_ratio, cpu_ratio) in zip(
+                seconds.median(0).values.tolist(), ratios, strict=True
+            )
+        ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
