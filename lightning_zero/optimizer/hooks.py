@@ -75,12 +75,14 @@ class OptimizerHooks:
         self._members: list[Parameter] = []
         self._pieces: list[Piece] = []
         self._is_begun = False
+        self._depth = 0
+        self._closure: Callable[[], Any] | None = None
         self._point(optimizer)
         second_run.give_to(self._stepper)
         self.handles: list[Removable] = [
             optimizer.register_step_pre_hook(self._before_step),
             # The user's hooks may read and change weights, so they run outside of the step.
-            internals.hook_first(lambda *_: self._end(), optimizer),
+            internals.hook_first(self._after_call, optimizer),
             Around(optimizer, "register_step_pre_hook", self._register, optimizer),
             *(
                 Around(holder, name, call, optimizer)
@@ -154,8 +156,12 @@ class OptimizerHooks:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Take in new groups, and make the closure run before masters may change."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if self._is_under_way(closure):
+            self._depth += 1
+            return args, kwargs
         self._stepper.check()
-        self._is_begun = False
+        self._depth, self._is_begun, self._closure = 0, False, None
         self._point(optimizer)
         is_early = self._stepper.steps_before_call
         if is_early and not internals.is_called_last(self._before_step, optimizer):
@@ -163,7 +169,6 @@ class OptimizerHooks:
                 f"A step pre-hook of {type(optimizer).__name__} would run after units have been"
                 " stepped. Register it with the optimizer's own register_step_pre_hook()."
             )
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._begin(optimizer)
             return args, kwargs
@@ -175,12 +180,32 @@ class OptimizerHooks:
         def closure_and_begin() -> Any:
             self._end()
             result = self._stepper.mean_of(closure())
-            self._point(optimizer)
-            self._begin(optimizer)
+            if not self._is_begun:  # by a step within this one, which had the closure in another
+                self._point(optimizer)
+                self._begin(optimizer)
             return result
+
+        self._closure = closure_and_begin
 
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
         return (args[0], *args[2:]), {**rest, "closure": closure_and_begin}
+
+    def _is_under_way(self, closure: Callable[[], Any] | None) -> bool:
+        """Return whether a step calls its base class's step, for which torch calls hooks again.
+
+        A step that an exception ended is over once gradients have arrived since.
+        """
+        if closure is not None and closure is self._closure:
+            return True
+        return self._is_begun and all(piece.gradient.is_settled for piece in self._pieces)
+
+    def _after_call(self, *_: Any) -> None:
+        """End the step, unless a part of it has ended."""
+        if self._depth:
+            self._depth -= 1
+        else:
+            self._closure = None
+            self._end()
 
     @runs_outside
     def _begin(self, optimizer: Optimizer, call: Call | None = None) -> None:
