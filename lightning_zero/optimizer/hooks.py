@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from operator import is_
 from typing import Any
@@ -23,6 +24,10 @@ from lightning_zero.optimizer.unit_step import call_as
 from lightning_zero.optimizer.whole_step import WholeStep
 from lightning_zero.parameters import Piece, averages, settle, unsettle
 from lightning_zero.tensors import internals, runs_outside
+
+
+class _Arguments(dict[str, Any]):
+    """The keyword arguments of a step, which torch holds until the step ends."""
 
 
 class OptimizerHooks:
@@ -77,6 +82,7 @@ class OptimizerHooks:
         self._is_begun = False
         self._depth = 0
         self._closure: Callable[[], Any] | None = None
+        self._call: Callable[[], _Arguments | None] = lambda: None
         self._point(optimizer)
         second_run.give_to(self._stepper)
         self.handles: list[Removable] = [
@@ -171,7 +177,7 @@ class OptimizerHooks:
             )
         if closure is None:
             self._begin(optimizer)
-            return args, kwargs
+            return args, self._kept(kwargs)
         # What it takes from groups and states before it calls the closure it may use later.
         self._shown.hide()
         if not self.verdict.waits_for_closure:
@@ -188,16 +194,21 @@ class OptimizerHooks:
         self._closure = closure_and_begin
 
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
-        return (args[0], *args[2:]), {**rest, "closure": closure_and_begin}
+        return (args[0], *args[2:]), self._kept({**rest, "closure": closure_and_begin})
+
+    def _kept(self, kwargs: dict[str, Any]) -> _Arguments:
+        kept = _Arguments(kwargs)
+        self._call = weakref.ref(kept)
+        return kept
 
     def _is_under_way(self, closure: Callable[[], Any] | None) -> bool:
-        """Return whether a step calls its base class's step, for which torch calls hooks again.
-
-        A step that an exception ended is over once gradients have arrived since.
-        """
-        if closure is not None and closure is self._closure:
-            return True
-        return self._is_begun and all(piece.gradient.is_settled for piece in self._pieces)
+        """Return whether a step calls its base class's step, for which torch calls hooks again."""
+        if closure is not None:
+            return closure is self._closure
+        # Not so after a step that an exception ended: torch has let go of its arguments, or, if
+        # somebody keeps the traceback, gradients have arrived since.
+        is_held = self._is_begun and self._call() is not None
+        return is_held and all(piece.gradient.is_settled for piece in self._pieces)
 
     def _after_call(self, *_: Any) -> None:
         """End the step, unless a part of it has ended."""
