@@ -205,6 +205,8 @@ class OptimizerHooks:
         """Return whether a step calls its base class's step, for which torch calls hooks again."""
         if closure is not None:
             return closure is self._closure
+        if self._stepper.steps_before_call:
+            return False  # proved not to do so
         # Not so after a step that an exception ended: torch has let go of its arguments, or, if
         # somebody keeps the traceback, gradients have arrived since.
         is_held = self._is_begun and self._call() is not None
