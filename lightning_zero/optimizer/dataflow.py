@@ -36,7 +36,7 @@ class Way(Enum):
     BY_ELEMENT = "by element"  # nothing: any part of a parameter alone
     BY_PARAMETER = "by parameter"  # elements of one parameter: each parameter alone
     ALL_AT_ONCE = "all at once"  # several parameters, or it cannot be known
-    NOT_AT_ALL = "not at all"  # it reaches past its param groups
+    NOT_AT_ALL = "not at all"  # it keeps parameters' memory, or saves their values
 
 
 class Finding(NamedTuple):
@@ -205,7 +205,7 @@ class Dataflow(TorchDispatchMode):
 
     def _check_may_run(self, operation: Operation, leaves: Sequence[Any]) -> None:
         if not self._strangers.isdisjoint(map(id, leaves)):
-            self.find(Way.NOT_AT_ALL, "touches parameters outside of its param groups")
+            self.find(Way.ALL_AT_ONCE, "touches parameters outside of its param groups")
             raise CannotFollow
         if not operation.is_known:
             self.find(Way.ALL_AT_ONCE, f"calls {operation.text}, which cannot be traced")

@@ -310,7 +310,8 @@ class OptimizerHooks:
             result = method(*args, **kwargs)
             averages(self._pieces)  # frees the memory of what was dropped
             return result
-        if not kwargs.get("set_to_none", args[0] if args else True):
+        is_whole = self.verdict.way is Way.ALL_AT_ONCE
+        if is_whole or not kwargs.get("set_to_none", args[0] if args else True):
             return method(*args, **kwargs)
         with self._stepper.at_rest(), self._shown.showing_members():
             unsettle(self._pieces)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from types import CodeType, FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
 import torch
@@ -57,19 +59,21 @@ def copy_of(optimizer: Any, toys: Sequence[Toys], kept: Sequence[int]) -> Optimi
         kept: The indices of the groups that the copy has.
 
     Raises:
-        CannotCopy: It holds a module, or tensors outside of its state and groups, for example.
+        CannotCopy: It holds a module, or tensors outside of its state and groups, for example. It
+            can then only step the module's own parameters.
     """
     original = bare(optimizer)
     memo: dict[Any, Any] = {}
     for stands_for in toys:
         memo.update({id(parameter): first for parameter, (first, *_) in stands_for.items()})
-    for holder in with_inner(original):
-        _check(holder)
+    _check(original)
     groups = original.param_groups
     memo[id(groups)] = [_copy_group(groups[index], toys[index], memo) for index in kept]
     try:
         return _copy(original, memo, {p: own for each in toys for p, own in each.items()})
-    except (TypeError, RuntimeError, AttributeError) as error:
+    except CannotCopy:
+        raise
+    except Exception as error:  # whatever its attributes raise
         raise CannotCopy(f"cannot be copied ({error})") from error
 
 
@@ -82,16 +86,63 @@ def with_inner(optimizer: Optimizer) -> Iterator[Optimizer]:
 
 
 def _check(optimizer: Optimizer) -> None:
-    members = [group["params"] for group in optimizer.param_groups]
-    own = {k: v for k, v in vars(optimizer).items() if k not in ("state", "param_groups")}
-    own = {k: v for k, v in own.items() if not any(v is each for each in members)}
-    for leaf in tree_leaves(own):
-        if isinstance(leaf, nn.Module):
+    members = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = {id(getattr(member, "parameter", member)) for member in members}
+    for one in held_by_attributes(optimizer):
+        if isinstance(one, nn.Module):
             raise CannotCopy("holds a module")
-        if isinstance(leaf, Parameter):
+        if isinstance(one, Parameter):
             raise CannotCopy("refers to parameters outside of its param groups")
-        if isinstance(leaf, Tensor) and leaf.numel() > 1:
+        if isinstance(one, Tensor) and one.numel() > 1:
             raise CannotCopy("keeps tensors outside of its states")
+        if isinstance(one, int) and one in numbers:
+            raise CannotCopy("knows parameters by their id()")
+
+
+def held_by_attributes(optimizer: Optimizer) -> Iterator[Any]:
+    """Yield tensors, modules and numbers that an optimizer holds but in its groups and states.
+
+    Also those in objects, closures and generators that its attributes refer to.
+    """
+    seen: dict[int, Any] = {}
+    found: list[Any] = []
+    for holder in with_inner(optimizer):
+        known = [holder.state, holder.param_groups, *holder.param_groups]
+        known += [group["params"] for group in holder.param_groups]
+        seen.update((id(one), one) for one in known)
+        found += [value for name, value in vars(holder).items() if not _is_ours(holder, name)]
+        found += [group[key] for group in holder.param_groups for key in options_of(group)]
+    while found:
+        one = found.pop()
+        if id(one) in seen or isinstance(one, _OPAQUE):
+            continue
+        seen[id(one)] = one  # alive, so that no other object has its id
+        if isinstance(one, (Tensor, nn.Module, int)):
+            yield one
+        elif isinstance(one, FunctionType):
+            found += [*(one.__closure__ or ()), *(one.__defaults__ or ())]
+        elif isinstance(one, GeneratorType):
+            found += one.gi_frame.f_locals.values() if one.gi_frame else ()
+        else:
+            found += gc.get_referents(one)
+
+
+_OPAQUE = (type, ModuleType, CodeType, FrameType, Optimizer)
+
+
+def _is_ours(optimizer: Optimizer, name: str) -> bool:
+    """Return whether an attribute is not the optimizer's own: hooks, or a method's stand-in.
+
+    A copy must not have the ``step`` that a scheduler puts there to count: it would step the user's
+    optimizer.
+    """
+    value = vars(optimizer)[name]
+    is_method = callable(value) and hasattr(type(optimizer), name)
+    return is_method or isinstance(value, OfOptimizer) or _holds_hooks(name)
+
+
+def _holds_hooks(name: str) -> bool:
+    return name.startswith("_optimizer_") and name.endswith("_hooks")
 
 
 def _copy_group(group: Mapping[str, Any], toys: Toys, memo: dict[Any, Any]) -> dict[str, Any]:
@@ -117,10 +168,11 @@ def _copy(optimizer: Optimizer, memo: dict[Any, Any], toys: Toys) -> Optimizer:
     made = cls.__new__(cls)
     memo[id(optimizer)] = made
     for name, value in vars(optimizer).items():
-        if isinstance(value, OfOptimizer) or (callable(value) and hasattr(cls, name)):
-            # The `step` that a scheduler puts there to count would step the user's optimizer.
+        if _holds_hooks(name):
+            made.__dict__[name] = OrderedDict()
+        elif _is_ours(optimizer, name):
             continue
-        if id(value) in memo:
+        elif id(value) in memo:
             made.__dict__[name] = memo[id(value)]
         elif isinstance(value, Optimizer):
             made.__dict__[name] = _copy(value, memo, toys)
@@ -128,8 +180,6 @@ def _copy(optimizer: Optimizer, memo: dict[Any, Any], toys: Toys) -> Optimizer:
             made.__dict__[name] = _copy_state(value, memo, toys)
         elif name == "param_groups":
             made.__dict__[name] = [_own_group(group, memo, toys) for group in value]
-        elif isinstance(value, OrderedDict):
-            made.__dict__[name] = OrderedDict()  # hooks
         else:
             made.__dict__[name] = copy.deepcopy(value, memo)
     return made

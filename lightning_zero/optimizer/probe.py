@@ -15,7 +15,7 @@ follows. So the optimizer is stepped again with made-up values for what it reads
 toys: either truth value, numbers from zero to huge. The other toys must do what they did before, to
 the bit, and whatever the toys share must be the same, even if nothing has used it yet. If such a
 step raises, nothing is proved, and the optimizer steps all at once. So does one that reads whole
-arrays, whose possible values cannot be enumerated.
+arrays, whose possible values cannot be enumerated, and one that cannot be copied.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.optimizer.dataflow import Finding, Traced, Way
 from lightning_zero.optimizer.known import ELEMENT_WISE, is_known
-from lightning_zero.optimizer.optimizer_copy import CannotCopy, bare
-from lightning_zero.optimizer.pieces import is_of_torch
+from lightning_zero.optimizer.optimizer_copy import CannotCopy, bare, held_by_attributes
+from lightning_zero.optimizer.pieces import held_by, is_of_torch, parameter_of
 from lightning_zero.optimizer.trial import Master, Trial
 from lightning_zero.optimizer.unit_trial import reason_against
+from lightning_zero.parameters import are_views
 
 
 class Verdict(NamedTuple):
@@ -65,9 +67,9 @@ def verdict_of(
     verdict, name = probe(optimizer, master_of, by_unit=by_unit), type(bare(optimizer)).__name__
     if verdict.way is Way.NOT_AT_ALL:
         raise ValueError(
-            f"{name} {verdict.reason}, so ZeRO cannot make it step pieces of parameters. Keep"
-            " parameters only in its param groups and tensors only in its states, or use another"
-            " optimizer or strategy='ddp'."
+            f"{name} {verdict.reason}, and these are sharded between steps. Let it keep the"
+            " parameters themselves, or copies (`p.detach().clone()`), or use another optimizer or"
+            " strategy='ddp'."
         )
     if verdict.against_units:
         known = ", ".join(sorted(cls.__name__ for cls in ELEMENT_WISE))
@@ -93,6 +95,10 @@ def probe(
     original = bare(optimizer)
     if is_known(original):
         return Verdict(Way.BY_ELEMENT)
+    held = [one for one in held_by_attributes(original) if isinstance(one, Tensor)]
+    users = [parameter_of(member) for member in held_by(original)]
+    if are_views([one for one in held if not isinstance(one, Parameter)], users):
+        return Verdict(Way.NOT_AT_ALL, "keeps views of parameters outside of its states")
     against, numbers = "", random.getstate()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -108,13 +114,23 @@ def probe(
             if by_unit and whole.dataflow.way is Way.BY_ELEMENT:
                 against = reason_against(whole, part, original, master_of)
     except CannotCopy as error:
-        return Verdict(Way.NOT_AT_ALL, str(error))
+        return _without_trial(original, str(error), by_unit=by_unit)
     finally:
         random.setstate(numbers)
     way = whole.dataflow.way
     reason = next((found.what for found in whole.dataflow.findings if found.way is way), "")
     against = reason if by_unit and way is not Way.BY_ELEMENT else against
     return Verdict(way, reason, whole.waits_for_closure, against)
+
+
+def _without_trial(optimizer: Optimizer, reason: str, *, by_unit: bool) -> Verdict:
+    """Return the verdict on an optimizer that has no copy: its real steps are those under DDP."""
+    if type(optimizer).state_dict is not Optimizer.state_dict:
+        form = type(optimizer).state_dict(optimizer)
+        if not is_of_torch(form) or len(form) > 2:
+            what = f"{reason} and has a state_dict with its own format, which may show parameters"
+            return Verdict(Way.NOT_AT_ALL, what)
+    return Verdict(Way.ALL_AT_ONCE, reason, False, reason if by_unit else "")
 
 
 def _compare(whole: Trial, optimizer: Optimizer, master_of: Master, least_groups: int) -> Trial:
@@ -149,10 +165,8 @@ def _examine_format(whole: Trial) -> None:
     """It is a finding if only the optimizer itself can put its state dict together.
 
     A wrapper may return its own states beside the state dict of the optimizer that it wraps. When
-    it steps all at once, its states are whole wherever it is asked for them or loads them.
-
-    Raises:
-        CannotCopy: It shows values of its parameters, which are not there between steps.
+    it steps all at once, its states are whole wherever it is asked for them or loads them. Values
+    of parameters are not there then.
     """
     copied = whole.optimizer_copy
     if type(copied).state_dict is Optimizer.state_dict:
@@ -168,9 +182,10 @@ def _examine_format(whole: Trial) -> None:
         shows_values = _num_nans(copied.state_dict()) != before
     except Exception:
         shows_values = False  # it has none to show, at least after steps of toys
+    way = Way.ALL_AT_ONCE
     if shows_values:
-        raise CannotCopy(f"{what}, into which it writes values of its parameters")
-    whole.dataflow.findings.append(Finding(Way.ALL_AT_ONCE, what))
+        way, what = Way.NOT_AT_ALL, f"{what}, into which it writes values of its parameters"
+    whole.dataflow.findings.append(Finding(way, what))
 
 
 def _num_nans(state_dict: Any) -> int:

@@ -6,8 +6,11 @@ pieces, as for any optimizer. During a step (but not while its closure runs) the
 
     owner       whole master and gradient, as plain parameters of the true shape
     elsewhere   an empty parameter without a gradient, which optimizers skip
+    all ranks   the module's own parameters, with whole masters and gradients in them
 
-One exchange brings pieces to the owners, another one back; all at once needs only the first.
+One exchange brings pieces to the owners, another one back; all at once needs only the first. There
+the optimizer may know parameters from elsewhere too: from a module that it holds, from a dictionary
+by parameter or by ``id``, or from a closure.
 """
 
 from __future__ import annotations
@@ -25,9 +28,11 @@ from typing_extensions import override
 
 from lightning_zero.comm import Communicator, SyncPoint
 from lightning_zero.optimizer.dataflow import Way
+from lightning_zero.optimizer.optimizer_copy import with_inner
 from lightning_zero.optimizer.pieces import exchange, is_of_torch, owned
+from lightning_zero.optimizer.shown import Parts
 from lightning_zero.optimizer.steppers import Call, Stepper
-from lightning_zero.parameters import Piece
+from lightning_zero.parameters import Lent, Piece
 from lightning_zero.tensors import lasting_tensors
 
 
@@ -41,9 +46,12 @@ class Whole:
         rank: This rank.
 
     Attributes:
-        parameter: What the optimizer steps; it has no values between steps.
+        stand_in: A parameter without values, in a step those of an owner.
+        parameter: What the optimizer steps: the module's own parameter if all ranks do.
         has_grad: Whether it has a gradient in this step.
     """
+
+    _lent: Lent | None = None
 
     def __init__(
         self, piece: Piece, ranges: Sequence[tuple[int, int]], owner: int | None, rank: int
@@ -54,7 +62,8 @@ class Whole:
         self.is_here = owner in (None, rank)
         self.has_grad = False
         with lasting_tensors():
-            self.parameter = Parameter(self._placeholder(), requires_grad=False)
+            self.stand_in = Parameter(self._placeholder(), requires_grad=False)
+        self.parameter = piece.parameter if owner is None else self.stand_in
 
     def _placeholder(self) -> Tensor:
         piece, shape = self.piece, self.piece.range.slot.shape
@@ -72,9 +81,12 @@ class Whole:
 
     def fill(self, received: Sequence[Iterator[Tensor]]) -> None:
         """Fill the parameter from what each rank has :meth:`sent`."""
-        self.parameter.data = self._next_of(received)
-        if self.has_grad:
-            self.parameter.grad = self._next_of(received)
+        data = self._next_of(received)
+        grad = self._next_of(received) if self.has_grad else None
+        if self.owner is None:
+            self._lent = Lent(self.parameter, data, grad)
+            return
+        self.parameter.data, self.parameter.grad = data, grad
         self.parameter.requires_grad_(self.piece.requires_grad)
 
     def _next_of(self, received: Sequence[Iterator[Tensor]]) -> Tensor:
@@ -84,10 +96,33 @@ class Whole:
             flat[start:stop].view(torch.uint8).copy_(next(parts))
         return flat.as_strided(slot.shape, slot.stride)
 
+    def require_intact(self) -> None:
+        """Raise a ``RuntimeError`` if the parameter shows weights again, not what was stepped."""
+        if self._lent is not None and not self._lent.is_intact:
+            raise RuntimeError(
+                f"Parameter {self.piece.range.slot.name!r} was shown anew while it was stepped: the"
+                " optimizer's step has run a forward of the module, or used parameters that are not"
+                " in its param groups. Give it all parameters of the module, and compute what it"
+                " needs before the step."
+            )
+
+    def keep(self) -> None:
+        """Keep this rank's part of what all ranks have stepped, and of the gradient."""
+        range_, grad = self.piece.range, self.parameter.grad
+        self.piece.data.copy_(range_.part_of(self.parameter.detach()))
+        if grad is not None and self.piece.reduced is not None:
+            self.piece.reduced.copy_(range_.part_of(grad))
+
     def release(self) -> None:
         """Free the memory of a step."""
-        if self.owner is None and self.has_grad and self.parameter.grad is None:
-            self.piece.grad = None  # the optimizer dropped it
+        if self.owner is None:
+            lent, self._lent = self._lent, None
+            if lent is not None:
+                is_dropped = self.has_grad and self.parameter.grad is None
+                lent.end(self.piece.gradient.shown)
+                if is_dropped:
+                    self.piece.gradient.drop()
+            return
         self.parameter.requires_grad_(False)
         self.parameter.grad = None
         self.parameter.data = self._placeholder()
@@ -140,12 +175,12 @@ class WholeStep(Stepper):
     @contextlib.contextmanager
     def whole_members(self) -> Iterator[None]:
         wholes = list(self._wholes.values()) if self.way is Way.ALL_AT_ONCE else []
-        pieces, parameters = [w.piece for w in wholes], [w.parameter for w in wholes]
-        exchange(self.optimizer, pieces, parameters)
+        pieces, stand_ins = [w.piece for w in wholes], [w.stand_in for w in wholes]
+        exchange(self.optimizer, pieces, stand_ins)
         try:
             yield
         finally:
-            exchange(self.optimizer, parameters, pieces)
+            exchange(self.optimizer, stand_ins, pieces)
 
     @override
     def part_of(self, state: Mapping[str, Any], piece: Piece) -> Mapping[str, Any] | None:
@@ -179,6 +214,9 @@ class WholeStep(Stepper):
         with lasting_tensors(), torch.no_grad():
             self._bring_to_owners(wholes)
         self._is_begun = True
+        for holder in with_inner(self.optimizer):
+            if self.way is Way.ALL_AT_ONCE and isinstance(holder.state, Parts):
+                holder.state.names = {}  # it is keyed by the parameters until states are shown
         exchange(self.optimizer, [w.piece for w in wholes], [w.parameter for w in wholes])
 
     def _bring_to_owners(self, wholes: Sequence[Whole]) -> None:
@@ -203,8 +241,9 @@ class WholeStep(Stepper):
         with lasting_tensors(), torch.no_grad():
             if self.way is Way.ALL_AT_ONCE:
                 for whole in wholes:
-                    piece = whole.piece
-                    piece.data.copy_(piece.range.part_of(whole.parameter.detach()))
+                    whole.require_intact()
+                for whole in wholes:
+                    whole.keep()
             else:
                 self._bring_back(wholes)
         self._put_back()

@@ -1,10 +1,10 @@
-"""The switching of a group's parameters between classes, and between the data they show."""
+"""The switching of parameters between classes, and between the data they show."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -87,3 +87,41 @@ class ParameterClasses:
         for parameter, cls in zip(self._parameters, self._whole, strict=True):
             if type(parameter) is cls:
                 unguard(parameter)
+
+
+_GRAD: Any = Tensor.grad
+
+
+class Lent:
+    """A parameter that is an ordinary one, with other data and gradient, until :meth:`end`.
+
+    Args:
+        parameter: The parameter, which shows weights or rests.
+        data: What it holds in the meantime.
+        grad: Its gradient in the meantime.
+    """
+
+    def __init__(self, parameter: Parameter, data: Tensor, grad: Tensor | None) -> None:
+        self._parameter, self._class = parameter, type(parameter)
+        with internals.as_plain_tensors():
+            self._data = properties.GET_DATA(parameter)
+            self._version = internals.keep_version(parameter)
+            _GRAD.__set__(parameter, None)
+            properties.SET_DATA(parameter, data)
+            _GRAD.__set__(parameter, grad)
+        unguard(parameter)
+
+    @property
+    def is_intact(self) -> bool:
+        """Return whether nothing has made the parameter show weights meanwhile."""
+        return not isinstance(self._parameter, (Guarded, Whole))
+
+    def end(self, grad: Tensor | None) -> None:
+        """Make the parameter show what it did before, and ``grad``."""
+        with internals.as_plain_tensors():
+            _GRAD.__set__(self._parameter, None)
+            if self.is_intact:
+                properties.SET_DATA(self._parameter, self._data)
+                self._parameter.__class__ = self._class
+                self._version.__exit__()
+            _GRAD.__set__(self._parameter, grad)

@@ -28,6 +28,12 @@ class LivingViews:
         key, refs = id(view), self._refs
         refs[key] = weakref.ref(view, lambda _: refs.pop(key, None))
 
+    @property
+    def places(self) -> set[int]:
+        """The keys of the storages in which the views lie."""
+        living = [view for ref in [*self._refs.values()] if (view := ref()) is not None]
+        return set(map(internals.storage_key, living))
+
     def part(self, parameter: Parameter, elsewhere: Sequence[Tensor], name: str) -> None:
         """Move the views to a copy of the parameter's value now; they become ordinary tensors.
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from lightning_zero.parameters.living_views import LivingViews
@@ -56,16 +57,20 @@ class Ownership:
         owner: The owner, not kept alive.
         memory: The memory of the parameter, not kept alive.
         index: The parameter's index in that memory.
+        parameter: The parameter, before it was owned.
 
     Attributes:
         name: The parameter's qualified name.
         dtype: The dtype of the parameter's master.
         stride: The parameter's stride before it was owned.
+        former: The memory that it had before, not kept alive.
         views: The living views of the parameter.
         last_hook: The ``id`` of the owner's hook that takes gradients; ``None`` without one.
     """
 
-    __slots__ = ("_index", "_memory", "_owner", "dtype", "last_hook", "name", "stride", "views")
+    __slots__ = (
+        "_index", "_memory", "_owner", "dtype", "former", "last_hook", "name", "stride", "views"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -74,12 +79,13 @@ class Ownership:
         index: int,
         name: str,
         dtype: torch.dtype,
-        stride: tuple[int, ...],
+        parameter: Parameter,
     ) -> None:
         self._owner: Callable[[], Owner | None] = weakref.ref(owner)
         self._memory: Callable[[], Memory | None] = weakref.ref(memory)
         self._index = index
-        self.name, self.dtype, self.stride = name, dtype, stride
+        self.name, self.dtype, self.stride = name, dtype, parameter.stride()
+        self.former = StorageWeakRef(parameter.untyped_storage())  # type: ignore[no-untyped-call]
         self.views = LivingViews()
         self.last_hook: int | None = None
 
@@ -148,7 +154,7 @@ def take(
         # An id is valid only while its parameter lives. Torch's own dictionary with weak keys would
         # cost every reshard more than all the rest of it.
         weakref.finalize(parameter, _ownerships.pop, key, None)
-    _ownerships[key] = Ownership(owner, memory, index, name, dtype, parameter.stride())
+    _ownerships[key] = Ownership(owner, memory, index, name, dtype, parameter)
     return _ownerships[key]
 
 

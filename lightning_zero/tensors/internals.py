@@ -79,6 +79,9 @@ has_storage = torch._C._has_storage
 copy_each = torch._foreach_copy_
 """Copies many tensors in one call, as torch's optimizers do, at a tenth of the cost per tensor."""
 
+keep_version = torch.autograd._unsafe_preserve_version_counter
+"""A context after which a tensor has the version that it had before; torch documents none."""
+
 version_of = Tensor._version.__get__  # type: ignore[attr-defined]
 """Reads a tensor's version counter; a function, so that it can be mapped over many tensors."""
 

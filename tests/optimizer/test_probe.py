@@ -364,7 +364,7 @@ HIDING = {
     Arrays: (Way.ALL_AT_ONCE, "on the host (numpy"),
     Rolling: (Way.ALL_AT_ONCE, "random numbers"),
     Exchanging: (Way.ALL_AT_ONCE, "replaces the data"),
-    Blind: (Way.NOT_AT_ALL, "outside of its param groups"),
+    Blind: (Way.ALL_AT_ONCE, "outside of its param groups"),
     Twice: (Way.ALL_AT_ONCE, "closure more than once"),
     Inventive: (Way.ALL_AT_ONCE, "cannot be traced"),
 }
