@@ -24,10 +24,9 @@ flat_parameters  all of these for the parameters of a unit that share a dtype an
 """
 
 from lightning_zero.parameters.buffer import Buffer
-from lightning_zero.parameters.classes import Lent
+from lightning_zero.parameters.classes import Lent, are_views
 from lightning_zero.parameters.flat_parameters import FlatParameters
 from lightning_zero.parameters.grad_shard import Reach
-from lightning_zero.parameters.guards import are_views
 from lightning_zero.parameters.local_form import local_of, make_distributed, make_local
 from lightning_zero.parameters.ownership import Owner, ownership_of
 from lightning_zero.parameters.piece import Piece, averages, settle, unsettle

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_zero.parameters.guards import Guarded, Whole, unguard
-from lightning_zero.parameters.ownership import Memory, Owner, take
+from lightning_zero.parameters.guards import Guarded, View, Whole, unguard
+from lightning_zero.parameters.ownership import Memory, Owner, ownership_of, take
 from lightning_zero.plan import Home
 from lightning_zero.tensors import internals, lasting_tensors, properties
 
@@ -125,3 +125,13 @@ class Lent:
                 self._parameter.__class__ = self._class
                 self._version.__exit__()
             _GRAD.__set__(self._parameter, grad)
+
+
+def are_views(tensors: Iterable[Tensor], parameters: Iterable[Parameter]) -> bool:
+    """Return whether any tensor lies in the memory that ``parameters`` have, or had before."""
+    taken = [p for p in parameters if isinstance(p, (Guarded, Whole))]
+    places = {internals.storage_key(p) for p in taken}
+    for ownership in map(ownership_of, taken):
+        places |= {ownership.former.cdata, *ownership.views.places}
+    kept = [tensor for tensor in tensors if internals.has_storage(tensor)]
+    return any(isinstance(one, View) or internals.storage_key(one) in places for one in kept)

@@ -371,16 +371,6 @@ def track(tensor: Tensor, parameters: Iterable[Parameter]) -> None:
             _become_view(tensor, max(before, key=Tensor.storage_offset), hides=False)
 
 
-def are_views(tensors: Iterable[Tensor], parameters: Iterable[Parameter]) -> bool:
-    """Return whether any tensor lies in the memory that ``parameters`` have, or had before."""
-    taken = [p for p in parameters if isinstance(p, (Guarded, Whole))]
-    places = {internals.storage_key(p) for p in taken}
-    for ownership in map(ownership_of, taken):
-        places |= {ownership.former.cdata, *ownership.views.places}
-    kept = [tensor for tensor in tensors if internals.has_storage(tensor)]
-    return any(isinstance(one, View) or internals.storage_key(one) in places for one in kept)
-
-
 def _keep_address(parameter: Parameter) -> None:
     """Keep the memory of ``parameter`` alive for code that holds only its address.
 
