@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_zero.comm.collective_log import CollectiveLog
 from lightning_zero.comm.reports import Whereabouts
+from lightning_zero.tensors import uncollected
 
 
 class Observer:
@@ -28,7 +29,7 @@ class Observer:
     def look(self) -> Whereabouts | None:
         """Return where this rank waits, or ``None`` if it does not."""
         self._looks += 1
-        frame = sys._current_frames().get(self._log.thread)
+        frame = _frame_of(self._log.thread)
         is_foreign = frame and frame.f_code.co_filename.endswith("distributed_c10d.py")
         function = frame.f_code.co_name if frame is not None and is_foreign else ""
         waiting = self._log.waiting
@@ -70,7 +71,7 @@ class Observer:
 
     @property
     def _caller(self) -> str:
-        return _caller(sys._current_frames().get(self._log.thread))
+        return _caller(_frame_of(self._log.thread))
 
     def fate(self, rank: int, error: BaseException) -> str:
         """Return the verdict for the failure of ``rank`` with ``error``."""
@@ -112,3 +113,12 @@ _NOT_CALLERS = {
     "torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric",
     "lightning_zero", "contextlib", "threading", "functools",
 }  # fmt: skip
+
+
+def _frame_of(thread: int) -> FrameType | None:
+    """Return the frame in which a thread is."""
+    # Before 3.12.2, Python may collect garbage within this call, whose finalizers then wait for the
+    # interpreter's lock while a thread that ends waits for the list of threads, with that lock
+    # (CPython 106883).
+    with uncollected():
+        return sys._current_frames().get(thread)

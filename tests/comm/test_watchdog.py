@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from typing import Any
 from unittest import mock
@@ -93,3 +94,14 @@ def test_an_owner_may_be_collected_in_the_thread_that_looks(ranks: Pools) -> Non
     with pytest.raises(RankError) as error:
         ranks(2).run(_diverge_when_an_owner_was_collected)
     assert str(error.value).count("The ranks have diverged") >= 2
+
+
+def test_nothing_is_collected_while_frames_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    frames = sys._current_frames
+    monkeypatch.setattr(sys, "_current_frames", lambda: found.append(gc.isenabled()) or frames())
+    observer = watchdog.Observer(Control().log)
+    observer.look()
+    observer.describe()
+    assert gc.isenabled()
+    assert not any(found) and len(found) > 1
