@@ -2,12 +2,13 @@
 
     python examples/benchmarks/gpu.py --output gpu
 
-It first runs the tests that need a device, then the comparison in fp32 and bf16-mixed: the Trainer
-alone and with ``zero3``, plain loops under DDP, FSDP2 and every stage at world 1, and rank 0 of 8
-and of 64 on torch's fake collectives (see ``compare.py``). With several GPUs, DDP, FSDP2, every
-stage and, where installed, DeepSpeed also run on all of them. It needs torch 2.11 or newer,
-Lightning and pytest, but no network. When time runs short, it drops rounds and steps, never a
-contender.
+It first runs the tests that need a device, several ranks over NCCL included, which share a GPU if
+there is but one. Then it compares, in fp32 and bf16-mixed: the Trainer alone and under our
+strategies, with the peak that ``estimate`` predicts; plain loops under DDP, FSDP2, every stage and,
+where installed, DeepSpeed at world 1; and rank 0 of 8 on torch's fake collectives (see
+``compare.py``). With several GPUs, plain loops also run on all of them. At last it profiles how
+much of copies and messages is hidden. It needs torch 2.11 or newer, Lightning and pytest, but no
+network. When time runs short, it drops rounds and steps, never a contender.
 
 The results are ``gpu.json``, ``gpu.md`` and ``tests.log`` in the output folder.
 """
@@ -30,20 +31,23 @@ import machine
 import torch
 from contenders import CONTENDERS, OFFLOADED, Job
 from measure import in_fresh_processes, measured
+from overlap import profiled
 from trained import STRATEGIES, trained
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = "tests/engine/test_cuda.py"
+TESTS = ("tests/engine/test_cuda.py", "tests/engine/test_cuda_ranks.py")
 TESTS_SHARE = 0.4
 """The largest share of the time that tests may take."""
 GPT_1B = Job(
-    dim=2048, layers=18, heads=16, vocabulary=32768, length=1024, steps=6, device="cuda", world=1
-)
+    dim=2048, layers=18, heads=16, vocabulary=32768, length=1024, steps=6, device="cuda", world=1,
+    threads=max(1, (os.cpu_count() or 1) // max(1, torch.cuda.device_count())),
+)  # fmt: skip
 PRECISIONS = ("32-true", "bf16-mixed")
 STAGES = ("zero1", "zero2", "zero3", "zero3 keep", "fsdp2")
-WORLDS = {1: (*STRATEGIES, "no traffic", "ddp", *STAGES, *OFFLOADED), 8: STAGES, 64: STAGES}
-"""The contenders at each number of ranks, of which only the first is real."""
 ON_ALL_GPUS = ("ddp", *STAGES, *OFFLOADED, *[name for name in CONTENDERS if "deepspeed" in name])
+WORLDS = {1: (*STRATEGIES, "no traffic", *ON_ALL_GPUS), 8: STAGES}
+"""The contenders at each number of ranks, of which only the first is real."""
+PROFILED = ("zero2 offload", "zero3 offload", "zero3 nvme")
 
 
 class Case(NamedTuple):
@@ -89,7 +93,7 @@ def run_tests(output: Path, seconds: float) -> dict[str, Any]:
     """Run the tests that need a device; return how they ended and how long they took."""
     # Not every machine has the plugins that the project's pytest options need.
     options = ["-o", "addopts=", "-o", "timeout=0", "-W", "ignore", "-ra", "-q"]
-    command = [sys.executable, "-m", "pytest", *options, "-p", "no:cacheprovider", TESTS]
+    command = [sys.executable, "-m", "pytest", *options, "-p", "no:cacheprovider", *TESTS]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     start = time.monotonic()
     with (output / "tests.log").open("w") as log:
@@ -108,11 +112,11 @@ def run_tests(output: Path, seconds: float) -> dict[str, Any]:
     }
 
 
-def run_case(case: Case, job: Job) -> dict[str, Any]:
+def run_case(case: Case, job: Job, worker: Any = None) -> dict[str, Any]:
     """Run one contender in a fresh process; an error becomes its answer."""
     sizes = {"fake_world": case.world} if case.is_fake else {"world": case.world}
     job = replace(job, precision=case.precision, **sizes)
-    worker = trained if case.name in STRATEGIES else measured
+    worker = worker or (trained if case.name in STRATEGIES else measured)
     try:
         return in_fresh_processes(worker, case.name, job)
     except Exception as error:
@@ -134,6 +138,31 @@ def rounds(job: Job, clock: Clock, most: int) -> Iterator[list[tuple[Case, dict[
             print(f"round {number + 1}: {case} {_shown(answer)}", file=sys.stderr, flush=True)
             answers.append((case, answer))
         yield answers
+
+
+def profiles(job: Job) -> list[dict[str, Any]]:
+    """Profile what moves data beside computation: offload, and messages between several GPUs."""
+    if job.device != "cuda":
+        return []
+    num_gpus = torch.cuda.device_count()
+    names = (*PROFILED, *(("ddp", *STAGES) if num_gpus > 1 else ()))
+    cases = [Case("bf16-mixed", num_gpus, name) for name in names]
+    return [{"name": case.name, **run_case(case, job, profiled)} for case in cases]
+
+
+def overlap_table(found: list[dict[str, Any]]) -> str:
+    """Return a Markdown table of profiles."""
+    lines = [
+        "| bf16-mixed | compute ms/step | up | down | sent | hidden behind compute | both ways |",
+        "|---" * 7 + "|",
+    ]
+    for row in found:
+        if "error" in row:
+            lines.append(f"| {row['name']} | {row['error'].splitlines()[0][:100]} | | | | | |")
+            continue
+        times = " | ".join(f"{row[f'{k}_ms']:.1f}" for k in ("compute", "up", "down", "sent"))
+        lines.append(f"| {row['name']} | {times} | {row['hidden']:.2f} | {row['both_ways']:.2f} |")
+    return "\n".join(lines)
 
 
 def _shown(answer: dict[str, Any]) -> str:
@@ -167,20 +196,23 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Return a Markdown table; ratios are to DDP in the same precision and round."""
     lines = [
         "| precision | ranks | | ms/step | ratio to DDP | range | peak MiB | under the Trainer"
-        " | allocated under it MiB | reserved MiB | states MiB |",
-        "|---" * 11 + "|",
+        " | allocated under it MiB | predicted MiB | reserved MiB | states MiB |",
+        "|---" * 12 + "|",
     ]
     for row in rows:
         ranks = f"{row['world']}{' (fake)' if row.get('is_fake') else ''}"
         head = f"| {row['precision']} | {ranks} | {row['name']} |"
         if "error" in row:
-            lines.append(f"{head} {row['error'].splitlines()[0][:100]} | | | | | | | |")
+            lines.append(f"{head} {row['error'].splitlines()[0][:100]} | | | | | | | | |")
             continue
         low, high = row.get("ratio_range", (float("nan"),) * 2)
         held = row.get("bytes", {})
         states = sum(held.get(kind, 0) for kind in ("weights", "master", "states")) / 2**20
         # Runs of a Trainer know all that was allocated, and no peak beyond the idle model.
-        kinds = ("peak_mib", "trainer_peak_mib", "allocated_mib", "reserved_mib")
+        kinds = (
+            *("peak_mib", "trainer_peak_mib"),
+            *("allocated_mib", "predicted_mib", "reserved_mib"),
+        )
         peaks = [f"{row[kind]:.0f}" if kind in row else "" for kind in kinds]
         lines.append(
             f"{head} {row['seconds'] * 1000:.1f} | {row.get('ratio', float('nan')):.3f}"
@@ -205,7 +237,7 @@ def main() -> int:
     if job.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch finds no GPU here. Use --device cpu to rehearse the run.")
     output.mkdir(parents=True, exist_ok=True)
-    seconds = minutes * 60 * 0.95
+    seconds = minutes * 60 * 0.85  # the rest is for profiles
     clock = Clock(time.monotonic() + seconds)
     report: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
@@ -221,10 +253,15 @@ def main() -> int:
         (output / "gpu.json").write_text(json.dumps(report, indent=2))
     head = f"{report['date']}, {report['machine']}, {len(answers)} rounds"
     tests = f"Tests: {report['tests']['summary'] or report['tests']['code']}"
-    page = "\n\n".join([head, tests, *report["tests"]["failed"], table(report["rows"])]) + "\n"
+    report["profiles"] = profiles(job)
+    (output / "gpu.json").write_text(json.dumps(report, indent=2))
+    tables = [table(report["rows"])]
+    tables += [overlap_table(report["profiles"])] if report["profiles"] else []
+    page = "\n\n".join([head, tests, *report["tests"]["failed"], *tables]) + "\n"
     (output / "gpu.md").write_text(page)
     print(f"\n{page}")
-    return int(report["tests"]["code"] != 0 or any("error" in row for row in report["rows"]))
+    rows = [*report["rows"], *report["profiles"]]
+    return int(report["tests"]["code"] != 0 or any("error" in row for row in rows))
 
 
 if __name__ == "__main__":

@@ -17,9 +17,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-import lightning_zero  # noqa: F401  (registers the strategies)
+from lightning_zero import estimate
 
-STRATEGIES = {"Trainer": "auto", "Trainer zero3": "zero3"}
+_NAMES = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+STRATEGIES = {"Trainer": "auto", **{f"Trainer {name}": name for name in _NAMES}}
 """The contenders: Lightning as it is, and the same with one word changed."""
 
 
@@ -105,4 +106,27 @@ def trained(rank: int, name: str, job: Job, port: int, answer: Path) -> None:
     found = {"seconds": clock.seconds(), "loss": float(clock.loss)}
     if job.device == "cuda":
         found["allocated_mib"] = torch.cuda.max_memory_allocated() / 2**20
+    if STRATEGIES[name] != "auto":
+        found["predicted_mib"] = predicted_bytes(STRATEGIES[name], job) / 2**20
     answer.write_text(json.dumps(found))
+
+
+def predicted_bytes(strategy: str, job: Job) -> int:
+    """Return the peak on the device that `estimate` predicts for a step."""
+
+    def step(model: Any, tokens: Tensor) -> Tensor:
+        logits = model(tokens[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+    with torch.device("meta"):
+        model = GPT(job)
+    found = estimate(
+        model,
+        strategy,
+        precision=job.precision,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, 1e-4, fused=True),
+        batch=torch.zeros(job.batch, job.length + 1, dtype=torch.int64),
+        step=step,
+        device=job.device,
+    )
+    return found.peak.total

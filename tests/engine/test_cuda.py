@@ -34,14 +34,12 @@ from lightning_zero.optimizer import Way, clip, kept_states, state_bytes, verdic
 from lightning_zero.parameters import settle
 from lightning_zero.plan import RECIPES, Offload, Settings
 from tests.oracle.device import beside_the_host
+from tests.oracle.devices import DEVICES
 from tests.oracle.models import MODELS, Block
 from tests.oracle.parity import assert_parity, reference
 from tests.oracle.projects import Regression, rows
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import adamw, sgd, train
-
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use")
-DEVICES = ["cpu", pytest.param("cuda", marks=NO_GPU)]
 
 
 @pytest.fixture(params=DEVICES)
@@ -390,9 +388,10 @@ def test_the_allocator_holds_what_is_counted(device: torch.device, stage: int) -
         torch.cuda.reset_peak_memory_stats()
         job.step()
         job.wait()
-        # Two units whole, with weights and gradients in bf16 and gradients in fp32 on their way.
+        # Two units whole, with weights and gradients in bf16 and gradients in fp32 on their way. At
+        # stage 1 weights are whole anyway, and a rank alone needs no buffer to send gradients.
         peak = torch.cuda.max_memory_allocated() - idle
-        assert 4 * unit <= peak <= 2 * (2 + 2 + 4) * unit + slack
+        assert {1: 2, 3: 4}[stage] * unit <= peak <= 2 * (2 + 2 + 4) * unit + slack
     job.engine.close()
 
 

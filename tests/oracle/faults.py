@@ -44,12 +44,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_zero.comm import Communicator
+from tests.oracle.devices import join, trainer_options
 from tests.oracle.forks import server
 from tests.oracle.models import Blocks
 from tests.oracle.projects import WAYS, WIDTH, Regression, make_trainer, rows, wired
 from tests.oracle.ranks import _environment
 from tests.oracle.sharded import CPU, adamw, shard
 
+NCCL = "nccl"
+"""The transport of ranks on GPUs, besides those of `WAYS`."""
 Kind = Literal["raise", "kill", "hang", "stall", "barrier"]
 KINDS: tuple[Kind, ...] = ("raise", "kill", "hang", "stall", "barrier")
 
@@ -299,7 +302,8 @@ def be_rank(
     torch.set_num_threads(1)
     timeout = timedelta(seconds=limit)
     store = _store(rank, world, Path(folder) / "port")
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    kind = "cuda" if way == NCCL else "cpu"
+    join(kind, store=store, rank=rank, world_size=world, timeout=timeout)
     torch.manual_seed(0)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
@@ -399,13 +403,18 @@ class Module(Regression):
 def fit(way: str, folder: str) -> str:
     """Four steps with a checkpoint behind the second, and two more from there."""
     results = []
-    with wired(way):
+    with wired(way) if way in WAYS else contextlib.nullcontext():
         for path in (None, f"{folder}/saved/step=2.ckpt"):
             module = Module()
             folder_of_saves = f"{folder}/saved"
             saves = ModelCheckpoint(folder_of_saves, "{step}", every_n_train_steps=2, save_top_k=-1)
             trainer = make_trainer(
-                3, callbacks=[saves], enable_checkpointing=True, max_steps=4, max_epochs=-1
+                3,
+                callbacks=[saves],
+                enable_checkpointing=True,
+                max_steps=4,
+                max_epochs=-1,
+                **trainer_options(_device(way)),
             )
             trainer.fit(module, rows(32), ckpt_path=path)
             results += [value.detach().clone() for value in module.parameters()]
@@ -415,20 +424,27 @@ def fit(way: str, folder: str) -> str:
 def loop(way: str, folder: str) -> str:
     """Four steps of the engine in a plain loop."""
     torch.manual_seed(0)
-    engine = shard(Blocks(3), comm=Communicator(CPU, **WAYS[way]))
+    device = _device(way)
+    comm = Communicator(device, **WAYS.get(way, {}))
+    engine = shard(Blocks(3).to(device), comm=comm, device=device)
     optimizer = adamw(engine.module)
     engine.adopt(optimizer)
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
     for _ in range(4):
         with engine.step() as watch:
-            x = torch.randn(2, WIDTH, generator=generator, requires_grad=True)
+            x = torch.randn(2, WIDTH, generator=generator, device=device, requires_grad=True)
             loss = engine.module(Backward.apply(x)).square().sum()
             watch(loss)
         loss.backward()
+        loss.item()  # waits for the device, and for whatever that waits for
         optimizer.step()
         optimizer.zero_grad()
     engine.close()
     return digest_of(engine.module.parameters())
+
+
+def _device(way: str) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if way == NCCL else CPU
 
 
 def accumulate(way: str, folder: str) -> str:
@@ -444,7 +460,7 @@ def accumulate(way: str, folder: str) -> str:
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
     """A few characters that are equal for equal bits."""
-    content = b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)
+    content = b"".join(tensor.detach().cpu().numpy().tobytes() for tensor in tensors)
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
