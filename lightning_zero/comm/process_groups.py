@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -131,6 +132,9 @@ def end_at_exit() -> None:
 
 def _end() -> None:
     if dist.is_initialized():
+        if getattr(sys, "last_value", None) is not None:
+            # An exception has ended this rank: what its devices still send may never be received.
+            give_up_devices()
         _let_go()
         dist.destroy_process_group()
 

@@ -126,6 +126,9 @@ class Watchdog:
         except RuntimeError:
             # The store is gone, and so is rank 0, which hosts it unless torchrun's agent does.
             reports.verdict = reports.verdict or _judged({}, error, 1)
+        if reports.verdict and not self.has_given_up:
+            # What a device still sends would never arrive, and the process could not exit.
+            self._give_up_devices()
         self._log.verdict = reports.verdict
         return reports.verdict
 

@@ -44,6 +44,22 @@ def test_a_rank_blocked_by_its_device_gives_up_its_groups_once(mocker: MockerFix
     assert watch.has_given_up
 
 
+def test_a_broken_connection_gives_up_devices_once(mocker: MockerFixture) -> None:
+    """Messages on a device never end without the lost rank, and would keep this one from ending."""
+    reports: Any = mocker.Mock(verdict="", is_over=False)
+    reports.look.return_value = ""
+    reports.board.world_size = 2
+    reports.call_roll.return_value = {0: "is here"}
+    reports.publish.side_effect = lambda verdict: setattr(reports, "verdict", verdict)
+    devices = mocker.Mock()
+    log = Control(alone=True).log
+    watchdog.Watchdog(log, reports, mocker.Mock(), devices).forget()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="has lost rank 1"):
+            log.explain(dist.DistError("Connection closed by peer"))
+    assert devices.call_count == 1
+
+
 class _Owner:
     """What leaves when it is collected as garbage, such as Fabric's strategy."""
 

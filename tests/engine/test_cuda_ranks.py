@@ -194,22 +194,21 @@ def test_a_trainer_over_two_ranks_is_ddp(ranks: Pools, kind: str, tmp_path: Path
 # ---------------------------------------------------------------------------- faults
 
 
+FAULTS = [
+    ("the user's forward", "kill", "loop"),
+    ("the user's backward", "raise", "loop"),
+    ("a gather", "kill", "loop"),
+    ("a reduction", "raise", "loop"),
+    ("the optimizer", "kill", "loop"),
+    ("the user's forward", "raise", "fit"),
+    ("a reduction", "kill", "fit"),
+    ("the end of a batch", "barrier", "fit"),
+]
+
+
 @NO_GPU
-@pytest.mark.parametrize(
-    ("place", "fault", "program"),
-    [
-        ("the user's forward", "kill", "loop"),
-        ("the user's backward", "raise", "loop"),
-        ("a gather", "kill", "loop"),
-        ("a reduction", "raise", "loop"),
-        ("the optimizer", "kill", "loop"),
-        ("the user's forward", "raise", "fit"),
-        ("a reduction", "kill", "fit"),
-        ("the end of a batch", "barrier", "fit"),
-    ],
-)
-def test_a_fault_is_named_within_seconds(place: str, fault: Any, program: str) -> None:
+@pytest.mark.parametrize(("place", "kind", "program"), FAULTS)
+def test_a_fault_is_named_within_seconds(place: str, kind: Any, program: str) -> None:
     """Also by ranks that their device blocks, behind a message that never comes."""
-    cell = run(Fault(place, fault), way="nccl", program=program)
+    cell = run(Fault(place, kind), way="nccl", program=program, limit=20.0)
     assert cell.is_good, str(cell)
-    assert cell.seconds < 30, str(cell)

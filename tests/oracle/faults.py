@@ -48,7 +48,7 @@ from tests.oracle.devices import join, trainer_options
 from tests.oracle.forks import server
 from tests.oracle.models import Blocks
 from tests.oracle.projects import WAYS, WIDTH, Regression, make_trainer, rows, wired
-from tests.oracle.ranks import _environment
+from tests.oracle.ranks import _environment, _live_as_long_as_the_test
 from tests.oracle.sharded import CPU, adamw, shard
 
 NCCL = "nccl"
@@ -63,7 +63,7 @@ QUICK = KINDS[:2]
 """Those after which nobody waits for a time limit."""
 
 LIMIT = 90.0
-"""Seconds from the fault to the last rank's end."""
+"""Seconds from the fault to the last rank's end; a run is killed after twice as many."""
 STALL = 3.0
 """Seconds that a stalled rank does nothing: longer than any patience but the group's."""
 HANG = 4
@@ -158,6 +158,7 @@ class Cell:
         odd: The rank that it struck; -1 for none.
         world: Number of ranks.
         expected: Returns the numbers of an undisturbed run.
+        limit: Seconds from the fault to the last rank's end.
         answers: By rank, how it ended: ("numbers", digest) or ("error", text); none if it did not.
         seconds: From the fault to the end of the last rank that ended.
         output: What the ranks printed.
@@ -167,6 +168,7 @@ class Cell:
     odd: int
     world: int
     expected: Callable[[], str]
+    limit: float = LIMIT
     answers: dict[int, tuple[str, str]] = field(default_factory=dict)
     seconds: float = -1.0
     output: str = ""
@@ -203,7 +205,7 @@ class Cell:
             return "OTHER TEXTS"
         if not all(text and f"rank {self.odd}" in text.lower() for text in texts):
             return "NOT NAMED"
-        return "named" if self.seconds <= LIMIT else "LATE"
+        return "named" if self.seconds <= self.limit else "LATE"
 
     def __str__(self) -> str:
         lines = [f"{self.ending} after {self.seconds:.1f} s, struck rank {self.odd}"]
@@ -212,10 +214,18 @@ class Cell:
         )
 
 
-def run(fault: Fault | None, *, way: str = "windows", world: int = 2, program: str = "fit") -> Cell:
+def run(
+    fault: Fault | None,
+    *,
+    way: str = "windows",
+    world: int = 2,
+    program: str = "fit",
+    limit: float = LIMIT,
+) -> Cell:
     """Run a program under a fault, or without one, on new processes."""
     odd = -1 if fault is None else fault.rank(world)
-    cell = Cell(fault, odd, world, functools.partial(undisturbed, way, world, program))
+    expected = functools.partial(undisturbed, way, world, program)
+    cell = Cell(fault, odd, world, expected, limit)
     with tempfile.TemporaryDirectory(prefix="faults-") as folder, contextlib.ExitStack() as stack:
         ranks: dict[Connection, int] = {}
         processes = []
@@ -223,11 +233,11 @@ def run(fault: Fault | None, *, way: str = "windows", world: int = 2, program: s
             here, there = Pipe()
             output = stack.enter_context((Path(folder) / f"{rank}.log").open("wb"))
             strikes = fault if rank == odd else None
-            limit = HANG if fault is not None and fault.kind == "hang" else 60
+            patience = HANG if fault is not None and fault.kind == "hang" else 60
             with there, _starting:
                 process = server(rank % 2).start(
                     be_rank,
-                    *(rank, world, limit, program, way, strikes, folder),
+                    *(rank, world, patience, program, way, strikes, folder),
                     connection=there,
                     output=output,
                     environment=_environment(rank, world),
@@ -258,7 +268,7 @@ def _listen(cell: Cell, ranks: dict[Connection, int], *, is_hung: bool) -> None:
                 continue
             if kind == "struck":
                 struck = when
-                deadline = time.monotonic() + 2 * LIMIT
+                deadline = time.monotonic() + 2 * cell.limit
             else:
                 cell.answers[ranks[connection]] = (kind, text)
                 last = max(last, when)
@@ -299,6 +309,7 @@ def be_rank(
 ) -> None:
     """Be a rank of a program that a fault may strike."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_live_as_long_as_the_test, daemon=True).start()
     torch.set_num_threads(1)
     timeout = timedelta(seconds=limit)
     store = _store(rank, world, Path(folder) / "port")
