@@ -188,6 +188,8 @@ class DTensorForm:
     def read(self, part: Tensor) -> Tensor:
         """Return the same for code that may keep it longer than ``part`` has memory."""
         whole = self.wrap(part)
+        if torch.compiler.is_compiling():
+            return whole  # compiled code keeps nothing
         # Not by a call, which would add a node to the graph.
         whole.__class__ = _ReadDTensor
         return whole

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from torch._dynamo import OptimizedModule
 from torch.nn import Parameter
 
 from lightning_zero.comm import DTensorForm, cut_by_own_plan, is_dtensor
@@ -103,10 +102,6 @@ def _require_plain(module: nn.Module, *, on_meta: bool) -> None:
                 f"Parameter {name!r} {what}, which is not supported with tensor_parallel_size > 1."
                 " Build the model on the CPU, and register hooks in `on_fit_start`."
             )
-    if any(isinstance(child, OptimizedModule) for child in module.modules()):
-        raise ValueError(
-            "torch.compile is not supported with tensor_parallel_size > 1. Remove one of them."
-        )
     for name, buffer in module.named_buffers():
         if is_dtensor(buffer):
             raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -127,10 +128,11 @@ def fit(
     save: str | None = None,
     by_sequence: bool = False,
     optimizer: str = "AdamW",
+    model: Model | None = None,
     **more: Any,
 ) -> dict[str, Any]:
     """Train under DDP, or under ZeROStrategy with some arguments; return what came out."""
-    model = Model(by_sequence=by_sequence, optimizer=optimizer)
+    model = model or Model(by_sequence=by_sequence, optimizer=optimizer)
     options: dict[str, Any] = {"max_steps": STEPS, "use_distributed_sampler": True, **more}
     chosen: Any = "ddp" if strategy is None else ZeROStrategy(**strategy)
     options["callbacks"] = [*options.get("callbacks", ()), *([Stop(save, 3)] if save else [])]
@@ -146,3 +148,15 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
         name: value.full_tensor() if isinstance(value, DTensor) else value.clone()
         for name, value in values.items()
     }
+
+
+def assert_like_ddp(found: list[dict[str, Any]], ddp: list[dict[str, Any]], near: float) -> None:
+    """Assert that runs of all ranks have the losses and weights of DDP over fewer ranks."""
+    for rank, one in enumerate(found):
+        steps = len(one["losses"])
+        losses = ddp[rank * len(ddp) // len(found)]["losses"][-steps:]
+        assert one["losses"] == pytest.approx(losses, rel=near), rank
+        assert list(one["weights"]) == list(ddp[0]["weights"])
+        for name, value in one["weights"].items():
+            expected = ddp[0]["weights"][name]
+            torch.testing.assert_close(value, expected, rtol=near, atol=near, msg=name)

@@ -22,7 +22,16 @@ from lightning_zero import MemoryMonitor, ZeROStrategy, estimate, gathered, load
 from lightning_zero.fabric import ZeROStrategy as FabricStrategy
 from tests.oracle.by_trainer import make_trainer
 from tests.oracle.ranks import Pools
-from tests.oracle.tensor_parallel import GPT, LENGTH, Model, fit, loader, parallelize, weights_of
+from tests.oracle.tensor_parallel import (
+    GPT,
+    LENGTH,
+    Model,
+    assert_like_ddp,
+    fit,
+    loader,
+    parallelize,
+    weights_of,
+)
 
 CUT: dict[str, Any] = {"tensor_parallel_size": 2, "min_num_params": 0}
 
@@ -36,17 +45,6 @@ def plain(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, 
     return path, whole, ranks(2).run(fit, str(folder), None, path)
 
 
-def _assert_like_ddp(found: list[dict[str, Any]], ddp: list[dict[str, Any]], near: float) -> None:
-    for rank, one in enumerate(found):
-        steps = len(one["losses"])
-        losses = ddp[rank * len(ddp) // len(found)]["losses"][-steps:]
-        assert one["losses"] == pytest.approx(losses, rel=near), rank
-        assert list(one["weights"]) == list(ddp[0]["weights"])
-        for name, value in one["weights"].items():
-            expected = ddp[0]["weights"][name]
-            torch.testing.assert_close(value, expected, rtol=near, atol=near, msg=name)
-
-
 @pytest.mark.parametrize(("stage", "by_sequence"), [(1, True), (2, False), (3, True)])
 def test_two_by_two_ranks_have_the_numbers_of_ddp(
     ranks: Pools, tmp_path: Path, stage: int, by_sequence: bool
@@ -55,7 +53,7 @@ def test_two_by_two_ranks_have_the_numbers_of_ddp(
     ddp = ranks(2).run(fit, str(tmp_path), None, **more)
     cut = {"stage": stage, **CUT}
     found = ranks(4).run(fit, str(tmp_path), cut, by_sequence=by_sequence, **more)
-    _assert_like_ddp(found, ddp, 2e-5)
+    assert_like_ddp(found, ddp, 2e-5)
     for one in found[1:]:
         for name, value in one["weights"].items():
             assert torch.equal(value, found[0]["weights"][name]), name
@@ -96,7 +94,7 @@ def test_a_file_has_whole_tensors_and_is_resumed_over_other_ranks(
     # Two data-parallel ranks resume from either file, whole and cut.
     runs = [(path, cut, 4), (whole, cut, 4), (path, {"stage": 3}, 2), (path, None, 2)]
     for file, strategy, world in runs:
-        _assert_like_ddp(ranks(world).run(fit, str(tmp_path), strategy, file), resumed, 2e-5)
+        assert_like_ddp(ranks(world).run(fit, str(tmp_path), strategy, file), resumed, 2e-5)
 
 
 def _twice(folder: str, strategy: dict[str, Any] | None) -> dict[str, Any]:
@@ -125,7 +123,7 @@ def test_a_module_is_cut_after_a_run_as_before(ranks: Pools, tmp_path: Path) -> 
     # One data-parallel rank: nothing is sharded but over the tensor-parallel ranks.
     whole = ranks(1).run(_twice, str(tmp_path), None)
     found = ranks(2).run(_twice, str(tmp_path), {"stage": 3, **CUT})
-    _assert_like_ddp(found, whole, 5e-5)
+    assert_like_ddp(found, whole, 5e-5)
     torch.testing.assert_close(found[0]["saved"], whole[0]["saved"], rtol=5e-5, atol=5e-5)
 
 
@@ -177,7 +175,7 @@ def test_pretrained_weights_and_activation_checkpointing(
     path, *_ = plain
     ddp = ranks(2).run(_pretrained, str(tmp_path), None, path)
     cut = {"stage": 3, "activation_checkpointing": True, **CUT}
-    _assert_like_ddp(ranks(4).run(_pretrained, str(tmp_path), cut, path), ddp, 5e-5)
+    assert_like_ddp(ranks(4).run(_pretrained, str(tmp_path), cut, path), ddp, 5e-5)
 
 
 def test_four_data_parallel_ranks_and_one_resume_from_a_cut_file(
@@ -188,7 +186,7 @@ def test_four_data_parallel_ranks_and_one_resume_from_a_cut_file(
     for world in (1, 4):
         ddp = ranks(world).run(fit, str(tmp_path), None, path)
         found = ranks(world).run(fit, str(tmp_path), {"stage": 3, "min_num_params": 0}, path)
-        _assert_like_ddp(found, ddp, 2e-5)
+        assert_like_ddp(found, ddp, 2e-5)
 
 
 _BIASES_OF_ROWS = [f"net.blocks.{n}.{name}.bias" for n in range(2) for name in ("out", "down")]
@@ -249,7 +247,7 @@ def _between(folder: str, strategy: dict[str, Any] | None) -> dict[str, Any]:
 def test_weights_and_gradients_between_steps(ranks: Pools, tmp_path: Path, stage: int) -> None:
     ddp = ranks(2).run(_between, str(tmp_path), None)
     found = ranks(4).run(_between, str(tmp_path), {"stage": stage, **CUT})
-    _assert_like_ddp(found, ddp, 5e-5)
+    assert_like_ddp(found, ddp, 5e-5)
     for one in found:
         assert one["norms"] == pytest.approx(ddp[0]["norms"], rel=1e-4)
         assert one["read"] == pytest.approx(ddp[0]["read"], rel=1e-3)
@@ -279,12 +277,12 @@ def test_other_settings_beside_it(
     ranks: Pools, tmp_path: Path, plain: tuple[str, Any, Any], beside: dict[str, Any]
 ) -> None:
     ours, cut, (_, ddp, resumed) = str(tmp_path / "cut.ckpt"), {**CUT, **beside}, plain
-    _assert_like_ddp(found := ranks(4).run(fit, str(tmp_path), cut, save=ours), ddp, 2e-5)
+    assert_like_ddp(found := ranks(4).run(fit, str(tmp_path), cut, save=ours), ddp, 2e-5)
     for one in found[1:]:
         for name, value in one["weights"].items():
             assert torch.equal(value, found[0]["weights"][name]), name
-    _assert_like_ddp(ranks(4).run(fit, str(tmp_path), cut, ours), resumed, 2e-5)
-    _assert_like_ddp(ranks(2).run(fit, str(tmp_path), {"stage": 2}, ours), resumed, 2e-5)
+    assert_like_ddp(ranks(4).run(fit, str(tmp_path), cut, ours), resumed, 2e-5)
+    assert_like_ddp(ranks(2).run(fit, str(tmp_path), {"stage": 2}, ours), resumed, 2e-5)
 
 
 def test_stochastic_rounding_keeps_copies_alike(ranks: Pools, tmp_path: Path) -> None:
@@ -366,7 +364,7 @@ def test_callbacks_that_hold_or_add_parameters(ranks: Pools, tmp_path: Path, nam
     ddp = ranks(2).run(_with_callback, str(tmp_path), whole, name, save=theirs)
     cut = {"stage": 3, **CUT}
     found = ranks(4).run(_with_callback, str(tmp_path), cut, name, save=ours)
-    _assert_like_ddp(found, ddp, 5e-5)
+    assert_like_ddp(found, ddp, 5e-5)
     for key in ("state_dict", "current_model_state"):
         held, expected = (torch.load(path).get(key, {}) for path in (ours, theirs))
         assert list(held) == list(expected)
@@ -375,7 +373,7 @@ def test_callbacks_that_hold_or_add_parameters(ranks: Pools, tmp_path: Path, nam
     if name != "SWA":
         resumed = ranks(2).run(_with_callback, str(tmp_path), whole, name, ours)
         again = ranks(4).run(_with_callback, str(tmp_path), cut, name, ours)
-        _assert_like_ddp(again, resumed, 5e-5)
+        assert_like_ddp(again, resumed, 5e-5)
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -435,8 +433,6 @@ class _Odd(Model):
             parallelize_module(self.net, mesh[axis], ColwiseParallel())
         if self.kind == "hooks":
             self.net.weight.register_hook(lambda grad: None)
-        if self.kind == "compiled":
-            self.net = torch.compile(self.net)
 
 
 class _OwnAverage(StochasticWeightAveraging):
@@ -466,7 +462,6 @@ def _refused(folder: str, kind: str) -> str:
         ("uneven", "'net.weight' of shape (5, 4) cannot be cut in 2 equal parts along dimension 0"),
         ("other ranks", "the strategy shards over the data-parallel ranks itself"),
         ("hooks", "'net.weight' has hooks"),
-        ("compiled", "torch.compile is not supported with tensor_parallel_size > 1"),
         ("averages", "_OwnAverage needs whole weights, which is not supported with tensor_para"),
         ("size", "tensor_parallel_size=3 makes groups of 3 ranks, but 2 ranks cannot be divided"),
     ],
