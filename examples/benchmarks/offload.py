@@ -55,7 +55,7 @@ from torch import Tensor, nn
 from lightning_zero.checkpoint import ModuleLoad, read_safetensors, write_safetensors
 from lightning_zero.engine import Engine
 from lightning_zero.optimizer import States, UnitStep
-from lightning_zero.parameters import settle, unsettle
+from lightning_zero.parameters import follow_again, stop_following
 from lightning_zero.plan import Offload, Settings
 from lightning_zero.tensors import StagingMemory
 
@@ -169,9 +169,9 @@ class Stepping:
         unit_step = UnitStep([unit.pieces for unit in self.engine.sharded.units], States(optimizer))
 
         def settled(step: Callable[[], object]) -> None:
-            settle(pieces)
+            stop_following(pieces)
             step()
-            unsettle(pieces)
+            follow_again(pieces)
 
         def by_unit() -> None:
             unit_step.begin()

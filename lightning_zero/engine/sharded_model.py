@@ -242,7 +242,7 @@ class ShardedModel:
     def restore(self) -> None:
         """Make the module an ordinary one, with whole parameters in host memory; a collective."""
         for parameter, whole in self.whole_parameters():
-            guards.unguard(parameter)
+            guards.restore_class(parameter)
             parameter.data = whole.to("cpu", copy=True)
         for unit in self.units:
             unit.weights.retire()

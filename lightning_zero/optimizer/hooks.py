@@ -22,7 +22,7 @@ from lightning_zero.optimizer.shown import Shown
 from lightning_zero.optimizer.steppers import Call, Stepper
 from lightning_zero.optimizer.unit_step import call_as
 from lightning_zero.optimizer.whole_step import WholeStep
-from lightning_zero.parameters import Piece, averages, settle, unsettle
+from lightning_zero.parameters import Piece, averages, follow_again, stop_following
 from lightning_zero.tensors import internals, runs_outside
 
 
@@ -210,7 +210,7 @@ class OptimizerHooks:
         # Not so after a step that an exception ended: torch has let go of its arguments, or, if
         # somebody keeps the traceback, gradients have arrived since.
         is_held = self._is_begun and self._call() is not None
-        return is_held and all(piece.gradient.is_settled for piece in self._pieces)
+        return is_held and not any(piece.gradient.follows for piece in self._pieces)
 
     def _after_call(self, *_: Any) -> None:
         """End the step, unless a part of it has ended."""
@@ -237,7 +237,7 @@ class OptimizerHooks:
                 )
         self._before()
         self._shown.hide()
-        settle(self._pieces)
+        stop_following(self._pieces)
         self._is_begun = True
         self._stepper.begin(call)
 
@@ -247,7 +247,7 @@ class OptimizerHooks:
         is_begun, self._is_begun = self._is_begun, False
         if is_begun:
             self._stepper.end()
-            unsettle(self._pieces)
+            follow_again(self._pieces)
         self._shown.show()
         if is_begun:
             self._after(self._pieces)
@@ -314,8 +314,8 @@ class OptimizerHooks:
         if is_whole or not kwargs.get("set_to_none", args[0] if args else True):
             return method(*args, **kwargs)
         with self._stepper.at_rest(), self._shown.showing_members():
-            unsettle(self._pieces)
+            follow_again(self._pieces)
             try:
                 return method(*args, **kwargs)
             finally:
-                settle(self._pieces)
+                stop_following(self._pieces)

@@ -29,7 +29,7 @@ from lightning_zero.parameters.flat_parameters import FlatParameters
 from lightning_zero.parameters.grad_shard import Reach
 from lightning_zero.parameters.local_form import local_of, make_distributed, make_local
 from lightning_zero.parameters.ownership import Owner, ownership_of
-from lightning_zero.parameters.piece import Piece, averages, settle, unsettle
+from lightning_zero.parameters.piece import Piece, averages, follow_again, stop_following
 from lightning_zero.parameters.reducer import Reducer
 from lightning_zero.parameters.sharded_grad import stack_on
 from lightning_zero.parameters.stores import Store, shared_masters, store_for
@@ -47,14 +47,14 @@ __all__ = [
     "Store",
     "are_views",
     "averages",
+    "follow_again",
     "local_of",
     "make_distributed",
     "make_local",
     "ownership_of",
-    "settle",
     "shared_masters",
     "stack_on",
+    "stop_following",
     "store_for",
     "stream_for",
-    "unsettle",
 ]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_zero.parameters.guards import Guarded, View, Whole, unguard
+from lightning_zero.parameters.guards import Guarded, Readable, View, restore_class
 from lightning_zero.parameters.ownership import Memory, Owner, ownership_of, take
 from lightning_zero.plan import Home
 from lightning_zero.tensors import internals, lasting_tensors, properties
@@ -23,7 +23,7 @@ def _class(mixin: type, cls: type[Parameter]) -> type[Parameter]:
 
 
 class ParameterClasses:
-    """Switches parameters between resting and whole, with classes made once for all steps.
+    """Switches parameters between guarded and readable, with classes made once for all steps.
 
     Args:
         named: The parameters, which belong to the owner until :meth:`end`.
@@ -43,14 +43,14 @@ class ParameterClasses:
     ) -> None:
         self._parameters = [parameter for _, parameter in named]
         for parameter in self._parameters:
-            unguard(parameter)
+            restore_class(parameter)
         self._ownerships = [
             take(parameter, owner, memory, index, name, dtype)
             for index, (name, parameter) in enumerate(named)
         ]
-        self._resting, self._whole = (
+        self._guarded, self._readable = (
             [_class(mixin, type(parameter)) for parameter in self._parameters]
-            for mixin in (Guarded, Whole)
+            for mixin in (Guarded, Readable)
         )
         # One element, expanded to any shape: NaN where the dtype has it.
         has_nan = home.dtype.is_floating_point or home.dtype.is_complex
@@ -63,7 +63,7 @@ class ParameterClasses:
         """Point the parameters at placeholders, and send every use of them to the owner."""
         with internals.as_plain_tensors():
             for parameter, cls, data in zip(
-                self._parameters, self._resting, self._placeholders, strict=True
+                self._parameters, self._guarded, self._placeholders, strict=True
             ):
                 properties.SET_DATA(parameter, data)
                 parameter.__class__ = cls
@@ -71,22 +71,22 @@ class ParameterClasses:
     def show(self, views: Sequence[Tensor]) -> None:
         """Point the parameters at ``views``, and tell the owner when their memory is exposed."""
         with internals.as_plain_tensors():
-            for parameter, cls, data in zip(self._parameters, self._whole, views, strict=True):
+            for parameter, cls, data in zip(self._parameters, self._readable, views, strict=True):
                 properties.SET_DATA(parameter, data)
                 parameter.__class__ = cls
 
     def guard(self) -> None:
         """Send every use of the parameters to the owner, but leave their data in place."""
-        for parameter, cls in zip(self._parameters, self._resting, strict=True):
+        for parameter, cls in zip(self._parameters, self._guarded, strict=True):
             parameter.__class__ = cls
 
     def end(self) -> None:
         """Release the parameters: readable ones become ordinary again, others stay at rest."""
         for ownership in self._ownerships:
             ownership.end()
-        for parameter, cls in zip(self._parameters, self._whole, strict=True):
+        for parameter, cls in zip(self._parameters, self._readable, strict=True):
             if type(parameter) is cls:
-                unguard(parameter)
+                restore_class(parameter)
 
 
 _GRAD: Any = Tensor.grad
@@ -109,12 +109,12 @@ class Lent:
             _GRAD.__set__(parameter, None)
             properties.SET_DATA(parameter, data)
             _GRAD.__set__(parameter, grad)
-        unguard(parameter)
+        restore_class(parameter)
 
     @property
     def is_intact(self) -> bool:
         """Return whether nothing has made the parameter show weights meanwhile."""
-        return not isinstance(self._parameter, (Guarded, Whole))
+        return not isinstance(self._parameter, (Guarded, Readable))
 
     def end(self, grad: Tensor | None) -> None:
         """Make the parameter show what it did before, and ``grad``."""
@@ -129,7 +129,7 @@ class Lent:
 
 def are_views(tensors: Iterable[Tensor], parameters: Iterable[Parameter]) -> bool:
     """Return whether any tensor lies in the memory that ``parameters`` have, or had before."""
-    taken = [p for p in parameters if isinstance(p, (Guarded, Whole))]
+    taken = [p for p in parameters if isinstance(p, (Guarded, Readable))]
     places = {internals.storage_key(p) for p in taken}
     for ownership in map(ownership_of, taken):
         places |= {ownership.former.cdata, *ownership.views.places}

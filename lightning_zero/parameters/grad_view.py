@@ -59,7 +59,8 @@ class GradientView:
         shown: The tensor for that state, by which a replacement by the user is noticed.
         arrival: A gradient that autograd added to :attr:`shown` before that was hidden.
         is_of_copy: Whether the average is over the ranks of one copy only (hybrid sharding).
-        is_settled: Whether an optimizer is stepping, so that nothing else changes gradients.
+        follows: Whether each read of the piece's gradient looks for changes by the user; not while
+            an optimizer is stepping, when nothing else changes gradients.
     """
 
     def __init__(self, piece: OwnPart, sharded: ShardedGrad) -> None:
@@ -68,12 +69,12 @@ class GradientView:
         self.state = GradState.NONE
         self.shown: Tensor | None = None
         self.arrival: Tensor | None = None
-        self.is_of_copy = self.is_settled = False
+        self.is_of_copy, self.follows = False, True
 
     def __getstate__(self) -> dict[str, Any]:
         # Without gradients, like a pickled parameter; reading one would be a collective.
         none = dict.fromkeys(("sharded", "shown", "arrival"))
-        flags = dict.fromkeys(("is_of_copy", "is_settled"), False)
+        flags = {"is_of_copy": False, "follows": True}
         return {"piece": self.piece, "state": GradState.NONE, **flags, **none}
 
     def show_sharded(self, reduced: Tensor | None = None, *, is_of_copy: bool = False) -> None:
@@ -105,7 +106,7 @@ class GradientView:
         with internals.as_plain_tensors():
             if _GRAD.__get__(self.piece.parameter) is not self.shown:
                 self.follow()
-        self.is_settled = False  # in case an exception ended a step
+        self.follows = True  # in case an exception ended a step
         before = self.state
         has_sharded = before is GradState.SHARDED or before is GradState.UNSYNCED_ON_SHARDED
         self.state = GradState.HIDDEN if has_sharded else GradState.NONE

@@ -74,7 +74,7 @@ class Guarded:
         return f"Parameter at rest of shape {tuple(parameter.shape)}, {parameter.dtype}"
 
 
-class Whole:
+class Readable:
     """Mixin of the class that a parameter has while it is a view of a flat buffer.
 
     It has no ``__torch_function__``: operations cost what they cost on any parameter, and only
@@ -103,7 +103,7 @@ class Whole:
 def _ordinary(parameter: Parameter) -> Iterator[Parameter]:
     """Restore a parameter's original class within the context."""
     cls = type(parameter)
-    unguard(parameter)
+    restore_class(parameter)
     try:
         yield parameter
     finally:
@@ -126,7 +126,7 @@ _HANDING_ON = {"torch.nn.modules.module", "torch.functional", "torch._tensor"}
 """The modules of torch that pass a result of a parameter's methods on to their own caller."""
 
 
-def _view(whole: Whole, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _view(whole: Readable, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``func`` on a readable parameter for our caller's caller; track the views it returns."""
     if torch.compiler.is_compiling():
         return func(whole, *args, **kwargs)
@@ -150,23 +150,23 @@ def _is_of_torch(frame: FrameType) -> bool:
 
 
 def _method(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``func`` as a method of :class:`Whole`."""
+    """Return ``func`` as a method of :class:`Readable`."""
 
     @functools.wraps(func)
-    def method(self: Whole, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Readable, *args: Any, **kwargs: Any) -> Any:
         return _view(self, func, *args, **kwargs)
 
     return method
 
 
 def _attribute(name: str, traced: Callable[[Any], Tensor]) -> property:
-    """Return an attribute of ``Tensor`` as a property of :class:`Whole`."""
+    """Return an attribute of ``Tensor`` as a property of :class:`Readable`."""
     func = getattr(Tensor, name).__get__
 
-    def get(self: Whole) -> Any:
+    def get(self: Readable) -> Any:
         return traced(self) if torch.compiler.is_compiling() else _view(self, func)
 
-    def replace(self: Whole, data: Tensor) -> None:
+    def replace(self: Readable, data: Tensor) -> None:
         _replace(cast(Parameter, self), data)
 
     return property(get, replace if name == "data" else None)
@@ -175,7 +175,7 @@ def _attribute(name: str, traced: Callable[[Any], Tensor]) -> property:
 _REGISTER: Any = Tensor.register_post_accumulate_grad_hook
 
 
-def _hook_gradient(self: Guarded | Whole, hook: Callable[..., Any]) -> RemovableHandle:
+def _hook_gradient(self: Guarded | Readable, hook: Callable[..., Any]) -> RemovableHandle:
     """Register a gradient hook that runs before the owner takes the gradient."""
     parameter = cast(Parameter, self)
     last = ownership_of(parameter).last_hook
@@ -188,17 +188,17 @@ def _hook_gradient(self: Guarded | Whole, hook: Callable[..., Any]) -> Removable
 
 def hook_last(parameter: Parameter, hook: Callable[..., Any]) -> RemovableHandle:
     """Register the owner's gradient hook, which runs after all others."""
-    handle = _hook_gradient(cast(Whole, parameter), hook)
+    handle = _hook_gradient(cast(Readable, parameter), hook)
     ownership_of(parameter).last_hook = handle.id
     return handle
 
 
-for _mixin in (Guarded, Whole):
+for _mixin in (Guarded, Readable):
     _mixin.register_post_accumulate_grad_hook = _hook_gradient  # type: ignore[union-attr]
 for _name, _func in properties.VIEWING.items():
-    setattr(Whole, _name, _method(_func))
+    setattr(Readable, _name, _method(_func))
 for _name, _traced in properties.VIEWING_ATTRIBUTES.items():
-    setattr(Whole, _name, _attribute(_name, _traced))
+    setattr(Readable, _name, _attribute(_name, _traced))
 
 
 # -- views that may outlive the memory of a parameter ----------------------------------------------
@@ -212,12 +212,12 @@ class View(Tensor):
     Attributes:
         parameter: The parameter that it is a view of.
         ownership: The parameter's ownership when the view was taken.
-        hides: Whether changes to it do not raise the parameter's version counter.
+        exposes: Whether changes to it do not raise the parameter's version counter.
     """
 
     parameter: Parameter
     ownership: Ownership
-    hides: bool
+    exposes: bool
 
     @classmethod
     def __torch_function__(
@@ -265,8 +265,8 @@ def _touch_and_use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     used = [] if func in properties.METADATA else list(_used_in((args, kwargs)))
     _touch(used)
     parameters = [one.parameter if isinstance(one, View) else one for one in used]
-    hides = any(isinstance(one, View) and one.hides for one in used)
-    return _use(parameters, func, args, kwargs, hides=hides)
+    exposes = any(isinstance(one, View) and one.exposes for one in used)
+    return _use(parameters, func, args, kwargs, exposes=exposes)
 
 
 def _touch(used: Sequence[Parameter | View]) -> None:
@@ -304,7 +304,7 @@ def _replace(parameter: Parameter, data: Tensor) -> None:
 
 def _used_in(value: Any) -> Iterator[Parameter | View]:
     """Yield the parameters in ``value`` that were taken by an owner, and views of them."""
-    if isinstance(value, (Guarded, Whole, View)):
+    if isinstance(value, (Guarded, Readable, View)):
         yield cast("Parameter | View", value)
     elif isinstance(value, (list, tuple)):
         for item in value:
@@ -314,11 +314,11 @@ def _used_in(value: Any) -> Iterator[Parameter | View]:
 
 
 def _use(
-    parameters: list[Parameter], func: Any, args: Any, kwargs: Any, *, hides: bool = False
+    parameters: list[Parameter], func: Any, args: Any, kwargs: Any, *, exposes: bool = False
 ) -> Any:
     """Call ``func`` on readable ``parameters`` or views of them; track the views it returns."""
-    hides |= func in properties.HIDING
-    for parameter in parameters if hides else ():
+    exposes |= func in properties.EXPOSING
+    for parameter in parameters if exposes else ():
         ownership_of(parameter).expose()
     for parameter in parameters if func in properties.POINTING else ():
         _keep_address(parameter)
@@ -333,11 +333,11 @@ def _use(
         returning = {id(p) for _, p in viewed if ownership_of(p).gives_back}
         # If the weights have moved, the result is a view of the memory that they left.
         if True in [ownership_of(p).stop_borrowing() for _, p in viewed if id(p) in returning]:
-            return _use(parameters, func, args, kwargs, hides=hides)
+            return _use(parameters, func, args, kwargs, exposes=exposes)
         for tensor, parameter in viewed:
             ownership_of(parameter).views.add(tensor)
             if id(parameter) in returning:
-                _become_view(tensor, parameter, hides=hides)
+                _become_view(tensor, parameter, exposes=exposes)
             elif func is Tensor.detach:
                 ownership_of(parameter).expose(is_plain=True)
         return result
@@ -355,11 +355,11 @@ def _lying_in(storages: dict[int, Parameter], value: Any) -> Iterator[tuple[Tens
             yield value, parameter
 
 
-def _become_view(tensor: Tensor, parameter: Parameter, *, hides: bool) -> None:
+def _become_view(tensor: Tensor, parameter: Parameter, *, exposes: bool) -> None:
     # Not by `as_subclass`, which adds a node to the graph.
     tensor.__class__ = View
     view = cast(View, tensor)
-    view.parameter, view.ownership, view.hides = parameter, ownership_of(parameter), hides
+    view.parameter, view.ownership, view.exposes = parameter, ownership_of(parameter), exposes
 
 
 def track(tensor: Tensor, parameters: Iterable[Parameter]) -> None:
@@ -368,7 +368,7 @@ def track(tensor: Tensor, parameters: Iterable[Parameter]) -> None:
         first = tensor.storage_offset()
         with internals.as_plain_tensors():
             before = [p for p in parameters if p.storage_offset() <= first]
-            _become_view(tensor, max(before, key=Tensor.storage_offset), hides=False)
+            _become_view(tensor, max(before, key=Tensor.storage_offset), exposes=False)
 
 
 def _keep_address(parameter: Parameter) -> None:
@@ -390,7 +390,7 @@ def _keep_address(parameter: Parameter) -> None:
         torch.empty(0, dtype=torch.uint8).set_(parameter.untyped_storage()).numpy()
 
 
-def unguard(parameter: Parameter) -> None:
+def restore_class(parameter: Parameter) -> None:
     """Restore the original class of ``parameter``."""
-    if isinstance(parameter, (Guarded, Whole)):
+    if isinstance(parameter, (Guarded, Readable)):
         parameter.__class__ = type(parameter).__mro__[2]

@@ -77,7 +77,7 @@ class Piece(Parameter):
         """The gradient for an optimizer to use or drop: :attr:`reduced`, or the unsynced one."""
         # Optimizers read this several times per step: the usual case makes no further call.
         view = self.gradient
-        if not view.is_settled:
+        if view.follows:
             with internals.as_plain_tensors():
                 if _GRAD.__get__(self.parameter) is not view.shown:
                     view.follow()
@@ -98,7 +98,7 @@ class Piece(Parameter):
     def reduced(self) -> Tensor | None:
         """This rank's part of the averaged gradient."""
         view = self.gradient
-        if not view.is_settled:
+        if view.follows:
             with internals.as_plain_tensors():
                 if _GRAD.__get__(self.parameter) is not view.shown:
                     view.follow()
@@ -135,17 +135,17 @@ def averages(pieces: Sequence[Piece]) -> list[Tensor | None]:
         return list(map(_GRAD.__get__, pieces))
 
 
-def settle(pieces: Sequence[Piece]) -> None:
-    """Follow user changes to gradients once, not at each of the many reads of an optimizer's step.
+def stop_following(pieces: Sequence[Piece]) -> None:
+    """Follow user changes to gradients a last time, before the many reads of an optimizer's step.
 
-    Until :func:`unsettle`, nothing but the step changes gradients.
+    Until :func:`follow_again`, nothing but the step changes gradients.
     """
     averages(pieces)
     for piece in pieces:
-        piece.gradient.is_settled = True
+        piece.gradient.follows = False
 
 
-def unsettle(pieces: Iterable[Piece]) -> None:
+def follow_again(pieces: Iterable[Piece]) -> None:
     """Follow user changes to gradients at each read again, after a step."""
     for piece in pieces:
-        piece.gradient.is_settled = False
+        piece.gradient.follows = True

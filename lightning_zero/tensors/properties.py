@@ -6,7 +6,7 @@ OF_GRADIENT
 FACTS      read any metadata
 METADATA   work on a placeholder that has the parameter's shape but another stride
 CREATING   the METADATA functions that create a tensor, of the parameter's dtype by default
-HIDING     expose the memory to changes that do not raise the version counter
+EXPOSING   expose the memory to changes that do not raise the version counter
 POINTING   hand out the memory's address without keeping torch from freeing the memory
 VIEWING    methods and attributes that may return another tensor over the same memory
 ========== ====================================================================================
@@ -83,7 +83,7 @@ FACTS = _facts()
 METADATA = _metadata()
 GET_DATA, SET_DATA = _DATA.__get__, _DATA.__set__
 POINTING = {Tensor.__dlpack__, _CUDA_ARRAY.__get__}
-HIDING = {GET_DATA, Tensor.numpy, Tensor.__array__} | POINTING
+EXPOSING = {GET_DATA, Tensor.numpy, Tensor.__array__} | POINTING
 VIEWING = {name: getattr(Tensor, name) for name in _VIEWING_METHODS} | {
     "unflatten": torch.unflatten  # The method calls itself by `super()`, which dynamo cannot trace.
 }
