@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from lightning_zero.memory.cut_model import one_rank_of
+from lightning_zero.comm import pretended_mesh
 from lightning_zero.memory.dry_run import Step
 from lightning_zero.memory.model import ModelPlan, require_sense
 from lightning_zero.memory.snapshots import Snapshot
 from lightning_zero.memory.states import Optimizers
 from lightning_zero.memory.terms import AWAY_ROWS, HOST_KINDS, KINDS, RESTING, Kinds
-from lightning_zero.plan import Offload, Settings, strategy_arguments
+from lightning_zero.parameters import make_local
+from lightning_zero.plan import Offload, Settings, derived_class, strategy_arguments
 
 
 @dataclass(frozen=True)
@@ -167,28 +169,56 @@ def estimate(
         device: Where the model will run: ``"cpu"``, or an accelerator such as ``"cuda"``.
     """
     settings = _settings_of(strategy)
+    stage = 0 if strategy == "ddp" else settings.stage
     require_sense(settings.stage, world_size, rank, None)
-    if (size := settings.division(world_size)["tensor_size"]) > 1:
-        if batch is not None:
-            raise ValueError(
-                f"Activations are not counted with tensor_parallel_size={size}. Remove `batch`."
-            )
-        with one_rank_of(model_or_numel, rank, world_size, size) as part:
-            return estimate(
-                part, dataclasses.replace(settings, tensor_parallel_size=1),
-                world_size=world_size // size, rank=rank // size, precision=precision,
-                optimizer=optimizer, device=device,
-                accumulate_grad_batches=accumulate_grad_batches, shares_memory=shares_memory,
-            )  # fmt: skip
-    model = ModelPlan(
-        model_or_numel, settings, precision=precision, optimizer=optimizer, batch=batch, step=step,
-        device=torch.device(device),
-    )  # fmt: skip
-    return estimate_of(
-        model, 0 if strategy == "ddp" else settings.stage, world_size, rank=rank,
-        num_microbatches=accumulate_grad_batches, offload=settings.offload,
-        shares_memory=shares_memory,
-    )  # fmt: skip
+    with _uncut(model_or_numel, settings, rank, world_size, batch) as (model, own, size):
+        subject = ModelPlan(
+            model, own, precision=precision, optimizer=optimizer, batch=batch, step=step,
+            device=torch.device(device),
+        )  # fmt: skip
+        return estimate_of(
+            subject, stage, world_size // size, rank=rank // size, offload=own.offload,
+            num_microbatches=accumulate_grad_batches, shares_memory=shares_memory,
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _uncut(
+    model: Any, settings: Settings, rank: int, world_size: int, batch: Any
+) -> Iterator[tuple[Any, Settings, int]]:
+    """Enter a context with a model that no tensor parallelism cuts: if any does, a rank's part.
+
+    Yields that, the settings of its ranks, and the number of ranks that hold a part each.
+
+    Raises:
+        ValueError: The model is not cut, or this process belongs to a process group.
+    """
+    size = settings.division(world_size)["tensor_size"]
+    if size == 1:
+        yield model, settings, 1
+        return
+    if batch is not None:
+        raise ValueError(
+            f"Activations are not counted with tensor_parallel_size={size}. Remove `batch`."
+        )
+    if isinstance(model, int):
+        raise ValueError(
+            f"tensor_parallel_size={size} cuts a model that is known. Pass the model instead of a"
+            " number of parameters."
+        )
+    with pretended_mesh(rank, world_size, size) as mesh:
+        with torch.device("meta"):
+            built = model if isinstance(model, nn.Module) else model(mesh)
+            if (configure := getattr(built, "configure_model", None)) is not None:
+                # Modules of Lightning read the mesh that they cut themselves by.
+                cls = type(built)
+                built.__class__ = derived_class(cls, {"device_mesh": mesh})
+                try:
+                    configure()
+                finally:
+                    built.__class__ = cls
+        make_local(built, mesh, on_meta=True)
+        yield built, dataclasses.replace(settings, tensor_parallel_size=1), size
 
 
 def _settings_of(strategy: str | Configured | Settings) -> Settings:
