@@ -47,7 +47,7 @@ from lightning_zero.comm.tensor_parallel import (
     whole,
 )
 from lightning_zero.comm.traffic import Ledger, Sent, StepTimes, Traffic, sum_of
-from lightning_zero.comm.transport import Arrived, Extent, ReduceBuffer, Shared, Then, sum_into
+from lightning_zero.comm.transport import Arrived, Extent, ReduceBuffer, Shards, Then, sum_into
 
 __all__ = [
     "Arrived",
@@ -66,7 +66,7 @@ __all__ = [
     "PendingSync",
     "ReduceBuffer",
     "Sent",
-    "Shared",
+    "Shards",
     "StepTimes",
     "SyncPoint",
     "Then",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm.codec import Codec
-from lightning_zero.comm.transport import ReduceBuffer, Shared, Then, Transport, reduce_and_gather
+from lightning_zero.comm.transport import ReduceBuffer, Shards, Then, Transport, reduce_and_gather
 from lightning_zero.tensors import Work
 
 
@@ -45,7 +45,7 @@ class Coded:
         self._bits, self._cargo = bits, cargo
         self._num_coded = 0
 
-    def gather(self, out: Tensor, source: Shared, *, unit: str, tag: int) -> Work:
+    def gather(self, out: Tensor, source: Shards, *, unit: str, tag: int) -> Work:
         """Gather like :meth:`Transport.gather`, in code."""
         codec = Codec(self._bits, source.own.numel())
         codes = self._buffer(self.size * codec.nbytes)

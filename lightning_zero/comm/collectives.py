@@ -15,7 +15,7 @@ from lightning_zero.comm.process_groups import group_for
 from lightning_zero.comm.transport import (
     Pending,
     ReduceBuffer,
-    Shared,
+    Shards,
     Transport,
     copy,
     gradients_of,
@@ -71,7 +71,7 @@ class Collectives(Transport):
             ) from error
 
     @override
-    def _gather(self, whole: Tensor, shard: Shared, unit: str, tag: int) -> Work:
+    def _gather(self, whole: Tensor, shard: Shards, unit: str, tag: int) -> Work:
         own = whole.view(self.size, -1)[self.rank]
         copy(own, shard.own)
         collective = self.log.begin(weights_of(unit), "gather")

@@ -13,7 +13,7 @@ from typing_extensions import Self, override
 from lightning_zero.comm.control import Control
 from lightning_zero.comm.mesh import Axis, Mesh
 from lightning_zero.comm.traffic import Ledger
-from lightning_zero.comm.transport import ReduceBuffer, Shared, Transport
+from lightning_zero.comm.transport import ReduceBuffer, Shards, Transport
 from lightning_zero.tensors import Storages, Work
 
 _META = torch.device("meta")
@@ -76,7 +76,7 @@ class DryTransport(Transport):
         return dict([*self._last.items()][-2:])
 
     @override
-    def _gather(self, whole: Tensor, shard: Shared, unit: str, tag: int) -> Work:
+    def _gather(self, whole: Tensor, shard: Shards, unit: str, tag: int) -> Work:
         self._wholes.add(whole)
         self.on_change()
         return _Done(self._sent())
@@ -88,7 +88,7 @@ class DryTransport(Transport):
     @override
     def gather_codes(self, codes: Tensor, own: Tensor, out: Tensor, *, unit: str, tag: int) -> Work:
         self.ledger.note(unit, "gather", own.numel() * (self.size - 1), 1)
-        return self._gather(out, Shared(own), unit, tag)
+        return self._gather(out, Shards(own), unit, tag)
 
     @override
     def passing_buffer(self, numel: int, dtype: torch.dtype, kind: str) -> Tensor:

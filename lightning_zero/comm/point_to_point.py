@@ -23,7 +23,7 @@ from lightning_zero.comm.transport import (
     Arrived,
     Pending,
     ReduceBuffer,
-    Shared,
+    Shards,
     Transport,
     copy,
     gradients_of,
@@ -74,7 +74,7 @@ class PointToPoint(Transport):
         self.targets = [(self.rank + step) % self.size for step in others]
 
     @override
-    def _gather(self, whole: Tensor, shard: Shared, unit: str, tag: int) -> Work:
+    def _gather(self, whole: Tensor, shard: Shards, unit: str, tag: int) -> Work:
         parts = whole.chunk(self.size)
         own = parts[self.rank]
         copy(own, shard.own)

@@ -70,18 +70,18 @@ class Pending:
             self._finish()
 
 
-class Shared(NamedTuple):
-    """This rank's master shard and, where peers can be read, every rank's."""
+class Shards(NamedTuple):
+    """This rank's shard of a tensor and, where peers' memory is read, every rank's."""
 
     own: Tensor
     of_ranks: list[Tensor] | None = None
 
-    def sharded(self, axis: Axis) -> Shared:
+    def sharded(self, axis: Axis) -> Shards:
         """Return each rank's shard of its own buffer, where whole buffers were shared."""
         shards = None
         if self.of_ranks is not None:
             shards = [whole.view(axis.size, -1)[r] for r, whole in enumerate(self.of_ranks)]
-        return Shared(self.own.view(axis.size, -1)[axis.rank], shards)
+        return Shards(self.own.view(axis.size, -1)[axis.rank], shards)
 
 
 class Extent(NamedTuple):
@@ -157,7 +157,7 @@ class Transport(ABC):
         """Return whether only the order of gathers tells units' weights apart."""
         return self.size > 1 and not self.has_tags
 
-    def gather(self, out: Tensor, source: Shared, *, unit: str, tag: int) -> Work:
+    def gather(self, out: Tensor, source: Shards, *, unit: str, tag: int) -> Work:
         """Start to fill ``out`` (``[size * n]``) from every rank's shard (``[n]``).
 
         Dtypes may differ: masters are cast on the way.
@@ -181,7 +181,7 @@ class Transport(ABC):
 
     def gather_codes(self, codes: Tensor, own: Tensor, out: Tensor, *, unit: str, tag: int) -> Work:
         """Start to fill ``codes`` from every rank's ``own``, to be decoded to ``out``."""
-        return self.gather(codes, Shared(own), unit=unit, tag=tag)
+        return self.gather(codes, Shards(own), unit=unit, tag=tag)
 
     def trade(self, received: Tensor, sent: Tensor, out: Tensor, *, unit: str, tag: int) -> Work:
         """Start an all-to-all of a unit's quantized gradients, in equal parts.
@@ -212,7 +212,7 @@ class Transport(ABC):
         return received
 
     @abstractmethod
-    def _gather(self, whole: Tensor, shard: Shared, unit: str, tag: int) -> Work:
+    def _gather(self, whole: Tensor, shard: Shards, unit: str, tag: int) -> Work:
         """Implement :meth:`gather`."""
 
     @abstractmethod
@@ -223,13 +223,13 @@ class Transport(ABC):
     def _trade(self, received: Tensor, sent: Tensor, out: Tensor, unit: str, tag: int) -> Work:
         """Implement :meth:`trade`."""
 
-    def share(self, extents: Iterable[Extent]) -> Generator[Shared, None, None]:
+    def share(self, extents: Iterable[Extent]) -> Generator[Shards, None, None]:
         """Yield memory for masters, with views of every rank's where peers can be read.
 
         Each is allocated when it is asked for, so that what it replaces can be freed first.
         """
         for numel, dtype, scratch in extents:
-            yield Shared((self._lasting if scratch is None else scratch.tensor)(numel, dtype))
+            yield Shards((self._lasting if scratch is None else scratch.tensor)(numel, dtype))
 
     def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
         """Return memory for a unit's gradients before their reduction; its content is undefined."""
@@ -271,7 +271,7 @@ class Verbs(Protocol):
 
     size: int
 
-    def gather(self, out: Tensor, source: Shared, *, unit: str, tag: int) -> Work:
+    def gather(self, out: Tensor, source: Shards, *, unit: str, tag: int) -> Work:
         """Gather as :meth:`Transport.gather` does."""
 
     def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
@@ -288,7 +288,7 @@ def reduce_and_gather(transport: Verbs, tensor: Tensor, *, unit: str, tag: int) 
     part = tensor.new_empty(tensor.numel() // transport.size)
     reduced = transport.reduce(part, source, unit=unit, tag=tag)
     return Then(
-        reduced, lambda: transport.gather(tensor, Shared(part), unit=unit, tag=tag).wait(), part
+        reduced, lambda: transport.gather(tensor, Shards(part), unit=unit, tag=tag).wait(), part
     )
 
 

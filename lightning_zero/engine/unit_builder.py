@@ -17,7 +17,7 @@ from lightning_zero.parameters import (
     Owner,
     Reader,
     Store,
-    shared_masters,
+    memory_for_masters,
     store_for,
     stream_for,
 )
@@ -68,12 +68,12 @@ class UnitBuilder:
         on_written(0, nbytes)
         flats = [] if streams else [flat for spec in self._specs for flat in spec.flat_parameters]
         layouts = ((flat.layout(**divided), flat.plan) for flat in flats)
-        masters = shared_masters(layouts, self._comm, self._scratch)
+        masters = memory_for_masters(layouts, self._comm, self._scratch)
         # An exception's traceback keeps this frame, which must not keep memory for later units.
         with contextlib.closing(masters):
             for index, (spec, size) in enumerate(zip(self._specs, sizes, strict=True)):
                 stores = [
-                    self._stream(flat) if streams else functools.partial(store_for, shared=masters)
+                    self._stream(flat) if streams else functools.partial(store_for, memory=masters)
                     for flat in spec.flat_parameters
                 ]
                 unit = self._unit(spec, owner, stores, index)

@@ -2,7 +2,6 @@
 
 ================ ===============================================================================
 buffer           a flat tensor with a view for each parameter, whose memory can be released
-shards           a rank's shard, in one memory or in two
 stores           where weights, gradients and masters rest
 streams          weights that stay in a checkpoint, and are read from there
 living_views     the living views of a parameter, which move when its data is replaced
@@ -32,7 +31,7 @@ from lightning_zero.parameters.ownership import Owner, ownership_of
 from lightning_zero.parameters.piece import Piece, averages, follow_again, stop_following
 from lightning_zero.parameters.reducer import Reducer
 from lightning_zero.parameters.sharded_grad import stack_on
-from lightning_zero.parameters.stores import Store, shared_masters, store_for
+from lightning_zero.parameters.stores import Store, memory_for_masters, store_for
 from lightning_zero.parameters.streams import Reader, stream_for
 
 __all__ = [
@@ -51,8 +50,8 @@ __all__ = [
     "local_of",
     "make_distributed",
     "make_local",
+    "memory_for_masters",
     "ownership_of",
-    "shared_masters",
     "stack_on",
     "stop_following",
     "store_for",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_zero.comm import Arrived, Communicator, Shared
+from lightning_zero.comm import Arrived, Communicator, Shards
 from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.parameters.classes import ParameterClasses
 from lightning_zero.parameters.edits import Edits
@@ -202,7 +202,7 @@ class FlatParameters:
             shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
             for index, part in parts.items():
                 shard[self.pieces[index].range.in_shard] = part
-            self.store.gather(whole.tensor, Shared(shard), unit="full", tag=0).wait()
+            self.store.gather(whole.tensor, Shards(shard), unit="full", tag=0).wait()
             return whole
 
     def _kept_masters(self) -> Buffer:
@@ -249,7 +249,7 @@ class FlatParameters:
         self.load_masters()
         axis = self.store.comm.mesh.shard
         shard = whole.shard(axis.rank, axis.size)
-        if shard.data_ptr() != self.store.shared.own.data_ptr():
+        if shard.data_ptr() != self.master.data_ptr():
             self.master.copy_(shard)
 
     @property

@@ -63,11 +63,11 @@ class GradShard:
             reduced.mul_(scale)
         elif sums and earlier is not None:
             earlier.mul_(1 / (scale * self._store.comm.mesh.replicate.size))
-        shard, flush = self._store.flush(reduced, earlier, unit=unit)
+        shard, work = self._store.accumulate(reduced, earlier, unit=unit)
         if sums:
-            work = self._store.sum_over_copies(shard, flush, unit=unit, tag=tag)
-            flush = Then(work, functools.partial(shard.mul_, scale) if scale != 1.0 else _nothing)
-        self._fresh, self._sums_copies = (shard, flush), sums
+            work = self._store.sum_over_copies(shard, work, unit=unit, tag=tag)
+            work = Then(work, functools.partial(shard.mul_, scale) if scale != 1.0 else _nothing)
+        self._fresh, self._sums_copies = (shard, work), sums
 
     def wait_for_copies(self) -> None:
         """Wait until the sums over the copies have arrived, if they are under way."""
@@ -105,8 +105,8 @@ class GradShard:
         """Give the pieces their parts where any rank has a gradient; return whether any is new."""
         fresh = None
         if self._fresh is not None:
-            (fresh, flush), self._fresh = self._fresh, None
-            flush.wait()
+            (fresh, work), self._fresh = self._fresh, None
+            work.wait()
             self._installed = weakref.ref(fresh)
         for piece, has_grad in zip(self._pieces, has_grads, strict=True):
             if has_grad:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zero.comm import Arrived, Cargo, Codec, Communicator, Extent, Shared
+from lightning_zero.comm import Arrived, Cargo, Codec, Communicator, Extent, Shards
 from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.plan import Layout, Medium, Plan
 from lightning_zero.tensors import (
@@ -41,11 +41,11 @@ def _extent_of(layout: Layout, plan: Plan, scratch: Scratch | None = None) -> Ex
 class Store:
     """The memory in which one group of parameters rests: the device's, or files.
 
-    1. :meth:`weights` and :attr:`shared` at the beginning.
+    1. :meth:`weights` and :attr:`masters` at the beginning.
     2. :attr:`gather_weights` whenever weights become whole: ``gather_weights(out, unit=, tag=)``
        starts to fill ``out`` (``[num_shards * n]``) from every rank's shard, in few bits if the
        plan says so; :attr:`gather_masters` for whole masters, without loss.
-    3. :meth:`reduced` for the result of a reduction, then :meth:`flush` with it, and
+    3. :meth:`reduced` for the result of a reduction, then :meth:`accumulate` it, and
        :meth:`sum_over_copies` with the resting shard, if it is to be summed over the copies.
     4. Where :attr:`keeps_weights`, :meth:`keep` when whole weights are released until a backward
        pass, :meth:`forget` when the step ends.
@@ -53,13 +53,13 @@ class Store:
 
     Args:
         scratch: The folder for what rests in files.
-        shared: Yields the memory for the masters next; allocated by this store if omitted.
+        memory: Yields the memory for the masters next; allocated by this store if omitted.
 
     Attributes:
         layout: Where the parameters lie.
         plan: The homes of weights, gradients and masters.
         comm: The ranks.
-        shared: The masters.
+        masters: This rank's shard of the masters, and those of peers that are read.
         gather: Makes shards whole, without loss.
         reduce: Sums gradients within a copy, and leaves this rank its shard.
         is_stream: Whether there are no masters, and weights are read from a checkpoint.
@@ -75,18 +75,18 @@ class Store:
         plan: Plan,
         comm: Communicator,
         scratch: Scratch | None = None,
-        shared: Iterator[Shared] | None = None,
+        memory: Iterator[Shards] | None = None,
     ) -> None:
         self.layout, self.plan, self.comm = layout, plan, comm
         self._extent = _extent_of(layout, plan, scratch)
         # Whole weights and masters share one storage if they rest in the same form.
         self._whole: Tensor | None = None
-        if shared is None:
-            shared = comm.transport.share([self._extent])
+        if memory is None:
+            memory = comm.transport.share([self._extent])
         if plan.rests_apart:
-            masters = self._masters(shared)
+            masters = self._allocated(memory)
         else:
-            whole = self._next(shared)
+            whole = self._next(memory)
             self._whole, masters = whole.own, whole.sharded(comm.mesh.shard)
         self.gather = comm.transport.gather
         self._gather_weights = comm.coded(comm.transport, plan.gather_bits, Cargo.WEIGHTS).gather
@@ -103,7 +103,7 @@ class Store:
     @property
     def master(self) -> Tensor:
         """This rank's shard of the masters."""
-        return self.shared.own
+        return self.masters.own
 
     @property
     def cast_bytes(self) -> int:
@@ -114,21 +114,23 @@ class Store:
         """Bring masters here to be changed; return whether they were elsewhere; a collective."""
         return False
 
-    def _masters(self, shared: Iterator[Shared]) -> Shared:
-        return self._next(shared)
+    def _allocated(self, memory: Iterator[Shards]) -> Shards:
+        """Return memory for masters that rest apart from whole weights."""
+        return self._next(memory)
 
-    def _next(self, shared: Iterator[Shared]) -> Shared:
-        found = next(shared)
+    def _next(self, memory: Iterator[Shards]) -> Shards:
+        found = next(memory)
         # Otherwise it is another store's: stores were not made in the order of their memory.
         assert (found.own.numel(), found.own.dtype) == self._extent[:2]
         return found
 
-    def _rest(self, shared: Shared) -> None:
-        self.shared = shared
+    def _rest(self, masters: Shards) -> None:
+        """Let the masters rest here, from where they are gathered from now on."""
+        self.masters = masters
         # Not methods, which would add a call to each gather.
-        self.gather_masters: Callable[..., Work] = functools.partial(self.gather, source=shared)
+        self.gather_masters: Callable[..., Work] = functools.partial(self.gather, source=masters)
         self.gather_weights: Callable[..., Work] = functools.partial(
-            self._gather_weights, source=shared
+            self._gather_weights, source=masters
         )
 
     def as_weights(self, masters: Tensor) -> Tensor:
@@ -177,14 +179,16 @@ class Store:
             ask_for_large_pages(shard)
         return shard
 
-    def flush(self, source: Tensor, resting: Tensor | None, *, unit: str) -> tuple[Tensor, Work]:
+    def accumulate(
+        self, reduced: Tensor, resting: Tensor | None, *, unit: str
+    ) -> tuple[Tensor, Work]:
         """Start to move a unit's reduced shard to where gradients rest, added to ``resting``.
 
         Returns the resting shard, and the work to wait for before it is read.
         """
         if resting is None:
-            return source, Arrived()
-        return resting.add_(source), Arrived()
+            return reduced, Arrived()
+        return resting.add_(reduced), Arrived()
 
     def sum_over_copies(self, resting: Tensor, arrival: Work, *, unit: str, tag: int) -> Work:
         """Start to sum resting gradients over the copies, in place, after their ``arrival``."""
@@ -202,9 +206,9 @@ class Store:
     def retire(self) -> None:
         """Keep nothing but this rank's masters, in memory of their own."""
         is_away = self.plan.master.medium is not Medium.DEVICE
-        own = self.shared.own
+        own = self.master
         self._whole = None
-        self._rest(Shared(own if is_away else own.clone()))
+        self._rest(Shards(own if is_away else own.clone()))
 
 
 class HostStore(Store):
@@ -217,15 +221,15 @@ class HostStore(Store):
     """
 
     @override
-    def _masters(self, shared: Iterator[Shared]) -> Shared:
+    def _allocated(self, memory: Iterator[Shards]) -> Shards:
         # Not shared with peers, which get it from this rank's device.
         files, copies = self._extent.scratch, self.comm.host_copies
         allocate = copies.lasting_memory if files is None else files.tensor
-        return Shared(allocate(self.layout.shard_numel, self.plan.master.dtype))
+        return Shards(allocate(self.layout.shard_numel, self.plan.master.dtype))
 
     @override
-    def _rest(self, shared: Shared) -> None:
-        self.shared = shared
+    def _rest(self, masters: Shards) -> None:
+        self.masters = masters
         self.gather_masters = self.gather_weights = self._gather_from_host
         # The shard in the dtype of whole weights, and `num_changes` when it was cast.
         self._weights: Tensor | None = None
@@ -237,10 +241,10 @@ class HostStore(Store):
         return 0 if self._weights is None else self._weights.nbytes
 
     def _gather_from_host(self, out: Tensor, *, unit: str, tag: int) -> Work:
-        axis, master = self.comm.mesh.shard, self.shared.own
+        axis, master = self.comm.mesh.shard, self.master
         own = out.view(axis.size, -1)[axis.rank]
         self.comm.transport.ledger.note(unit, "up", own.numel(), own.element_size())
-        gather = functools.partial(self.gather, out, Shared(own), unit=unit, tag=tag)
+        gather = functools.partial(self.gather, out, Shards(own), unit=unit, tag=tag)
         is_weights, copies = own.dtype is not master.dtype, self.comm.host_copies
         if not is_weights and self.plan.master.medium is Medium.HOST:
             return copies.up(own, master, gather)
@@ -260,9 +264,9 @@ class HostStore(Store):
         return copies.up_in_parts(what, self._parts(own, None), gather)
 
     def _parts(self, own: Tensor, kept: Tensor | None) -> Iterator[Part]:
-        at_once = BLOCK_BYTES // self.shared.own.element_size()
+        at_once = BLOCK_BYTES // self.master.element_size()
         with lasting_tensors():
-            masters, outs = (torch.split(one, at_once) for one in (self.shared.own, own))
+            masters, outs = (torch.split(one, at_once) for one in (self.master, own))
             sources = [None] * len(outs) if kept is None else torch.split(kept, at_once)
         for master, out, source in zip(masters, outs, sources, strict=True):
             if len(out):
@@ -279,14 +283,16 @@ class HostStore(Store):
         return self.comm.host_copies.recurring_memory(self.layout.shard_numel, dtype)
 
     @override
-    def flush(self, source: Tensor, resting: Tensor | None, *, unit: str) -> tuple[Tensor, Work]:
+    def accumulate(
+        self, reduced: Tensor, resting: Tensor | None, *, unit: str
+    ) -> tuple[Tensor, Work]:
         """Start to copy a unit's reduced shard down, added to ``resting`` as in every store."""
         copies, landing = self.comm.host_copies, self.gradients()
-        self.comm.transport.ledger.note(unit, "down", source.numel(), source.element_size())
+        self.comm.transport.ledger.note(unit, "down", reduced.numel(), reduced.element_size())
         if resting is None:
-            return landing, copies.down(landing, source, group=unit)
+            return landing, copies.down(landing, reduced, group=unit)
         return resting, copies.down(
-            landing, source, functools.partial(resting.add_, landing), group=unit
+            landing, reduced, functools.partial(resting.add_, landing), group=unit
         )
 
     @override
@@ -316,8 +322,8 @@ class SecondShards(Store):
     keeps_weights: ClassVar[bool] = True
 
     @override
-    def _rest(self, shared: Shared) -> None:
-        super()._rest(shared)
+    def _rest(self, masters: Shards) -> None:
+        super()._rest(masters)
         self._second: Tensor | None = None
         # The communicator's `num_changes` when the weights were last gathered from all ranks.
         self._as_of = -1
@@ -327,7 +333,7 @@ class SecondShards(Store):
     def _gather_from_few(self, out: Tensor, *, unit: str, tag: int) -> Work:
         if self._second is not None and self._is_current:
             group = self.comm.transports["backward"]
-            return group.gather(out, Shared(self._second), unit=unit, tag=tag)
+            return group.gather(out, Shards(self._second), unit=unit, tag=tag)
         self._second = None
         self._as_of = self.comm.num_changes
         return self._gather_from_all(out, unit=unit, tag=tag)
@@ -355,22 +361,22 @@ def store_for(
     plan: Plan,
     comm: Communicator,
     scratch: Scratch | None = None,
-    shared: Iterator[Shared] | None = None,
+    memory: Iterator[Shards] | None = None,
 ) -> Store:
     """Return the store that a plan and the division of the ranks call for.
 
     ``Settings`` rules out second shards with offload to a device's host. Without such an offload,
-    ``shared`` yields the memory for the masters next, if given.
+    ``memory`` yields the memory for the masters next, if given.
     """
     if plan.rests_on_host:
         return HostStore(layout, plan, comm, scratch)
     has_second = plan.gives_weights_back and comm.mesh.backward is not None
-    return (SecondShards if has_second else Store)(layout, plan, comm, scratch, shared)
+    return (SecondShards if has_second else Store)(layout, plan, comm, scratch, memory)
 
 
-def shared_masters(
+def memory_for_masters(
     layouts: Iterable[tuple[Layout, Plan]], comm: Communicator, scratch: Scratch | None = None
-) -> Generator[Shared, None, None]:
+) -> Generator[Shards, None, None]:
     """Yield memory for the masters of several stores, in the order in which stores are made."""
     return comm.transport.share(
         _extent_of(layout, plan, scratch) for layout, plan in layouts if not plan.rests_on_host

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zero.comm import Arrived, Communicator, Outcome, Shared, SyncPoint, require_room
+from lightning_zero.comm import Arrived, Communicator, Outcome, Shards, SyncPoint, require_room
 from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.parameters.stores import HostStore, Store
 from lightning_zero.plan import Layout, Plan
@@ -164,14 +164,14 @@ class Stream(Store):
         self.gather_masters = self.gather_weights = self._read
 
     @override
-    def _masters(self, shared: Iterator[Shared]) -> Shared:
+    def _allocated(self, memory: Iterator[Shards]) -> Shards:
         """Return masters without memory, which read as NaN if the dtype has it."""
         with lasting_tensors():
             home = self.plan.master
             nothing = torch.zeros(1, dtype=home.dtype, device=home.device)
             if nothing.is_floating_point():
                 nothing.fill_(torch.nan)
-            return Shared(nothing.expand(self.layout.shard_numel))
+            return Shards(nothing.expand(self.layout.shard_numel))
 
     @abstractmethod
     def _read(self, out: Tensor, *, unit: str, tag: int) -> Work:
@@ -214,18 +214,18 @@ class Stream(Store):
         control, rank = self.comm.control, self.comm.mesh.shard.rank
         nbytes = self.plan.master.dtype.itemsize * self.layout.shard_numel
         require_room(self._scratch, nbytes, control, "masters")
-        shared = super()._masters(self.comm.transport.share([self._extent]))
+        masters = super()._allocated(self.comm.transport.share([self._extent]))
         outcome = Outcome()
         with outcome.attempt():
             for index, source in enumerate(self._sources):
                 start, stop = self.layout.piece(index, rank)
                 if start < stop:
                     in_shard = slice(*self.layout.piece_in_shard(index, rank))
-                    self._read_part(source, start, shared.own[in_shard])
+                    self._read_part(source, start, masters.own[in_shard])
         outcome.agree(control, "Reading weights before changing them")
         self.comm.fence(SyncPoint.SETUP)
         self.is_stream, self._sources = False, []
-        self._rest(shared)
+        self._rest(masters)
         return True
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.comm import Cargo, Codec, Communicator, Shared
+from lightning_zero.comm import Cargo, Codec, Communicator, Shards
 from tests.oracle.ranks import Pools
 
 CPU = torch.device("cpu")
@@ -85,7 +85,7 @@ def _over_ranks(way: dict[str, bool], bits: int) -> tuple[list[float], list[floa
     gradients = comm.coded(comm.transport, bits, Cargo.GRADIENTS)
     rank, size = comm.mesh.shard.rank, comm.mesh.shard.size
     whole = torch.empty(size * NUMEL, dtype=torch.bfloat16)
-    weights.gather(whole, Shared(_values(rank)), unit="w", tag=1).wait()
+    weights.gather(whole, Shards(_values(rank)), unit="w", tag=1).wait()
     partial_sum = gradients.reduce_buffer(size * NUMEL, torch.float32)
     partial_sum.tensor.copy_(_values(rank, size * NUMEL))
     out = torch.empty(NUMEL)

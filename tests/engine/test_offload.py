@@ -155,7 +155,7 @@ def held(folder: str, stage: int, precision: str) -> tuple[dict[str, int], dict[
     assert all(is_in_file(tensor, folder) for tensor in found)
     assert all(is_in_file(flat.master, folder) for flat in flats)
     assert all(
-        is_in_file(part, folder) for flat in flats for part in flat.store.shared.of_ranks or ()
+        is_in_file(part, folder) for flat in flats for part in flat.store.masters.of_ranks or ()
     )
     shards = sum(flat.master.nbytes for flat in flats)
     counters = 4 * len(found) // 2

@@ -26,7 +26,7 @@ from lightning_zero.comm.transport import (
     Extent,
     Pending,
     ReduceBuffer,
-    Shared,
+    Shards,
     copy,
     gradients_of,
     sum_into,
@@ -80,7 +80,7 @@ class SharedMemory(PointToPoint):
         return all(control.gather_objects(sees_all))
 
     @override
-    def share(self, extents: Iterable[Extent]) -> Generator[Shared, None, None]:
+    def share(self, extents: Iterable[Extent]) -> Generator[Shards, None, None]:
         """Yield memory for masters and views of every rank's; one message has many addresses.
 
         Windows take memory only when they are written to, so many are made at once. Each is an open
@@ -90,7 +90,7 @@ class SharedMemory(PointToPoint):
         while portion := list(itertools.islice(missing, WINDOWS_AT_ONCE)):
             yield from self._share(portion)
 
-    def _share(self, extents: Sequence[Extent]) -> Generator[Shared, None, None]:
+    def _share(self, extents: Sequence[Extent]) -> Generator[Shards, None, None]:
         own = [Window.create(n * dtype.itemsize, self.size, files) for n, dtype, files in extents]
         addresses = self.control.gather_objects([window.address for window in own])
         of_ranks = [
@@ -100,14 +100,14 @@ class SharedMemory(PointToPoint):
         self.control.call(SyncPoint.SETUP).wait()
         for (numel, dtype, _), *windows in zip(extents, *of_ranks, strict=True):
             views = [window.view(numel, dtype) for window in windows]
-            yield Shared(views[self.axis.rank], views)
+            yield Shards(views[self.axis.rank], views)
 
     def _open(self, addresses: Sequence[Address]) -> list[Window]:
         with self.log.explained():
             return [Window.open(address, self.size) for address in addresses]
 
     @override
-    def _gather(self, whole: Tensor, shard: Shared, unit: str, tag: int) -> Work:
+    def _gather(self, whole: Tensor, shard: Shards, unit: str, tag: int) -> Work:
         if shard.of_ranks is None:
             return super()._gather(whole, shard, unit, tag)
         for part, source in zip(whole.chunk(self.size), shard.of_ranks, strict=True):
