@@ -10,9 +10,8 @@ guards           the classes that intercept uses of parameters, at rest or whole
 classes          the class and the data of each parameter of a group
 local_form       parameters that tensor parallelism has cut
 edits            changes that users make to whole weights
-stand_in         tensors without memory that stand for gradients
+stand_in         tensors without memory that stand for gradients, here a rank's own
 sharded_grad     stand-ins for whole averaged gradients
-unsynced_grad    stand-ins for a rank's own gradients
 grad_view        what ``parameter.grad`` shows, as named states
 piece_range      the range of a parameter that a rank owns
 piece            what the optimizer holds

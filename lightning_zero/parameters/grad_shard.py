@@ -119,7 +119,7 @@ class GradShard:
         store, shard = self._store, self._installed() if self._fresh is None else self._fresh[0]
         rows = store.plan.rows({"gradients": 0 if shard is None else shard.nbytes})
         for piece in self._pieces:
-            grad = piece.kept
+            grad = piece.last_reduced
             if grad is not None and (shard is None or grad._base is not shard):
                 rows[store.plan.row("gradients")] += grad.nbytes
         return rows

@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.parameters.sharded_grad import ShardedGrad
-from lightning_zero.parameters.stand_in import OwnPart, StandIn
-from lightning_zero.parameters.unsynced_grad import UnsyncedGrad
+from lightning_zero.parameters.stand_in import OwnPart, StandIn, UnsyncedGrad
 from lightning_zero.tensors import internals, lasting_tensors
 
 _GRAD: Any = Tensor.grad
@@ -138,8 +137,9 @@ class GradientView:
             if _GRAD.__get__(self.piece.parameter) is self.shown:
                 _GRAD.__set__(self.piece.parameter, None)
             self.shown = None
-            # Does the user hold on to it, or a graph? In older versions of torch `getrefcount` does
-            # not count the latter.
+            # The stand-in is shown again in the next step, unless the user holds on to it, or a
+            # graph, which `getrefcount` does not count in older versions of torch. A new one in
+            # each step would need no count of references, and cost as much as all the rest.
             if self.state is not GradState.NONE and (
                 getrefcount(self.sharded) != _ALONE or internals.num_uses(self.sharded) > 1
             ):
@@ -148,16 +148,17 @@ class GradientView:
         self.state = GradState.NONE
 
     def _leave(self) -> None:
-        """Leave the stand-in to whoever holds it, with a copy of the values; show another one.
-
-        A new one in each step would need no count of references, and cost as much as all the rest.
-        """
-        part = self.piece.kept
+        """Leave the stand-in to whoever holds it, with a copy of the values; show another one."""
+        part = self.piece.last_reduced
         self.sharded.kept = torch.zeros_like(self.piece.detach()) if part is None else part.clone()
         self.sharded = self.sharded.another()
 
     def follow(self) -> None:
-        """Repeat on the piece what the user did: drop or replace the parameter's gradient."""
+        """Repeat on the piece what the user did: drop or replace the parameter's gradient.
+
+        Ours in a view (``p.grad = p.grad.detach()``) is shown as it was, and so is one that the
+        user put back while it was hidden.
+        """
         piece = self.piece
         with internals.as_plain_tensors():
             theirs = _GRAD.__get__(piece.parameter)
@@ -167,14 +168,16 @@ class GradientView:
             raise _of_another(piece, theirs.piece)
         elif isinstance(theirs, StandIn) and theirs.original is self.shown:
             piece.parameter.grad = self.shown
-        elif isinstance(theirs, StandIn) and theirs.original is self.sharded:  # it was hidden
+        elif isinstance(theirs, StandIn) and theirs.original is self.sharded:
             self.show_sharded(is_of_copy=self.is_of_copy)
         elif self.state.is_unsynced:
+            # This rank's own: what replaces it is sent in its place, without an earlier average.
             assert self.shown is not None
             piece.parameter.grad, piece.reduced = self.shown, None
             self.state = GradState.UNSYNCED
             self.shown.copy_(theirs.detach())
         else:
+            # Every rank must have assigned the same; each takes its part.
             with lasting_tensors():
                 is_kept = isinstance(theirs, ShardedGrad)
                 part = theirs.part if is_kept else piece.range.part_of(theirs.detach())

@@ -90,11 +90,6 @@ class Piece(Parameter):
         _GRAD.__set__(self, value)
 
     @property
-    def part(self) -> Tensor:
-        """This rank's part of the master, whether or not an optimizer is stepping."""
-        return self.detach()
-
-    @property
     def reduced(self) -> Tensor | None:
         """This rank's part of the averaged gradient."""
         view = self.gradient
@@ -111,7 +106,7 @@ class Piece(Parameter):
             _GRAD.__set__(self, value)
 
     @property
-    def kept(self) -> Tensor | None:
+    def last_reduced(self) -> Tensor | None:
         """The last value of :attr:`reduced`, which holds its memory until the next read."""
         with internals.as_plain_tensors():
             return _GRAD.__get__(self)  # type: ignore[no-any-return]

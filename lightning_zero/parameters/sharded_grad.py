@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+from typing_extensions import override
 
 from lightning_zero.comm import Communicator, SyncPoint
-from lightning_zero.parameters.stand_in import ALIASES, OwnPart, StandIn, is_autograd_adding
+from lightning_zero.parameters.stand_in import OwnPart, StandIn
 from lightning_zero.tensors import internals, runs_outside
 
 _aten = torch.ops.aten
@@ -65,21 +66,10 @@ class ShardedGrad(StandIn):
         return made
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    @override
+    def use(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Work on the pieces where that is exact, else on the whole gradient."""
-        kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        if func in ALIASES:
-            return args[0].another(viewed=args[0].original)
-        if name in ("add", "add_") and is_autograd_adding(args):
-            args[0].piece.gradient.arrival = args[1]
-            return args[0]
         if name == "linalg_vector_norm" and _is_of_all(args):
             return _norms([args[0]], _order(args, kwargs))[0].to(kwargs.get("dtype"))
         if name == "_foreach_norm":
@@ -94,6 +84,7 @@ class ShardedGrad(StandIn):
         result = func(*args, **kwargs)
         return tree_map_only(Tensor, _ReadOnlyView.of, result) if func.is_view else result
 
+    @override
     @runs_outside
     def whole(self) -> Tensor:
         """Return the whole gradient, in the dtype of the piece; a collective."""
@@ -101,8 +92,8 @@ class ShardedGrad(StandIn):
         self.comm.control.call(SyncPoint.GRADIENT, about=about).wait()
         return self.assemble(self.part)
 
+    @override
     def another(self, viewed: StandIn | None = None) -> ShardedGrad:
-        """Return a new stand-in for the piece's gradient, or a view of ``viewed``."""
         made = ShardedGrad(self.piece, self.dtype, self.device, self.comm, self.assemble)
         made.viewed = viewed
         return made

@@ -93,7 +93,7 @@ def save_under_limit(path: str, kind: type[Any]) -> float:
         Saver(engine.comm.control).save(
             checkpoint, path, Provenance(3, WORLD, "32-true"), kind=kind
         )
-    total = sum(piece.part.double().sum().item() for piece in engine.sharded.pieces)
+    total = sum(piece.detach().double().sum().item() for piece in engine.sharded.pieces)
     engine.close(restore=False)
     return total
 
@@ -108,14 +108,14 @@ def load_under_limit(path: str, weights: list[str]) -> list[float]:
         load_module_state(module, engine, checkpoint["state_dict"])
         load_optimizer_state(optimizer, checkpoint["optimizer_states"][0], engine)
         del checkpoint
-    totals.append(sum(piece.part.double().sum().item() for piece in engine.sharded.pieces))
+    totals.append(sum(piece.detach().double().sum().item() for piece in engine.sharded.pieces))
     for file in weights:
         with torch.no_grad():
             for piece in engine.sharded.pieces:
-                piece.part.zero_()
+                piece.detach().zero_()
         with limited_to(ALLOWED_BYTES):
             load_weights(module, file)
-        totals.append(sum(piece.part.double().sum().item() for piece in engine.sharded.pieces))
+        totals.append(sum(piece.detach().double().sum().item() for piece in engine.sharded.pieces))
     engine.close(restore=False)
     return totals
 

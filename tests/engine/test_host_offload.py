@@ -182,7 +182,7 @@ def unfrozen(stage: int, folder: str) -> None:
         held = engine.sharded.memory()
         own = [piece for flat in engine.sharded.units[0].flat_parameters for piece in flat.pieces]
         if settings:
-            assert held["states"] == sum(piece.part.nbytes for piece in own)
+            assert held["states"] == sum(piece.detach().nbytes for piece in own)
         engine.close()
         return dict(module.state_dict())
 
