@@ -93,7 +93,7 @@ class Communicator:
         if self.mesh.backward is not None:
             self.transports["backward"] = choose(self.mesh.backward, reduces=False)
         if self.transport.reads_peers and self.mesh.shard.size == self.control.world_size:
-            self.control.channel.go_through(SyncWindows.among(self.control))
+            self.control.channel.memory = SyncWindows.among(self.control)
 
     def _choose(
         self, axis: Axis, *, is_direct: bool, may_share: bool, reduces: bool = True

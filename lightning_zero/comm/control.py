@@ -74,6 +74,9 @@ class Control:
             if number != _last_number:
                 self.watchdog.forget()
                 self._watch(_last_number, has_peers=has_peers)
+            # Ranks that come to different places could not make it there: some would never come,
+            # and no verdict ends the wait for them.
+            _ = self.channel.group
 
     def _watch(self, number: int, *, has_peers: bool) -> None:
         store = own_store(alone=not has_peers)

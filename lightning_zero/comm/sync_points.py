@@ -107,13 +107,6 @@ class Channel:
         if self.memory is not None and self.capacity > self.memory.most_flags:
             self.memory = None
 
-    def go_through(self, memory: SharedWords | None) -> None:
-        """Let words go through ``memory``, the same on all ranks; a collective."""
-        self.memory = memory
-        # Ranks at different sync points exchange their places in messages, and could not make the
-        # group then: some may never come.
-        _ = self.group
-
     def note(self, event: str) -> None:
         """Note an event; by the next sync point all ranks must have noted the same, in order."""
         self.course = zlib.crc32(event.encode(), self.course)

@@ -72,7 +72,6 @@ class _Owner:
 def _diverge_when_an_owner_was_collected() -> None:
     left, control = Control(), Control()
     look, owner = watchdog.Observer.look, _Owner(left)
-    control.call(SyncPoint.SETUP).wait()  # makes the group of sync points, a collective
 
     def collecting(observer: watchdog.Observer) -> Any:
         if observer is left.watchdog._observer:
@@ -92,7 +91,6 @@ def _diverge_when_an_owner_was_collected() -> None:
 
 @impatient
 def _diverge_when_a_rank_counted_otherwise() -> None:
-    Control().call(SyncPoint.STEP).wait()  # makes what all control planes share
     if dist.get_rank():
         control_module._last_number += 1  # as if it had begun one that the other did not
     control = Control()
