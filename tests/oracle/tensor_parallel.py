@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_zero import ZeROStrategy
 from tests.oracle.by_trainer import Stop, make_trainer
 
-WORDS, WIDTH, HEADS, LENGTH, STEPS = 24, 16, 4, 8, 5
+WORDS, WIDTH, HEADS, LENGTH, STEPS = 24, 16, 4, 8, 4
 
 
 class Block(nn.Module):

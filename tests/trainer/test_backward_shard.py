@@ -20,7 +20,8 @@ from tests.oracle.ranks import Pools
 )
 def test_a_trainer_has_the_same_numbers(ranks: Pools, tmp_path: Path, more: dict[str, Any]) -> None:
     how = {"units": has_parameters, "backward_shard": "node"}
-    more = {"val_check_interval": 2, **more}  # validations are between the steps
+    # Validations are between the steps.
+    more = {"val_check_interval": 2, "limit_val_batches": 2, **more}
     plain = ranks(4).run(observe, str(tmp_path), how, **more)[0]
     assert {*plain["sent"]} == {"gather", "reduce"}  # a node of all ranks
     for one in ranks(4).run(observe, str(tmp_path), {**how, "backward_shard": 2}, **more):

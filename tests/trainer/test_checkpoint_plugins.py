@@ -134,7 +134,7 @@ def save_and_resume(strategy: Any, folder: str, make: Callable[[], CheckpointIO]
 def under_each(folder: str, name: str) -> list[Any]:
     make, _ = PLUGINS[name]
     results = []
-    for strategy in ("ddp", 1, 2, 3):
+    for strategy in ("ddp", 3, 1 + list(PLUGINS).index(name) % 2):
         os.makedirs(place := f"{folder}/{strategy}", exist_ok=True)
         with mock.patch.object(checkpointing, "collected", wraps=checkpointing.collected) as whole:
             found = save_and_resume(strategy, place, make)
@@ -162,7 +162,7 @@ class Broken(WIDE):
 
 def save_in_vain(folder: str) -> list[str]:
     told = []
-    for stage in (1, 2, 3):
+    for stage in (1, 3):
         trainer = make_trainer(stage, plugins=[Broken()])
         trainer.fit(Regression(), rows(4))
         with pytest.raises(OSError, match="this plugin is broken") as caught:
@@ -173,7 +173,7 @@ def save_in_vain(folder: str) -> list[str]:
 
 def test_a_plugin_that_fails_is_an_error_on_all_ranks(ranks: Pools, tmp_path: Path) -> None:
     for told in ranks(2).run(save_in_vain, str(tmp_path)):
-        assert len(told) == 3
+        assert len(told) == 2
         assert all("a.ckpt' failed: on rank 0: this plugin" in one for one in told)
 
 
@@ -207,7 +207,7 @@ class Saving(Callback):
 
 def keep_copies(folder: str) -> list[str]:
     told = []
-    for stage in (1, 2, 3):
+    for stage in (2, 3):
         saving = Saving(folder)
         make_trainer(stage, callbacks=[saving]).fit(Keeping(), rows(8))
         told.append(saving.told)

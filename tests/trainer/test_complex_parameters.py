@@ -126,8 +126,7 @@ class ByParameter(Scaled):
 
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "AdamW": (torch.optim.AdamW, {}),
-    "clipped": (torch.optim.AdamW, {"gradient_clip_val": 0.1}),
+    "AdamW, clipped": (torch.optim.AdamW, {"gradient_clip_val": 0.1}),
     "accumulated": (Momentum, {"accumulate_grad_batches": 2}),
     "foreach": (Foreach, {"gradient_clip_val": 0.1}),
     "of the user's own": (Scaled, {"kind": Conjugating}),

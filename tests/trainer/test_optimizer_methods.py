@@ -347,7 +347,7 @@ MODULES = [
 def fit(kind: type[Module], strategy: Any) -> list[Any]:
     """Return weights, calls and what hooks saw."""
     module = kind()
-    options: dict[str, Any] = {"max_steps": 6, "val_check_interval": 2, "limit_val_batches": 1}
+    options: dict[str, Any] = {"max_steps": 4, "val_check_interval": 2, "limit_val_batches": 1}
     trainer = make_trainer(world(), strategy, "/nowhere", enable_checkpointing=False, **options)
     with pytest.MonkeyPatch.context() as patch:
         if isinstance(module, Patched):

@@ -67,7 +67,7 @@ def _fit(folder: str, kind: str, strategy: dict[str, Any] | None) -> dict[str, A
     model = _Model(kind)
     chosen: Any = "ddp" if strategy is None else ZeROStrategy(**strategy)
     trainer = make_trainer(
-        dist.get_world_size(), chosen, folder, max_steps=4, use_distributed_sampler=True
+        dist.get_world_size(), chosen, folder, max_steps=3, use_distributed_sampler=True
     )
     trainer.fit(model, DataLoader(TensorDataset(text), batch_size=2))
     net: Any = model.net
