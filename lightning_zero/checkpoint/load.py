@@ -32,7 +32,7 @@ from lightning_zero.checkpoint.file.records import StoredRecords, check_small_re
 from lightning_zero.checkpoint.stored_bytes import DamageError
 from lightning_zero.checkpoint.unread import MustBeReadError, unread
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
-from lightning_zero.comm import Control, Outcome
+from lightning_zero.comm import Control, agreed
 from lightning_zero.tensors import named_tensors, tensors_in, uncollected
 
 _COPY_BYTES = 8 * 2**20
@@ -53,8 +53,7 @@ def load(path: str, control: Control, *, weights_only: bool = True, verify: bool
         ValueError: The file is damaged, of a later version, not a checkpoint, differs between
             ranks, or holds more than tensors and plain values though ``weights_only``.
     """
-    outcome, value, identity = Outcome(), None, ""
-    with outcome.attempt():
+    with agreed(control, f"Loading {path!r}"):
         folder = local_directory(path)
         if folder is None:
             value, identity = _with_identity(path, weights_only=weights_only)
@@ -70,7 +69,6 @@ def load(path: str, control: Control, *, weights_only: bool = True, verify: bool
         lazy = [value for value in tensors_in(here) if isinstance(value, LazyTensor)]
         for tensor in lazy[control.rank :: control.world_size]:
             tensor.check()
-    outcome.agree(control, f"Loading {path!r}")
     compare(path, _described(value, identity), control)
     return value
 

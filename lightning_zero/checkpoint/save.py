@@ -21,7 +21,7 @@ from typing import Any
 from lightning_zero.checkpoint.file.atomic import Temporary
 from lightning_zero.checkpoint.file.format import Provenance
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
-from lightning_zero.comm import Control, Outcome
+from lightning_zero.comm import Control, Outcome, agreed
 
 
 class Save(ABC):
@@ -47,14 +47,17 @@ class Save(ABC):
         self.control = control
         self.provenance = provenance
         self.on_written = on_written
-        outcome = Outcome()
-        with outcome.attempt():
+        with agreed(control, self.doing):
             self._take(checkpoint)
-        self.agree(outcome)
+
+    @property
+    def doing(self) -> str:
+        """What errors on all ranks say that they were doing."""
+        return f"Saving {self.path!r}"
 
     def agree(self, outcome: Outcome) -> None:
         """Raise on all ranks if ``outcome`` is a failure on any."""
-        outcome.agree(self.control, f"Saving {self.path!r}")
+        outcome.agree(self.control, self.doing)
 
     @property
     @abstractmethod
@@ -85,8 +88,7 @@ class Save(ABC):
         needed, layout = self.control.broadcast_object(
             (mine, self._layout()) if self.control.rank == 0 else None
         )
-        outcome = Outcome()
-        with outcome.attempt():
+        with agreed(self.control, self.doing):
             for key, (shape, dtype) in needed.items():
                 if mine.get(key) != (shape, dtype):
                     found = "no" if key not in mine else "a different"
@@ -95,7 +97,6 @@ class Save(ABC):
                         f" {shape}, {dtype}. A hook that edits the checkpoint must make the same"
                         " edits on every rank."
                     )
-        self.agree(outcome)
         return layout
 
     def _write_together(self, layout: Any) -> list[int]:

@@ -15,7 +15,7 @@ from lightning_zero.checkpoint.file.format import Provenance
 from lightning_zero.checkpoint.file.skeleton import Skeleton, bytes_of
 from lightning_zero.checkpoint.save import Save
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
-from lightning_zero.comm import Control, Outcome
+from lightning_zero.comm import Control, agreed
 from lightning_zero.tensors import runs_outside, uncollected
 
 
@@ -107,10 +107,8 @@ def collected(checkpoint: Any, control: Control) -> Any:
 
     For writers that do not know sharded values. Rank 0 needs host memory for all of them.
     """
-    outcome, mine = Outcome(), Skeleton(b"", ())
-    with outcome.attempt():
+    with agreed(control, "Saving"):
         mine = Skeleton.of(checkpoint)
-    outcome.agree(control, "Saving")
     values = mine.sharded_values()
     whole: dict[str, torch.Tensor] = {}
     for key in control.broadcast_object(list(values)):
@@ -132,9 +130,9 @@ def _with(value: Any, whole: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, ShardedValue):
         return whole[value.key]
     if isinstance(value, dict):
-        twin = copy.copy(value)
-        twin.update({key: _with(item, whole) for key, item in value.items()})
-        return twin
+        copied = copy.copy(value)
+        copied.update({key: _with(item, whole) for key, item in value.items()})
+        return copied
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         return type(value)(_with(item, whole) for item in value)
     return value

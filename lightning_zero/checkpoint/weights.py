@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from lightning_zero.checkpoint.dcp.directory import Directory, is_directory
 from lightning_zero.checkpoint.load import compare, identity_of, read_file
 from lightning_zero.checkpoint.module_state import load_module_state
 from lightning_zero.checkpoint.safetensors import read_safetensors
-from lightning_zero.comm import Control, Outcome
+from lightning_zero.comm import Control, agreed
 from lightning_zero.engine import engine_of
 
 
@@ -49,15 +49,8 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
             f"{type(module).__name__} is on the meta device and not sharded yet, so it cannot take"
             " weights. Call load_weights in `on_fit_start`, or materialize the module first."
         )
-    outcome = Outcome()
-    weights: Mapping[str, Tensor] = {}
-    identity = ""
-    with outcome.attempt():
-        weights = read_weights(path)
-        identity = identity_of(Path(path)) if Path(path).exists() else ""
     control = Control(alone=True) if engine is None else engine.comm.control
-    outcome.agree(control, f"Loading {os.fspath(path)!r}")
-    compare(os.fspath(path), identity, control)
+    weights = _read_together(os.fspath(path), control, read_weights)
     try:
         return load_module_state(module, engine, _with_ties(module, weights), strict=strict)
     except RuntimeError as error:
@@ -72,17 +65,21 @@ def are_bare_weights(path: str) -> bool:
 
 def load_bare_weights(path: str, control: Control) -> dict[str, Tensor]:
     """Return the tensors of safetensors files, read on use; all ranks call it together."""
-    outcome, weights, identity = Outcome(), {}, ""
-    with outcome.attempt():
-        weights, identity = read_safetensors(Path(path)), identity_of(Path(path))
-    outcome.agree(control, f"Loading {path!r}")
+    return _read_together(path, control, lambda path: read_safetensors(Path(path)))
+
+
+def _read_together(
+    path: str, control: Control, read: Callable[[str], dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Return what ``read`` does, unless it fails on any rank or ranks see different files."""
+    with agreed(control, f"Loading {path!r}"):
+        weights = read(path)
+        identity = identity_of(Path(path)) if Path(path).exists() else ""
     compare(path, identity, control)
     return weights
 
 
-def read_weights(
-    path: str | os.PathLike[str], *, weights_only: bool = True
-) -> Mapping[str, Tensor]:
+def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str, Tensor]:
     """Return the weights in a file or folder by name, read on use."""
     place = Path(path)
     if is_directory(place):

@@ -27,7 +27,7 @@ process_groups    one process group per purpose
 rendezvous        the default group after a restart by torchrun
 """
 
-from lightning_zero.comm.agreement import Outcome
+from lightning_zero.comm.agreement import Outcome, agreed
 from lightning_zero.comm.codec import Codec
 from lightning_zero.comm.coded import Cargo
 from lightning_zero.comm.communicator import Communicator
@@ -71,6 +71,7 @@ __all__ = [
     "SyncPoint",
     "Then",
     "Traffic",
+    "agreed",
     "cut_by_own_plan",
     "default_world_size",
     "device_mesh",

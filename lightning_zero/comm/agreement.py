@@ -53,6 +53,15 @@ class Outcome:
         raise _KINDS[index](f"{doing} failed: {reasons}") from self.error
 
 
+@contextmanager
+def agreed(control: Control, doing: str) -> Iterator[None]:
+    """Enter a context that all ranks leave with an error if any does; a collective at its end."""
+    outcome = Outcome()
+    with outcome.attempt():
+        yield
+    outcome.agree(control, doing)
+
+
 def _ranks(ranks: list[int], control: Control) -> str:
     if control.world_size == 1 or len(ranks) == control.world_size:
         return ""

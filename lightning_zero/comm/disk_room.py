@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-from lightning_zero.comm.agreement import Outcome
+from lightning_zero.comm.agreement import agreed
 from lightning_zero.comm.control import Control
 from lightning_zero.tensors import Scratch
 
@@ -18,12 +18,9 @@ def require_room(scratch: Scratch, nbytes: int, control: Control, what: str) -> 
     Raises:
         OSError: There is not enough room, or a folder cannot be written to.
     """
-    outcome = Outcome()
-    need = None
-    with outcome.attempt():
-        need = scratch.promise(nbytes)
     doing = f"Creating files in offload_path={scratch.folder!r}"
-    outcome.agree(control, doing)
+    with agreed(control, doing):
+        need = scratch.promise(nbytes)
     needs = [one for one in control.gather_objects(need) if one is not None]
     for disk in dict.fromkeys(one.disk for one in needs):
         ranks = [rank for rank, one in enumerate(needs) if one.disk == disk]

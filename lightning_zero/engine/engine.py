@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_zero.comm import Communicator, Outcome, SyncPoint, default_world_size
+from lightning_zero.comm import Communicator, SyncPoint, agreed, default_world_size
 from lightning_zero.engine import rank_check
 from lightning_zero.engine.activation_checkpointing import ActivationCheckpointing
 from lightning_zero.engine.activation_offload import ActivationOffload
@@ -274,10 +274,8 @@ class Engine:
         all of them, has succeeded, the module neither trains nor predicts, and is not saved.
         """
         was_torn, self._step.is_torn = self._step.is_torn, True
-        outcome = Outcome()
-        with outcome.attempt():
+        with agreed(self.comm.control, doing):
             yield
-        outcome.agree(self.comm.control, doing)
         self._step.is_torn = was_torn and not heals
 
     def require_whole(self) -> None:

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_zero.optimizer.shared_state import OfOptimizer
+from lightning_zero.optimizer.shared_state import OfOptimizer, options_of
 from lightning_zero.tensors import is_wrapper
 
 Toys = Mapping[Parameter, Sequence[Parameter]]
@@ -36,14 +36,6 @@ def uncompiled() -> Any:
     A step of toys that is followed cannot be compiled, and others are over sooner than a compiler.
     """
     return torch.compiler.set_stance("force_eager")
-
-
-def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a param group, without its parameters."""
-    return {key: value for key, value in group.items() if key not in _NO_OPTIONS}
-
-
-_NO_OPTIONS = ("params", "param_names", "initial_lr")
 
 
 def copy_of(optimizer: Any, toys: Sequence[Toys], kept: Sequence[int]) -> Optimizer:
@@ -147,11 +139,7 @@ def _holds_hooks(name: str) -> bool:
 
 def _copy_group(group: Mapping[str, Any], toys: Toys, memo: dict[Any, Any]) -> dict[str, Any]:
     own = list(dict.fromkeys(toy for each in toys.values() for toy in each))
-    copied: dict[str, Any] = {
-        key: copy.deepcopy(value, memo)
-        for key, value in group.items()
-        if key not in ("params", "param_names")
-    }
+    copied = {key: copy.deepcopy(value, memo) for key, value in options_of(group).items()}
     if all(toy.device.type == "cpu" for toy in own) and copied.get("capturable"):
         # On a host torch refuses `capturable`, and without it `foreach` with a learning rate in a
         # tensor.

@@ -34,7 +34,7 @@ from lightning_zero.optimizer.dataflow import Finding, Traced, Way
 from lightning_zero.optimizer.known import ELEMENT_WISE, is_known
 from lightning_zero.optimizer.optimizer_copy import CannotCopy, bare, held_by_attributes
 from lightning_zero.optimizer.pieces import held_by, is_of_torch, parameter_of
-from lightning_zero.optimizer.trial import Master, Trial
+from lightning_zero.optimizer.trial import MasterOf, Trial
 from lightning_zero.optimizer.unit_trial import reason_against
 from lightning_zero.parameters import are_views
 
@@ -57,7 +57,7 @@ class Verdict(NamedTuple):
 
 
 def verdict_of(
-    optimizer: Any, master_of: Master = lambda parameter: parameter, *, by_unit: bool = False
+    optimizer: Any, master_of: MasterOf = lambda parameter: parameter, *, by_unit: bool = False
 ) -> Verdict:
     """Return how ``optimizer`` is stepped, as found by :func:`probe`.
 
@@ -83,7 +83,7 @@ def verdict_of(
 
 
 def probe(
-    optimizer: Any, master_of: Master = lambda parameter: parameter, *, by_unit: bool = False
+    optimizer: Any, master_of: MasterOf = lambda parameter: parameter, *, by_unit: bool = False
 ) -> Verdict:
     """Find out how ``optimizer`` may be stepped, without changing it or its parameters.
 
@@ -103,16 +103,15 @@ def probe(
     try:
         with torch.random.fork_rng(devices=[]):
             # A unit may leave some of several groups empty.
-            least_groups = 2 if by_unit else 1
-            whole = Trial(original, master_of, least_groups=least_groups)
+            whole = Trial(original, master_of, least_groups=2 if by_unit else 1)
             whole.run()
             _examine_format(whole)
             if whole.dataflow.way is Way.BY_ELEMENT:
-                part = _compare(whole, original, master_of, least_groups)
+                part = _compare(whole)
             elif whole.dataflow.way is Way.BY_PARAMETER and whole.dataflow.read:
-                _answer_otherwise(whole, original, master_of)
+                _answer_otherwise(whole)
             if by_unit and whole.dataflow.way is Way.BY_ELEMENT:
-                against = reason_against(whole, part, original, master_of)
+                against = reason_against(whole, part)
     except CannotCopy as error:
         return _without_trial(original, str(error), by_unit=by_unit)
     finally:
@@ -133,9 +132,9 @@ def _without_trial(optimizer: Optimizer, reason: str, *, by_unit: bool) -> Verdi
     return Verdict(Way.ALL_AT_ONCE, reason, False, reason if by_unit else "")
 
 
-def _compare(whole: Trial, optimizer: Optimizer, master_of: Master, least_groups: int) -> Trial:
+def _compare(whole: Trial) -> Trial:
     """Step parts of the same toys; it is a finding if their operations or numbers differ."""
-    parts = Trial(optimizer, master_of, is_flat=True, least_groups=least_groups)
+    parts = whole.again(is_flat=True)
     parts.run()
     if not parts.dataflow.findings and parts.dataflow.trace == whole.dataflow.trace:
         return parts
@@ -147,13 +146,13 @@ def _compare(whole: Trial, optimizer: Optimizer, master_of: Master, least_groups
     return parts
 
 
-def _answer_otherwise(whole: Trial, optimizer: Optimizer, master_of: Master) -> None:
+def _answer_otherwise(whole: Trial) -> None:
     """Make up what is read of every second toy; it is a finding if the others notice."""
-    truth = Trial(optimizer, master_of)
+    truth = whole.again(least_groups=1)
     truth.run(is_brief=True)
     for turn in (0, 1):
         forced = sum(1 << index for index in range(turn, len(whole.toys), 2))
-        other = Trial(optimizer, master_of, answer=_Answers(forced))
+        other = whole.again(least_groups=1, answer=_Answers(forced))
         other.run(is_brief=True)
         if other.seen_of(~forced) != truth.seen_of(~forced):
             what = f"{whole.dataflow.read}, which may change how it steps another one"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ def shared_of(optimizer: Optimizer) -> list[Entries]:
         if key not in ("state", "param_groups") and not isinstance(value, _OURS)
     }
     others = {k: v for k, v in optimizer.state.items() if not isinstance(k, Tensor)}
-    return [own, others, *map(_options_of, optimizer.param_groups)]
+    return [own, others, *map(options_of, optimizer.param_groups)]
 
 
 _OURS = (Announced, OfOptimizer)
@@ -119,7 +119,8 @@ def _put(optimizer: Optimizer, new: Sequence[Entries], old: Sequence[Entries]) -
         place.update(entries)
 
 
-def _options_of(group: MutableMapping[str, Any]) -> Entries:
+def options_of(group: Mapping[str, Any]) -> Entries:
+    """Return the options of a param group: all but its members and their names."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 

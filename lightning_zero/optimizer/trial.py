@@ -18,11 +18,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.optimizer.dataflow import CannotFollow, Dataflow, Way
-from lightning_zero.optimizer.optimizer_copy import copy_of, options_of, uncompiled, with_inner
-from lightning_zero.optimizer.shared_state import Entries, shared_of
+from lightning_zero.optimizer.optimizer_copy import copy_of, uncompiled, with_inner
+from lightning_zero.optimizer.shared_state import Entries, options_of, shared_of
 from lightning_zero.tensors import unwrapped
 
-Master = Callable[[Parameter], Tensor]
+MasterOf = Callable[[Parameter], Tensor]
+"""Returns a tensor of the dtype and on the device in which a parameter is stepped."""
 
 Place = tuple[int, int, Any]
 """Where an entry is kept: in which of :func:`with_inner`, in which of :func:`shared_of`, and its
@@ -34,12 +35,14 @@ class Trial:
 
     Args:
         optimizer: The user's optimizer.
-        master_of: Returns a tensor of the dtype and on the device in which a parameter is stepped.
+        master_of: Returns what a parameter is stepped like.
         is_flat: Step only the first elements of each toy, as a vector.
         least_groups: The least number of param groups to try if there are more of equal options.
         answer: As for :class:`Dataflow`.
 
     Attributes:
+        optimizer: The user's optimizer.
+        master_of: As given.
         toys: Two for each kind of parameter, one after the other.
         dataflow: What was found.
         optimizer_copy: The copy of the optimizer that steps the toys.
@@ -52,12 +55,13 @@ class Trial:
     def __init__(
         self,
         optimizer: Optimizer,
-        master_of: Master,
+        master_of: MasterOf,
         *,
         is_flat: bool = False,
         least_groups: int = 1,
         answer: Callable[[int, Any], Any] = lambda bits, value: value,
     ) -> None:
+        self.optimizer, self.master_of, self._least_groups = optimizer, master_of, least_groups
         self._is_flat = is_flat
         self._generator = torch.Generator().manual_seed(0)
         self._shapes: list[tuple[int, ...]] = []
@@ -69,9 +73,9 @@ class Trial:
             key = _options_key(group)
             if group["params"] and (key not in seen or len(kept) < least_groups):
                 kept.append(index)
-                seen[key] = self._toys_for(group, master_of)
+                seen[key] = self._toys_for(group)
                 self.toys += [toy for pair in seen[key].values() for toy in pair]
-            stand_ins.append(_stand_ins(group, master_of, seen.get(key, {})))
+            stand_ins.append(_stand_ins(group, seen.get(key, {}), self._kind))
         self.optimizer_copy = copy_of(optimizer, stand_ins, kept)
         users = (p for group in optimizer.param_groups for p in group["params"])
         self.dataflow = Dataflow(users, answer)
@@ -80,15 +84,22 @@ class Trial:
         self.calls_closure = False
         self.drops_gradients = False
 
-    def _toys_for(
-        self, group: Mapping[str, Any], master_of: Master
-    ) -> dict[_Kind, list[Parameter]]:
+    def again(self, **how: Any) -> Trial:
+        """Return a trial of the same optimizer with other arguments, those in ``how``."""
+        return Trial(self.optimizer, self.master_of, **{"least_groups": self._least_groups, **how})
+
+    def _toys_for(self, group: Mapping[str, Any]) -> dict[_Kind, list[Parameter]]:
         """Return two toys per kind of parameter in a group: a lone one may meet another later."""
-        masters = {_kind(p, master_of): master_of(p) for p in group["params"]}
+        masters = {self._kind(p): self.master_of(p) for p in group["params"]}
         return {
             kind: [self._toy(shape, master) for shape in _shapes(kind)]
             for kind, master in masters.items()
         }
+
+    def _kind(self, parameter: Parameter) -> _Kind:
+        shape = _shape_of(parameter)
+        is_large = len(shape) == 2 and min(shape) >= _LARGE
+        return _Kind(len(shape), is_large, self.master_of(parameter).dtype)
 
     def _toy(self, shape: tuple[int, ...], master: Tensor) -> Parameter:
         device = "cpu" if master.device.type == "meta" else master.device
@@ -280,7 +291,8 @@ def _move_counters(optimizer: Optimizer, step: int) -> None:
 def _options_key(group: Mapping[str, Any]) -> str:
     """Return a key that is equal for param groups that differ only in their learning rate."""
     ranks = sorted({len(_shape_of(parameter)) for parameter in group["params"]})
-    return str((ranks, {key: value for key, value in options_of(group).items() if key != "lr"}))
+    rates = ("lr", "initial_lr")
+    return str((ranks, {k: v for k, v in options_of(group).items() if k not in rates}))
 
 
 class _Kind(NamedTuple):
@@ -291,17 +303,13 @@ class _Kind(NamedTuple):
     dtype: torch.dtype
 
 
-def _kind(parameter: Parameter, master_of: Master) -> _Kind:
-    shape = _shape_of(parameter)
-    is_large = len(shape) == 2 and min(shape) >= _LARGE
-    return _Kind(len(shape), is_large, master_of(parameter).dtype)
-
-
 def _stand_ins(
-    group: Mapping[str, Any], master_of: Master, toys: Mapping[_Kind, list[Parameter]]
+    group: Mapping[str, Any],
+    toys: Mapping[_Kind, list[Parameter]],
+    kind_of: Callable[[Parameter], _Kind],
 ) -> dict[Parameter, list[Parameter]]:
     """Return the toys of each parameter: both of its kind if it is alone, else one of them."""
-    kinds = [_kind(parameter, master_of) for parameter in group["params"]]
+    kinds = [kind_of(parameter) for parameter in group["params"]]
     total, used = Counter(kinds), Counter[_Kind]()
     stand_ins = {}
     for parameter, kind in zip(group["params"], kinds, strict=True):

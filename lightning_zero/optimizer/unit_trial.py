@@ -29,7 +29,7 @@ from lightning_zero.optimizer.dataflow import Dataflow, Traced
 from lightning_zero.optimizer.optimizer_copy import with_inner
 from lightning_zero.optimizer.shared_state import Announced, SharedState, name_of, shared_of
 from lightning_zero.optimizer.states import ParamGroups, States
-from lightning_zero.optimizer.trial import Master, Trial, comparable
+from lightning_zero.optimizer.trial import Trial, comparable
 from lightning_zero.optimizer.unit_step import UnitStep, call_as
 from lightning_zero.tensors import internals
 
@@ -39,15 +39,13 @@ class UnitTrial(Trial):
 
     Args:
         whole: The trial, which has ended, of the same toys stepped together.
-        optimizer: The user's optimizer.
-        master_of: As for :class:`Trial`.
 
     Attributes:
         changes_early: What a step changes for all toys before it has called its closure, if any.
     """
 
-    def __init__(self, whole: Trial, optimizer: Optimizer, master_of: Master) -> None:
-        super().__init__(optimizer, master_of, least_groups=2)
+    def __init__(self, whole: Trial) -> None:
+        super().__init__(whole.optimizer, whole.master_of, least_groups=2)
         self._waits_for_closure = whole.waits_for_closure
         self._random = random.Random(0)
         self._num_steps = 0
@@ -152,28 +150,21 @@ def _unseen() -> Iterator[None]:
         yield
 
 
-def reason_against(
-    whole: Trial,
-    part: Trial,
-    optimizer: Optimizer,
-    master_of: Master,
-) -> str:
+def reason_against(whole: Trial, part: Trial) -> str:
     """Return why steps unit by unit are not proved to give what one step does; ``""`` if they are.
 
     Args:
         whole: The trial of toys stepped together, by element.
         part: The trial of a part of each of them.
-        optimizer: The user's optimizer.
-        master_of: As for :class:`Trial`.
     """
-    if found := _kept_otherwise(whole, optimizer):
+    if found := _kept_otherwise(whole):
         return found
     states, others = whole.optimizer_copy.state, part.optimizer_copy.state
     for toy, cut in zip(whole.toys, part.toys, strict=True):
         entries = _of_no_element(states.get(toy, {}), toy)
         if toy.dim() and entries != _of_no_element(others.get(cut, {}), cut):
             return "keeps different numbers for a part of a parameter than for the whole"
-    by_unit = UnitTrial(whole, optimizer, master_of)
+    by_unit = UnitTrial(whole)
     by_unit.run()
     if by_unit.changes_early:
         return f"changes {by_unit.changes_early} before calling its closure"
@@ -186,9 +177,9 @@ def reason_against(
     return _difference_of_shared(whole, by_unit)
 
 
-def _kept_otherwise(whole: Trial, optimizer: Optimizer) -> str:
+def _kept_otherwise(whole: Trial) -> str:
     """Return what rules out steps by unit before any is tried, if anything."""
-    copied = whole.optimizer_copy
+    optimizer, copied = whole.optimizer, whole.optimizer_copy
     if len([*with_inner(copied)]) > 1:
         return "steps another optimizer inside it"
     if whole.calls_closure and not whole.waits_for_closure:

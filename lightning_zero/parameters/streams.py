@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zero.comm import Arrived, Communicator, Outcome, Shards, SyncPoint, require_room
+from lightning_zero.comm import Arrived, Communicator, Shards, SyncPoint, agreed, require_room
 from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.parameters.stores import HostStore, Store
 from lightning_zero.plan import Layout, Plan
@@ -215,14 +215,12 @@ class Stream(Store):
         nbytes = self.plan.master.dtype.itemsize * self.layout.shard_numel
         require_room(self._scratch, nbytes, control, "masters")
         masters = super()._allocated(self.comm.transport.share([self._extent]))
-        outcome = Outcome()
-        with outcome.attempt():
+        with agreed(control, "Reading weights before changing them"):
             for index, source in enumerate(self._sources):
                 start, stop = self.layout.piece(index, rank)
                 if start < stop:
                     in_shard = slice(*self.layout.piece_in_shard(index, rank))
                     self._read_part(source, start, masters.own[in_shard])
-        outcome.agree(control, "Reading weights before changing them")
         self.comm.fence(SyncPoint.SETUP)
         self.is_stream, self._sources = False, []
         self._rest(masters)

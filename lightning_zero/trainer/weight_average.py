@@ -72,8 +72,8 @@ class Average:
             own.data = piece.data.to(device or piece.device, own.dtype, copy=True)
         # torch sets an attribute on the hook, which fails for a bound method.
         cut, show = functools.partial(self._cut), functools.partial(self._show_sharded)
-        for child, twin in zip(self.copy.modules(), self._module.modules(), strict=True):
-            self._fill_buffers(child, twin, device or engine.sharded.settings.device)
+        for child, original in zip(self.copy.modules(), self._module.modules(), strict=True):
+            self._fill_buffers(child, original, device or engine.sharded.settings.device)
             handle = child.register_load_state_dict_pre_hook(cut)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
         handle = self.copy.register_state_dict_post_hook(show)  # type: ignore[no-untyped-call]
@@ -98,10 +98,10 @@ class Average:
             vars(self.copy).update(self._copying)
 
     @staticmethod
-    def _fill_buffers(child: nn.Module, twin: nn.Module, device: torch.device) -> None:
+    def _fill_buffers(child: nn.Module, original: nn.Module, device: torch.device) -> None:
         for name, buffer in child._buffers.items():
             if buffer is not None:
-                values = twin._buffers[name] if buffer.is_meta else buffer
+                values = original._buffers[name] if buffer.is_meta else buffer
                 assert values is not None
                 child._buffers[name] = values.detach().to(device, copy=buffer.is_meta)
 

@@ -109,12 +109,12 @@ def _without_sharded_values(value: Any, path: Keys, found: dict[Keys, Any]) -> A
             f" {type(value).__name__}, but checkpoint='dcp' stores them only in dictionaries with"
             " string keys. Use checkpoint='file'"
         )
-    twin = copy.copy(value)
+    copied = copy.copy(value)
     for key, item in value.items():
-        twin[key] = _without_sharded_values(item, (*path, key), found)
+        copied[key] = _without_sharded_values(item, (*path, key), found)
         if (*path, key) in found:
-            del twin[key]
-    return twin
+            del copied[key]
+    return copied
 
 
 # -- loading ---------------------------------------------------------------------------------------
