@@ -8,6 +8,7 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent / "lightning_zero"
+ROOTS = PACKAGE, TESTS, TESTS.parent / "examples"
 FOLDERS = [
     "tensors",
     "plan",
@@ -198,6 +199,20 @@ def test_tests_import_folders() -> None:
                 assert name not in exported, f"{path}: take {name} from {outer}.{within[0]}"
                 inner.add(".".join(within))
     assert inner == INNER
+
+
+def test_what_a_folder_exports_is_used_elsewhere() -> None:
+    """By another folder, or else by a test or an example."""
+    used = set()
+    for path in (path for root in ROOTS for path in root.rglob("*.py")):
+        for module, name in imports(path):
+            if not path.is_relative_to(PACKAGE / module.removeprefix(f"{PACKAGE.name}.")):
+                used.add((module, name))
+    for folder in {*FOLDERS} - LIGHTNING - {"commands"}:
+        own = f"{PACKAGE.name}.{folder}"
+        exports = imports(PACKAGE / folder / "__init__.py")
+        names = {name for module, name in exports if module.startswith(f"{own}.")}
+        assert not [name for name in sorted(names) if (own, name) not in used], folder
 
 
 @pytest.mark.parametrize(

@@ -16,17 +16,3 @@ from lightning_zero.deepspeed.config import Config
 from lightning_zero.deepspeed.files import CannotConvert, files_of, is_deepspeed_folder
 from lightning_zero.deepspeed.keys import KEYS, Fate, Kind, table
 from lightning_zero.deepspeed.optimizer_block import OptimizerBlock, SchedulerBlock
-
-__all__ = [
-    "KEYS",
-    "CannotConvert",
-    "Config",
-    "DeepSpeedFolder",
-    "Fate",
-    "Kind",
-    "OptimizerBlock",
-    "SchedulerBlock",
-    "files_of",
-    "is_deepspeed_folder",
-    "table",
-]

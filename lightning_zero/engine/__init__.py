@@ -31,21 +31,3 @@ from lightning_zero.engine.engine import Engine, engine_of, piece_among
 from lightning_zero.engine.materialize import forget_values
 from lightning_zero.engine.rank_check import Description, differences, optimizer_description
 from lightning_zero.engine.replacements import Replacements
-
-__all__ = [
-    "ActivationCheckpointing",
-    "ActivationOffload",
-    "Description",
-    "Engine",
-    "Replacements",
-    "broadcast_buffers",
-    "differences",
-    "engine_of",
-    "forget_values",
-    "full_grad",
-    "gathered",
-    "grad_norm",
-    "join",
-    "optimizer_description",
-    "piece_among",
-]

@@ -42,38 +42,5 @@ from lightning_zero.memory.report import (
 )
 from lightning_zero.memory.size import format_bytes, format_ranks, parse_bytes, parse_numel
 from lightning_zero.memory.summary import summary
-from lightning_zero.memory.terms import AWAY_ROWS, KINDS, RESTING
+from lightning_zero.memory.terms import AWAY_ROWS, KINDS
 from lightning_zero.plan import Offload
-
-__all__ = [
-    "AWAY_ROWS",
-    "EQUAL_STAGES",
-    "KINDS",
-    "OF_STAGE_3",
-    "RESTING",
-    "TERMS",
-    "Cluster",
-    "Estimate",
-    "Limits",
-    "LiveBytes",
-    "ModelPlan",
-    "Offload",
-    "Played",
-    "Timeline",
-    "advise",
-    "are_equal_stages",
-    "compare",
-    "estimate",
-    "estimate_of",
-    "estimate_table",
-    "format_bytes",
-    "format_ranks",
-    "named_offloads",
-    "parse_bytes",
-    "parse_numel",
-    "play",
-    "rest_table",
-    "summary",
-    "table",
-    "write_report",
-]

@@ -33,7 +33,7 @@ from lightning_zero.optimizer.dataflow import Way
 from lightning_zero.optimizer.hooks import OptimizerHooks
 from lightning_zero.optimizer.loss_scaler import LossScaler
 from lightning_zero.optimizer.optimizer_copy import bare, with_inner
-from lightning_zero.optimizer.pieces import FindPiece, cut_state, owned, parameter_of
+from lightning_zero.optimizer.pieces import FindPiece, owned, parameter_of
 from lightning_zero.optimizer.probe import verdict_of
 from lightning_zero.optimizer.rounding import RoundedStates
 from lightning_zero.optimizer.second_run import end
@@ -42,7 +42,6 @@ from lightning_zero.optimizer.shown import kept_states
 from lightning_zero.optimizer.staging import PiecePart, batches_of, staging_bytes
 from lightning_zero.optimizer.states import StateFiles, States
 from lightning_zero.optimizer.steppers import (
-    Stepper,
     are_torn,
     members,
     pieces_of,
@@ -59,41 +58,3 @@ from lightning_zero.optimizer.toys import (
 )
 from lightning_zero.optimizer.unit_step import UnitStep
 from lightning_zero.optimizer.whole_step import owners_of
-
-__all__ = [
-    "Announced",
-    "FindPiece",
-    "LossScaler",
-    "OptimizerHooks",
-    "PiecePart",
-    "Removable",
-    "RoundedStates",
-    "StateBytes",
-    "StateFiles",
-    "States",
-    "Stepper",
-    "UnitStep",
-    "Way",
-    "are_torn",
-    "bare",
-    "batches_of",
-    "cut_state",
-    "end",
-    "follow",
-    "is_like",
-    "kept_states",
-    "members",
-    "missing_in_state",
-    "owned",
-    "owners_of",
-    "parameter_of",
-    "pieces_of",
-    "require_whole_steps",
-    "staging_bytes",
-    "state_bytes",
-    "stepper_of",
-    "toy_state",
-    "verdict_of",
-    "whole_state_bytes",
-    "with_inner",
-]

@@ -32,27 +32,3 @@ from lightning_zero.parameters.reducer import Reducer
 from lightning_zero.parameters.sharded_grad import stack_on
 from lightning_zero.parameters.stores import Store, memory_for_masters, store_for
 from lightning_zero.parameters.streams import Reader, stream_for
-
-__all__ = [
-    "Buffer",
-    "FlatParameters",
-    "Lent",
-    "Owner",
-    "Piece",
-    "Reach",
-    "Reader",
-    "Reducer",
-    "Store",
-    "are_views",
-    "averages",
-    "follow_again",
-    "local_of",
-    "make_distributed",
-    "make_local",
-    "memory_for_masters",
-    "ownership_of",
-    "stack_on",
-    "stop_following",
-    "store_for",
-    "stream_for",
-]

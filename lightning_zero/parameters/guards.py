@@ -2,14 +2,15 @@
 
 At rest a parameter's data is a stride-0 placeholder of the full shape. Reading it would be silent
 nonsense (and reading a freed storage a segmentation fault), so a parameter at rest is **guarded**:
-its class is a subclass whose ``__torch_function__`` lets metadata through and hands everything else
-to the parameter's owner, which makes it readable or raises. So is one whose weights are kept for a
-later need of its unit, and must not go unnoticed when used before that.
+its class is a subclass (:class:`Guarded`) whose ``__torch_function__`` lets metadata through and
+hands everything else to the parameter's owner, which makes it readable or raises. So is one whose
+weights are kept for a later need of its unit, and must not go unnoticed when used before that.
 
-While a parameter is a view of a flat buffer, its class is a subclass that intercepts everything
-that exposes its memory: its ``data``, and the methods that return views. Changes made through
-``data`` bypass the version counter that detects changes in place, and a tensor assigned to it would
-not be trained. A view that may outlive the memory becomes a :class:`View`.
+While a parameter is a view of a flat buffer, for anybody to read, its class is a subclass
+(:class:`Readable`) that intercepts everything that **exposes** its memory: its ``data``, and the
+methods that return views. Changes made through ``data`` bypass the version counter that detects
+changes in place, and a tensor assigned to it would not be trained. A view that may outlive the
+memory becomes a :class:`View`.
 
 Torch swaps ``__class__`` in the same way for ``UninitializedParameter``. Here only this module and
 ``classes`` do so. The alternative, a second ``Parameter`` object in ``module._parameters``, loses
@@ -75,7 +76,7 @@ class Guarded:
 
 
 class Readable:
-    """Mixin of the class that a parameter has while it is a view of a flat buffer.
+    """Mixin of the class that a parameter has while it is a view of a flat buffer, unguarded.
 
     It has no ``__torch_function__``: operations cost what they cost on any parameter, and only
     methods that return views are intercepted, not functions (``torch.chunk(weight, 2)``).
@@ -85,22 +86,22 @@ class Readable:
         return iter(_view(self, Tensor.unbind))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
-        with _ordinary(cast(Parameter, self)) as parameter:
+        with _in_original_class(cast(Parameter, self)) as parameter:
             return copy.deepcopy(parameter, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with _ordinary(cast(Parameter, self)) as parameter:
+        with _in_original_class(cast(Parameter, self)) as parameter:
             copied = Parameter(parameter.detach().clone(), parameter.requires_grad)
             copied.__dict__.update(parameter.__dict__)
             return copied.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:
-        with _ordinary(cast(Parameter, self)) as parameter:
+        with _in_original_class(cast(Parameter, self)) as parameter:
             return repr(parameter)
 
 
 @contextlib.contextmanager
-def _ordinary(parameter: Parameter) -> Iterator[Parameter]:
+def _in_original_class(parameter: Parameter) -> Iterator[Parameter]:
     """Restore a parameter's original class within the context."""
     cls = type(parameter)
     restore_class(parameter)
@@ -126,17 +127,17 @@ _HANDING_ON = {"torch.nn.modules.module", "torch.functional", "torch._tensor"}
 """The modules of torch that pass a result of a parameter's methods on to their own caller."""
 
 
-def _view(whole: Readable, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _view(parameter: Readable, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``func`` on a readable parameter for our caller's caller; track the views it returns."""
     if torch.compiler.is_compiling():
-        return func(whole, *args, **kwargs)
+        return func(parameter, *args, **kwargs)
     frame = sys._getframe(2)
-    _refuse_parameter_of(whole, frame)
+    _refuse_parameter_of(parameter, frame)
     if _is_of_torch(frame):
         # Torch does not keep the view; and its compiler, which calls this while compiled code runs,
         # needs a plain tensor.
-        return func(whole, *args, **kwargs)
-    return _use([cast(Parameter, whole)], func, (whole, *args), kwargs)
+        return func(parameter, *args, **kwargs)
+    return _use([cast(Parameter, parameter)], func, (parameter, *args), kwargs)
 
 
 def _is_of_torch(frame: FrameType) -> bool:
@@ -331,7 +332,7 @@ def _use(
             result = copied_if_wrapped(result, storages)
         viewed = list(_lying_in(storages, result))
         returning = {id(p) for _, p in viewed if ownership_of(p).gives_back}
-        # If the weights have moved, the result is a view of the memory that they left.
+        # If any weights have moved, the result is a view of the memory that they left: call again.
         if True in [ownership_of(p).stop_borrowing() for _, p in viewed if id(p) in returning]:
             return _use(parameters, func, args, kwargs, exposes=exposes)
         for tensor, parameter in viewed:
@@ -393,4 +394,5 @@ def _keep_address(parameter: Parameter) -> None:
 def restore_class(parameter: Parameter) -> None:
     """Restore the original class of ``parameter``."""
     if isinstance(parameter, (Guarded, Readable)):
+        # Behind the class that `classes` has made, and its mixin.
         parameter.__class__ = type(parameter).__mro__[2]

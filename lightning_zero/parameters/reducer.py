@@ -71,6 +71,7 @@ class Reducer:
         self.hide()
         stays = reach is Reach.RANK or (reach is Reach.COPY and self._store.has_copies)
         if stays or self.shard.is_of_copy:
+            # Shown as they are until a later reduction, or added to such: the shard is divided.
             self._divisor = 1
         self._reach = reach
         self.arrived = [False] * len(self._pieces)
@@ -160,6 +161,7 @@ class Reducer:
             self._in_flight = [target]  # the partial buffer is encoded, and only the code is sent
         mesh = self._store.comm.mesh
         num_ranks = mesh.shard.size if self._reach is Reach.COPY else mesh.size
+        # What is left of the division by the number of ranks, for the shard.
         late_scale, self._divisor = self._divisor / num_ranks, self._usual_divisor
         self.shard.is_of_copy = self._reach is Reach.COPY and self._store.has_copies
         add = functools.partial(self.shard.add, self._reach, late_scale, unit=unit, tag=tag)

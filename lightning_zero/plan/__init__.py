@@ -10,7 +10,6 @@ unit_specs        units with their parameters and plans, before they have memory
 layout            the place of every parameter in its flat buffer, and every rank's part
 """
 
-from lightning_zero.plan.casts import CAST_WEIGHTS
 from lightning_zero.plan.cuts import Cut, cut_of, derived_class, original_class, set_cut
 from lightning_zero.plan.layout import ALIGNMENT, Layout, Slot
 from lightning_zero.plan.other_strategies import CURES, refuses_others
@@ -29,36 +28,3 @@ from lightning_zero.plan.unit_specs import (
     specify_units,
 )
 from lightning_zero.plan.units import MIN_NUMEL, UnitPolicy, find_units
-
-__all__ = [
-    "ALIGNMENT",
-    "ARGUMENTS",
-    "CAST_WEIGHTS",
-    "CURES",
-    "MIN_NUMEL",
-    "RECIPES",
-    "START_METHODS",
-    "STRATEGIES",
-    "Cut",
-    "FlatSpec",
-    "Home",
-    "Layout",
-    "Medium",
-    "Offload",
-    "Placement",
-    "Plan",
-    "Recipe",
-    "Settings",
-    "Slot",
-    "UnitPolicy",
-    "UnitSpec",
-    "as_dtype",
-    "cut_of",
-    "derived_class",
-    "find_units",
-    "original_class",
-    "refuses_others",
-    "set_cut",
-    "specify_units",
-    "strategy_arguments",
-]

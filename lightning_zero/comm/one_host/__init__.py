@@ -14,5 +14,3 @@ dry_shared_memory the transport in a dry run
 from lightning_zero.comm.one_host.dry_shared_memory import DrySharedMemory
 from lightning_zero.comm.one_host.shared_memory import SharedMemory
 from lightning_zero.comm.one_host.sync_windows import SyncWindows
-
-__all__ = ["DrySharedMemory", "SharedMemory", "SyncWindows"]
