@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
 from lightning_zero.comm import Communicator
-from lightning_zero.optimizer import members, parameter_of
+from lightning_zero.optimizer import members, parameter_of, stepper_of
 from lightning_zero.parameters import Piece
 from lightning_zero.plan import Cut, cut_of
 from lightning_zero.tensors import lasting_tensors
@@ -47,10 +47,11 @@ def local_optimizer_states(
 ) -> list[Mapping[str, Any]]:
     """Return whole optimizer states with this rank's parts of those of cut parameters.
 
-    A state that does not fit its optimizer is returned as it is, to be refused.
+    Those of an optimizer that steps whole parameters stay whole. A state that does not fit its
+    optimizer is returned as it is, to be refused.
     """
     given = [*states]
-    held = [members(optimizer) for optimizer in optimizers]
+    held = [[] if stepper_of(one).is_whole else members(one) for one in optimizers]
     return [
         _local_optimizer_state(own, state) for own, state in zip(held, given, strict=False)
     ] + given[len(held) :]

@@ -78,7 +78,8 @@ def _whole_states(
             _check_alike(states, f"the state of parameter {index} of {label}")
             if not states or not states[0]:
                 continue
-            is_first = engine.comm.is_in_first_copy and not getattr(piece, "is_copy", False)
+            is_copy = not is_whole and getattr(piece, "is_copy", False)
+            is_first = engine.comm.is_in_first_copy and not is_copy
             here = (own[index] if is_first else None) or {}
             whole[index] = {
                 key: entry(
@@ -177,6 +178,8 @@ def _faults(
             return
         is_piece = isinstance(parameter, Piece)
         shape = parameter.range.slot.shape if is_piece else parameter.shape
+        if is_piece and is_whole:
+            shape = parameter.whole_shape
         if is_piece:
             kind = number, len(shape) if is_whole else 1
             if kind not in toys:

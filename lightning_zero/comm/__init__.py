@@ -44,6 +44,7 @@ from lightning_zero.comm.tensor_parallel import (
     device_mesh,
     is_dtensor,
     pretended_mesh,
+    unwrapped,
     whole,
 )
 from lightning_zero.comm.traffic import Ledger, Sent, StepTimes, Traffic, sum_of

@@ -34,15 +34,19 @@ class Coded:
         transport: Carries the codes.
         bits: As in :class:`Codec`.
         cargo: What is sent.
+        ranks: The transport's ranks as this rank's noise knows them: equal on ranks that have parts
+            of one model, whose parameters that are not cut stay alike.
 
     Attributes:
         size: Ranks along the axis.
     """
 
-    def __init__(self, transport: Transport, bits: int, cargo: Cargo) -> None:
+    def __init__(
+        self, transport: Transport, bits: int, cargo: Cargo, ranks: tuple[int, ...]
+    ) -> None:
         self.size = transport.size
         self._transport = transport
-        self._bits, self._cargo = bits, cargo
+        self._bits, self._cargo, self._ranks = bits, cargo, ranks
         self._num_coded = 0
 
     def gather(self, out: Tensor, source: Shards, *, unit: str, tag: int) -> Work:
@@ -79,6 +83,6 @@ class Coded:
         if self._cargo is Cargo.WEIGHTS or device.type == "meta":
             return None
         self._num_coded += 1
-        axis = self._transport.axis
-        seed = zlib.crc32(f"{unit} {tag} {axis.ranks} {axis.rank} {self._num_coded}".encode())
+        number, rank = self._num_coded, self._transport.rank
+        seed = zlib.crc32(f"{unit} {tag} {self._ranks} {rank} {number}".encode())
         return torch.Generator(device).manual_seed(seed)

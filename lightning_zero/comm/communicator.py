@@ -124,7 +124,7 @@ class Communicator:
                 "Quantized weights and gradients are sent as messages, but ranks on this host read"
                 " each other's memory. Use Communicator(reads_peers=False), as the strategy does."
             )
-        return Coded(transport, bits, cargo)
+        return Coded(transport, bits, cargo, self.mesh.data_numbers(transport.axis))
 
     @property
     def traffic(self) -> Traffic:

@@ -61,11 +61,13 @@ class Mesh:
         data: The axis over which gradients are averaged: all ranks, or the data-parallel ones.
         backward: The axis over which weights are sharded for a backward pass, if it is another.
         tensor: The axis over which tensor parallelism cuts parameters, if it does.
+        model: The axis of all ranks that have parts of one copy of the model.
     """
 
     shard: Axis
     replicate: Axis
     data: Axis
+    model: Axis
     backward: Axis | None = None
     tensor: Axis | None = None
 
@@ -73,6 +75,11 @@ class Mesh:
     def size(self) -> int:
         """Number of ranks over which gradients are averaged."""
         return self.data.size
+
+    def data_numbers(self, axis: Axis) -> tuple[int, ...]:
+        """Return the data-parallel numbers of the ranks of an axis other than the tensor axis."""
+        size = 1 if self.tensor is None else self.tensor.size
+        return tuple(rank // size for rank in axis.ranks)
 
     @classmethod
     def of(
@@ -113,11 +120,14 @@ class Mesh:
             return Axis.of(by_part, rank)
 
         parts = [data[first : first + num_backward] for first in data[::num_backward]]
-        whole_models = [ranks[first : first + tensor_size] for first in ranks[::tensor_size]]
+        copies = [data[first : first + num_shards] for first in data[::num_shards]]
+        models = [[one for one in ranks if one // tensor_size in copy] for copy in copies]
+        of_tensor = [ranks[first : first + tensor_size] for first in ranks[::tensor_size]]
         return cls(
-            shard=axis(data[first : first + num_shards] for first in data[::num_shards]),
+            shard=axis(copies),
             replicate=axis(data[first::num_shards] for first in data[:num_shards]),
             data=axis([data]),
+            model=Axis.of(models, rank),
             backward=axis(parts) if num_backward < num_shards else None,
-            tensor=Axis.of(whole_models, rank) if tensor_size > 1 else None,
+            tensor=Axis.of(of_tensor, rank) if tensor_size > 1 else None,
         )

@@ -8,7 +8,8 @@ that it was. Autograd adds up its gradient over the tensor-parallel ranks where 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -65,6 +67,21 @@ def is_dtensor(value: Any) -> bool:
 def whole(value: Any) -> Any:
     """Return the whole tensor that a DTensor stands for, a collective, or any other value."""
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def unwrapped(value: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
+    """Return this rank's part of a DTensor, and what makes a DTensor of one like it; or ``value``.
+
+    What a collective of torch's has yet to write is waited for. Autograd sees nothing of this.
+    """
+    part, wrap = value, None
+    if isinstance(value, DTensor):
+        # As DTensor does for results of its operations; public functions are for autograd.
+        part = value._local_tensor
+        wrap = functools.partial(DTensor, spec=value._spec, requires_grad=False)
+    if isinstance(part, AsyncCollectiveTensor):
+        part = part.trigger_wait()  # type: ignore[no-untyped-call]
+    return part, wrap
 
 
 class _ReadDTensor(DTensor):
@@ -190,6 +207,8 @@ class DTensorForm:
         whole = self.wrap(part)
         if torch.compiler.is_compiling():
             return whole  # compiled code keeps nothing
+        if part.shape == self.shape and isinstance(self.placement, Shard):
+            return part  # an optimizer that steps all at once has the whole here
         # Not by a call, which would add a node to the graph.
         whole.__class__ = _ReadDTensor
         return whole

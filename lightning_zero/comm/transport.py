@@ -192,20 +192,23 @@ class Transport(ABC):
         self.ledger.note(unit, "reduce", nbytes, 1)
         return self._trade(received, sent, out, unit, tag)
 
-    def exchange(self, sent: Tensor, given: Sequence[int], taken: Sequence[int]) -> Tensor:
+    def exchange(
+        self, sent: Tensor, given: Sequence[int], taken: Sequence[int], among: Axis
+    ) -> Tensor:
         """Send each rank its part of ``sent``, and return the parts received, in rank order.
 
         Args:
             sent: Bytes, the parts in rank order.
             given: Bytes sent to each rank.
             taken: Bytes received from each rank.
+            among: The ranks.
         """
-        if self.size == 1:
+        if among.size == 1:
             return sent
         received = self._lasting(sum(taken), torch.uint8)
-        self.ledger.note("optimizer", "exchange", sent.numel() - given[self.rank], 1)
+        self.ledger.note("optimizer", "exchange", sent.numel() - given[among.rank], 1)
         collective = self.log.begin("the exchange of whole parameters")
-        along = self.axis.groups
+        along = among.groups
         group = group_for("owners", along=along) if len(along) > 1 else None
         work = dist.all_to_all_single(received, sent, [*taken], [*given], group, async_op=True)
         Pending(self.log, collective, [] if work is None else [work]).wait()

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.comm import Arrived, Communicator
+from lightning_zero.comm import Arrived, Communicator, unwrapped
 from lightning_zero.engine.replacements import Replacements
 from lightning_zero.engine.unit import Unit
 from lightning_zero.tensors import HostCopies, Work, internals
@@ -82,19 +82,22 @@ class ActivationOffload(Replacements):
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             return forward(*args, **kwargs)
 
-    def _pack(self, call: _Call, tensor: Tensor) -> Tensor | _View:
+    def _pack(self, call: _Call, given: Tensor) -> Tensor | _View:
+        tensor, wrap = unwrapped(given)
         if not self._can_move(tensor):
-            return tensor
+            return given
         storage = tensor.untyped_storage()
         if storage.nbytes() < self._least_bytes or storage._cdata in self._weights:
-            return tensor
+            return given
         saved = self._by_storage.get(storage._cdata)
+        # A DTensor changes its part beneath autograd, which counts its own version only.
+        version = wrap is None, given._version, tensor._version
         # Another storage may have taken its address, or this one may have been written to since.
-        if saved is None or saved.source() is not storage or saved.version != tensor._version:
-            saved = _Saved(call, tensor, self._copies)
+        if saved is None or saved.source() is not storage or saved.version != version:
+            saved = _Saved(call, tensor, self._copies, version)
             self._by_storage[storage._cdata] = saved
         place = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
-        return _View(saved, tensor.dtype, *place)
+        return _View(saved, tensor.dtype, *place, wrap)
 
     def _can_move(self, tensor: Tensor) -> bool:
         """Return whether a storage on the device, shape and strides fully describe a tensor."""
@@ -134,13 +137,13 @@ class _Saved:
 
     Attributes:
         source: A weak reference to the storage.
-        version: The version of the tensor when it was saved.
+        version: The version of the tensor when it was saved, equal to that of the same content.
         call: The call in which it was first saved.
     """
 
-    def __init__(self, call: _Call, tensor: Tensor, copies: HostCopies) -> None:
+    def __init__(self, call: _Call, tensor: Tensor, copies: HostCopies, version: Any) -> None:
         storage = tensor.untyped_storage()
-        self.source, self.version = weakref.ref(storage), tensor._version
+        self.source, self.version = weakref.ref(storage), version
         self.call = call
         self._copies, self._device = copies, tensor.device
         self._on_host, self._landing = copies.storage_down(tensor, call)
@@ -175,19 +178,21 @@ class _Saved:
 
 
 class _View(NamedTuple):
-    """A tensor that autograd saved, as a view of its storage."""
+    """A tensor that autograd saved, as a view of its storage; ``wrap`` makes it a DTensor."""
 
     saved: _Saved
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    wrap: Callable[[Tensor], Tensor] | None
 
     def tensor(self) -> Tensor:
         content = self.saved.content()
         num_whole = len(content) // self.dtype.itemsize * self.dtype.itemsize
         whole = content[:num_whole].view(self.dtype)
-        return whole.as_strided(self.shape, self.stride, self.offset)
+        part = whole.as_strided(self.shape, self.stride, self.offset)
+        return part if self.wrap is None else self.wrap(part)
 
 
 def _unpack(saved: Tensor | _View) -> Tensor:

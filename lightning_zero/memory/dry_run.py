@@ -28,7 +28,7 @@ from lightning_zero.comm import DryHostCopies
 from lightning_zero.engine import ActivationCheckpointing, ActivationOffload
 from lightning_zero.memory.live_bytes import LiveBytes
 from lightning_zero.memory.trace import Event, Kind, in_order
-from lightning_zero.plan import Recipe, UnitSpec
+from lightning_zero.plan import Recipe, UnitSpec, cut_of, set_cut
 from lightning_zero.tensors import tensors_in
 
 Step = Callable[[nn.Module, Any], Tensor]
@@ -47,8 +47,10 @@ def meta_copy(
         bare = torch.empty_like(tensor, device="meta", requires_grad=False)
         if dtype_of is not None:
             bare = bare.to(dtype_of(tensor))
-        is_parameter = isinstance(tensor, Parameter)
-        memo[id(tensor)] = Parameter(bare, tensor.requires_grad) if is_parameter else bare
+        memo[id(tensor)] = bare
+        if isinstance(tensor, Parameter):
+            memo[id(tensor)] = own = Parameter(bare, tensor.requires_grad)
+            set_cut(own, cut_of(tensor))
     for child in module.modules():
         memo[id(getattr(child, "_trainer", None))] = None
         for name, value in vars(child).items():

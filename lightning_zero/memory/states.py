@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -29,6 +30,7 @@ from lightning_zero.optimizer import (
     verdict_of,
     whole_state_bytes,
 )
+from lightning_zero.plan import cut_of, whole_shape
 from lightning_zero.tensors import in_pages
 
 Optimizers = str | Callable[[list[Parameter]], Optimizer] | None
@@ -66,8 +68,16 @@ class OptimizerStates:
             return 0
         if isinstance(found, StateBytes):
             return found.of(numel)
-        owner = self._owners(world_size)[id(own)]
-        return found if owner in (None, rank) else 0
+        number, count = self._along_model(rank, world_size)
+        owner = self._owners(count)[id(own)]
+        return found if owner in (None, number) else 0
+
+    def _along_model(self, rank: int, num_shards: int) -> tuple[int, int]:
+        """Return a rank's number among the ranks that have parts of the model, and theirs."""
+        cut = next((cut for held in self._members for cut in map(cut_of, held) if cut), None)
+        if cut is None:
+            return rank, num_shards
+        return rank * cut.size + cut.rank, num_shards * cut.size
 
     def stepped(self, rank: int, world_size: int) -> int:
         """Return the bytes of the whole masters and gradients that a rank holds for a step.
@@ -75,10 +85,11 @@ class OptimizerStates:
         The messages that they arrive in, of the same size, are included.
         """
         own = {id(p): p for members in self._members for p in members}
+        number, count = self._along_model(rank, world_size)
         return sum(
-            4 * own[key].nbytes
-            for key, owner in self._owners(world_size).items()
-            if owner in (None, rank) and own[key].requires_grad
+            4 * math.prod(whole_shape(own[key], own[key].shape)) * own[key].element_size()
+            for key, owner in self._owners(count).items()
+            if owner in (None, number) and own[key].requires_grad
         )
 
     def staged(self, units: Sequence[Sequence[PieceTerms]]) -> int:
@@ -140,7 +151,7 @@ class OptimizerStates:
         found: dict[int, int | None] = {}
         for way, held in zip(self._ways, self._members, strict=True):
             if way is not Way.BY_ELEMENT:
-                owners = owners_of(way, [tuple(p.shape) for p in held], [0] * world_size)
+                owners = owners_of(way, [whole_shape(p, p.shape) for p in held], [0] * world_size)
                 found.update(zip(map(id, held), owners, strict=True))
         return found
 
@@ -154,7 +165,7 @@ class OptimizerStates:
                 options = str({key: value for key, value in group.items() if key != "params"})
                 for parameter in map(parameter_of, group["params"]):
                     own = self._own.get(id(parameter), parameter)
-                    shape = () if way is Way.BY_ELEMENT else tuple(own.shape)
+                    shape = () if way is Way.BY_ELEMENT else whole_shape(own, own.shape)
                     # Masters have the parameter's own dtype.
                     key = f"{type(optimizer)} {options} {own.dtype} {shape}"
                     if key not in known:

@@ -14,6 +14,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.memory.size import format_bytes
 from lightning_zero.memory.states import OptimizerStates
 from lightning_zero.parameters import FlatParameters
+from lightning_zero.plan import cut_of, set_cut
 
 
 def summary(engine: Engine, checkpoint: str, ranks_on_host: int) -> str:
@@ -102,13 +103,13 @@ def resting(engine: Engine, *, counts_states: bool = True) -> Counter[str]:
 
 def _on_meta(flats: Iterable[FlatParameters]) -> dict[int, Parameter]:
     """Return parameters of the masters' dtypes on ``meta``, by the ids of the engine's."""
-    return {
-        id(one): Parameter(
-            torch.empty(one.shape, dtype=flat.plan.master.dtype, device="meta"), one.requires_grad
-        )
-        for flat in flats
-        for one in flat.parameters
-    }
+    found = {}
+    for flat in flats:
+        for one in flat.parameters:
+            bare = torch.empty(one.shape, dtype=flat.plan.master.dtype, device="meta")
+            found[id(one)] = own = Parameter(bare, one.requires_grad)
+            set_cut(own, cut_of(one))
+    return found
 
 
 def _in_use(engine: Engine) -> int:

@@ -67,12 +67,6 @@ class OptimizerHooks:
         self._changed, self._before, self._after = changed, before, after
         self._stepper = by_unit(optimizer) if by_unit else Stepper(optimizer)
         self.verdict = self._probe(optimizer)
-        if comm.mesh.tensor is not None and self.verdict.way is not Way.BY_ELEMENT:
-            raise ValueError(
-                f"{type(optimizer).__name__} does not step element by element, or its state dict"
-                " has a format of its own, which is not supported with tensor_parallel_size > 1."
-                " Use an optimizer such as AdamW or SGD."
-            )
         if self.verdict.way is not Way.BY_ELEMENT:
             self._stepper = WholeStep(optimizer, self.verdict.way, comm)
         self._stepper.attach()

@@ -46,7 +46,8 @@ def gather_state(own: Any, piece: Piece, keeper: Keeper, comm: Communicator) -> 
     start, stop = piece.range.start, piece.range.stop
     sent = tree_map_only(Tensor, lambda value: value.detach().cpu(), mine)
     of_ranks = comm.control.gather_objects(_OfRank(start, stop, sent))
-    of_copy = [of_ranks[rank] for rank in comm.transport.axis.ranks]
+    axis = comm.mesh.model if keeper.is_whole else comm.mesh.shard
+    of_copy = [of_ranks[rank] for rank in axis.ranks]
     held = [one for one in of_copy if one.state is not None]
     if not held:
         return None

@@ -26,24 +26,28 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.comm import Communicator, SyncPoint
+from lightning_zero.comm import Axis, Communicator, SyncPoint
 from lightning_zero.optimizer.dataflow import Way
 from lightning_zero.optimizer.optimizer_copy import with_inner
 from lightning_zero.optimizer.pieces import exchange, is_of_torch, owned
 from lightning_zero.optimizer.shown import Parts
 from lightning_zero.optimizer.steppers import Call, Stepper
 from lightning_zero.parameters import Lent, Piece
+from lightning_zero.plan import cut_of
 from lightning_zero.tensors import lasting_tensors
 
 
 class Whole:
     """One parameter of a step by parameter or all at once.
 
+    Tensor parallelism may have cut it into parts, of which each rank then has a piece of one.
+
     Args:
         piece: This rank's part of the master.
-        ranges: The first element of each rank's part, and one past its last.
+        ranges: The first element of each rank's piece, and one past its last.
         owner: The rank that steps it; ``None`` if all do.
-        rank: This rank.
+        axis: The ranks that have parts of the model; all numbers of ranks are along it.
+        tensor_size: Ranks over which tensor parallelism cuts parameters.
 
     Attributes:
         stand_in: A parameter without values, in a step those of an owner.
@@ -54,19 +58,29 @@ class Whole:
     _lent: Lent | None = None
 
     def __init__(
-        self, piece: Piece, ranges: Sequence[tuple[int, int]], owner: int | None, rank: int
+        self,
+        piece: Piece,
+        ranges: Sequence[tuple[int, int]],
+        owner: int | None,
+        axis: Axis,
+        tensor_size: int,
     ) -> None:
         self.piece = piece
         self.ranges = ranges
         self.owner = owner
-        self.is_here = owner in (None, rank)
+        self.is_here = owner in (None, axis.rank)
+        self._rank, self._cut = axis.rank, cut_of(piece.parameter)
+        self._num_parts = 1 if self._cut is None else self._cut.size
+        # Of pieces that tensor-parallel ranks have alike, the first one is sent.
+        step = tensor_size // self._num_parts
+        self._sent = [(0, 0) if n % step else own for n, own in enumerate(ranges)]
         self.has_grad = False
         with lasting_tensors():
             self.stand_in = Parameter(self._placeholder(), requires_grad=False)
         self.parameter = piece.parameter if owner is None else self.stand_in
 
     def _placeholder(self) -> Tensor:
-        piece, shape = self.piece, self.piece.range.slot.shape
+        piece, shape = self.piece, self.piece.whole_shape
         if not self.is_here:
             return torch.empty((0,) * max(len(shape), 1), dtype=piece.dtype, device=piece.device)
         # NaN shows readers between steps that there are no values.
@@ -74,10 +88,12 @@ class Whole:
 
     def sent(self) -> Iterator[Tensor]:
         """Yield this rank's part of the master, and of the gradient if there is one."""
-        yield self.piece.detach()
+        start, stop = self._sent[self._rank]
+        own = self.piece.detach()[: stop - start]
+        yield own
         if self.has_grad:
             grad = self.piece.reduced
-            yield torch.zeros_like(self.piece) if grad is None else grad.to(self.piece.dtype)
+            yield torch.zeros_like(own) if grad is None else grad[: len(own)].to(own.dtype)
 
     def fill(self, received: Sequence[Iterator[Tensor]]) -> None:
         """Fill the parameter from what each rank has :meth:`sent`."""
@@ -91,10 +107,25 @@ class Whole:
 
     def _next_of(self, received: Sequence[Iterator[Tensor]]) -> Tensor:
         slot, like = self.piece.range.slot, self.piece
-        flat = torch.empty(slot.numel, dtype=like.dtype, device=like.device)
-        for parts, (start, stop) in zip(received, self.ranges, strict=True):
-            flat[start:stop].view(torch.uint8).copy_(next(parts))
-        return flat.as_strided(slot.shape, slot.stride)
+        flat = torch.empty(self._num_parts, slot.numel, dtype=like.dtype, device=like.device)
+        for number, (parts, (start, stop)) in enumerate(zip(received, self._sent, strict=True)):
+            part = flat[number % self._num_parts, start:stop]
+            part.view(torch.uint8).copy_(next(parts))
+        whole = [part.as_strided(slot.shape, slot.stride, part.storage_offset()) for part in flat]
+        return whole[0] if self._cut is None else self._cut.whole_of(whole)
+
+    def pieces(self) -> Iterator[Tensor]:
+        """Yield each rank's piece of what was stepped here."""
+        whole, range_ = self.parameter.detach(), self.piece.range
+        parts = [whole] if self._cut is None else torch.chunk(whole, self._num_parts, self._cut.dim)
+        flat = [range_.flat(part) for part in parts]
+        for number, (start, stop) in enumerate(self.ranges):
+            yield flat[number % self._num_parts][start:stop]
+
+    def sent_bytes(self, rank: int) -> int:
+        """Return the bytes of what ``rank`` sends of the master, or of the gradient."""
+        start, stop = self._sent[rank]
+        return (stop - start) * self.piece.element_size()
 
     def require_intact(self) -> None:
         """Raise a ``RuntimeError`` if the parameter shows weights again, not what was stepped."""
@@ -108,10 +139,14 @@ class Whole:
 
     def keep(self) -> None:
         """Keep this rank's part of what all ranks have stepped, and of the gradient."""
-        range_, grad = self.piece.range, self.parameter.grad
-        self.piece.data.copy_(range_.part_of(self.parameter.detach()))
+        grad = self.parameter.grad
+        self.piece.data.copy_(self._own(self.parameter.detach()))
         if grad is not None and self.piece.reduced is not None:
-            self.piece.reduced.copy_(range_.part_of(grad))
+            self.piece.reduced.copy_(self._own(grad))
+
+    def _own(self, whole: Tensor) -> Tensor:
+        part = whole if self._cut is None else self._cut.part_of(whole)
+        return self.piece.range.part_of(part)
 
     def release(self) -> None:
         """Free the memory of a step."""
@@ -136,8 +171,10 @@ class WholeStep(Stepper):
         self.way = way
         super().__init__(optimizer)
         self._control, self._transport = comm.control, comm.transport
+        self._axis, tensor = comm.mesh.model, comm.mesh.tensor
+        self._tensor_size = 1 if tensor is None else tensor.size
         self._wholes: dict[int, Whole] = {}
-        self._loads = [0] * comm.transport.size
+        self._loads = [0] * self._axis.size
         self._is_begun = False
 
     @override
@@ -149,12 +186,12 @@ class WholeStep(Stepper):
         of_ranks = self._control.gather_objects(
             [(piece.range.start, piece.range.stop) for piece in new]
         )
-        of_copy = [of_ranks[rank] for rank in self._transport.axis.ranks]
+        of_copy = [of_ranks[rank] for rank in self._axis.ranks]
         ranges = list(zip(*of_copy, strict=True))
-        shapes = [piece.range.slot.shape for piece in new]
+        shapes = [piece.whole_shape for piece in new]
         owners = owners_of(self.way, shapes, self._loads)
         for piece, own, owner in zip(new, ranges, owners, strict=True):
-            self._wholes[id(piece)] = Whole(piece, own, owner, self._transport.rank)
+            self._wholes[id(piece)] = Whole(piece, own, owner, self._axis, self._tensor_size)
         self._control.channel.reserve(len(self._wholes))
 
     @override
@@ -227,7 +264,7 @@ class WholeStep(Stepper):
                 parts[rank] += own
         here = [whole for whole in wholes if whole.is_here]
         sizes = [
-            [_bytes(whole, rank) for whole in here for _ in range(1 + whole.has_grad)]
+            [whole.sent_bytes(rank) for whole in here for _ in range(1 + whole.has_grad)]
             for rank in range(len(parts))
         ]
         received = self._send(parts, sizes)
@@ -251,13 +288,11 @@ class WholeStep(Stepper):
     def _bring_back(self, wholes: Sequence[Whole]) -> None:
         parts: list[list[Tensor]] = [[] for _ in self._loads]
         sizes: list[list[int]] = [[] for _ in self._loads]
-        rank = self._transport.rank
         for whole in wholes:
             if whole.is_here:
-                flat = whole.piece.range.flat(whole.parameter.detach())
-                for part, (start, stop) in zip(parts, whole.ranges, strict=True):
-                    part.append(flat[start:stop])
-            sizes[whole.owner or 0].append(_bytes(whole, rank))
+                for part, own in zip(parts, whole.pieces(), strict=True):
+                    part.append(own)
+            sizes[whole.owner or 0].append(whole.piece.nbytes)
         received = self._send(parts, sizes)
         for whole in wholes:
             whole.piece.data.view(torch.uint8).copy_(next(received[whole.owner or 0]))
@@ -271,7 +306,7 @@ class WholeStep(Stepper):
         buffer = torch.cat(sent) if sent else torch.empty(0, dtype=torch.uint8, device=device)
         given = [sum(part.nbytes for part in each) for each in parts]
         totals = [*map(sum, sizes)]
-        received = torch.split(self._transport.exchange(buffer, given, totals), totals)
+        received = torch.split(self._transport.exchange(buffer, given, totals, self._axis), totals)
         return [iter(torch.split(each, own)) for each, own in zip(received, sizes, strict=True)]
 
     @override
@@ -313,18 +348,13 @@ class WholeStep(Stepper):
                 " it whole and keeps its state."
             )
         nbytes = sum(
-            w.piece.range.slot.numel * w.piece.element_size() for w in self._wholes.values()
+            math.prod(w.piece.whole_shape) * w.piece.element_size() for w in self._wholes.values()
         )
         return (
             f"{name} {reason}, so it steps all at once: every rank gathers all masters and"
             f" gradients for a step, {2 * nbytes:,} bytes, and keeps the whole optimizer state, as"
             " under DDP."
         )
-
-
-def _bytes(whole: Whole, rank: int) -> int:
-    start, stop = whole.ranges[rank]
-    return (stop - start) * whole.piece.element_size()
 
 
 def owners_of(way: Way, shapes: Sequence[Sequence[int]], loads: list[int]) -> Sequence[int | None]:

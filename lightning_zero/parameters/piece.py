@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from lightning_zero.parameters.grad_view import GradientView
 from lightning_zero.parameters.piece_range import PieceRange
+from lightning_zero.plan import whole_shape
 from lightning_zero.tensors import internals, lasting_tensors
 
 _GRAD: Any = Tensor.grad
@@ -88,6 +89,11 @@ class Piece(Parameter):
         if self.gradient.state.is_unsynced:
             self.gradient.drop()
         _GRAD.__set__(self, value)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The parameter's shape, over all ranks that tensor parallelism cuts it over."""
+        return whole_shape(self.parameter, self.range.slot.shape)
 
     @property
     def reduced(self) -> Tensor | None:

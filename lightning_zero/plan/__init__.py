@@ -10,7 +10,14 @@ unit_specs        units with their parameters and plans, before they have memory
 layout            the place of every parameter in its flat buffer, and every rank's part
 """
 
-from lightning_zero.plan.cuts import Cut, cut_of, derived_class, original_class, set_cut
+from lightning_zero.plan.cuts import (
+    Cut,
+    cut_of,
+    derived_class,
+    original_class,
+    set_cut,
+    whole_shape,
+)
 from lightning_zero.plan.layout import ALIGNMENT, Layout, Slot
 from lightning_zero.plan.other_strategies import CURES, refuses_others
 from lightning_zero.plan.plan import RECIPES, Home, Medium, Offload, Placement, Plan, Recipe

@@ -50,6 +50,12 @@ def cut_of(parameter: Any) -> Cut | None:
     return getattr(parameter, _CUT, None)
 
 
+def whole_shape(parameter: Any, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape, over all ranks that a parameter is cut over, of what has ``shape`` here."""
+    cut = cut_of(parameter)
+    return tuple(shape) if cut is None else cut.whole_shape(shape)
+
+
 def set_cut(parameter: nn.Parameter, cut: Cut | None) -> None:
     """Note how a parameter is cut."""
     setattr(parameter, _CUT, cut)

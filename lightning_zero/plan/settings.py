@@ -168,8 +168,6 @@ class Settings:
             )
         if self.offload is not None:
             self._check_offload(self.offload)
-        if self.tensor_parallel_size != 1:
-            self._check_tensor_parallel()
         if self.backward_shard is not None:
             self._check_backward_shard(f"backward_shard={self.backward_shard!r}")
 
@@ -185,19 +183,16 @@ class Settings:
                 f"launcher={self.launcher!r} returns the trained weights to this process, which"
                 " restore_weights=False prevents. Remove one of them."
             )
+        if self.tensor_parallel_size != 1 and self.launcher != "subprocess":
+            raise ValueError(
+                f"launcher={self.launcher!r} returns weights to a process that has no ranks, over"
+                f" which tensor_parallel_size={self.tensor_parallel_size!r} cuts them. Remove one."
+            )
         if self.offload is not None and self.async_checkpoint:
             raise ValueError(
                 "async_checkpoint=True copies masters and optimizer states to host memory, which"
                 " defeats offload. Remove one of them."
             )
-
-    def _check_tensor_parallel(self) -> None:
-        for name, plain in _WITHOUT_TENSOR_PARALLEL.items():
-            if (value := getattr(self, name)) != plain:
-                raise ValueError(
-                    f"{name}={value!r} is not supported with"
-                    f" tensor_parallel_size={self.tensor_parallel_size!r}. Remove one of them."
-                )
 
     def _check_backward_shard(self, what: str) -> None:
         if self.stage < 3 or not self.reshard_after_forward:
@@ -342,14 +337,6 @@ class Settings:
         )
 
 
-_WITHOUT_TENSOR_PARALLEL: dict[str, Any] = {
-    # A block of codes would mix elements that are cut with others, which must stay alike.
-    "gather_bits": None,
-    "reduce_bits": None,
-    "activation_offload": False,
-    "launcher": "subprocess",
-}
-"""The settings that tensor parallelism does not support, with the values that it needs."""
 _OFFLOAD = {"offload_optimizer", "offload_weights", "offload_path"}
 _NOT_GIVEN = {"recipe", "offload", "device", "broadcast_in_calls"}
 ARGUMENTS = {one.name for one in fields(Settings)} - _NOT_GIVEN | _OFFLOAD

@@ -530,6 +530,8 @@ def _writes(func: Any) -> tuple[frozenset[int], frozenset[str]]:
 
 @functools.cache
 def _is_view(func: Any) -> bool:
+    if func is aten.set_.source_Storage:
+        return True  # as a view of the storage
     returns = func._schema.returns
     return any(one.alias_info and not one.alias_info.is_write for one in returns) or not returns
 
