@@ -65,7 +65,7 @@ def trained(cls: Any, stage: int, dtype: torch.dtype = torch.float32, **how: Any
         clip.clip_by_norm(engine.sharded.pieces, engine.comm, 0.3)
         return loss.detach()
 
-    for number in range(5):
+    for number in range(4):
         if hasattr(optimizer, "train"):
             optimizer.train()
         if number % 2:
