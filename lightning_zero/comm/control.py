@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -142,7 +143,7 @@ class Control:
         """Return every rank's ``value``, in rank order."""
         if self.world_size == 1:
             return [value]
-        pickled = pickle.dumps(value)
+        pickled = _pickled(value)
         # Torch's version sends the sizes first; most values fit in the message with their size.
         first = len(pickled).to_bytes(8, "little") + pickled[: VALUE_BYTES - 8]
         with self.log.at("an exchange of values"):
@@ -235,3 +236,25 @@ class Control:
         # All ranks have survived what ended the run, and end it together.
         self.watchdog.pardon()
         return found
+
+
+class _Pickler(pickle.Pickler):
+    """A pickler of tensors of newer dtypes too, such as float8, which torch does not read back."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is not Tensor or obj.dtype in _READABLE:
+            return NotImplemented
+        return Tensor.view, (obj.view(_OF_SIZE[obj.itemsize]), obj.dtype)
+
+
+_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_READABLE = {
+    *_OF_SIZE.values(), torch.uint8, torch.bool, torch.float16, torch.bfloat16, torch.float32,
+    torch.float64, torch.complex32, torch.complex64, torch.complex128,
+}  # fmt: skip
+
+
+def _pickled(value: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()

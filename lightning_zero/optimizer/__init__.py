@@ -55,6 +55,7 @@ from lightning_zero.optimizer.toys import (
     state_bytes,
     toy_state,
     whole_state_bytes,
+    wraps_states,
 )
 from lightning_zero.optimizer.unit_step import UnitStep
 from lightning_zero.optimizer.whole_step import owners_of

@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.optimizer.optimizer_copy import bare, copy_of, uncompiled
-from lightning_zero.optimizer.pieces import owned
-from lightning_zero.optimizer.steppers import stepper_of
-from lightning_zero.tensors import bytes_held
+from lightning_zero.optimizer.pieces import owned, parameter_of
+from lightning_zero.optimizer.steppers import members, stepper_of
+from lightning_zero.parameters import Piece
+from lightning_zero.tensors import bytes_held, is_wrapper
 
 
 def state_bytes(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> StateBytes:
@@ -52,6 +53,24 @@ def whole_state_bytes(
         math.prod(sizes.get(size, size) for size in value.shape) * value.element_size()
         for value in tensors
     )
+
+
+def wraps_states(optimizer: Optimizer) -> bool:
+    """Return whether the largest parameter's state, if kept whole, has tensors that wrap others."""
+    pieces = [one for one in members(optimizer) if isinstance(one, Piece)]
+    if not (stepper_of(optimizer).is_whole and pieces):
+        return False
+    largest = max(pieces, key=lambda piece: piece.range.slot.numel)
+    of_toy = [
+        group
+        for group in bare(optimizer).param_groups
+        if any(parameter_of(member) is largest.parameter for member in group["params"])
+    ]
+    toy = Parameter(torch.empty(largest.range.slot.shape, dtype=largest.dtype, device="meta"))
+    try:
+        return any(map(is_wrapper, _tensors_of(optimizer, of_toy[0], toy)))
+    except Exception:
+        return False  # it reads values; a save will tell
 
 
 def _tensors_of(optimizer: Optimizer, group: Mapping[str, Any], toy: Parameter) -> list[Tensor]:

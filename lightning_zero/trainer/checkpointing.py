@@ -38,7 +38,7 @@ from lightning_zero.checkpoint import (
 )
 from lightning_zero.comm import Outcome, whole
 from lightning_zero.engine import Engine
-from lightning_zero.optimizer import members, parameter_of, stepper_of
+from lightning_zero.optimizer import members, parameter_of, stepper_of, wraps_states
 from lightning_zero.tensors import PartlyRead
 from lightning_zero.trainer.internals import StoredPath, unwrapped, wait_for_plugin
 from lightning_zero.trainer.plugins import plugins_of, replaced
@@ -76,11 +76,15 @@ class SavingStrategy(SteppingStrategy):
 
     def _require_savable(self, optimizer: Optimizer) -> None:
         """Raise at setup, not at the first save, if a directory has no place for the state."""
-        if self.settings.checkpoint == "dcp" and stepper_of(optimizer).has_own_format:
-            raise ValueError(
-                f"{type(optimizer).__name__}.state_dict() has its own format, which"
-                " checkpoint='dcp' cannot store. Use checkpoint='file'."
-            )
+        if self.settings.checkpoint != "dcp":
+            return
+        name, what = type(optimizer).__name__, ""
+        if stepper_of(optimizer).has_own_format:
+            what = f"{name}.state_dict() has its own format"
+        elif wraps_states(optimizer):
+            what = f"{name} keeps states in tensors that wrap others"
+        if what:
+            raise ValueError(f"{what}, which checkpoint='dcp' cannot store. Use checkpoint='file'.")
 
     @override
     def save_checkpoint(

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_zero import MemoryMonitor, ZeROStrategy
 from lightning_zero.optimizer import Way, verdict_of
+from lightning_zero.trainer import checkpointing
 from tests.oracle.by_trainer import Rows, make_trainer, world
 from tests.oracle.own_optimizers import Own
 from tests.oracle.ranks import Pools
@@ -190,6 +191,24 @@ def assert_equal(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize("cls", KINDS, ids=lambda cls: cls.__name__)
 def test_steps_saves_and_resumes_as_under_ddp(ranks: Pools, tmp_path: Path, cls: Any) -> None:
     ranks(2).run(trained, cls, str(tmp_path))
+
+
+def refused(folder: str) -> None:
+    def fit_to_directory() -> None:
+        fit(Wrapped, ZeROStrategy(3, min_num_params=0, checkpoint="dcp"), folder, 2)
+
+    match = "Wrapped keeps states in tensors that wrap others"
+    with pytest.raises(ValueError, match=match):
+        fit_to_directory()
+    # A save tells, where a step on `meta` does not.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpointing, "wraps_states", lambda _: False)
+        with pytest.raises(ValueError, match="mean' is of the class InBytes"):
+            fit_to_directory()
+
+
+def test_a_directory_has_no_form_for_them(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2).run(refused, str(tmp_path))
 
 
 def test_what_is_found() -> None:

@@ -34,6 +34,7 @@ from lightning_zero.checkpoint.save import Save
 from lightning_zero.checkpoint.values.boxes import Box, boxes_in_memory, dense_stride, memory_order
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
 from lightning_zero.comm import Control
+from lightning_zero.tensors import is_wrapper
 
 _ELSEWHERE = "Use checkpoint='file' to save anywhere else"
 
@@ -87,6 +88,11 @@ class DirectorySave(Save):
         for where, value in entries.items():
             if isinstance(value, ShardedValue):
                 self._take_value(where, value)
+            elif is_wrapper(value):
+                raise ValueError(
+                    f"{'.'.join(map(str, where))!r} is of the class {type(value).__name__}, whose"
+                    " tensors wrap others. checkpoint='dcp' cannot store it. Use checkpoint='file'"
+                )
             elif self.control.rank == 0:  # everything unsharded is taken from rank 0
                 if isinstance(value, Tensor):
                     self._take_value(where, ShardedValue.of_whole(value))
