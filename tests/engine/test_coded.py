@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -88,10 +89,24 @@ def _train(way: Way) -> dict[str, Any]:
     return found
 
 
+Trained = Callable[[Way], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def trained(ranks: Pools) -> Trained:
+    """What each rank found, in one run of each way."""
+    found: dict[str, list[dict[str, Any]]] = {}
+
+    def once(way: Way) -> list[dict[str, Any]]:
+        return found.get(str(way)) or found.setdefault(str(way), ranks(4).run(_train, way))
+
+    return once
+
+
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_all_ranks_see_the_same_and_learn(ranks: Pools, way: Way) -> None:
-    plain = ranks(4).run(_train, (*way[:3], {}))[0]
-    first, *others = ranks(4).run(_train, way)
+def test_all_ranks_see_the_same_and_learn(ranks: Pools, trained: Trained, way: Way) -> None:
+    plain = trained((*way[:3], {}))[0]
+    first, *others = trained(way)
     for other in others:
         # Bit for bit, in all copies.
         assert (other["seen"], other["masters"]) == (first["seen"], first["masters"])
@@ -105,7 +120,7 @@ def test_all_ranks_see_the_same_and_learn(ranks: Pools, way: Way) -> None:
 
 
 @pytest.mark.parametrize("way", [WAYS[3], WAYS[4], WAYS[2]], ids=str)
-def test_bytes_sent_are_the_formula(ranks: Pools, way: Way) -> None:
+def test_bytes_sent_are_the_formula(trained: Trained, way: Way) -> None:
     """A byte, or half of one, for each element, and four for each block of 64."""
     stage, _, num_shards, bits = way
 
@@ -115,7 +130,7 @@ def test_bytes_sent_are_the_formula(ranks: Pools, way: Way) -> None:
         # A part between copies may be no multiple of 64.
         return numel * num_bits // 8 + numel // math.gcd(numel, 64) * 4
 
-    for found in ranks(4).run(_train, way):
+    for found in trained(way):
         size = num_shards or 4
         expected: dict[tuple[str, str], int] = {}
         for label, numel, _, gather_bits in found["flats"]:

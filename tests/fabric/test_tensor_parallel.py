@@ -17,6 +17,8 @@ from lightning_zero.fabric import ZeROStrategy
 from tests.oracle.ranks import Pools
 from tests.oracle.tensor_parallel import GPT, loader, parallelize
 
+NUM_BATCHES = 6
+
 
 def _cut(net: Any, mesh: Any) -> Any:
     parallelize(net, mesh["tensor_parallel"], by_sequence=True)
@@ -54,6 +56,8 @@ def _loop(
     for step, (text,) in enumerate(fabric.setup_dataloaders(loader())):
         if step < state["step"]:
             continue
+        if step == NUM_BATCHES:
+            break
         with fabric.no_backward_sync(net, enabled=step % 2 == 0):
             loss = F.cross_entropy(net(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
             fabric.backward(loss / 2)

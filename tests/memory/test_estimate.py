@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -78,7 +79,6 @@ class BigEmbedding(nn.Module):
 
 def llama() -> nn.Module:
     """A Hugging Face model, whose loss is its output's."""
-    transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=17, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=8,
@@ -198,14 +198,18 @@ ROWS = [
 
 
 def rows_of(name: str, world: int) -> list[tuple[Any, ...]]:
-    """A third of the rows, the others for the next models; each row on one number of ranks.
+    """A sixth of the rows, the others for the other models; each row on one number of ranks.
 
-    Half of them are met on two ranks, and a sixth on each other number.
+    Half of them are met on two ranks, and a sixth on each other number. A model meets every policy,
+    every precision, and ranks of two numbers or more.
     """
     sixths = {1: {0}, 2: {1, 3, 5}, 3: {2}, 4: {4}}[world]
-    third = list(CASES).index(name) % 3
-    return [row for number, (*row, sixth) in enumerate(ROWS)
-            if sixth in sixths and (number // 6 + number % 6 // 2) % 3 == third]  # fmt: skip
+    half, third = divmod(list(CASES).index(name), 3)
+    numbered = [(divmod(number, 6), row) for number, (*row, sixth) in enumerate(ROWS)
+                if sixth in sixths]  # fmt: skip
+    own = half, third
+    return [row for (policy, precision), row in numbered
+            if ((policy // 3 + precision) % 2, (policy + precision // 2) % 3) == own]  # fmt: skip
 
 
 def has_windows(world: int) -> bool:

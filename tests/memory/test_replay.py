@@ -76,9 +76,10 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def cuts(name: str) -> dict[str, str]:
-    """A cut for each setting; the next model has it with the other one."""
+    """A cut for each setting; but for the first, models have every second one, in turns."""
     first = list(MODELS).index(name)
-    return {chosen: list(UNITS)[(first + i) % 2] for i, chosen in enumerate(SETTINGS)}
+    cuts = {chosen: list(UNITS)[(first + i) // 2 % 2] for i, chosen in enumerate(SETTINGS)}
+    return {one: cut for i, (one, cut) in enumerate(cuts.items()) if not first or (first + i) % 2}
 
 
 def measure_all(name: str) -> dict[str, dict[str, int]]:

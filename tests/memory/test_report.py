@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from lightning_zero.memory import (
     EQUAL_STAGES,
@@ -295,7 +296,6 @@ def test_command_reads_what_a_configuration_gives_the_strategy(capsys: Any, tmp_
 
 
 def test_command_on_a_hugging_face_configuration(capsys: Any, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=2, architectures=["LlamaForCausalLM"],
@@ -325,7 +325,6 @@ SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidd
 def test_command_on_a_configuration_without_architectures(
     capsys: Any, tmp_path: Path, facts: dict[str, Any], name: str
 ) -> None:
-    transformers = pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, **facts}))
     code, out, _ = run(capsys, str(tmp_path))
     assert code == 0
@@ -347,7 +346,6 @@ def test_command_on_a_configuration_without_architectures(
 def test_command_names_what_a_configuration_lacks(
     capsys: Any, tmp_path: Path, text: str, words: str
 ) -> None:
-    pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(text)
     code, _, err = run(capsys, str(tmp_path))
     assert code == 1

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -18,7 +19,6 @@ from tests.oracle.by_trainer import make_trainer
 from tests.oracle.ranks import Pools
 from tests.oracle.tensor_parallel import weights_of
 
-transformers = pytest.importorskip("transformers")
 _OF_BERT = {
     **{f"encoder.layer.*.attention.self.{one}": "colwise" for one in ("query", "key", "value")},
     "encoder.layer.*.attention.output.dense": "rowwise",
