@@ -4,6 +4,9 @@ Values come from a module's ``reset_parameters()``, then from the ``_init_weight
 nearest enclosing module that has one (the convention of Transformers). Children come before their
 parents, as in ``Module.apply``: a parent's ``_init_weights`` may overwrite its children's weights
 (GPT-2 does so for the projections of its residual stream, T5 for all of its matrices).
+
+A parameter that tensor parallelism has cut is initialized whole, on each rank the same, and each
+keeps its part: so its values are those of a model that is not cut.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_zero.parameters import guards, ownership_of
+from lightning_zero.parameters import guards, ownership_of, put_values, uncut
+from lightning_zero.plan import cut_of, set_cut, whole_shape
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -51,6 +55,10 @@ class MetaInitializer:
         """
         wanted = {id(module) for module in owners}
         fresh = [m for m in self._modules if id(m) in wanted and _owns_meta(m)]
+        with uncut(fresh):
+            self._fill(fresh)
+
+    def _fill(self, fresh: list[nn.Module]) -> None:
         with_buffers = [module for module in fresh if any(map(_is_meta, module._buffers.values()))]
         for module in fresh:
             self._allocate(module)
@@ -76,7 +84,14 @@ class MetaInitializer:
             elif id(module) not in self._parents or not self._needs_values:
                 continue
             children = [p for child in module.children() for p in child._parameters.values()]
-            with gathered([p for p in children if p is not None]):
+            found = [p for p in children if p is not None]
+            if any(map(cut_of, found)):
+                raise ValueError(
+                    f"{type(module).__name__} initializes parameters of several units, which tensor"
+                    " parallelism has cut. Build the model on the CPU, or let `units` have classes"
+                    " that initialize no more than themselves."
+                )
+            with gathered(found):
                 self._initialize(module)
 
     def _allocate(self, module: nn.Module) -> None:
@@ -90,8 +105,9 @@ class MetaInitializer:
         for parameter in module._parameters.values():
             if parameter is not None and parameter.is_meta:
                 empty = torch.empty_like(parameter, device=self._device)
-                fresh = nn.Parameter(empty, parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, fresh)  # type: ignore[no-untyped-call]
+                if cut_of(parameter) is not None:
+                    empty = empty.new_empty(whole_shape(parameter, parameter.shape))
+                put_values(parameter, empty)
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=self._device)
@@ -122,6 +138,7 @@ def forget_values(module: nn.Module) -> bool:
                         parameter.shape, before.stride, dtype=before.dtype, device="meta"
                     )
                     fresh[id(parameter)] = nn.Parameter(blank, parameter.requires_grad)
+                    set_cut(fresh[id(parameter)], cut_of(parameter))
                 child._parameters[name] = fresh[id(parameter)]
     return any(parameter.is_meta for parameter in module.parameters())
 

@@ -217,7 +217,7 @@ def _uncut(
                     configure()
                 finally:
                     built.__class__ = cls
-        make_local(built, mesh, on_meta=True)
+        make_local(built, mesh)
         yield built, dataclasses.replace(settings, tensor_parallel_size=1), size
 
 

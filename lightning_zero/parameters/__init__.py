@@ -25,7 +25,13 @@ from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.parameters.classes import Lent, are_views
 from lightning_zero.parameters.flat_parameters import FlatParameters
 from lightning_zero.parameters.grad_shard import Reach
-from lightning_zero.parameters.local_form import local_of, make_distributed, make_local
+from lightning_zero.parameters.local_form import (
+    local_of,
+    make_distributed,
+    make_local,
+    put_values,
+    uncut,
+)
 from lightning_zero.parameters.ownership import Owner, ownership_of
 from lightning_zero.parameters.piece import Piece, averages, follow_again, stop_following
 from lightning_zero.parameters.reducer import Reducer

@@ -8,10 +8,12 @@ DTensor that wraps the part. All that an engine does with parameters is as for a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_zero.comm import DTensorForm, cut_by_own_plan, is_dtensor
@@ -23,13 +25,12 @@ from lightning_zero.tensors import internals
 _FORMS, _LOCAL = "_lightning_zero_forms", "_lightning_zero_local"
 
 
-def make_local(module: nn.Module, mesh: Any, *, on_meta: bool = False) -> None:
+def make_local(module: nn.Module, mesh: Any) -> None:
     """Replace DTensor parameters by local parts; a second call changes nothing.
 
     Args:
         module: The model, cut by ``parallelize_module``; or one that has a plan of its own.
         mesh: The device mesh of all ranks.
-        on_meta: Whether the parameters may have no values.
 
     Raises:
         ValueError: No parameter is a DTensor, or one cannot be trained so; nothing has changed.
@@ -49,7 +50,7 @@ def make_local(module: nn.Module, mesh: Any, *, on_meta: bool = False) -> None:
             ' self.device_mesh["tensor_parallel"] in `configure_model`, or use a model of'
             " Transformers that has a `tp_plan`."
         )
-    _require_plain(module, on_meta=on_meta)
+    _require_plain(module)
     made: dict[int, Parameter] = {}
     for child in module.modules():
         own = {name: p for name, p in child._parameters.items() if id(p) in forms}
@@ -87,20 +88,43 @@ def make_distributed(module: nn.Module) -> None:
                 child._parameters[name] = made[id(parameter)]
 
 
+@contextmanager
+def uncut(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Enter a context in which modules read plain parameters, and keep parts of whole ones."""
+    found = [(one, vars(one)[_FORMS]) for one in modules if _FORMS in vars(one)]
+    classes = [type(child) for child, _ in found]
+    for child, _ in found:
+        child.__class__ = original_class(child)
+    try:
+        yield
+    finally:
+        for (child, forms), cls in zip(found, classes, strict=True):
+            child.__class__ = cls
+            for name, form in forms.items():
+                parameter: Any = child._parameters[name]
+                if form.cut is not None and parameter.shape == form.shape:
+                    put_values(parameter, form.cut.part_of(parameter.detach()).clone())
+
+
+def put_values(parameter: Parameter, values: Tensor) -> None:
+    """Make a parameter that no autograd graph knows hold ``values``, of any shape and device."""
+    fresh = Parameter(values, parameter.requires_grad)
+    vars(fresh).update(vars(parameter))
+    torch.utils.swap_tensors(parameter, fresh)  # type: ignore[no-untyped-call]
+
+
 def _local_modules(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, DTensorForm]]]:
     for child in [*module.modules()]:
         if (forms := vars(child).get(_FORMS)) is not None:
             yield child, forms
 
 
-def _require_plain(module: nn.Module, *, on_meta: bool) -> None:
+def _require_plain(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
-        is_blank = parameter.is_meta and not on_meta
-        if is_dtensor(parameter) and (is_blank or internals.has_hooks(parameter)):
-            what = "is on the meta device" if is_blank else "has hooks"
+        if is_dtensor(parameter) and internals.has_hooks(parameter):
             raise ValueError(
-                f"Parameter {name!r} {what}, which is not supported with tensor_parallel_size > 1."
-                " Build the model on the CPU, and register hooks in `on_fit_start`."
+                f"Parameter {name!r} has hooks, which is not supported with tensor_parallel_size"
+                " > 1. Register them in `on_fit_start`."
             )
     for name, buffer in module.named_buffers():
         if is_dtensor(buffer):

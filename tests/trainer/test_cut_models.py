@@ -11,13 +11,13 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from lightning_zero import MemoryMonitor
+from lightning_zero import MemoryMonitor, load_weights
 from lightning_zero.comm import Communicator
 from lightning_zero.engine import ActivationOffload
 from lightning_zero.plan import cut_of
 from tests.oracle.device import beside_the_host
 from tests.oracle.ranks import Pools
-from tests.oracle.tensor_parallel import Block, Model, assert_like_ddp, fit
+from tests.oracle.tensor_parallel import GPT, Block, Model, assert_like_ddp, fit, parallelize
 
 CUT: dict[str, Any] = {"tensor_parallel_size": 2, "min_num_params": 0}
 
@@ -223,3 +223,46 @@ def test_optimizers_that_look_at_whole_parameters(
         torch.testing.assert_close(held["state"], expected["state"], rtol=2e-4, atol=2e-5)
     resumed = ranks(2).run(_whole, str(tmp_path), None, make, ours)
     assert_like_ddp(ranks(4).run(_whole, str(tmp_path), cut, make, theirs), resumed, near)
+
+
+# -- models on meta --------------------------------------------------------------------------------
+
+
+class _Scaled(GPT):
+    def reset_parameters(self) -> None:
+        self.scale.fill_(1.5)
+
+
+class _OnMeta(Model):
+    """Built without memory, and initialized a unit at a time."""
+
+    def configure_model(self) -> None:
+        if self.net is not None:
+            return
+        with torch.device("meta"):
+            self.net = _Scaled()
+        if self.device_mesh is not None:
+            parallelize(self.net, self.device_mesh["tensor_parallel"], by_sequence=True)
+
+
+def _on_meta(folder: str, strategy: dict[str, Any], path: str = "", **more: Any) -> dict[str, Any]:
+    class Load(Callback):
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            load_weights(module, path)
+
+    torch.manual_seed(3 + torch.distributed.get_rank())
+    return fit(folder, strategy, model=_OnMeta(), callbacks=[Load()] if path else [], **more)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_on_meta_has_the_values_of_one_that_is_not_cut(
+    ranks: Pools, tmp_path: Path, stage: int
+) -> None:
+    path, settings = str(tmp_path / "whole.ckpt"), {"stage": stage, "units": {Block}}
+    whole = ranks(2).run(_on_meta, str(tmp_path), settings, save=path)
+    cut = {**CUT, **settings}
+    assert_like_ddp(ranks(4).run(_on_meta, str(tmp_path), cut), whole, 2e-5)
+    if stage == 3:
+        again = ranks(2).run(_on_meta, str(tmp_path), settings, path)
+        found = ranks(4).run(_on_meta, str(tmp_path), cut, path)
+        assert_like_ddp(found, again, 2e-5)

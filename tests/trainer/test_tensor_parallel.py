@@ -404,6 +404,17 @@ def test_other_users_of_the_settings_refuse_them() -> None:
         estimate(10**6, ZeROStrategy(tensor_parallel_size=2), world_size=4)
 
 
+class _Initializing(nn.Module):
+    """Initializes the parameters of its children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def _init_weights(self, module: Any) -> None:
+        nn.init.ones_(self.first.weight)
+
+
 class _Odd(Model):
     """Models that cannot be trained so, each for its own reason."""
 
@@ -416,6 +427,10 @@ class _Odd(Model):
         mesh: Any = self.device_mesh
         if self.kind == "plain":
             self.net = nn.Linear(4, 4)
+        elif self.kind == "initializer":
+            with torch.device("meta"):
+                self.net = _Initializing()
+            parallelize_module(self.net.first, mesh["tensor_parallel"], ColwiseParallel())
         else:
             self.net = nn.Linear(4, 5 if self.kind == "uneven" else 4)
             axis = "data_parallel" if self.kind == "other ranks" else "tensor_parallel"
@@ -434,7 +449,8 @@ class _OwnAverage(StochasticWeightAveraging):
 def _refused(folder: str, kind: str) -> str:
     size = 3 if kind == "size" else 2
     callbacks: list[Any] = [_OwnAverage(1e-2)] if kind == "averages" else []
-    strategy = ZeROStrategy(tensor_parallel_size=size)
+    units = {nn.Linear} if kind == "initializer" else "auto"
+    strategy = ZeROStrategy(tensor_parallel_size=size, units=units)
     trainer = make_trainer(2, strategy, folder, max_steps=1, callbacks=callbacks)
     try:
         trainer.fit(_Odd(kind), loader())
@@ -450,6 +466,7 @@ def _refused(folder: str, kind: str) -> str:
         ("uneven", "'net.weight' of shape (5, 4) cannot be cut in 2 equal parts along dimension 0"),
         ("other ranks", "the strategy shards over the data-parallel ranks itself"),
         ("hooks", "'net.weight' has hooks"),
+        ("initializer", "_Initializing initializes parameters of several units, which tensor"),
         ("averages", "_OwnAverage needs whole weights, which is not supported with tensor_para"),
         ("size", "tensor_parallel_size=3 makes groups of 3 ranks, but 2 ranks cannot be divided"),
     ],
