@@ -92,7 +92,7 @@ class StoredBytes:
         """Yield the runs that bytes ``[start, stop)`` touch, while the system reads ahead."""
         asked = start
         for run in runs(self.parts, start, stop):
-            if asked < min(run.stop + _AHEAD_BYTES // 2, stop):
+            if run.stop < stop and asked < min(run.stop + _AHEAD_BYTES // 2, stop):
                 upto = min(run.stop + _AHEAD_BYTES, stop)
                 file.will_read(self.offset + asked, upto - asked)
                 asked = upto

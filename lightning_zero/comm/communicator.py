@@ -6,7 +6,7 @@ Only this folder knows one backend from another.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -159,7 +159,7 @@ class Communicator:
                 group = group_for("data parallel", along=axis.groups)
                 dist.broadcast(tensor, axis.ranks[0], group=group)
 
-    def broadcast_copies(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast_copies(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite tensors that are alike on a tensor-parallel group with its first rank's."""
         axis = self.mesh.tensor
         if axis is None:

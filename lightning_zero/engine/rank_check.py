@@ -185,12 +185,15 @@ def model_facts(module: nn.Module, settings: Settings, more: Facts) -> dict[str,
     own = {field.name: getattr(settings, field.name) for field in fields(settings)}
     facts.setdefault("The strategy", {}).update(own)
     first_names: dict[int, str] = {}
-    known: dict[Any, dict[str, Any]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        first = first_names.setdefault(id(parameter), name)
+    known: dict[Any, dict[str, Any]] = {}  # of very many parameters, there are few kinds
+    for name, p in module.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(id(p), name)
         tie = None if first == name else first
-        own = {**_facts_of(parameter), "requires_grad": parameter.requires_grad, "tie": tie}
-        facts[f"Parameter {name!r}"] = known.setdefault(tuple(own.values()), own)
+        shape = None if is_lazy(p) else p.shape
+        kind = shape, p.dtype, p.is_meta, p.requires_grad, tie
+        if kind not in known:
+            known[kind] = {**_facts_of(p), "requires_grad": p.requires_grad, "tie": tie}
+        facts[f"Parameter {name!r}"] = known[kind]
     for name, buffer in module.named_buffers(remove_duplicate=False):
         facts[f"Buffer {name!r}"] = _facts_of(buffer)
     facts.update((f"Unit {name!r}", {}) for name in _unit_names(module, settings))
@@ -221,15 +224,14 @@ def optimizer_facts(
     """Return the facts of optimizers that must be equal, including the members of groups."""
     names = {id(p): name for name, p in module.named_parameters()}
     facts: dict[str, dict[str, Any]] = {}
-    known: dict[Any, dict[str, Any]] = {}
     for number, optimizer in enumerate(optimizers):
         facts.update(group_facts(optimizer, f"optimizer {number}"))
         for index, group in enumerate(optimizer.param_groups):
-            for place, member in enumerate(group["params"]):
-                parameter = parameter_of(member)
+            frozen, trained = ({"group": index, "requires_grad": is_it} for is_it in (False, True))
+            for place, parameter in enumerate(map(parameter_of, group["params"])):
                 name = _member_name(parameter, names, f"{place} of group {index}")
-                own = {"group": index, "requires_grad": parameter.requires_grad}
-                facts[f"{name} of optimizer {number}"] = known.setdefault(tuple(own.values()), own)
+                own = trained if parameter.requires_grad else frozen
+                facts[f"{name} of optimizer {number}"] = own
     return facts
 
 

@@ -53,7 +53,7 @@ class UnitBuilder:
         self._holders = {
             id(parameter): child
             for child in reversed(list(module.modules()))
-            for parameter in child.parameters(recurse=False)
+            for parameter in child._parameters.values()
         }
 
     def build(self, owner: Owner, on_written: Progress) -> Iterator[Unit]:

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,17 +38,24 @@ Optimizers = str | Callable[[list[Parameter]], Optimizer] | None
 
 
 class OptimizerStates:
-    """The optimizers of a model, as they would step its parameters on ``meta``.
+    """The optimizers of a model, as they would step its parameters.
 
-    If they hold pieces or parameters of an engine, ``own`` maps the ids of the engine's parameters
-    to the corresponding parameters on ``meta``.
+    Args:
+        optimizers: The optimizers.
+        own: The parameters on ``meta`` to ask for, by the ids of the engine's parameters whose
+            pieces are stepped; by default those are asked for themselves.
+        dtypes: The dtypes of the masters, by the ids of parameters that may have another.
     """
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], own: Mapping[int, Parameter] | None = None
+        self,
+        optimizers: Sequence[Optimizer],
+        own: Mapping[int, Parameter] = MappingProxyType({}),
+        *,
+        dtypes: Mapping[int, torch.dtype] = MappingProxyType({}),
     ) -> None:
         self._optimizers = list(optimizers)
-        self._own = own or {}
+        self._own, self._dtypes = own, dtypes
 
     @property
     def names(self) -> list[str]:
@@ -140,7 +148,7 @@ class OptimizerStates:
 
     @cached_property
     def _members(self) -> list[list[Parameter]]:
-        """The parameters of each optimizer, on ``meta``."""
+        """The parameters of each optimizer."""
         return [
             [self._own.get(id(p), p) for p in map(parameter_of, members(optimizer))]
             for optimizer in self._optimizers
@@ -159,20 +167,20 @@ class OptimizerStates:
     def _by_parameter(self) -> dict[int, StateBytes | int]:
         """Each parameter's state bytes: per element, or in total if it is stepped whole."""
         found: dict[int, StateBytes | int] = {}
-        known: dict[str, StateBytes | int] = {}
+        known: dict[Any, StateBytes | int] = {}
         for optimizer, way in zip(self._optimizers, self._ways, strict=True):
             for group in optimizer.param_groups:
                 options = str({key: value for key, value in group.items() if key != "params"})
                 for parameter in map(parameter_of, group["params"]):
                     own = self._own.get(id(parameter), parameter)
                     shape = () if way is Way.BY_ELEMENT else whole_shape(own, own.shape)
-                    # Masters have the parameter's own dtype.
-                    key = f"{type(optimizer)} {options} {own.dtype} {shape}"
+                    dtype = self._dtypes.get(id(own)) or own.dtype
+                    key = type(optimizer), options, dtype, shape
                     if key not in known:
                         known[key] = (
-                            state_bytes(optimizer, group, own.dtype)
+                            state_bytes(optimizer, group, dtype)
                             if way is Way.BY_ELEMENT
-                            else whole_state_bytes(optimizer, group, shape, own.dtype)
+                            else whole_state_bytes(optimizer, group, shape, dtype)
                         )
                     found[id(own)] = known[key]
         return found

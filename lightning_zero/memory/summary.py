@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch.nn import Parameter
 
 from lightning_zero.engine import Engine
 from lightning_zero.memory.size import format_bytes
 from lightning_zero.memory.states import OptimizerStates
-from lightning_zero.parameters import FlatParameters
-from lightning_zero.plan import cut_of, set_cut
 
 
 def summary(engine: Engine, checkpoint: str, ranks_on_host: int) -> str:
@@ -82,7 +78,8 @@ def resting(engine: Engine, *, counts_states: bool = True) -> Counter[str]:
     step toys for the bytes of their states.
     """
     sharded, axis = engine.sharded, engine.comm.mesh.shard
-    states = OptimizerStates(sharded.optimizers if counts_states else [], _on_meta(sharded.flats))
+    dtypes = {id(p): flat.plan.master.dtype for flat in sharded.flats for p in flat.parameters}
+    states = OptimizerStates(sharded.optimizers if counts_states else [], dtypes=dtypes)
     rows = Counter({"buffers": sum(buffer.nbytes for buffer in sharded.module.buffers())})
     before = random.getstate()
     try:
@@ -90,26 +87,14 @@ def resting(engine: Engine, *, counts_states: bool = True) -> Counter[str]:
             for flat in sharded.flats:
                 trains = flat.trainable and bool(sharded.optimizers)
                 kinds = flat.plan.resting_bytes(flat.layout.numel, axis.size, trainable=trains)
-                kinds["states"] = 0
-                for index, parameter in enumerate(flat.parameters):
-                    start, stop = flat.layout.piece(index, axis.rank)
-                    numel = stop - start
-                    kinds["states"] += states.nbytes(parameter, numel, axis.rank, axis.size)
+                kinds["states"] = sum(
+                    states.nbytes(piece.parameter, piece.range.numel, axis.rank, axis.size)
+                    for piece in flat.pieces
+                )
                 rows.update(flat.plan.rows(kinds))
     finally:
         random.setstate(before)
     return rows
-
-
-def _on_meta(flats: Iterable[FlatParameters]) -> dict[int, Parameter]:
-    """Return parameters of the masters' dtypes on ``meta``, by the ids of the engine's."""
-    found = {}
-    for flat in flats:
-        for one in flat.parameters:
-            bare = torch.empty(one.shape, dtype=flat.plan.master.dtype, device="meta")
-            found[id(one)] = own = Parameter(bare, one.requires_grad)
-            set_cut(own, cut_of(one))
-    return found
 
 
 def _in_use(engine: Engine) -> int:

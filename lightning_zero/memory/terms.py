@@ -129,8 +129,8 @@ def terms_of_specs(
                 plan = offload.of(plan, trainable=trainable, on_host=on_host)
             layout, itemsize = flat.layout(num_shards, num_copies), plan.master.dtype.itemsize
             states = 0
-            for index, (_, parameter) in enumerate(flat.named):
-                start, stop = layout.piece(index, rank)
+            pieces = layout.pieces(rank)
+            for (_, parameter), (start, stop, _) in zip(flat.named, pieces, strict=True):
                 numel = stop - start
                 if plan.states is not Medium.DEVICE:
                     terms.pieces.append(PieceTerms(parameter, numel, numel * itemsize))

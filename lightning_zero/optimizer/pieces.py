@@ -14,6 +14,7 @@ from torch.utils._pytree import keystr, tree_leaves, tree_map_only, tree_map_wit
 
 from lightning_zero.optimizer.optimizer_copy import with_inner
 from lightning_zero.parameters import Piece
+from lightning_zero.plan import Slot
 from lightning_zero.tensors import internals, rewrapped
 
 FindPiece = Callable[[Parameter], Piece | None]
@@ -118,13 +119,22 @@ def cut_state(state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
     if not isinstance(state, Mapping):
         return state
 
-    def part_of(key: str, tensor: Tensor) -> Tensor:
-        if not is_of_elements(key, tensor, piece.parameter):
-            return tensor
-        return piece.range.part_of(tensor).to(piece.device)
+    range_, device = piece.range, piece.device
 
+    def part_of(key: str, tensor: Tensor) -> Tensor:
+        if not is_of_elements(key, tensor, range_.slot):
+            return tensor
+        return range_.part_of(tensor).to(device)
+
+    return _mapped(state, part_of)
+
+
+def _mapped(state: Mapping[str, Any], change: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
+    """Return a state with ``change`` of each entry's name and each tensor, also in containers."""
     return {
-        key: tree_map_only(Tensor, functools.partial(part_of, key), value)
+        key: change(key, value)
+        if isinstance(value, Tensor)  # as most are, which a search would take ten times as long for
+        else tree_map_only(Tensor, functools.partial(change, key), value)
         for key, value in state.items()
     }
 
@@ -135,7 +145,7 @@ def has_whole_state(optimizer: Optimizer, piece: Piece) -> bool:
         return False
     states = [holder.state.get(piece, ()) for holder in with_inner(optimizer)]
     return any(
-        is_of_elements(key, leaf, piece.parameter)
+        is_of_elements(key, leaf, piece.range.slot)
         for state in states
         if isinstance(state, Mapping)
         for key, value in state.items()
@@ -152,10 +162,10 @@ def owned(state: Any) -> Any:
     """Return a state with its tensors cloned: not views of a file or of a larger tensor."""
     if not isinstance(state, Mapping):
         return state
-    return tree_map_only(Tensor, lambda tensor: rewrapped(tensor, Tensor.clone), {**state})
+    return _mapped(state, lambda _, tensor: rewrapped(tensor, Tensor.clone))
 
 
-def is_of_elements(key: str, value: Any, member: Tensor) -> bool:
+def is_of_elements(key: str, value: Any, member: Tensor | Slot) -> bool:
     """Return whether an entry of the state of a parameter or piece has a number per element.
 
     For a 0-d parameter the shape cannot tell ``exp_avg`` from the step count, so the name must.

@@ -92,7 +92,7 @@ class FlatParameters:
         if not self.store.is_stream:
             self._load()
         with lasting_tensors():
-            self.pieces = [self._cut_piece(index) for index in range(len(named))]
+            self.pieces = self._cut()
         self.edits = Edits(self.parameters, self.weight, has_copies=plan.rests_apart)
         self.reducer = Reducer(self.pieces, self.store)
         self.classes = ParameterClasses(named, owner, self, plan.weight, plan.master.dtype)
@@ -116,15 +116,12 @@ class FlatParameters:
                 source = self.store.whole_masters()
             for start, stop in self.layout.gaps:
                 source.tensor[start:stop].zero_()
-            for parameter, view in zip(self.parameters, source.views, strict=True):
-                view.copy_(parameter)
+            internals.copy_each(source.views, [*self.parameters])
             comm.broadcast(source.tensor)
             comm.broadcast_copies(
-                [
-                    source.tensor[slot.offset : slot.stop]
-                    for parameter, slot in zip(self.parameters, self.layout.slots, strict=True)
-                    if cut_of(parameter) is None
-                ]
+                source.tensor[slot.offset : slot.stop]
+                for parameter, slot in zip(self.parameters, self.layout.slots, strict=True)
+                if cut_of(parameter) is None
             )
             self.take_over(source)
             if source is not self.weight or plan.are_copies:
@@ -141,19 +138,23 @@ class FlatParameters:
             for piece in self.pieces:
                 piece.data = self.master[piece.range.in_shard]
 
-    def _cut_piece(self, index: int) -> Piece:
-        layout, comm = self.layout, self.store.comm
-        place = index, comm.mesh.shard.rank
-        in_shard = slice(*layout.piece_in_shard(*place))
-        range_ = PieceRange(layout.slots[index], *layout.piece(*place), in_shard)
-        parameter, weights = self.parameters[index], self.weight.tensor
-        piece = Piece.cut(parameter, range_, self.master, weights.dtype, stays=self.plan.stays)
-        if comm.mesh.tensor is not None and cut_of(parameter) is None:
-            piece.is_copy = comm.mesh.tensor.rank > 0
-        assemble = functools.partial(self.whole_of, index)
-        stand_in = ShardedGrad(piece, self._grad_dtype, weights.device, comm, assemble)
-        piece.gradient = GradientView(piece, stand_in)
-        return piece
+    def _cut(self) -> list[Piece]:
+        """Return this rank's pieces of the parameters."""
+        layout, comm, weight, pieces = self.layout, self.store.comm, self.weight.tensor, []
+        master, stays, tensor_axis = self.master, self.plan.stays, comm.mesh.tensor
+        places = zip(layout.slots, layout.pieces(comm.mesh.shard.rank), strict=True)
+        for index, (parameter, (slot, place)) in enumerate(
+            zip(self.parameters, places, strict=True)
+        ):
+            range_ = PieceRange(slot, *place)
+            piece = Piece.cut(parameter, range_, master, weight.dtype, stays=stays)
+            if tensor_axis is not None and cut_of(parameter) is None:
+                piece.is_copy = tensor_axis.rank > 0
+            assemble = functools.partial(self.whole_of, index)
+            grad = ShardedGrad(piece, self._grad_dtype, weight.device, comm, assemble)
+            piece.gradient = GradientView(piece, grad)
+            pieces.append(piece)
+        return pieces
 
     def gather(self, unit: str, tag: int) -> Work:
         """Start to make the weights whole from every rank's master."""
@@ -374,5 +375,7 @@ def _describe(tensor: Tensor) -> str:
 
 def _dense_stride(parameter: Tensor) -> tuple[int, ...]:
     """Return the parameter's stride if it is dense, else a contiguous one."""
+    if parameter.is_contiguous():
+        return tuple(parameter.stride())
     dense = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format)
     return tuple(dense.stride())

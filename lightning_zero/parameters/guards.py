@@ -49,9 +49,9 @@ class Guarded:
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Let metadata functions through; for any other make the parameters readable first."""
-        if func in properties.OF_GRADIENT:  # what optimizers ask of each parameter
-            with internals.as_plain_tensors():
-                return func(*args)
+        if func in properties.METADATA and func not in properties.CREATING:
+            with internals.as_plain_tensors():  # what is asked of each of many parameters
+                return func(*args, **(kwargs or {}))
         if func is Tensor.copy_ and [isinstance(a, Guarded) for a in args[:2]] == [True, False]:
             # What `load_state_dict` does: writing a whole value needs no gather.
             ownership_of(args[0]).owner.write(args[0], args[1])
@@ -189,7 +189,8 @@ def _hook_gradient(self: Guarded | Readable, hook: Callable[..., Any]) -> Remova
 
 def hook_last(parameter: Parameter, hook: Callable[..., Any]) -> RemovableHandle:
     """Register the owner's gradient hook, which runs after all others."""
-    handle = _hook_gradient(cast(Readable, parameter), hook)
+    with internals.as_plain_tensors():
+        handle: RemovableHandle = _REGISTER(parameter, hook)
     ownership_of(parameter).last_hook = handle.id
     return handle
 

@@ -69,7 +69,8 @@ class Ownership:
     """
 
     __slots__ = (
-        "_index", "_memory", "_owner", "dtype", "former", "last_hook", "name", "stride", "views"
+        "_index", "_life", "_memory", "_owner", "dtype", "former", "last_hook", "name", "stride",
+        "views",
     )  # fmt: skip
 
     def __init__(
@@ -88,6 +89,9 @@ class Ownership:
         self.former = StorageWeakRef(parameter.untyped_storage())  # type: ignore[no-untyped-call]
         self.views = LivingViews()
         self.last_hook: int | None = None
+        # An id is valid only while its parameter lives.
+        key = id(parameter)
+        self._life = weakref.ref(parameter, lambda _: _ownerships.pop(key, None))
 
     def end(self) -> None:
         """Release the parameter."""
@@ -142,20 +146,18 @@ class Ownership:
 
 
 _ownerships: dict[int, Ownership] = {}
-"""The last ownership of each living parameter, by the parameter's ``id``."""
+"""The last ownership of each living parameter, by the parameter's ``id``.
+
+Torch's own dictionary with weak keys would cost every reshard more than all the rest of it.
+"""
 
 
 def take(
     parameter: Parameter, owner: Owner, memory: Memory, index: int, name: str, dtype: torch.dtype
 ) -> Ownership:
     """Give ``parameter``, which lies at ``index`` in ``memory``, to ``owner``."""
-    key = id(parameter)
-    if key not in _ownerships:
-        # An id is valid only while its parameter lives. Torch's own dictionary with weak keys would
-        # cost every reshard more than all the rest of it.
-        weakref.finalize(parameter, _ownerships.pop, key, None)
-    _ownerships[key] = Ownership(owner, memory, index, name, dtype, parameter)
-    return _ownerships[key]
+    ownership = _ownerships[id(parameter)] = Ownership(owner, memory, index, name, dtype, parameter)
+    return ownership
 
 
 # Tracing this, torch's compiler would walk over the whole table, from which the garbage of other

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from lightning_zero.parameters.grad_view import GradientView
 from lightning_zero.parameters.piece_range import PieceRange
 from lightning_zero.plan import whole_shape
-from lightning_zero.tensors import internals, lasting_tensors
+from lightning_zero.tensors import internals
 
 _GRAD: Any = Tensor.grad
 
@@ -53,8 +53,7 @@ class Piece(Parameter):
         stays: bool,
     ) -> Piece:
         """Return the piece of ``parameter`` whose values lie in this rank's ``shard``."""
-        with lasting_tensors():
-            piece = cls(shard[range.in_shard], requires_grad=False)
+        piece = cls(shard[range.in_shard], requires_grad=False)
         piece.parameter, piece.range, piece.stays = parameter, range, stays
         piece.weight_dtype = weight_dtype
         return piece

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -10,8 +10,7 @@ from lightning_zero.plan import Slot
 from lightning_zero.tensors import PartlyRead
 
 
-@dataclass(frozen=True)
-class PieceRange:
+class PieceRange(NamedTuple):
     """A range of one parameter's elements, possibly empty.
 
     Attributes:

@@ -216,10 +216,9 @@ class Stream(Store):
         require_room(self._scratch, nbytes, control, "masters")
         masters = super()._allocated(self.comm.transport.share([self._extent]))
         with agreed(control, "Reading weights before changing them"):
-            for index, source in enumerate(self._sources):
-                start, stop = self.layout.piece(index, rank)
+            pieces = self.layout.pieces(rank)
+            for source, (start, stop, in_shard) in zip(self._sources, pieces, strict=True):
                 if start < stop:
-                    in_shard = slice(*self.layout.piece_in_shard(index, rank))
                     self._read_part(source, start, masters.own[in_shard])
         self.comm.fence(SyncPoint.SETUP)
         self.is_stream, self._sources = False, []

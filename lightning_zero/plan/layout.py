@@ -23,13 +23,13 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import lcm, prod
+from typing import NamedTuple
 
 ALIGNMENT = 64
 """Alignment of slots and shards in elements: 256 bytes in fp32, like a fresh tensor."""
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """One parameter's place in a buffer; ``stride`` keeps its memory format (channels last)."""
 
     name: str
@@ -74,7 +74,7 @@ class Layout:
         offset = 0
         for name, shape, stride in parameters:
             slots.append(Slot(name, shape, stride, offset))
-            offset = _round_up(slots[-1].stop, ALIGNMENT)
+            offset = _round_up(offset + prod(shape), ALIGNMENT)
         multiple = lcm(ALIGNMENT, num_copies) * world_size
         return cls(tuple(slots), _round_up(offset, multiple), world_size)
 
@@ -94,22 +94,23 @@ class Layout:
         """Return the first and one-past-last element of a rank's shard in the buffer."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
-    def piece(self, index: int, rank: int) -> tuple[int, int]:
-        """Return the range of slot ``index``, counted in its own elements, that ``rank`` owns.
+    def pieces(self, rank: int) -> list[tuple[int, int, slice]]:
+        """Return the range of each slot that ``rank`` owns: start, stop, and its place in a shard.
 
-        Elements are counted in memory order. An empty piece is ``(0, 0)``.
+        Elements are counted in memory order from the slot's first, and the place from the first of
+        the rank's shard. An empty piece has zeros.
         """
-        slot = self.slots[index]
-        shard_start, shard_stop = self.shard(rank)
-        start = max(slot.offset, shard_start) - slot.offset
-        stop = min(slot.stop, shard_stop) - slot.offset
-        return (start, stop) if start < stop else (0, 0)
-
-    def piece_in_shard(self, index: int, rank: int) -> tuple[int, int]:
-        """Return the same range, counted in elements of the rank's shard; ``(0, 0)`` if empty."""
-        start, stop = self.piece(index, rank)
-        shift = self.slots[index].offset - self.shard(rank)[0] if stop else 0
-        return start + shift, stop + shift
+        first, last = self.shard(rank)
+        found = []
+        for slot in self.slots:
+            offset = slot.offset
+            begin, end = max(offset, first), min(slot.stop, last)
+            if begin < end:
+                in_shard = slice(begin - first, end - first)
+                found.append((begin - offset, end - offset, in_shard))
+            else:
+                found.append((0, 0, slice(0, 0)))
+        return found
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
+import torch
 from torch import nn
 from torch.nn import Parameter
 
@@ -87,10 +87,14 @@ def specify_units(module: nn.Module, settings: Settings) -> list[UnitSpec]:
 def _specify_flat_parameters(
     named: list[tuple[str, Parameter]], settings: Settings, uncast: set[int]
 ) -> list[FlatSpec]:
-    plan_of = functools.cache(settings.plan)  # of very many parameters, there are few kinds
     groups: dict[tuple[Plan, bool], list[tuple[str, Parameter]]] = {}
-    for name, parameter in named:
-        trainable, is_cast = parameter.requires_grad, id(parameter) not in uncast
-        plan = plan_of(parameter.dtype, is_cast=is_cast, trainable=trainable)
-        groups.setdefault((plan, trainable), []).append((name, parameter))
+    kinds: dict[tuple[torch.dtype, bool, bool], list[tuple[str, Parameter]]] = {}
+    for one in named:
+        kind = dtype, is_cast, trainable = (
+            one[1].dtype, id(one[1]) not in uncast, one[1].requires_grad
+        )  # fmt: skip
+        if kind not in kinds:  # of very many parameters, there are few
+            plan = settings.plan(dtype, is_cast=is_cast, trainable=trainable)
+            kinds[kind] = groups.setdefault((plan, trainable), [])
+        kinds[kind].append(one)
     return [FlatSpec(members, plan) for (plan, _), members in groups.items()]

@@ -14,13 +14,13 @@ unit around it; parameters that no unit took belong to the root, which is whole 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.nn import Parameter
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import is_lazy
 
 MIN_NUMEL = 2**16
 """Default minimum of elements in a unit: below it, a collective's latency costs more."""
@@ -70,9 +70,10 @@ def unwrap_compiled(module: nn.Module) -> nn.Module:
 def _callable_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the called modules that have parameters, a compiled one in place of its inner one."""
     compiled = {id(m._orig_mod) for m in root.modules() if isinstance(m, OptimizedModule)}
+    sizes = _sizes(root)
     for name, module in root.named_modules():
         is_called = not isinstance(module, _NOT_CALLED) and id(module) not in compiled
-        if is_called and any(_numels(module)):
+        if is_called and sizes[module]:
             yield name, module
 
 
@@ -82,16 +83,22 @@ def _automatic(root: nn.Module, least: int) -> Iterator[tuple[str, nn.Module]]:
         for module in root.modules()
         for cls in (getattr(module, "_no_split_modules", None) or ())
     }
-    yield from _search(root, "", unsplit, least, limit=_numel(root) // 3)
+    sizes = _sizes(root)
+    yield from _search(root, "", unsplit, sizes, least, limit=sizes[root] // 3)
 
 
 def _search(
-    parent: nn.Module, path: str, unsplit: set[str], least: int, limit: int
+    parent: nn.Module,
+    path: str,
+    unsplit: set[str],
+    sizes: Mapping[nn.Module, int],
+    least: int,
+    limit: int,
 ) -> Iterator[tuple[str, nn.Module]]:
     is_container = isinstance(parent, _CONTAINERS)
     for name, child in parent.named_children():
         child_path = f"{path}.{name}" if path else name
-        numel = _numel(child)
+        numel = sizes[child]
         inner = unwrap_compiled(child)
         if numel < max(least, 1):
             continue
@@ -101,7 +108,7 @@ def _search(
             yield child_path, child
             continue
         own = _own_numel(inner)
-        inside = list(_search(child, child_path, unsplit, least, limit))
+        inside = list(_search(child, child_path, unsplit, sizes, least, limit))
         # The elements of a Sequential run one after the other, so small ones share a collective.
         is_shared = isinstance(inner, nn.Sequential) and not inside and numel <= limit
         if may_be_called and (own >= max(least, 1) or is_shared):
@@ -109,14 +116,20 @@ def _search(
         yield from inside
 
 
-def _numel(module: nn.Module) -> int:
-    return sum(_numels(module))
+def _sizes(root: nn.Module) -> dict[nn.Module, int]:
+    """Return the elements of the parameters in each module, in which each counts once."""
+    held: dict[nn.Module, dict[int, int]] = {}
 
+    def hold(module: nn.Module) -> dict[int, int]:
+        if module not in held:
+            own = [p for p in module._parameters.values() if p is not None and not is_lazy(p)]
+            held[module] = {id(parameter): parameter.numel() for parameter in own}
+            for child in module.children():
+                held[module].update(hold(child))
+        return held[module]
 
-def _numels(module: nn.Module) -> Iterator[int]:
-    for parameter in module.parameters():
-        if not isinstance(parameter, UninitializedParameter):
-            yield parameter.numel()
+    hold(root)
+    return {module: sum(numels.values()) for module, numels in held.items()}
 
 
 def _own_numel(module: nn.Module) -> int:
@@ -169,7 +182,7 @@ def _common_owner(chains: list[tuple[str, ...]]) -> str:
 def check_parameter(name: str, parameter: Any) -> None:
     """Raise a ``ValueError`` if ``parameter`` cannot lie in a flat buffer."""
     reason = None
-    if isinstance(parameter, UninitializedParameter):
+    if is_lazy(parameter):
         reason = "is lazily initialized and has no shape yet; run one batch through the model first"
     elif parameter.is_sparse or parameter.is_quantized or parameter.is_nested:
         reason = "is not a dense tensor; register it as a buffer, or make it dense"

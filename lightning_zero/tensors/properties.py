@@ -1,8 +1,6 @@
 """Torch's functions, grouped by what they need of a tensor's memory.
 
 ========== ====================================================================================
-OF_GRADIENT
-           read or replace a parameter's gradient
 FACTS      read any metadata
 METADATA   work on a placeholder that has the parameter's shape but another stride
 CREATING   the METADATA functions that create a tensor, of the parameter's dtype by default
@@ -78,7 +76,6 @@ CREATING = frozenset(
     [getattr(Tensor, name) for name in _CREATING_METHODS]
     + [getattr(torch, name) for name in _CREATING_FUNCTIONS]
 )
-OF_GRADIENT = {Tensor.grad.__get__, Tensor.grad.__set__}  # type: ignore[union-attr]
 FACTS = _facts()
 METADATA = _metadata()
 GET_DATA, SET_DATA = _DATA.__get__, _DATA.__set__

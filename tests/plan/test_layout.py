@@ -45,12 +45,12 @@ def test_pieces_cover_every_parameter_once(world: int) -> None:
         for index, slot in enumerate(layout.slots):
             elements = []
             for rank in range(world):
-                start, stop = layout.piece(index, rank)
+                start, stop, in_shard = layout.pieces(rank)[index]
                 first, last = layout.shard(rank)
                 is_inside = first <= slot.offset + start < slot.offset + stop <= last
                 assert start == stop == 0 or is_inside
-                in_shard = tuple(slot.offset + edge - first for edge in (start, stop))
-                assert layout.piece_in_shard(index, rank) == (in_shard if stop else (0, 0))
+                shift = slot.offset - first if stop else 0
+                assert in_shard == slice(start + shift, stop + shift)
                 elements += range(start, stop)
             assert elements == list(range(slot.numel))
 
@@ -76,4 +76,4 @@ def test_nothing_makes_an_empty_buffer() -> None:
     layout = Layout.build([], 3)
     assert (layout.numel, layout.shard_numel, layout.gaps) == (0, 0, ())
     empty = build([(0, 6)], 3)
-    assert (empty.numel, empty.piece(0, 2)) == (0, (0, 0))
+    assert (empty.numel, empty.pieces(2)) == (0, [(0, 0, slice(0, 0))])
