@@ -33,7 +33,7 @@ from lightning_zero.checkpoint.stored_bytes import DamageError
 from lightning_zero.checkpoint.unread import MustBeReadError, unread
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
 from lightning_zero.comm import Control, agreed
-from lightning_zero.tensors import named_tensors, tensors_in, uncollected
+from lightning_zero.tensors import tensors_in, uncollected
 
 _COPY_BYTES = 8 * 2**20
 _ARCHIVE = b"PK\3\4"
@@ -229,15 +229,11 @@ def _read_archive(path: Path, archive: zipfile.ZipFile, *, weights_only: bool) -
     # Before unpickling: a damaged pickle may ask for any class.
     check_small_records(archive)
     try:
-        value = unread(path, archive, weights_only=weights_only)
+        return unread(path, archive, weights_only=weights_only)
     except MustBeReadError:
         for record in StoredRecords(path, archive):
             record.check("a tensor", 0, record.nbytes)
         return torch.load(path, map_location="cpu", weights_only=weights_only)
-    for name, tensor in named_tensors(value):
-        if isinstance(tensor, LazyTensor):
-            tensor.label = name
-    return value
 
 
 def unreadable(path: Path, error: Exception) -> ValueError:

@@ -55,16 +55,16 @@ class OpenFile:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
-    def read_once(self, out: Tensor, offset: int) -> None:
-        """Fill ``out``, bytes ``[n]``, from ``offset`` of the file on, as no part of a pass.
+    def read_once(self, memory: memoryview, offset: int) -> None:
+        """Fill ``memory`` from ``offset`` of the file on, as no part of a pass.
 
         Raises:
             OSError: The file is too short, or the disk failed.
         """
-        _fill(self.descriptor, memory_of(out), offset)
+        _fill(self.descriptor, memory, offset)
 
     def read(self, out: Tensor, offset: int) -> None:
-        """Fill ``out`` as :meth:`read_once` does, in a pass if there are several."""
+        """Fill ``out``, bytes ``[n]``, as :meth:`read_once`, in a pass if there are several."""
         if self._again is None or not self._again.read(out, offset):
             _fill(self.descriptor, memory_of(out), offset)
 

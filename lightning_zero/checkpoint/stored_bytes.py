@@ -53,21 +53,24 @@ class StoredBytes:
             OSError: The file is too short, or the disk failed.
         """
         stop, file = start + out.numel(), self.opened()
+        if start == stop:
+            return
         if not checks:
             file.read(out, self.offset + start)
             return
+        memory = memory_of(out)
         if not self.parts:
-            file.read_once(out, self.offset + start)
-            if self.can_check(start, stop) and zlib.crc32(memory_of(out)) != self.whole:
+            file.read_once(memory, self.offset + start)
+            if self.can_check(start, stop) and zlib.crc32(memory) != self.whole:
                 raise self._damaged(name, start, stop)
             return
         for run in self._runs(file, start, stop):
             if start <= run.start and run.stop <= stop:
-                self._read_run(file, name, run, out[run.start - start : run.stop - start])
+                self._read_run(file, name, run, memory[run.start - start : run.stop - start])
                 continue
             # A block of which only a part is wanted.
             block = torch.empty(run.stop - run.start, dtype=torch.uint8, device="cpu")
-            self._read_run(file, name, run, block)
+            self._read_run(file, name, run, memory_of(block))
             first, last = max(start, run.start), min(stop, run.stop)
             out[first - start : last - start] = block[first - run.start : last - run.start]
 
@@ -77,14 +80,15 @@ class StoredBytes:
             return
         file, checksum = self.opened(), 0
         buffer = torch.empty(min(self.nbytes, _AT_ONCE), dtype=torch.uint8, device="cpu")
+        memory = memory_of(buffer)
         if self.parts:
             for run in self._runs(file, start, stop):
-                self._read_run(file, name, run, buffer[: run.stop - run.start])
+                self._read_run(file, name, run, memory[: run.stop - run.start])
             return
         for place in range(0, self.nbytes, _AT_ONCE):
-            content = buffer[: min(_AT_ONCE, self.nbytes - place)]
+            content = memory[: min(_AT_ONCE, self.nbytes - place)]
             file.read_once(content, self.offset + place)
-            checksum = zlib.crc32(memory_of(content), checksum)
+            checksum = zlib.crc32(content, checksum)
         if checksum != self.whole:
             raise self._damaged(name, 0, self.nbytes)
 
@@ -98,9 +102,9 @@ class StoredBytes:
                 asked = upto
             yield run
 
-    def _read_run(self, file: OpenFile, name: str, run: Run, out: Tensor) -> None:
-        file.read_once(out, self.offset + run.start)
-        damage = run.damage_in(memory_of(out))
+    def _read_run(self, file: OpenFile, name: str, run: Run, memory: memoryview) -> None:
+        file.read_once(memory, self.offset + run.start)
+        damage = run.damage_in(memory)
         if damage is not None:
             raise self._damaged(name, *damage)
 

@@ -27,7 +27,7 @@ from lightning_zero.checkpoint.values.boxes import Box, is_dense, memory_order
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
 from lightning_zero.checkpoint.values.places import InOneRow
 from lightning_zero.checkpoint.word_sums import BLOCK_BYTES
-from lightning_zero.tensors import internals, lasting_tensors, tensors_in
+from lightning_zero.tensors import internals, lasting_tensors, named_tensors, tensors_in
 
 SMALL_BYTES = BLOCK_BYTES
 """Storages up to this size are read at once."""
@@ -51,8 +51,12 @@ def unread(path: Path, archive: zipfile.ZipFile, *, weights_only: bool) -> Any:
         value = torch.load(path, map_location="cpu", weights_only=weights_only)
     if rebuilding.leaves_any:
         raise MustBeReadError("storages without tensors")
-    if any(isinstance(t, LazyTensor) and _is_seen_otherwise(t) for t in tensors_in(value)):
-        raise MustBeReadError("conjugated or negated views")
+    if rebuilding.leaves_tensors:  # else there is nothing to look for
+        if any(isinstance(t, LazyTensor) and _is_seen_otherwise(t) for t in tensors_in(value)):
+            raise MustBeReadError("conjugated or negated views")
+        for name, tensor in named_tensors(value):
+            if isinstance(tensor, LazyTensor):
+                tensor.label = name
     return value
 
 
@@ -67,7 +71,13 @@ def _seeming_fake() -> Iterator[None]:
 
 
 class _Rebuilding(TorchFunctionMode):
-    """A mode that turns tensors rebuilt without their storages into lazy tensors of the file."""
+    """A mode that turns tensors rebuilt without their storages into lazy tensors of the file.
+
+    Attributes:
+        leaves_tensors: Whether any tensor was left unread.
+    """
+
+    leaves_tensors = False
 
     def __init__(self, records: StoredRecords) -> None:
         super().__init__()
@@ -117,13 +127,14 @@ class _Rebuilding(TorchFunctionMode):
         """Return the tensor over a storage that was not read."""
         # This mode need not see what follows, which would take twice as long.
         with internals.without_interception():
-            nbytes, is_read = storage.nbytes(), not is_dense(shape, stride)
+            nbytes = storage.nbytes()
             place = storage._checkpoint_offset if nbytes else -1
-            if nbytes <= SMALL_BYTES or is_read:
+            if nbytes <= SMALL_BYTES or not is_dense(shape, stride):
                 content = self._read(place, nbytes)
                 return torch.empty(0, dtype=dtype, device="cpu").set_(
                     content, offset, shape, stride
                 )
+            self.leaves_tensors = True
             key = place, dtype, offset, tuple(shape), tuple(stride)
             if is_shared and key in self._found:
                 return self._found[key]

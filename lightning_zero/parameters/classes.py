@@ -57,7 +57,8 @@ class ParameterClasses:
         value = float("nan") if has_nan else 0
         with lasting_tensors():
             one = torch.full((), value, dtype=home.dtype, device=home.device)
-            self._placeholders = [one.expand(p.shape) for p in self._parameters]
+            of_shape = {shape: one.expand(shape) for shape in {p.shape for p in self._parameters}}
+            self._placeholders = [of_shape[p.shape] for p in self._parameters]
 
     def rest(self) -> None:
         """Point the parameters at placeholders, and send every use of them to the owner."""
