@@ -49,12 +49,14 @@ class Shown(OfOptimizer):
         self.is_hidden = True
         self.is_lent = False
         self._parameters: dict[int, Parameter] = {}
+        self._names: dict[int, str] = {}
         self._states: list[WholeStates] = []
 
     def add(self, pieces: Sequence[Piece]) -> None:
         """Show the parameters of pieces in their place from now on."""
         self.pieces.update((id(piece.parameter), piece) for piece in pieces)
         self._parameters.update((id(piece), piece.parameter) for piece in pieces)
+        self._names.update((id(piece.parameter), piece.range.slot.name) for piece in pieces)
 
     def show(self) -> None:
         """Begin the time between steps."""
@@ -62,7 +64,6 @@ class Shown(OfOptimizer):
             return
         optimizer = self.optimizer
         put_members(optimizer, self._parameters)
-        names = {key: piece.range.slot.name for key, piece in self.pieces.items()}
         known = {id(states.parts): states for states in self._states}
         found: dict[int, WholeStates] = {}
         for holder in with_inner(optimizer):
@@ -71,7 +72,7 @@ class Shown(OfOptimizer):
                 found[id(raw)] = known.get(id(raw), WholeStates(Parts.of(raw), self))
         for states in found.values():
             if isinstance(states.parts, Parts):
-                states.parts.names = names
+                states.parts.names = self._names
         self._put(found)
         self._states, self.is_hidden = [*found.values()], False
 
