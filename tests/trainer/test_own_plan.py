@@ -25,6 +25,13 @@ _OF_BERT = {
     "encoder.layer.*.intermediate.dense": "colwise",
     "encoder.layer.*.output.dense": "rowwise",
 }
+_OF_T5 = {
+    **{f"encoder.block.*.layer.0.SelfAttention.{one}": "colwise" for one in ("q", "k", "v")},
+    "encoder.block.*.layer.0.SelfAttention.o": "rowwise",
+    "encoder.block.0.layer.0.SelfAttention.relative_attention_bias": "colwise",  # by heads
+    "encoder.block.*.layer.1.DenseReluDense.wi": "colwise",
+    "encoder.block.*.layer.1.DenseReluDense.wo": "rowwise",
+}
 
 
 class _Model(LightningModule):
@@ -43,6 +50,13 @@ class _Model(LightningModule):
                 **sizes, num_key_value_heads=2, tie_word_embeddings=True
             )
             self.net = transformers.LlamaForCausalLM(config)
+        elif kind == "T5":
+            config = transformers.T5Config(
+                vocab_size=24, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4,
+                dropout_rate=0.0,
+            )  # fmt: skip
+            self.net = transformers.T5EncoderModel(config)
+            self.net.tp_plan = _OF_T5
         else:
             still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
             config = transformers.BertConfig(**sizes, **still)
@@ -75,8 +89,14 @@ def _fit(folder: str, kind: str, strategy: dict[str, Any] | None) -> dict[str, A
         "losses": model.losses,
         "weights": weights_of(model),
         "cut": [n for n, p in model.named_parameters() if isinstance(p, DTensor)],
-        "tied": kind != "Llama" or net.lm_head.weight is net.model.embed_tokens.weight,
+        "tied": _are_tied(kind, net),
     }
+
+
+def _are_tied(kind: str, net: Any) -> bool:
+    if kind == "T5":
+        return net.shared.weight is net.encoder.embed_tokens.weight
+    return kind != "Llama" or net.lm_head.weight is net.model.embed_tokens.weight
 
 
 _BLOCK = {"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}}
@@ -88,6 +108,7 @@ _BLOCK = {"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 
         ("Llama", {"stage": 3, "tensor_parallel_size": 2, "min_num_params": 0}, 15),
         ("Llama", {"config": _BLOCK}, 15),
         ("Bert", {"stage": 3, "tensor_parallel_size": 2, "min_num_params": 0}, 24),
+        ("T5", {"stage": 3, "tensor_parallel_size": 2, "min_num_params": 0}, 13),
     ],
 )
 def test_two_by_two_ranks_have_the_numbers_of_ddp(

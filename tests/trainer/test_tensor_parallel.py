@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -395,6 +397,25 @@ def test_ranks_of_a_node_or_a_number_are_one_group() -> None:
     division = ZeROStrategy(tensor_parallel_size=2, shard="node").settings.division(8, 4)
     assert (division["tensor_size"], division["num_shards"]) == (2, 2)
     assert ZeROStrategy().settings.division(8, 4)["tensor_size"] == 1
+
+
+def _on_two_nodes(folder: str) -> dict[str, Any]:
+    node, local = map(str, divmod(dist.get_rank(), 2))
+    cut = {**CUT, "stage": 3, "tensor_parallel_size": "node"}
+    with mock.patch.dict(os.environ, NODE_RANK=node, LOCAL_RANK=local):
+        return fit(folder, cut, devices=2, num_nodes=2)
+
+
+def test_each_of_two_nodes_is_a_group(ranks: Pools, tmp_path: Path) -> None:
+    ddp = ranks(2).run(fit, str(tmp_path), None)
+    assert_like_ddp(ranks(4).run(_on_two_nodes, str(tmp_path)), ddp, 2e-5)
+
+
+@pytest.mark.slow
+def test_two_copies_of_two_shards_of_two_parts(ranks: Pools, tmp_path: Path) -> None:
+    ddp = ranks(4).run(fit, str(tmp_path), None)
+    cut = {"stage": 3, "shard": 2, **CUT}
+    assert_like_ddp(ranks(8).run(fit, str(tmp_path), cut, timeout=300), ddp, 2e-5)
 
 
 def test_other_users_of_the_settings_refuse_them() -> None:
