@@ -108,8 +108,8 @@ def example(request: pytest.FixtureRequest, ranks: Pools, tmp_path: Path) -> Exa
 
 SMALL = {
     "--trainer.max_epochs": 2,
-    "--trainer.limit_train_batches": 20,
-    "--trainer.limit_val_batches": 4,
+    "--trainer.limit_train_batches": 12,
+    "--trainer.limit_val_batches": 2,
     "--trainer.enable_progress_bar": False,
     "--trainer.enable_model_summary": False,
     "--data.context": 64,
@@ -172,7 +172,7 @@ def test_train_gpt_with_layers_that_are_cut(example: Example) -> None:
 def test_fabric_gpt(example: Example, tmp_path: Path) -> None:
     """What one strategy has saved, the other goes on from."""
     path = tmp_path / "gpt.ckpt"
-    small = ("--context", 64, "--width", 64, "--depth", 2, "--batches", 40, "--accelerator", "cpu")
+    small = ("--context", 64, "--width", 64, "--depth", 2, "--batches", 24, "--accelerator", "cpu")
     first = example("examples/fabric_gpt.py", *small, "--epochs", 2, "--save", path)
     losses = [float(value) for value in re.findall(r"val_loss ([\d.]+)", first)]
     assert len(losses) == 3
@@ -182,7 +182,7 @@ def test_fabric_gpt(example: Example, tmp_path: Path) -> None:
     steps = re.findall(
         r"step +(\d+)   val_loss ([\d.]+)", example("examples/fabric_gpt.py", *small, *ddp)
     )
-    assert [int(step) for step, _ in steps] == [40, 60]
+    assert [int(step) for step, _ in steps] == [24, 36]
     assert float(steps[0][1]) == losses[-1]
     assert float(steps[1][1]) < losses[-1]
 

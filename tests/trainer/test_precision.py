@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -123,13 +124,13 @@ class _ClipsMainParameters(Noting):
         self.notes.append([float(p.grad.norm()) for p in self.parameters()])
 
 
-@pytest.mark.parametrize(("precision", "stage"), [("32-true", 1), ("16-mixed", 2)])
-def test_clipping_is_that_of_ddp(ranks: Pools, precision: str, stage: int) -> None:
-    runs = ranks(3).run(_clip_in_every_way, precision, stage)
+@pytest.mark.parametrize(("precision", "stages"), [("32-true", (1, 3)), ("16-mixed", (2,))])
+def test_clipping_is_that_of_ddp(ranks: Pools, precision: str, stages: Sequence[int]) -> None:
+    runs = ranks(3).run(_clip_in_every_way, precision, stages)
     assert_like_ddp(runs, dtype=PRECISIONS[precision])
 
 
-def _clip_in_every_way(precision: str, stage: int) -> dict[Any, Run]:
+def _clip_in_every_way(precision: str, stages: Sequence[int]) -> dict[Any, Run]:
     def clip(strategy: Any) -> Run:
         notes = []
         for options in (
@@ -143,7 +144,7 @@ def _clip_in_every_way(precision: str, stage: int) -> dict[Any, Run]:
             notes.append([run.notes, run.params])
         return Run({}, notes=notes)
 
-    return under_all(clip, stages=(stage, 3))
+    return under_all(clip, stages=stages)
 
 
 class _Looks(Noting):
@@ -238,18 +239,18 @@ def _made(strategy: Any, path: str, kind: Any, precision: str) -> Run:
     return run
 
 
-def _makers(path: str, precision: str, stage: int) -> dict[Any, list[Run]]:
+def _makers(path: str, precision: str, stages: Sequence[int]) -> dict[Any, list[Run]]:
     def make(strategy: Any) -> list[Run]:
         return [_made(strategy, path, kind, precision) for kind in (_adagrad, _Made)]
 
-    return under_all(make, stages=(stage, 3))
+    return under_all(make, stages=stages)
 
 
-@pytest.mark.parametrize(("precision", "stage"), [("bf16-mixed", 1), ("bf16-true", 2)])
+@pytest.mark.parametrize(("precision", "stages"), [("bf16-mixed", (1, 3)), ("bf16-true", (2,))])
 def test_states_made_in_a_constructor_are_those_of_ddp(
-    ranks: Pools, tmp_path: Path, precision: str, stage: int
+    ranks: Pools, tmp_path: Path, precision: str, stages: Sequence[int]
 ) -> None:
-    runs = ranks(2).run(_makers, str(tmp_path), precision, stage)
+    runs = ranks(2).run(_makers, str(tmp_path), precision, stages)
     for number in range(2):
         each = [{name: made[number] for name, made in of_rank.items()} for of_rank in runs]
         assert_like_ddp(each, dtype=torch.bfloat16)
