@@ -13,7 +13,7 @@ from typing_extensions import Self, override
 from lightning_zero.comm.control import Control
 from lightning_zero.comm.mesh import Axis, Mesh
 from lightning_zero.comm.traffic import Ledger
-from lightning_zero.comm.transport import ReduceBuffer, Shards, Transport
+from lightning_zero.comm.transport import Arrived, ReduceBuffer, Shards, Then, Transport
 from lightning_zero.tensors import Storages, Work
 
 _META = torch.device("meta")
@@ -79,7 +79,7 @@ class DryTransport(Transport):
     def _gather(self, whole: Tensor, shard: Shards, unit: str, tag: int) -> Work:
         self._wholes.add(whole)
         self.on_change()
-        return _Done(self._sent())
+        return Then(Arrived(), self._sent())
 
     def _sent(self) -> Callable[[], None]:
         """Report the message that begins, the latest in the ledger, to :attr:`on_message`."""
@@ -100,7 +100,8 @@ class DryTransport(Transport):
     def _trade(self, received: Tensor, sent: Tensor, out: Tensor, unit: str, tag: int) -> Work:
         self._begin(out, unit)
         _, nbytes = self.ledger.latest
-        return _Done(self.on_message("trade", nbytes), lambda: self._end(out, unit))
+        message = Then(Arrived(), self.on_message("trade", nbytes))
+        return Then(message, lambda: self._end(out, unit))
 
     @override
     def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
@@ -112,7 +113,8 @@ class DryTransport(Transport):
     @override
     def _reduce(self, partial: ReduceBuffer, out: Tensor, unit: str, tag: int) -> Work:
         self._begin(out, unit)
-        return _Done(self._sent(), lambda: self._finish(partial, out, unit))
+        message = Then(Arrived(), self._sent())
+        return Then(message, lambda: self._finish(partial, out, unit))
 
     def _begin(self, out: Tensor, unit: str) -> None:
         self._partials.remove(out)  # one rank's gradients are their own sum
@@ -164,17 +166,6 @@ class DryMessages(DryTransport):
         super().release_scratch()
         self._inboxes = 0
         self._free.clear()
-
-
-class _Done:
-    """Work that calls functions when it is waited for."""
-
-    def __init__(self, *finish: Callable[[], None]) -> None:
-        self._finish = finish
-
-    def wait(self) -> None:
-        for one in self._finish:
-            one()
 
 
 class _DryLedger(Ledger):

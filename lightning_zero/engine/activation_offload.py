@@ -9,7 +9,6 @@ activation checkpointing these are all that is saved.
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.comm import Arrived, Communicator, unwrapped
+from lightning_zero.comm import Arrived, unwrapped
 from lightning_zero.engine.replacements import Replacements
 from lightning_zero.engine.unit import Unit
 from lightning_zero.tensors import HostCopies, Work, internals
@@ -51,7 +50,7 @@ class ActivationOffload(Replacements):
         self._by_storage: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
         self._last_call: weakref.ref[_Call] | None = None
         for module in modules:
-            self.put(module, "forward", _Forward(self._run, module.forward))
+            self.wrap(module, "forward", self._run)
 
     @classmethod
     def of(
@@ -60,11 +59,6 @@ class ActivationOffload(Replacements):
         """Offload the activations of all ``units`` but the root."""
         weights = (flat.weight.tensor for unit in units for flat in unit.flat_parameters)
         return cls([unit.module for unit in units if unit.name], weights, copies, least_bytes)
-
-    @classmethod
-    def beside(cls, comm: Communicator, units: Sequence[Unit]) -> ActivationOffload:
-        """Offload the activations of ``units`` to the host of their device."""
-        return cls.of(units, comm.host_copies)
 
     @staticmethod
     def require(device: torch.device) -> None:
@@ -104,19 +98,6 @@ class ActivationOffload(Replacements):
         if not (self._copies.can_copy(tensor) and internals.has_storage(tensor)):
             return False
         return not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-
-
-class _Forward:
-    """A module's ``forward`` with offloaded activations; copies of the module get the plain one."""
-
-    def __init__(self, run: Callable[..., Any], forward: Callable[..., Any]) -> None:
-        self._run, self._forward = run, forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self._forward, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return copy.deepcopy(self._forward, memo)
 
 
 class _Call:

@@ -123,7 +123,7 @@ class Engine:
         wrapped: list[Replacements] = []
         wrapped.append(ActivationCheckpointing.chosen(choice, self.module, modules))
         if settings.activation_offload:
-            wrapped.append(ActivationOffload.beside(self.comm, units))
+            wrapped.append(ActivationOffload.of(units, self.comm.host_copies))
         return wrapped
 
     @property

@@ -14,16 +14,9 @@ class Replacements:
     def __init__(self) -> None:
         self._places: list[tuple[Any, str, Any]] = []
 
-    def put(self, owner: Any, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Replace ``owner.name`` by ``function`` and return the method that was there."""
-        inner: Callable[..., Any] = getattr(owner, name)
-        # The object itself may already have one, which hides that of its class.
-        self._places.append((owner, name, vars(owner).get(name)))
-        setattr(owner, name, function)
-        return inner
-
     def wrap(self, owner: Any, name: str, around: Callable[..., Any], *args: Any) -> None:
         """Replace ``owner.name`` by ``around(owner.name, *args, ...)``."""
+        # The object itself may already have one, which hides that of its class.
         self._places.append((owner, name, vars(owner).get(name)))
         Announced.put(owner, name, around, getattr(owner, name), *args)
 

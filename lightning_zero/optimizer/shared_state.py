@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -23,20 +24,23 @@ Entries = dict[Any, Any]
 class Announced(functools.partial[Any]):
     """A function that stands in the place of a method of a user's object.
 
-    Stand-ins and copies of the object have the method of its class.
+    Copies of the object have the method that was there: its own, or else that of its class.
     """
 
     @classmethod
     def put(cls, owner: Any, name: str, function: Callable[..., Any], *args: Any) -> Announced:
         """Put a function in the place of ``owner.name``."""
         made = cls(function, *args)
-        made.place = owner, name
+        made.place, made.own = (owner, name), vars(owner).get(name)
         setattr(owner, name, made)
         return made
 
     place: tuple[Any, str]
+    own: Any
 
     def __reduce__(self) -> Any:
+        if self.own is not None:
+            return operator.getitem, ((self.own,), 0)
         # The copy of an owner is being made, and has no attributes yet that hide its methods.
         return getattr, self.place
 

@@ -22,8 +22,8 @@ from lightning_zero.plan import Layout, Medium, Plan
 from lightning_zero.tensors import (
     BLOCK_BYTES,
     LARGE_BYTES,
-    Part,
     Scratch,
+    UploadPart,
     Work,
     ask_for_large_pages,
     lasting_tensors,
@@ -263,14 +263,14 @@ class HostStore(Store):
             return copies.up_in_parts(what, self._parts(own, kept), note_and_gather)
         return copies.up_in_parts(what, self._parts(own, None), gather)
 
-    def _parts(self, own: Tensor, kept: Tensor | None) -> Iterator[Part]:
+    def _parts(self, own: Tensor, kept: Tensor | None) -> Iterator[UploadPart]:
         at_once = BLOCK_BYTES // self.master.element_size()
         with lasting_tensors():
             masters, outs = (torch.split(one, at_once) for one in (self.master, own))
             sources = [None] * len(outs) if kept is None else torch.split(kept, at_once)
         for master, out, source in zip(masters, outs, sources, strict=True):
             if len(out):
-                yield Part(out, functools.partial(_read, master), source)
+                yield UploadPart(out, functools.partial(_read, master), source)
 
     @override
     def retire(self) -> None:

@@ -21,10 +21,10 @@ from lightning_zero.tensors import (
     BLOCK_BYTES,
     SECTOR,
     LentMemory,
-    Part,
     PartlyRead,
     Scratch,
     StagingMemory,
+    UploadPart,
     Work,
     lasting_tensors,
 )
@@ -264,7 +264,7 @@ class HostStream(Stream, HostStore):
         self.comm.transport.ledger.note(unit, "up", numel, out.element_size())
         at_once //= out.element_size()
         parts = (
-            Part(one, functools.partial(self._fill, source, start + n * at_once))
+            UploadPart(one, functools.partial(self._fill, source, start + n * at_once))
             for source, start, part in self._parts_of(out)
             for n, one in enumerate(torch.split(part, at_once))
         )

@@ -40,7 +40,7 @@ from lightning_zero.tensors.profiling import span, unseen
 from lightning_zero.tensors.scratch import Scratch
 from lightning_zero.tensors.staged_file import PAGE, StagedFile, StagingMemory, in_pages
 from lightning_zero.tensors.storages import Storages
-from lightning_zero.tensors.uploads import BLOCK_BYTES, RING_BYTES, Part
+from lightning_zero.tensors.uploads import BLOCK_BYTES, RING_BYTES, UploadPart
 from lightning_zero.tensors.work import Work
 from lightning_zero.tensors.wrapped import (
     bytes_held,

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_zero.tensors.lasting import lasting_tensors
 from lightning_zero.tensors.lent_memory import LentMemory
 from lightning_zero.tensors.pages import private_map
-from lightning_zero.tensors.uploads import Part, Uploads
+from lightning_zero.tensors.uploads import UploadPart, Uploads
 from lightning_zero.tensors.work import Work
 
 _WITHOUT_STREAMS = ("cpu", "meta")
@@ -170,7 +170,7 @@ class HostCopies:
         if self._up is not None:
             self._up.synchronize()
 
-    def up_in_parts(self, what: str, parts: Iterable[Part], then: Callable[[], Work]) -> Work:
+    def up_in_parts(self, what: str, parts: Iterable[UploadPart], then: Callable[[], Work]) -> Work:
         """Start to fill ``parts`` in threads; waiting for the work sends them, then ``then``.
 
         ``what`` is named if it fails. See :class:`Uploads`.

@@ -31,7 +31,7 @@ RING_BYTES = NUM_BLOCKS * BLOCK_BYTES
 _NUM_THREADS = 2
 
 
-class Part(NamedTuple):
+class UploadPart(NamedTuple):
     """A part of an upload.
 
     Attributes:
@@ -82,7 +82,7 @@ class Uploads:
         self.nbytes = 0
         self._waiting: deque[Upload] = deque()
 
-    def start(self, what: str, parts: Iterable[Part], then: Callable[[], Work]) -> Upload:
+    def start(self, what: str, parts: Iterable[UploadPart], then: Callable[[], Work]) -> Upload:
         """Start to fill ``parts``, to be sent when the upload is waited for, ``then`` behind them.
 
         They are sent behind the work that is queued on the device now, and none that is queued
@@ -200,7 +200,7 @@ class Upload:
         self,
         uploads: Uploads,
         what: str,
-        parts: Iterable[Part],
+        parts: Iterable[UploadPart],
         then: Callable[[], Work],
         begin: torch.Event | None,
     ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -147,3 +148,15 @@ def test_the_strategys_argument_chooses_units_or_classes(ranks: Pools) -> None:
         assert plain
         assert units == plain
         assert classes == plain
+
+
+def test_copies_keep_what_the_user_put_in_place_of_forward() -> None:
+    linear = nn.Linear(WIDTH, WIDTH)
+    plain = linear.forward
+    linear.forward = lambda x: 2 * plain(x)
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    expected = linear(x)
+    checkpointing = ActivationCheckpointing([linear])
+    assert torch.equal(copy.deepcopy(linear)(x), expected)
+    checkpointing.remove()
+    assert torch.equal(linear(x), expected)

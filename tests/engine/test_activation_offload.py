@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from typing import Any
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero import ZeROStrategy
-from lightning_zero.comm import Communicator
 from lightning_zero.engine import ActivationCheckpointing, ActivationOffload, Engine
 from lightning_zero.plan import Settings
 from tests.oracle.device import beside_the_host
@@ -226,14 +226,12 @@ def test_small_tensors_stay() -> None:
 
 
 def fit_both_ways() -> None:
-    def beside(comm: Communicator, units: Any) -> ActivationOffload:
-        return ActivationOffload.of(units, comm.host_copies, 1)
-
+    every_storage = functools.partial(ActivationOffload.of, least_bytes=1)
     losses = []
     for choices in ({}, {"activation_offload": True, "activation_checkpointing": True}):
         with (
             beside_the_host() as memories,
-            mock.patch.object(ActivationOffload, "beside", beside),
+            mock.patch.object(ActivationOffload, "of", every_storage),
             mock.patch.object(ActivationOffload, "require"),
         ):
             losses.append(fit(Regression(), ZeROStrategy(3, units=[Block], **choices)).losses)

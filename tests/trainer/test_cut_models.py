@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,7 +13,6 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_zero import MemoryMonitor, load_weights
-from lightning_zero.comm import Communicator
 from lightning_zero.engine import ActivationOffload
 from lightning_zero.plan import cut_of
 from tests.oracle.device import beside_the_host
@@ -136,12 +136,10 @@ def test_traffic_in_few_bits(ranks: Pools, tmp_path: Path, bits: dict[str, Any])
 
 
 def _away(folder: str, strategy: dict[str, Any], **more: Any) -> dict[str, Any]:
-    def beside(comm: Communicator, units: Any) -> ActivationOffload:
-        return ActivationOffload.of(units, comm.host_copies, 1)
-
+    every_storage = functools.partial(ActivationOffload.of, least_bytes=1)
     with (
         beside_the_host() as memories,
-        mock.patch.object(ActivationOffload, "beside", beside),
+        mock.patch.object(ActivationOffload, "of", every_storage),
         mock.patch.object(ActivationOffload, "require"),
     ):
         found = fit(folder, strategy, **more)
