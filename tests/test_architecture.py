@@ -40,7 +40,6 @@ INNER = {
     "engine.forward",
     "memory.summary",
     "checkpoint.checksums",
-    "checkpoint.crc",
     "checkpoint.file.archive",
     "checkpoint.file.format",
     "checkpoint.file.records",

@@ -13,7 +13,6 @@ open_file       files that are read part by part, some of them repeatedly
 stored_bytes    bytes of a file that are checked while they are read
 checksums       checksums of records and of their blocks
 word_sums       a checksum of blocks that is as fast as memory
-crc             CRC-32 of concatenated byte strings
 weights         ``load_weights``: pretrained weights into a module, sharded or not
 safetensors     files of that format
 ``values/``     stand-ins for tensors in a checkpoint that is written or read

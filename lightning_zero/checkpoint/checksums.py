@@ -5,18 +5,22 @@ reader of the whole record. Files by this package also have one per block of ``B
 that a rank that reads a range of a tensor checks only the blocks that the range touches. Blocks are
 counted from the start of each **part** that one rank wrote, so that no block is shared between
 ranks. Whole blocks have a sum of words (``word_sums.py``); shorter ones, at the ends of parts, have
-a CRC.
+a CRC. Consecutive whole blocks are read and summed together, in a **run**::
+
+    record   part of rank 0                         | part of rank 1
+    blocks   block 0 | block 1 | block 2 | short 3  | block 0 | short 1
+    runs     one of three blocks         | one      | one     | one
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from lightning_zero.checkpoint.crc import joined_checksum
 from lightning_zero.checkpoint.word_sums import BLOCK_BYTES, word_sums
 
 
@@ -206,3 +210,40 @@ def decoded_blocks(content: bytes, sizes: Iterable[int]) -> list[list[PartChecks
     if position != len(numbers):
         raise ValueError(f"its block checksums have {len(numbers)} numbers; expected {position}")
     return found
+
+
+# -- CRC-32 of concatenated byte strings, without the bytes ----------------------------------------
+
+
+def joined_checksum(first: int, second: int, second_nbytes: int) -> int:
+    """Return the CRC-32 of two concatenated byte strings, given their CRCs and the second's length.
+
+    Appending ``n`` zero bytes multiplies a CRC by ``x**(8 n)`` modulo the CRC polynomial (M. Adler,
+    ``crc32_combine`` of zlib).
+    """
+    if not first:
+        return second
+    return _times(_power_of_x(8 * second_nbytes), first) ^ second
+
+
+_POLYNOMIAL = 0xEDB88320  # bit-reversed: the highest bit is x**0
+
+
+def _times(one: int, other: int) -> int:
+    product = 0
+    for bit in range(31, -1, -1):
+        if one >> bit & 1:
+            product ^= other
+        other = (other >> 1) ^ (_POLYNOMIAL if other & 1 else 0)
+    return product
+
+
+@functools.lru_cache(4096)
+def _power_of_x(exponent: int) -> int:
+    result, square = 1 << 31, 1 << 30
+    while exponent:
+        if exponent & 1:
+            result = _times(square, result)
+        square = _times(square, square)
+        exponent >>= 1
+    return result

@@ -3,8 +3,7 @@
 communicator      holds both planes and chooses the transports
 control           control plane: objects, sums, sync points, the store
 sync_points       the points of a step that all ranks reach together
-agreement         an error on one rank raised on all
-disk_room         room on disks for the files of all ranks
+agreement         an error on one rank raised on all; room on disks for the files of all
 transport         data plane: the interface of all transports
 point_to_point    messages between each pair of ranks (gloo)
 one_host          what exists only for ranks that share one host's CPUs
@@ -27,12 +26,11 @@ process_groups    one process group per purpose
 rendezvous        the default group after a restart by torchrun
 """
 
-from lightning_zero.comm.agreement import Outcome, agreed
+from lightning_zero.comm.agreement import Outcome, agreed, require_room
 from lightning_zero.comm.codec import Codec
 from lightning_zero.comm.coded import Cargo
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.control import Control
-from lightning_zero.comm.disk_room import require_room
 from lightning_zero.comm.dry import DryCommunicator, DryHostCopies, dry_transport
 from lightning_zero.comm.mesh import Axis, Mesh
 from lightning_zero.comm.own_plan import cut_by_own_plan

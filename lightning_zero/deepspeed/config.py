@@ -7,7 +7,7 @@ top level, which DeepSpeed ignores. ``"auto"`` and ``null`` mean the same as lea
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,12 +117,8 @@ class Config:
     # -- the keys that act -----------------------------------------------------------------------
 
     def _take_stage(self, value: Any) -> None:
-        if value not in (1, 2, 3):
-            raise ValueError(
-                f"Expected zero_optimization.stage in the DeepSpeed configuration among 1, 2, 3,"
-                f" got {value!r}. For stage 0, use Trainer(strategy='ddp')."
-            )
-        self.arguments["stage"] = value
+        cure = " For stage 0, use Trainer(strategy='ddp')."
+        self.arguments["stage"] = _among((1, 2, 3), "zero_optimization.stage", value, cure)
 
     def _take_prefetch(self, value: Any) -> None:
         if value == 0:
@@ -131,19 +127,11 @@ class Config:
             self._warn("zero_optimization.stage3_prefetch_bucket_size", value)
 
     def _take_dtype(self, value: Any) -> None:
-        if value not in _DTYPES:
-            raise ValueError(
-                f"Expected communication_data_type in the DeepSpeed configuration among"
-                f" {', '.join(_DTYPES)}, got {value!r}."
-            )
-        self.arguments["reduce_dtype"] = _DTYPES[value]
+        name = _among(_DTYPES, "communication_data_type", value)
+        self.arguments["reduce_dtype"] = _DTYPES[name]
 
     def _take_medium(self, block: str, argument: str, value: Any) -> None:
-        if value not in ("none", "cpu", "nvme"):
-            raise ValueError(
-                f"Expected zero_optimization.{block}.device in the DeepSpeed configuration among"
-                f" none, cpu, nvme, got {value!r}."
-            )
+        _among(("none", "cpu", "nvme"), f"zero_optimization.{block}.device", value)
         if value != "none":
             self.arguments[argument] = value
 
@@ -214,6 +202,15 @@ class Config:
         """Return the required value of the Trainer's argument ``name``, which was ``given``."""
         wanted = self.trainer.get(name, given)
         return _agreed(f"Trainer({name}={given!r})", given, wanted, default)
+
+
+def _among(choices: Collection[Any], name: str, value: Any, cure: str = "") -> Any:
+    if value not in choices:
+        raise ValueError(
+            f"Expected {name} in the DeepSpeed configuration among"
+            f" {', '.join(map(str, choices))}, got {value!r}.{cure}"
+        )
+    return value
 
 
 Action = Callable[[Config, Any], Any]

@@ -13,8 +13,8 @@ module_hook               hooks on modules and parameters, safe to copy and to c
 schedule                  the order in which units are needed, and prefetching
 reduction_order           one order of reductions on all ranks
 rank_check                models, settings and optimizers that must be equal on all ranks
-change_check              what a single rank may change later: trainability, hyperparameters
-unit_check, join_context  ranks that run different units: detected, or allowed
+flag_checks               what a single rank may change later, and ranks that run different units
+join_context              forwards in which ranks may run different units
 buffers                   broadcasts of the module's buffers from rank 0
 materialize               models built on the meta device
 activation_checkpointing  activations recomputed in backward

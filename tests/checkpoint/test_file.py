@@ -20,7 +20,7 @@ from lightning_zero.checkpoint import (
     module_state,
     optimizer_state,
 )
-from lightning_zero.checkpoint.crc import joined_checksum
+from lightning_zero.checkpoint.checksums import joined_checksum
 from lightning_zero.checkpoint.file.archive import Archive
 from lightning_zero.comm import Control
 from lightning_zero.engine import Engine

@@ -5,8 +5,8 @@ transport ``reads_peers``, a gather needs no peer to take part, and masters chan
 rank reads them.
 
 window            memory that peers have mapped
-shared_memory     the transport: a gather is a copy, a reduction a sum over the peers' buffers
-reduce_windows    the windows of reduce buffers, reused once peers have read them
+shared_memory     the transport: a gather is a copy, a reduction a sum over the peers' buffers,
+                  in windows that are reused once peers have read them
 sync_windows      sync points through memory instead of messages
 dry_shared_memory the transport in a dry run
 """
