@@ -43,7 +43,7 @@ class Communicator:
     Attributes:
         device: As given.
         num_changes: How often masters may have changed: it grows at each begin and end of write
-            access, which all ranks take together.
+            access, which all ranks take together, and when :meth:`note_change` is called.
         control: The control plane of all ranks.
         mesh: The ranks along their axes.
         transports: The transport along each axis: the shard axis, and others of several ranks.
@@ -205,8 +205,9 @@ class Communicator:
 
         Within it, the device has also finished reading masters that rest on its host.
         """
-        return WriteAccess(self.fence, before, after or before, self._on_write_access)
+        return WriteAccess(self.fence, before, after or before, self.note_change)
 
-    def _on_write_access(self) -> None:
+    def note_change(self) -> None:
+        """Note that this rank's masters may change, once the device has read those on its host."""
         self.num_changes += 1
         self.host_copies.wait_until_read()

@@ -72,6 +72,8 @@ class ShownMasters:
             if unit.weights.is_edited:
                 if self._comm.transport.reads_peers:
                     continue
+                # Without write access, for which other ranks would have to be here.
+                self._comm.note_change()
                 unit.weights.store_edits()
             unit.weights.hide_masters()
             self._touched.remove(unit)

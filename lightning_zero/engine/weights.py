@@ -208,7 +208,7 @@ class Weights:
     def store_edits(self) -> None:
         """Copy this rank's part of users' changes to the masters; within write access."""
         for flat in self._flats:
-            flat.keep_edits()
+            flat.store_edits()
 
     @property
     def is_gathered(self) -> bool:

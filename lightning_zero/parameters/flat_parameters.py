@@ -307,17 +307,17 @@ class FlatParameters:
                 parameter.copy_(value)
 
     @torch.no_grad()
-    def keep_edits(self) -> None:
-        """Copy this rank's part of changed parameters to the masters."""
+    def store_edits(self) -> None:
+        """Copy this rank's part of changed parameters to the masters; within write access."""
         edited, whole = self.edits.unsaved, self.edits.buffer
         if edited:
             self.load_masters()
         self.edits.bring_back()
         if edited:
-            self._store_edits(edited, whole)
+            self._store(edited, whole)
         self.edits.begin(whole)
 
-    def _store_edits(self, edited: Sequence[int], whole: Buffer) -> None:
+    def _store(self, edited: Sequence[int], whole: Buffer) -> None:
         # What the parameters showed of this rank's masters before the edits.
         shown = self.master
         if whole is self.weight and self.plan.gather_bits is not None:

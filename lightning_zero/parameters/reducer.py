@@ -51,6 +51,7 @@ class Reducer:
         self.arrived = [False] * len(pieces)
         self.used = [False] * len(pieces)
         self.shard = GradShard(pieces, store)
+        # What reductions under way hold, for :meth:`memory`.
         self._in_flight: list[Tensor] = []
         # Small gradients on their way to the partial buffer.
         self._taken: list[tuple[int, Tensor]] = []

@@ -21,7 +21,7 @@ import lightning_zero
 from lightning_zero.comm import Communicator, sum_of
 from lightning_zero.engine import Engine
 from lightning_zero.optimizer import States, UnitStep, clip
-from lightning_zero.plan import Offload, Settings
+from lightning_zero.plan import RECIPES, Offload, Settings
 from lightning_zero.tensors import HostCopies, Landing
 from tests.oracle.device import beside_the_host
 from tests.oracle.models import MODELS
@@ -285,6 +285,35 @@ def compare_edited() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_gradients_are_waited_for_and_edits_go_up_and_down(ranks: Pools, world: int) -> None:
     ranks(world).run(compare_edited)
+
+
+def forward_after_edit(**settings: Any) -> Tensor:
+    """A forward after an edit between steps, and after a look at all other units."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)])
+    settings["recipe"] = RECIPES["bf16-mixed"]
+    comm = Communicator(CPU, reads_peers=False)
+    engine = Engine(module, Settings(units=(nn.Linear,), **settings), comm)
+    x = torch.ones(2, 8, dtype=torch.bfloat16)
+    with torch.no_grad():
+        module(x)
+        module[0].weight.mul_(3.0)
+        for other in module[1:]:
+            assert other.weight.isfinite().all()
+        found = module(x)
+    engine.close()
+    return found
+
+
+def compare_displaced() -> None:
+    expected = forward_after_edit()
+    with beside_the_host(followed=False):
+        assert torch.equal(forward_after_edit(offload=Offload("cpu", "cpu")), expected)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_edits_of_units_that_others_displace_go_up(ranks: Pools, world: int) -> None:
+    ranks(world).run(compare_displaced)
 
 
 def test_nothing_moves_from_the_host_to_its_memory() -> None:
