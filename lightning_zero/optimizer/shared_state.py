@@ -31,7 +31,10 @@ class Announced(functools.partial[Any]):
     def put(cls, owner: Any, name: str, function: Callable[..., Any], *args: Any) -> Announced:
         """Put a function in the place of ``owner.name``."""
         made = cls(function, *args)
-        made.place, made.own = (owner, name), vars(owner).get(name)
+        before = vars(owner).get(name)
+        made.place, made.own = (owner, name), before
+        if isinstance(before, Announced):
+            made.own = before.own
         setattr(owner, name, made)
         return made
 

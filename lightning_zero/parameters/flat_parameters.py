@@ -321,7 +321,6 @@ class FlatParameters:
         # What the parameters showed of this rank's masters before the edits.
         shown = self.master
         if whole is self.weight and self.plan.gather_bits is not None:
-            assert isinstance(shown, Tensor)
             shown = self.store.as_weights(shown) if self._edited is None else self._edited
         for index in edited:
             piece = self.pieces[index]
