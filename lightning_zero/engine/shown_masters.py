@@ -19,7 +19,8 @@ class ShownMasters:
     Those that code between steps touches are shown until it touches others. Where a gather needs
     every rank, all ranks must touch the same units, in the same order. Where ranks read each
     other's memory, no touch waits for another rank: there an edited unit stays whole until all
-    ranks meet, as others may still read its masters.
+    ranks meet, as others may still read its masters. A unit that an autograd graph has used stays
+    whole while the graph lives, or until the next step, as under DDP the step changes it.
 
     Those within :meth:`gathered` are shown to the end of the context, whatever runs in it.
 
@@ -55,18 +56,24 @@ class ShownMasters:
         for unit in units:
             unit.weights.wait_if_in_flight()
         new = [u for u in units if u.weights.hides_masters and u.weights.shows is not Shows.MASTERS]
-        if new and self._comm.transport.gathers_together:
-            what = ", ".join(unit.label for unit in new)
-            self._comm.control.call(SyncPoint.TOUCH, about=what).wait()
-        self._hide_down_to(_MOST - len(new), units)
+        if new:
+            self._hide_down_to(_MOST - len(new), units, self._agree_to_touch(new))
         for unit in new:
             unit.weights.show_masters()
         touched = [unit for unit in units if unit in self._touched or unit in new]
         self._touched = [unit for unit in self._touched if unit not in touched] + touched
 
-    def _hide_down_to(self, count: int, used: Sequence[Unit]) -> None:
-        """Hide units until ``count`` are shown, but none that is ``used`` now or must stay."""
-        for unit in [unit for unit in self._touched if unit not in used]:
+    def _agree_to_touch(self, new: Sequence[Unit]) -> list[Unit]:
+        """Return the shown units that graphs use: on any rank, if a gather needs all of them."""
+        flags = bytes(unit.weights.are_in_graph for unit in self._touched)
+        if self._comm.transport.gathers_together:
+            what = ", ".join(unit.label for unit in new)
+            flags = self._comm.control.call(SyncPoint.TOUCH, flags, about=what).wait()
+        return [unit for unit, is_used in zip(self._touched, flags, strict=True) if is_used]
+
+    def _hide_down_to(self, count: int, *kept: Sequence[Unit]) -> None:
+        """Hide units until ``count`` are shown, but none that is in ``kept`` or must stay."""
+        for unit in [unit for unit in self._touched if not any(unit in each for each in kept)]:
             if len(self._touched) <= count:
                 return
             if unit.weights.is_edited:

@@ -205,6 +205,11 @@ class Weights:
             return False
         return bool([flat for flat in self._flats if flat.edits.unsaved])
 
+    @property
+    def are_in_graph(self) -> bool:
+        """Return whether an autograd graph that lives has used what the parameters show."""
+        return any(flat.are_in_graph for flat in self._flats)
+
     def store_edits(self) -> None:
         """Copy this rank's part of users' changes to the masters; within write access."""
         for flat in self._flats:

@@ -10,10 +10,25 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_zero.parameters.guards import Guarded, Readable, View, restore_class
+from lightning_zero.parameters.guards import (
+    Guarded,
+    Readable,
+    View,
+    make_readable,
+    restore_class,
+)
 from lightning_zero.parameters.ownership import Memory, Owner, ownership_of, take
 from lightning_zero.plan import Home
 from lightning_zero.tensors import internals, lasting_tensors, properties
+
+
+@functools.cache
+def _notice_func_wraps() -> None:
+    """Make what transforms of ``torch.func`` are given readable: in their wrappers it would rest.
+
+    A wrapper holds what it wraps, as an autograd graph does, so it stays whole.
+    """
+    internals.before_func_wraps(make_readable)
 
 
 @functools.cache
@@ -41,6 +56,7 @@ class ParameterClasses:
         home: Home,
         dtype: torch.dtype,
     ) -> None:
+        _notice_func_wraps()
         self._parameters = [parameter for _, parameter in named]
         for parameter in self._parameters:
             restore_class(parameter)

@@ -271,6 +271,15 @@ class FlatParameters:
         self.edits.expose(index, is_plain=is_plain)
 
     @property
+    def are_in_graph(self) -> bool:
+        """Return whether an autograd graph holds a parameter, or a view of one."""
+        return any(
+            internals.num_uses(one) > 1
+            for parameter in self.parameters
+            for one in (parameter, *ownership_of(parameter).views)
+        )
+
+    @property
     def shows_copies(self) -> bool:
         """Return whether what the parameters show lies apart from the masters."""
         return self.plan.rests_apart or self.edits.buffer is not self.weight

@@ -66,13 +66,12 @@ class Guarded:
         return _touch_and_use(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
-        parameter = cast(Parameter, self)
-        _touch([parameter])
-        return copy.deepcopy(parameter, memo)
+        make_readable(self)
+        return copy.deepcopy(cast(Parameter, self), memo)
 
     def __repr__(self) -> str:
-        parameter = cast(Parameter, self)
-        return f"Parameter at rest of shape {tuple(parameter.shape)}, {parameter.dtype}"
+        resting = cast(Parameter, self)
+        return f"Parameter at rest of shape {tuple(resting.shape)}, {resting.dtype}"
 
 
 class Readable:
@@ -298,9 +297,14 @@ def _touch(used: Sequence[Parameter | View]) -> None:
             raise kept_too_long(one.ownership.name)
 
 
+def make_readable(value: Any) -> None:
+    """Make the resting parameters in ``value``, and views of them, readable together."""
+    _touch([*_used_in(value)])
+
+
 def _replace(parameter: Parameter, data: Tensor) -> None:
     """Pass ``data`` to the owner as the parameter's new value, with both readable."""
-    _touch(list(_used_in((parameter, data))))
+    make_readable((parameter, data))
     ownership_of(parameter).replace(parameter, data)
 
 
@@ -358,8 +362,7 @@ def _lying_in(storages: dict[int, Parameter], value: Any) -> Iterator[tuple[Tens
 
 
 def _become_view(tensor: Tensor, parameter: Parameter, *, exposes: bool) -> None:
-    # Not by `as_subclass`, which adds a node to the graph.
-    tensor.__class__ = View
+    tensor.__class__ = View  # not by `as_subclass`, which adds a node to the graph
     view = cast(View, tensor)
     view.parameter, view.ownership, view.exposes = parameter, ownership_of(parameter), exposes
 

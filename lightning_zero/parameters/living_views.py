@@ -7,7 +7,7 @@ value. A parameter on a flat buffer stays where it is, so its views must move in
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -28,11 +28,16 @@ class LivingViews:
         key, refs = id(view), self._refs
         refs[key] = weakref.ref(view, lambda _: refs.pop(key, None))
 
+    def __iter__(self) -> Iterator[Tensor]:
+        for ref in [*self._refs.values()]:
+            if (view := ref()) is not None:
+                internals.hold(view)
+                yield view
+
     @property
     def places(self) -> set[int]:
         """The keys of the storages in which the views lie."""
-        living = [view for ref in [*self._refs.values()] if (view := ref()) is not None]
-        return set(map(internals.storage_key, living))
+        return set(map(internals.storage_key, self))
 
     def part(self, parameter: Parameter, elsewhere: Sequence[Tensor], name: str) -> None:
         """Move the views to a copy of the parameter's value now; they become ordinary tensors.
@@ -48,9 +53,7 @@ class LivingViews:
             RuntimeError: A view shows more digits than the parameter has now, has views that are
                 not tracked, or is saved for a backward pass.
         """
-        living = [view for ref in [*self._refs.values()] if (view := ref()) is not None]
-        for view in living:
-            internals.hold(view)
+        living = [*self]
         with lasting_tensors(), internals.as_plain_tensors():
             for place in (parameter, *elsewhere):
                 key = internals.storage_key(place)

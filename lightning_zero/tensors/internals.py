@@ -6,13 +6,16 @@ they are used. Binding a name here once makes it cheaper to look up.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from inspect import isabstract
 from typing import Any
 
 import torch
+import torch._functorch.eager_transforms as _transforms
 import torch._functorch.pyfunctorch as _func
+import torch._functorch.vmap as _vmap
 import torch.optim.optimizer as _optimizers
 import torch.utils._foreach_utils as _foreach_utils
 import torch.utils._python_dispatch as _python_dispatch
@@ -48,6 +51,26 @@ func_level_of: Callable[[Tensor], int] = torch._C._functorch.maybe_get_level
 is_func_wrapper: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 without_func_wrapper: Callable[[Tensor], Tensor] = torch._C._functorch.get_unwrapped
 """A transform of ``torch.func`` wraps the tensors that its level computes."""
+
+
+def before_func_wraps(note: Callable[[Tensor], None]) -> None:
+    """Call ``note`` with each argument that a transform of ``torch.func`` is about to wrap.
+
+    Its class is not asked then, nor by what is computed from the wrapper; torch has no hook.
+    """
+
+    def noting(wrap: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(wrap)
+        def noted(value: Any, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                note(value)
+            return wrap(value, *args, **kwargs)
+
+        return noted
+
+    for room, name in ((_transforms, "_wrap_tensor_for_grad"), (_vmap, "_add_batch_dim")):
+        setattr(room, name, noting(getattr(room, name)))
+
 
 _TRACING = [torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL]
 _TRACING.append(torch._C._TorchDispatchModeKey.FAKE)

@@ -22,7 +22,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_zero
-from tests.oracle.projects import Regression, Run, assert_like_ddp, fit, under_all
+from lightning_zero.engine import engine_of
+from tests.oracle.projects import Regression, Run, assert_like_ddp, fit, under_all, wired
 from tests.oracle.ranks import Pools
 
 UNUSED = "ddp_find_unused_parameters_true"
@@ -268,21 +269,148 @@ def test_a_hook_may_be_compiled(ranks: Pools) -> None:
 # -- graphs between steps --------------------------------------------------------------------------
 
 
+def scaled(module: Regression) -> Tensor:
+    """Differentiate by something that all weights scale."""
+    scale = torch.ones(2, requires_grad=True)
+    total = sum((p * scale[0]).pow(2).sum() for p in module.parameters())
+    return torch.autograd.grad(total, scale)[0]
+
+
+def scaled_data(module: Regression) -> Tensor:
+    """The graph saves views of weights, which nothing else keeps."""
+    scale = torch.ones(2, requires_grad=True)
+    total = sum((p.data.view(-1) * scale[0]).pow(2).sum() for p in module.parameters())
+    return torch.autograd.grad(total, scale)[0]
+
+
+def by_weights(module: Regression) -> Tensor:
+    """Differentiate twice by the weights themselves."""
+    weights = list(module.parameters())
+    total = sum(p.pow(3).sum() for p in weights)
+    grads = torch.autograd.grad(total, weights, create_graph=True)
+    second = torch.autograd.grad(sum(g.pow(2).sum() for g in grads), weights)
+    return torch.cat([g.flatten() for g in second])
+
+
+def read_between(module: Regression) -> Tensor:
+    """All weights are read between two passes over a graph."""
+    scale = torch.ones(2, requires_grad=True)
+    total = sum((p * scale[0]).pow(2).sum() for p in module.parameters())
+    first = torch.autograd.grad(total, scale, retain_graph=True)[0]
+    norms = sum(p.detach().norm() for p in module.parameters())
+    return first + torch.autograd.grad(total, scale)[0] + norms
+
+
+def transformed_scale(module: Regression) -> Tensor:
+    return grad(lambda z: sum((p * z[0]).pow(2).sum() for p in module.parameters()))(Z)
+
+
+def pulled_scale(module: Regression) -> Tensor:
+    _, pull = vjp(lambda z: sum((p * z[0]).pow(2).sum() for p in module.parameters()), Z)
+    return pull(torch.ones(()))[0]
+
+
+def transformed_weights(module: Regression) -> Tensor:
+    """Weights at rest are arguments of a transform, in which they cannot be noticed."""
+    found = grad(lambda weights: sum(p.pow(3).sum() for p in weights))(tuple(module.parameters()))
+    return torch.cat([g.flatten() for g in found])
+
+
+def transformed_copies(module: Regression) -> Tensor:
+    weights = tuple(p.detach() for p in module.parameters())
+    found = grad(lambda weights: sum(p.pow(3).sum() for p in weights))(weights)
+    return torch.cat([g.flatten() for g in found])
+
+
+def mapped_weights(module: Regression) -> Tensor:
+    weights = [block.linear.weight for block in module.net.blocks]
+    return sum(vmap(lambda *rows: sum(rows))(*weights))
+
+
+def tangents_of_weights(module: Regression) -> Tensor:
+    weights = tuple(module.parameters())
+    ones = tuple(torch.ones(p.shape) for p in weights)
+    return jvp(lambda *given: sum(p.pow(3).sum() for p in given), weights, ones)[1]
+
+
+def scaled_in_gathered(module: Regression) -> Tensor:
+    with lightning_zero.gathered(module):
+        return scaled(module)
+
+
+def kept_by_one_rank(module: Regression) -> Tensor:
+    """Ranks whose graphs differ still gather the same weights."""
+    scale = torch.ones(2, requires_grad=True)
+    total = sum((p * scale[0]).pow(2).sum() for p in module.parameters())
+    if module.global_rank:
+        total = total.detach()
+    norms = [p.detach().norm() for p in (*module.parameters(), *module.parameters())]
+    found = torch.autograd.grad(total, scale)[0].sum() if module.global_rank == 0 else 0.0
+    return sum(norms) + found
+
+
+GRAPHS = [
+    scaled, scaled_data, by_weights, read_between, transformed_scale, pulled_scale,
+    transformed_weights, transformed_copies, mapped_weights, tangents_of_weights,
+    scaled_in_gathered, kept_by_one_rank,
+]  # fmt: skip
+
+
 class Differentiating(Regression):
-    """Differentiates by something that all weights scale, between steps."""
+    """Differentiates between steps."""
+
+    graph: Callable[..., Tensor]
+
+    def on_train_start(self) -> None:
+        """A graph that is dropped keeps nothing whole."""
+        for parameter in self.parameters():
+            self.losses.append(float(parameter.norm()))
+        engine = engine_of(self.parameters())
+        assert engine is None or engine.sharded.shown.num_touched <= 2
 
     def on_train_batch_end(self, *args: Any) -> None:
-        scale = torch.ones(2, requires_grad=True)
-        total = sum((p * scale[0]).pow(2).sum() for p in self.parameters())
-        torch.autograd.grad(total, scale)
+        self.losses += self.graph(self).detach().flatten().tolist()
 
 
-def differentiate() -> str:
-    with pytest.raises(RuntimeError) as caught:
-        fit(Differentiating(), 3, max_steps=1)
-    return str(caught.value)
+def differentiate(strategy: Any, index: int) -> Run:
+    module = Differentiating()
+    object.__setattr__(module, "graph", GRAPHS[index])
+    return fit(module, strategy, max_steps=2)
+
+
+def differentiate_over(way: str, index: int) -> dict[str | int, Run]:
+    with wired(way):
+        return under_all(differentiate, index, stages=(1, 3))
+
+
+@pytest.mark.parametrize("index", range(len(GRAPHS)), ids=lambda i: GRAPHS[i].__name__)
+def test_graphs_between_steps_are_as_under_ddp(ranks: Pools, index: int) -> None:
+    way = ("windows", "point to point")[index % 2]  # the last needs messages
+    assert_like_ddp(ranks(2).run(differentiate_over, way, index), ulps=64)
+
+
+class Late(Regression):
+    """Keeps a graph over a step, which changes the weights that it has saved."""
+
+    total: Tensor | None = None
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.total is None:
+            self.scale = torch.ones(2, requires_grad=True)
+            self.total = sum((p * self.scale[0]).pow(2).sum() for p in self.parameters())
+        else:
+            torch.autograd.grad(self.total, self.scale)
+
+
+def keep_over_a_step() -> list[str]:
+    errors = []
+    for strategy in ("ddp", 3):
+        with pytest.raises(RuntimeError) as caught:
+            fit(Late(), strategy, max_steps=2)
+        errors.append(str(caught.value))
+    return errors
 
 
 def test_a_graph_never_reads_weights_that_are_gone(ranks: Pools) -> None:
-    for error in ranks(2).run(differentiate):
-        assert "modified by an inplace operation" in error
+    for errors in ranks(2).run(keep_over_a_step):
+        assert all("modified by an inplace operation" in error for error in errors)
