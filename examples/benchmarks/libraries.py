@@ -298,6 +298,140 @@ def neural_ode() -> Project:
     return Ode()
 
 
+def attention() -> Project:
+    from local_attention import LocalAttention
+    from rotary_embedding_torch import RotaryEmbedding
+
+    class Attended(Project):
+        def __init__(self) -> None:
+            super().__init__(nn.ModuleList([nn.Linear(1, 24), nn.Linear(8, 4)]))
+            self.rotary = RotaryEmbedding(dim=8, learned_freq=True)
+            self.attend = LocalAttention(
+                dim=8, window_size=4, causal=True, use_rotary_pos_emb=False
+            )
+
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            query, key, value = self.net[0](x[:, None, :, None]).chunk(3, -1)
+            query, key = map(self.rotary.rotate_queries_or_keys, (query, key))
+            return F.cross_entropy(self.net[1](self.attend(query, key, value).mean((1, 2))), y)
+
+    return Attended()
+
+
+def sparse_outputs() -> Project:
+    import entmax
+
+    class Sparse(Project):
+        def __init__(self) -> None:
+            super().__init__()
+            self.alpha = nn.Parameter(torch.tensor(1.5))
+
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            spread = entmax.entmax_bisect(self.net(x), self.alpha)
+            return entmax.entmax15_loss(self.net(x), y).mean() + spread.square().mean()
+
+    return Sparse()
+
+
+def augmented() -> Project:
+    import kornia
+
+    class Augmented(Project):
+        def __init__(self) -> None:
+            super().__init__()
+            change = kornia.augmentation.RandomAffine(30.0, p=1.0)
+            self.augment = nn.Sequential(change, kornia.augmentation.RandomHorizontalFlip())
+            self.criterion = kornia.losses.FocalLoss(alpha=0.5, reduction="mean")
+
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.criterion(self.net(self.augment(x.view(-1, 1, 4, 4)).flatten(1)), y)
+
+    return Augmented()
+
+
+def flow() -> Project:
+    from nflows import distributions, flows, transforms
+
+    class Density(Project):
+        def __init__(self) -> None:
+            layers = []
+            for _ in range(2):
+                layers.append(transforms.ReversePermutation(WIDTH))
+                layers.append(
+                    transforms.MaskedAffineAutoregressiveTransform(WIDTH, hidden_features=32)
+                )
+            layers.append(transforms.BatchNorm(WIDTH))
+            normal = distributions.StandardNormal([WIDTH])
+            super().__init__(flows.Flow(transforms.CompositeTransform(layers), normal))
+
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            return -self.net.log_prob(x).mean()
+
+    return Density()
+
+
+def tabnet() -> Project:
+    from pytorch_tabnet.tab_network import TabNet
+
+    class Tabular(Project):
+        def __init__(self) -> None:
+            groups = torch.eye(WIDTH)
+            net = TabNet(WIDTH, 4, n_d=4, n_a=4, n_steps=2, group_attention_matrix=groups)
+            super().__init__(net)
+
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            found, penalty = self.net(x)
+            return F.cross_entropy(found, y) - 1e-3 * penalty
+
+    return Tabular()
+
+
+def stochastic_ode() -> Project:
+    import torchsde
+
+    class Drift(nn.Module):
+        noise_type, sde_type = "diagonal", "ito"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.drift, self.spread = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def f(self, t: Tensor, y: Tensor) -> Tensor:
+            return self.drift(y)
+
+        def g(self, t: Tensor, y: Tensor) -> Tensor:
+            return self.spread(y).sigmoid()
+
+    class Sde(Project):
+        def __init__(self) -> None:
+            super().__init__(Drift())
+            self.out = nn.Linear(WIDTH, 4)
+
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            times = torch.tensor([0.0, 0.5])
+            noise = torchsde.BrownianInterval(
+                0.0, 0.5, tuple(x.shape), entropy=7, levy_area_approximation="space-time"
+            )
+            found = torchsde.sdeint(self.net, x, times, bm=noise, dt=0.1)
+            return F.cross_entropy(self.out(found[-1]), y)
+
+    return Sde()
+
+
+def contrastive() -> Project:
+    from info_nce import InfoNCE
+
+    class Contrastive(Project):
+        def __init__(self) -> None:
+            super().__init__()
+            self.criterion = InfoNCE()
+
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.criterion(self.net(x), self.net(x + 0.1 * y[:, None]))
+
+    return Contrastive()
+
+
 def offline(library: str) -> Callable[[], Project]:
     def make() -> Project:
         project = Project()
@@ -340,6 +474,20 @@ PROJECTS: dict[str, tuple[str, str, Callable[[], Project]]] = {
     "x_transformers": ("x-transformers", "decoder with rotary positions", transformers_x),
     "quantize": ("vector-quantize-pytorch", "FSQ codes", quantize),
     "neural_ode": ("torchdiffeq", "neural ODE by the adjoint method", neural_ode),
+    "adan": ("adan-pytorch", "Adan", optimizer("adan_pytorch", "Adan", lr=1e-2)),
+    "optimi": (
+        "torch-optimi", "AdamW with Kahan summation",
+        optimizer("optimi", "AdamW", lr=1e-2, kahan_sum=True),
+    ),
+    "attention": (
+        "local-attention", "local attention, learned rotary positions", attention
+    ),
+    "entmax": ("entmax", "sparse losses with a learned exponent", sparse_outputs),
+    "kornia": ("kornia", "random augmentations in the step, focal loss", augmented),
+    "nflows": ("nflows", "autoregressive flow with batch norm", flow),
+    "tabnet": ("pytorch-tabnet", "TabNet", tabnet),
+    "torchsde": ("torchsde", "neural SDE", stochastic_ode),
+    "info_nce": ("info-nce-pytorch", "InfoNCE loss, two forwards", contrastive),
     "wandb": ("wandb", "WandbLogger, offline", offline("wandb")),
 }  # fmt: skip
 
