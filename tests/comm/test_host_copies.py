@@ -18,7 +18,7 @@ from lightning_zero.tensors import (
     RING_BYTES,
     HostCopies,
     LentMemory,
-    Part,
+    UploadPart,
     Work,
     pinned_bytes,
 )
@@ -172,7 +172,9 @@ def test_host_memory_is_given_back_at_the_end() -> None:
 def started(copies: HostCopies, outs: list[Tensor], what: str = "a unit") -> Work:
     """Fill each part with the number of its place."""
     fills = [functools.partial(Tensor.fill_, value=n) for n in range(len(outs))]
-    parts = [Part(out, lambda t, fill=fill: fill(t)) for out, fill in zip(outs, fills, strict=True)]
+    parts = [
+        UploadPart(out, lambda t, fill=fill: fill(t)) for out, fill in zip(outs, fills, strict=True)
+    ]
     return copies.up_in_parts(what, parts, Arrived)
 
 
@@ -200,7 +202,9 @@ def test_an_upload_that_fails_gives_back_the_ring() -> None:
     copies = HostCopies(CPU)
     out = torch.zeros(3)
     for _ in range(2 * NUM_BLOCKS):
-        work = copies.up_in_parts("Reading net", [Part(out, fail), Part(out, fail)], Arrived)
+        work = copies.up_in_parts(
+            "Reading net", [UploadPart(out, fail), UploadPart(out, fail)], Arrived
+        )
         for _ in range(2):
             with pytest.raises(RuntimeError, match="Reading net failed: no such disk"):
                 work.wait()
