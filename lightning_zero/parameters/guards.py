@@ -289,9 +289,8 @@ def _touch(used: Sequence[Parameter | View]) -> None:
             by_owner.setdefault(ownership.owner, []).append(parameter)
         if rests:
             needed.add(ownership.owner)
-    for owner, parameters in by_owner.items():
-        if owner in needed:
-            owner.touch(parameters)
+    for owner in [each for each in by_owner if each in needed]:
+        owner.touch(by_owner[owner])
     for one in used:
         if isinstance(one, View) and one.is_gone:
             raise kept_too_long(one.ownership.name)
@@ -312,11 +311,9 @@ def _used_in(value: Any) -> Iterator[Parameter | View]:
     """Yield the parameters in ``value`` that were taken by an owner, and views of them."""
     if isinstance(value, (Guarded, Readable, View)):
         yield cast("Parameter | View", value)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from _used_in(item)
-    elif isinstance(value, dict):
-        yield from _used_in(list(value.values()))
 
 
 def _use(
