@@ -252,12 +252,15 @@ class Engine:
         for transport in self.comm.transports.values():
             transport.drop_outgrown()
 
-    def _after_step(self, pieces: Iterable[Piece]) -> None:
+    def _after_step(self, pieces: Sequence[Piece]) -> None:
         """Refresh weights from the stepped masters."""
         self._step_access.end()
         self._step.keeps_graph = False
         if not self._step.is_inside:
             self._step.close()
+        of_optimizer = set(map(id, pieces))
+        for flat in self.sharded.flats:
+            flat.note_step(of_optimizer)
         units = self.sharded.units_of([piece.parameter for piece in pieces])
         self.sharded.refresh(units, only_stepped=True)
         for transport in self.comm.transports.values():

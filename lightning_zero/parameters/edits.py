@@ -67,6 +67,15 @@ class Edits:
             with lasting_tensors():
                 self._exposed[index] = self._bytes(index).clone()
 
+    def note_step(self, indices: Sequence[int]) -> None:
+        """Let autograd refuse what graphs have saved of parameters that were stepped.
+
+        Under DDP the step changes the parameters themselves, which autograd sees.
+        """
+        torch.autograd.graph.increment_version([self._parameters[index] for index in indices])
+        for index in indices if self._versions else ():
+            self._versions[index] += 1
+
     @property
     def unsaved(self) -> list[int]:
         """The indices of parameters whose changes are to be copied to the masters."""

@@ -8,7 +8,7 @@ views of whole masters that were gathered for reading or editing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from lightning_zero.comm import Arrived, Communicator, Shards
 from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.parameters.classes import ParameterClasses
 from lightning_zero.parameters.edits import Edits
-from lightning_zero.parameters.grad_view import GradientView
+from lightning_zero.parameters.grad_view import GradientView, GradState
 from lightning_zero.parameters.ownership import Owner, ownership_of
 from lightning_zero.parameters.piece import Piece
 from lightning_zero.parameters.piece_range import PieceRange
@@ -257,6 +257,16 @@ class FlatParameters:
     def may_be_stepped(self) -> bool:
         """Return whether an optimizer may change the masters; the same on every rank."""
         return self.trainable or any(parameter.requires_grad for parameter in self.parameters)
+
+    def note_step(self, of_optimizer: Set[int]) -> None:
+        """Note that an optimizer has stepped what has gradients, of pieces with these ids."""
+        stepped = [
+            index
+            for index, piece in enumerate(self.pieces)
+            if piece.gradient.state is GradState.SHARDED and id(piece) in of_optimizer
+        ]
+        if stepped:
+            self.edits.note_step(stepped)
 
     @property
     def gives_back(self) -> bool:
