@@ -258,10 +258,12 @@ class Engine:
         self._step.keeps_graph = False
         if not self._step.is_inside:
             self._step.close()
-        of_optimizer = set(map(id, pieces))
-        for flat in self.sharded.flats:
-            flat.note_step(of_optimizer)
         units = self.sharded.units_of([piece.parameter for piece in pieces])
+        of_optimizer = set(map(id, pieces))
+        for unit in units:
+            if not unit.weights.gives_back:  # otherwise a later backward pass gathers anew
+                for flat in unit.flat_parameters:
+                    flat.note_step(of_optimizer)
         self.sharded.refresh(units, only_stepped=True)
         for transport in self.comm.transports.values():
             transport.ledger.end_step()
