@@ -285,7 +285,9 @@ class ShardedModel:
             kinds["unreduced"] += transport.scratch_bytes
             kinds.update({kind: held.nbytes for kind, held in transport.passing.items()})
         rows: dict[Tensor, str] = {
-            piece: flat.plan.row("states") for flat in self.flats for piece in flat.pieces
+            piece: row
+            for flat, row in [(flat, flat.plan.row("states")) for flat in self.flats]
+            for piece in flat.pieces
         }
         kinds.update(dict.fromkeys(rows.values(), 0))
         for member, state in kept_states(self.optimizers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -168,15 +169,15 @@ class OptimizerStates:
         """Each parameter's state bytes: per element, or in total if it is stepped whole."""
         found: dict[int, StateBytes | int] = {}
         known: dict[Any, StateBytes | int] = {}
-        for optimizer, way in zip(self._optimizers, self._ways, strict=True):
+        for optimizer, way, held in zip(self._optimizers, self._ways, self._members, strict=True):
+            rest = iter(held)
             for group in optimizer.param_groups:
                 options = str({key: value for key, value in group.items() if key != "params"})
-                for parameter in map(parameter_of, group["params"]):
-                    own = self._own.get(id(parameter), parameter)
+                kind = type(optimizer), options
+                for own in itertools.islice(rest, len(group["params"])):
                     shape = () if way is Way.BY_ELEMENT else whole_shape(own, own.shape)
                     dtype = self._dtypes.get(id(own)) or own.dtype
-                    key = type(optimizer), options, dtype, shape
-                    if key not in known:
+                    if (key := (kind, dtype, shape)) not in known:
                         known[key] = (
                             state_bytes(optimizer, group, dtype)
                             if way is Way.BY_ELEMENT

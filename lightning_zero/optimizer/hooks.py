@@ -30,6 +30,35 @@ class _Arguments(dict[str, Any]):
     """The keyword arguments of a step, which torch holds until the step ends."""
 
 
+class _StepCall:
+    """The user's call of ``step``, and the calls of base classes' steps within it.
+
+    Torch calls an optimizer's hooks for each of them.
+
+    Attributes:
+        is_begun: Whether masters may change.
+        depth: The number of base classes' steps that are under way.
+        closure: What the optimizer was given in place of the user's closure, if there is one.
+    """
+
+    def __init__(self) -> None:
+        self.is_begun = False
+        self.depth = 0
+        self.closure: Callable[[], Any] | None = None
+        self._arguments: Callable[[], _Arguments | None] = lambda: None
+
+    def keep(self, kwargs: dict[str, Any]) -> _Arguments:
+        """Return the keyword arguments for the call."""
+        kept = _Arguments(kwargs)
+        self._arguments = weakref.ref(kept)
+        return kept
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether torch, or a traceback, still holds the arguments."""
+        return self._arguments() is not None
+
+
 class OptimizerHooks:
     """The hooks that keep pieces in an optimizer's groups and announce its steps.
 
@@ -63,7 +92,7 @@ class OptimizerHooks:
         by_unit: Callable[[Optimizer], Stepper] | None = None,
     ) -> None:
         second_run = SecondRun(optimizer, find_piece, comm)
-        self._find_piece, self._comm = find_piece, comm
+        self._find_piece = find_piece
         self._changed, self._before, self._after = changed, before, after
         self._stepper = by_unit(optimizer) if by_unit else Stepper(optimizer)
         self.verdict = self._probe(optimizer)
@@ -73,10 +102,7 @@ class OptimizerHooks:
         self._shown = self._stepper.shown = Shown(optimizer, self._stepper, comm)
         self._members: list[Parameter] = []
         self._pieces: list[Piece] = []
-        self._is_begun = False
-        self._depth = 0
-        self._closure: Callable[[], Any] | None = None
-        self._call: Callable[[], _Arguments | None] = lambda: None
+        self._call = _StepCall()
         self._point(optimizer)
         second_run.give_to(self._stepper)
         self.handles: list[Removable] = [
@@ -158,10 +184,10 @@ class OptimizerHooks:
         """Take in new groups, and make the closure run before masters may change."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if self._is_under_way(closure):
-            self._depth += 1
+            self._call.depth += 1
             return args, kwargs
         self._stepper.check()
-        self._depth, self._is_begun, self._closure = 0, False, None
+        self._call = _StepCall()
         self._point(optimizer)
         is_early = self._stepper.steps_before_call
         if is_early and not internals.is_called_last(self._before_step, optimizer):
@@ -171,7 +197,7 @@ class OptimizerHooks:
             )
         if closure is None:
             self._begin(optimizer)
-            return args, self._kept(kwargs)
+            return args, self._call.keep(kwargs)
         # What it takes from groups and states before it calls the closure it may use later.
         self._shown.hide()
         if not self.verdict.waits_for_closure:
@@ -180,38 +206,32 @@ class OptimizerHooks:
         def closure_and_begin() -> Any:
             self._end()
             result = self._stepper.mean_of(closure())
-            if not self._is_begun:  # by a step within this one, which had the closure in another
+            # A step within this one may have had the closure, wrapped in another.
+            if not self._call.is_begun:
                 self._point(optimizer)
                 self._begin(optimizer)
             return result
 
-        self._closure = closure_and_begin
-
-        rest = {name: value for name, value in kwargs.items() if name != "closure"}
-        return (args[0], *args[2:]), self._kept({**rest, "closure": closure_and_begin})
-
-    def _kept(self, kwargs: dict[str, Any]) -> _Arguments:
-        kept = _Arguments(kwargs)
-        self._call = weakref.ref(kept)
-        return kept
+        self._call.closure = closure_and_begin
+        return (args[0], *args[2:]), self._call.keep({**kwargs, "closure": closure_and_begin})
 
     def _is_under_way(self, closure: Callable[[], Any] | None) -> bool:
         """Return whether a step calls its base class's step, for which torch calls hooks again."""
         if closure is not None:
-            return closure is self._closure
+            return closure is self._call.closure
         if self._stepper.steps_before_call:
             return False  # proved not to do so
         # Not so after a step that an exception ended: torch has let go of its arguments, or, if
         # somebody keeps the traceback, gradients have arrived since.
-        is_held = self._is_begun and self._call() is not None
+        is_held = self._call.is_begun and self._call.is_held
         return is_held and not any(piece.gradient.follows for piece in self._pieces)
 
     def _after_call(self, *_: Any) -> None:
         """End the step, unless a part of it has ended."""
-        if self._depth:
-            self._depth -= 1
+        if self._call.depth:
+            self._call.depth -= 1
         else:
-            self._closure = None
+            self._call.closure = None
             self._end()
 
     @runs_outside
@@ -232,13 +252,13 @@ class OptimizerHooks:
         self._before()
         self._shown.hide()
         stop_following(self._pieces)
-        self._is_begun = True
+        self._call.is_begun = True
         self._stepper.begin(call)
 
     @runs_outside
     def _end(self) -> None:
         """Refresh the weights, if the optimizer could have changed masters."""
-        is_begun, self._is_begun = self._is_begun, False
+        is_begun, self._call.is_begun = self._call.is_begun, False
         if is_begun:
             self._stepper.end()
             follow_again(self._pieces)
@@ -250,7 +270,7 @@ class OptimizerHooks:
         self, optimizer: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Call ``train`` or ``eval`` of a schedule-free optimizer, which swaps weights."""
-        if self._is_begun:
+        if self._call.is_begun:
             return method(*args, **kwargs)
         self._stepper.check()
         self._point(optimizer)
@@ -259,7 +279,7 @@ class OptimizerHooks:
             result = method(*args, **kwargs)
         except BaseException:
             if self._stepper.is_torn:
-                self._is_begun = False
+                self._call.is_begun = False
             else:
                 self._end()
             raise
@@ -297,7 +317,7 @@ class OptimizerHooks:
 
         This rank's piece may be empty or stepped elsewhere.
         """
-        if not self._is_begun:
+        if not self._call.is_begun:
             for piece in self._pieces:
                 if piece.gradient.state.is_hidden:
                     piece.gradient.show_hidden()

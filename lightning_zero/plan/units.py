@@ -169,7 +169,7 @@ def assign_parameters(
 
 def _common_owner(chains: list[tuple[str, ...]]) -> str:
     """Return the innermost unit that encloses all uses of a parameter."""
-    if len({chain[-1] for chain in chains}) == 1:
+    if len(chains) == 1 or len({chain[-1] for chain in chains}) == 1:
         return chains[0][-1]
     owner = ""
     for names in zip(*chains, strict=False):
