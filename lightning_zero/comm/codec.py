@@ -95,8 +95,8 @@ class Codec:
         return torch.cat(halves, dim=-1).float().sub_(8)
 
     def _chunks(self, values: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield chunks of blocks of all parts, with scales and integers; none without data."""
-        if codes.is_meta or not self.numel:
+        """Yield chunks of blocks of all parts, with scales and integers; one without data."""
+        if not self.numel:
             return
         parts = codes.numel() // self.nbytes
         blocks = values.view(parts, self._num_blocks, self._block)
@@ -108,6 +108,6 @@ class Codec:
         integers = integers.view(torch.int8 if self._bits == 8 else torch.uint8)
         integers = integers.view(parts, self._num_blocks, self._block * self._bits // 8)
         step = max(1, numel_at_a_time(codes.device) // (parts * self._block))
-        for start in range(0, self._num_blocks, step):
+        for start in range(0, self._num_blocks, self._num_blocks if codes.is_meta else step):
             chunk = slice(start, start + step)
             yield blocks[:, chunk], scales[:, chunk], integers[:, chunk]

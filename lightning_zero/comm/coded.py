@@ -8,6 +8,7 @@ decodes and adds up in fp32: no sum is ever quantized.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from enum import Enum
 
 import torch
@@ -54,9 +55,10 @@ class Coded:
         codec = Codec(self._bits, source.own.numel())
         codes = self._buffer(self.size * codec.nbytes)
         own = codes.view(self.size, codec.nbytes)[self._transport.rank]
-        codec.encode(source.own, own, self._noise(unit, tag, codes.device))
+        with self._transport.coding():
+            codec.encode(source.own, own, self._noise(unit, tag, codes.device))
         work = self._transport.gather_codes(codes, own, out, unit=unit, tag=tag)
-        return Then(work, lambda: codec.decode(codes, out))
+        return Then(work, lambda: self._decode(codec.decode, codes, out))
 
     def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
         """Return memory for the source of :meth:`reduce`."""
@@ -66,22 +68,29 @@ class Coded:
         """Reduce like :meth:`Transport.reduce`, in code; ``source`` has been read on return."""
         codec = Codec(self._bits, out.numel())
         sent = self._buffer(self.size * codec.nbytes)
-        codec.encode(source.tensor, sent, self._noise(unit, tag, sent.device))
+        with self._transport.coding(out):
+            codec.encode(source.tensor, sent, self._noise(unit, tag, sent.device))
         received = self._buffer(sent.numel())
         work = self._transport.trade(received, sent, out, unit=unit, tag=tag)
-        return Then(work, lambda: codec.add_up(received, out), sent)
+        return Then(work, lambda: self._decode(codec.add_up, received, out), sent)
 
     def all_reduce(self, tensor: Tensor, *, unit: str, tag: int) -> Work:
         """Add up like :meth:`Transport.all_reduce`, in code both ways."""
         return reduce_and_gather(self, tensor, unit=unit, tag=tag)
+
+    def _decode(self, decode: Callable[..., None], codes: Tensor, out: Tensor) -> None:
+        with self._transport.coding():
+            decode(codes, out)
 
     def _buffer(self, nbytes: int) -> Tensor:
         return self._transport.passing_buffer(nbytes, torch.uint8, self._cargo.value)
 
     def _noise(self, unit: str, tag: int, device: torch.device) -> torch.Generator | None:
         """Return this rank's noise for a unit's next code, the same in every run."""
-        if self._cargo is Cargo.WEIGHTS or device.type == "meta":
+        if self._cargo is Cargo.WEIGHTS:
             return None
+        if device.type == "meta":
+            return torch.default_generator
         self._num_coded += 1
         number, rank = self._num_coded, self._transport.rank
         seed = zlib.crc32(f"{unit} {tag} {self._ranks} {rank} {number}".encode())

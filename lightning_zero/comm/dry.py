@@ -7,7 +7,7 @@ known before there are ranks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -18,7 +18,16 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.dry_transports import DryMessages, DryTransport, OnMessage
 from lightning_zero.comm.mesh import Mesh
 from lightning_zero.comm.one_host import DrySharedMemory
-from lightning_zero.tensors import HostCopies, Landing, Storages, Work, internals, pinned_bytes
+from lightning_zero.tensors import (
+    HostCopies,
+    Landing,
+    Storages,
+    UploadPart,
+    Work,
+    internals,
+    lasting_tensors,
+    pinned_bytes,
+)
 
 _META = torch.device("meta")
 
@@ -34,6 +43,9 @@ class DryCommunicator(Communicator):
         num_backward_shards: As for every communicator.
         on_message: Called with the axis, the verb (``trade`` for quantized gradients) and the bytes
             of each message that begins; its result is called when the message is waited for.
+
+    Attributes:
+        dry: The transports along each axis.
     """
 
     transport: DryTransport
@@ -49,31 +61,39 @@ class DryCommunicator(Communicator):
     ) -> None:
         self.device = transport.device
         self.control = transport.control
-        self.mesh = Mesh.of(rank, world_size, num_shards, num_backward_shards)
-        axes = {"shard": self.mesh.shard, "backward": self.mesh.backward}
-        self._dry = {name: transport.along(axis) for name, axis in axes.items() if axis}
-        if on_message is not None and self.mesh.replicate.size > 1:
-            # The memory that it holds for a moment is not predicted.
-            self._dry["replicate"] = DryTransport().along(self.mesh.replicate)
+        self.mesh = mesh = Mesh.of(rank, world_size, num_shards, num_backward_shards)
+        self.transport = transport.along(mesh.shard)
+        self.dry = {"shard": self.transport}
+        if mesh.replicate.size > 1:
+            self.dry["replicate"] = transport.along(mesh.replicate, gathers_weights=False)
+        if mesh.backward is not None:
+            self.dry["backward"] = transport.along(mesh.backward)
         if on_message is not None:
-            for name, one in self._dry.items():
+            for name, one in self.dry.items():
                 one.on_message = functools.partial(on_message, name)
-        self.transport, self.transports = self._dry["shard"], {**self._dry}
+        self.transports = {**self.dry}
+
+    @functools.cached_property
+    @override
+    def host_copies(self) -> DryHostCopies:
+        return DryHostCopies()
 
     def watch(self, on_change: Callable[..., None]) -> None:
         """Call ``on_change`` whenever memory has been allocated from now on."""
-        for transport in self._dry.values():
+        for transport in self.dry.values():
             transport.on_change = on_change
 
 
 class DryHostCopies(HostCopies):
     """Copies of tensors without data between a device and its host: none is made.
 
+    What copies to the host read is kept on the device as long as they would need it.
+
     Args:
-        device: The device that fake tensors pretend to be on.
+        device: The device that fake tensors pretend to be on; by default that of all other tensors.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device = _META) -> None:
         super().__init__(_META)
         self.device = device
         self._passing = Storages()
@@ -82,6 +102,15 @@ class DryHostCopies(HostCopies):
     def passing(self) -> int:
         """Bytes of storages that are held on the host."""
         return self._passing.nbytes
+
+    @override
+    def lasting_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        with lasting_tensors():
+            return torch.empty(numel, dtype=dtype, device=_META)
+
+    @override
+    def recurring_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.lasting_memory(numel, dtype)
 
     @override
     def can_copy(self, tensor: Tensor) -> bool:
@@ -93,7 +122,21 @@ class DryHostCopies(HostCopies):
             nbytes = pinned_bytes(tensor.untyped_storage().nbytes(), self.device)
             memory = torch.empty(nbytes, dtype=torch.uint8, device=_META)
         self._passing.add(memory)
-        return memory, Landing(None, None)
+        self._keep(group, landing := Landing(None), tensor.detach())
+        return memory, landing
+
+    @override
+    def down(
+        self,
+        out: Tensor,
+        source: Tensor,
+        finish: Callable[[], object] | None = None,
+        *,
+        group: object,
+    ) -> Landing:
+        landing = super().down(out, source, finish, group=group)
+        self._keep(group, landing, source)
+        return landing
 
     @override
     def up(
@@ -103,6 +146,10 @@ class DryHostCopies(HostCopies):
         then: Callable[[], Work],
         after: Landing | None = None,
     ) -> Work:
+        return then()
+
+    @override
+    def up_in_parts(self, what: str, parts: Iterable[UploadPart], then: Callable[[], Work]) -> Work:
         return then()
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self, override
 
 from lightning_zero.comm.control import Control
 from lightning_zero.comm.mesh import Axis, Mesh
 from lightning_zero.comm.traffic import Ledger
 from lightning_zero.comm.transport import Arrived, ReduceBuffer, Shards, Then, Transport
-from lightning_zero.tensors import Storages, Work
+from lightning_zero.tensors import Storages, Work, tensors_in
 
 _META = torch.device("meta")
 OnMessage = Callable[..., Callable[[], None]]
@@ -28,9 +29,12 @@ class DryTransport(Transport):
         on_change: Called whenever memory has been allocated.
         on_message: Called with the verb and bytes of each message that begins.
         ledger: What this rank would send.
+        temporary: What encoding and decoding takes.
     """
 
     ledger: _DryLedger
+    lands_apart: ClassVar[bool] = True
+    """Whether a sum of another dtype than its result's arrives in memory of its own."""
 
     def __init__(self) -> None:
         super().__init__(Control(alone=True), Mesh.of(0, 1).shard, _META)
@@ -39,15 +43,16 @@ class DryTransport(Transport):
         self.on_change: Callable[..., None] = lambda: None
         self._wholes = Storages()
         self._partials = Storages()
-        self._in_flight: defaultdict[str, Storages] = defaultdict(Storages)
-        self._shards: defaultdict[str, Storages] = defaultdict(Storages)
-        self._last: dict[str, int] = {}
+        self._in_flight = Storages()
+        self.temporary = Storages()
+        self._shards = Storages()
 
-    def along(self, axis: Axis) -> Self:
-        """Return a copy of this transport along ``axis``; both count what either holds."""
-        other = copy.copy(self)
+    def along(self, axis: Axis, *, gathers_weights: bool = True) -> Self:
+        """Return another such transport along ``axis``; both count weights that either gathers."""
+        other = type(self)()
         other.axis, other.rank, other.size = axis, axis.rank, axis.size
-        other.ledger = _DryLedger()
+        if gathers_weights:
+            other._wholes = self._wholes
         return other
 
     @property
@@ -56,24 +61,14 @@ class DryTransport(Transport):
         return self._wholes.nbytes
 
     @property
-    def reduced(self) -> dict[str, int]:
-        """Bytes of the shards into which gradients have been reduced, by unit."""
-        return {unit: held.nbytes for unit, held in self._shards.items()}
-
-    @property
-    def targets(self) -> dict[str, int]:
-        """Bytes of the shards into which gradients are being reduced, by unit."""
-        return {unit: held.nbytes for unit, held in self._in_flight.items()}
+    def reduced(self) -> int:
+        """Bytes of the shards into which gradients have been reduced, while they are there."""
+        return self._shards.nbytes
 
     @property
     def partials(self) -> int:
         """Bytes of gradients before and during their reduction, and of the buffers it needs."""
-        return self._partials.nbytes
-
-    @property
-    def last_reduced(self) -> dict[str, int]:
-        """Bytes of the shards of the last two units reduced in this backward pass, by unit."""
-        return dict([*self._last.items()][-2:])
+        return self._partials.nbytes + self._in_flight.nbytes
 
     @override
     def _gather(self, whole: Tensor, shard: Shards, unit: str, tag: int) -> Work:
@@ -84,6 +79,21 @@ class DryTransport(Transport):
     def _sent(self) -> Callable[[], None]:
         """Report the message that begins, the latest in the ledger, to :attr:`on_message`."""
         return self.on_message(*self.ledger.latest)
+
+    @override
+    def all_reduce(self, tensor: Tensor, *, unit: str, tag: int) -> Work:
+        works = []
+        for verb in ("reduce", "gather"):
+            sent = tensor.numel() // self.size * (self.size - 1)
+            self.ledger.note(unit, verb, sent, tensor.element_size())
+            works.append(Then(Arrived(), self._sent()))
+        return Then(works[0], works[1].wait)
+
+    @override
+    def coding(self, *held: Tensor) -> Temporaries:
+        for one in held:
+            self._in_flight.add(one)
+        return Temporaries(self.temporary, self.on_change)
 
     @override
     def gather_codes(self, codes: Tensor, own: Tensor, out: Tensor, *, unit: str, tag: int) -> Work:
@@ -98,10 +108,10 @@ class DryTransport(Transport):
 
     @override
     def _trade(self, received: Tensor, sent: Tensor, out: Tensor, unit: str, tag: int) -> Work:
-        self._begin(out, unit)
+        self._begin(out)
         _, nbytes = self.ledger.latest
         message = Then(Arrived(), self.on_message("trade", nbytes))
-        return Then(message, lambda: self._end(out, unit))
+        return Then(message, lambda: self._end(out))
 
     @override
     def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
@@ -112,30 +122,53 @@ class DryTransport(Transport):
 
     @override
     def _reduce(self, partial: ReduceBuffer, out: Tensor, unit: str, tag: int) -> Work:
-        self._begin(out, unit)
+        landing = []
+        if self.lands_apart and out.dtype != partial.tensor.dtype:
+            landing = [partial.tensor.new_empty(out.shape)]
+            self._partials.add(*landing)
+        self._begin(out)
         message = Then(Arrived(), self._sent())
-        return Then(message, lambda: self._finish(partial, out, unit))
+        return Then(message, lambda: self._finish(partial, out, unit), *landing)
 
-    def _begin(self, out: Tensor, unit: str) -> None:
+    def _begin(self, out: Tensor) -> None:
         self._partials.remove(out)  # one rank's gradients are their own sum
-        self._in_flight[unit].add(out)
-        self._last[unit] = self._last.get(unit, 0) + out.nbytes
+        self._in_flight.add(out)
         self.on_change()
 
-    def _end(self, out: Tensor, unit: str) -> None:
-        self._in_flight[unit].remove(out)
-        self._shards[unit].add(out)
+    def _end(self, out: Tensor) -> None:
+        self._in_flight.remove(out)
+        self._shards.add(out)
 
     def _finish(self, partial: ReduceBuffer, out: Tensor, unit: str) -> None:
-        self._end(out, unit)
+        self._end(out)
 
-    @override
-    def release_scratch(self) -> None:
-        self._last.clear()
+
+class Temporaries(TorchDispatchMode):
+    """A context that counts the storages which operations in it make, while they are alive.
+
+    Args:
+        held: Counts them.
+        on_change: Called whenever memory has been allocated.
+    """
+
+    def __init__(self, held: Storages, on_change: Callable[..., None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._held, self._on_change = held, on_change
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        known = {one.untyped_storage()._cdata for one in tensors_in((args, kwargs))}
+        for one in tensors_in(out):
+            if one.untyped_storage()._cdata not in known:
+                self._held.add(one)
+        self._on_change()
+        return out
 
 
 class DryMessages(DryTransport):
     """Messages between hosts' CPUs: all other ranks' parts are received before they are added."""
+
+    lands_apart: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,6 +179,10 @@ class DryMessages(DryTransport):
     @override
     def partials(self) -> int:
         return super().partials + self._inboxes
+
+    @override
+    def all_reduce(self, tensor: Tensor, *, unit: str, tag: int) -> Work:
+        return Transport.all_reduce(self, tensor, unit=unit, tag=tag)
 
     @override
     def _reduce(self, partial: ReduceBuffer, out: Tensor, unit: str, tag: int) -> Work:
@@ -163,7 +200,6 @@ class DryMessages(DryTransport):
 
     @override
     def release_scratch(self) -> None:
-        super().release_scratch()
         self._inboxes = 0
         self._free.clear()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -243,6 +245,10 @@ class Transport(ABC):
         buffer = self._lasting(numel, dtype)
         self.passing[kind].add(buffer)
         return buffer
+
+    def coding(self, *held: Tensor) -> AbstractContextManager[Any]:
+        """Return the context of code that encodes or decodes; ``held`` is for what will be sent."""
+        return contextlib.nullcontext()
 
     @property
     def scratch_bytes(self) -> int:

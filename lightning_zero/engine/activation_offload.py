@@ -141,7 +141,7 @@ class _Saved:
 
     def content(self) -> Tensor:
         """Return the bytes on the device, and prefetch what backward needs next."""
-        self._copies.release_sources()  # forward is over
+        self._copies.release_sources(self.call)  # its forward is over
         self.call.fetch()
         before = self.call.before() if self.call.before is not None else None
         if before is not None:

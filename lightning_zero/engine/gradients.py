@@ -105,6 +105,11 @@ class Gradients:
         for flat in self._flats:
             flat.reducer.shard.wait_for_copies()
 
+    def wait(self) -> None:
+        """Wait until averages whose reductions are finished have arrived, the last one first."""
+        for flat in reversed(self._flats):
+            flat.reducer.shard.wait()
+
     @span("finish_reduce")
     def _finish(self) -> None:
         finishes, self._finishes = self._finishes, []

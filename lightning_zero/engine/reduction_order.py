@@ -114,6 +114,8 @@ class ReductionOrder:
                 self._reduce(unit)
         if self._under_way is not None:
             self._under_way.gradients.finish()
+            # Behind all others: a host that waits for offloaded gradients waits once.
+            self._under_way.gradients.wait()
         self._under_way = self._copies_under_way = None
         held = iter(agreed[len(self._units) :])
         for unit in self._units:

@@ -211,9 +211,8 @@ class _Log:
                 parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 
     def _take_grad(self, number: int, parameter: Tensor) -> None:
-        self.note(Kind.GRAD, parameter=number)
         parameter.grad = None
-        self.live.restart()
+        self.note(Kind.GRAD, parameter=number)
 
     def _begin_forward(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         call = self._num_calls

@@ -189,7 +189,7 @@ class ModelPlan:
         on_host = offload is not None and offload.is_mapped(self.device)
         asked = self._at(stage, offload, **varied)
         self._require_support(asked, on_host=on_host)
-        chosen = replace(asked, offload=None)  # its bytes are those of the terms
+        chosen = replace(asked, offload=None)  # what rests is that of the terms
         division = chosen.division(world_size, ranks_on_node)
         num_shards, num_backward = division["num_shards"], division["num_backward_shards"]
         place = rank % num_shards
@@ -213,14 +213,13 @@ class ModelPlan:
         return sharded_step(
             self.events(is_cast=True),
             meta_copy(self.module),
-            chosen,
+            chosen if on_host else replace(asked, offload=offload and offload.to_host),
             DryCommunicator(rank, world_size, transport, num_shards, num_backward, on_message),
             terms,
             buffers=self._buffers,
             staged=self._states.staged([unit.pieces for unit in terms]) if stages_states else 0,
             stepped=self._states.stepped(place, num_shards) + max(unit.lent for unit in terms),
             num_microbatches=num_microbatches,
-            adds_gradients=num_microbatches > 1 and not is_local,
             timeline=timeline,
         )
 

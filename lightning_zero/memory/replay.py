@@ -32,6 +32,7 @@ from lightning_zero.memory.snapshots import Segment, Segments
 from lightning_zero.memory.terms import Kinds
 from lightning_zero.memory.trace import Event, Kind
 from lightning_zero.plan import Settings
+from lightning_zero.tensors import Storages
 
 _NUM_PASSES = 2
 
@@ -62,14 +63,15 @@ def replay(
     # The first step has no gradients and no order of units yet, so the second one is measured. Two
     # microbatches stand for more: each after the first finds what the one before has left.
     num_passes = min(num_microbatches, _NUM_PASSES)
-    segments = Segments(held)
+    arrived = Storages()
+    segments = Segments(lambda: _with_arrived(held(), arrived))
     for step in range(2):
         for number in range(num_passes):
             is_last = number == num_passes - 1
             is_watched = step == 1 and is_last
             timeline.next_microbatch()
             follow = functools.partial(_follow, segments if is_watched else None, timeline)
-            calls = _Calls(events, units, parameters, follow)
+            calls = _Calls(events, units, parameters, follow, arrived)
             comm.watch(segments.note if is_watched else _ignore)
             loss = calls.run()
             if number == 0:
@@ -84,6 +86,11 @@ def replay(
             timeline.end()
         optimizer.step()
     return segments.found
+
+
+def _with_arrived(held: Kinds, arrived: Storages) -> Kinds:
+    """Return what is held, with gradients that have arrived and are not moved yet."""
+    return {**held, "activations": held["activations"] + arrived.nbytes}
 
 
 def _follow(segments: Segments | None, timeline: Timeline, event: Event) -> None:
@@ -101,7 +108,7 @@ class _Calls:
 
     The inputs and outputs of calls are numbers of the chain, on which the engine registers its
     hooks; they require gradients where the model's own did. ``follow`` is called with each event as
-    it happens.
+    it happens; ``arrived`` counts the gradients while they are alive.
     """
 
     def __init__(
@@ -110,6 +117,7 @@ class _Calls:
         units: Mapping[str, nn.Module],
         parameters: Sequence[Parameter],
         follow: Callable[[Event], None],
+        arrived: Storages,
     ) -> None:
         place = [event.kind for event in events].index(Kind.LOSS)
         self._forward = iter(events[: place + 1])
@@ -121,7 +129,7 @@ class _Calls:
         self._x = torch.zeros((), device="meta", requires_grad=True)
         self._units = units
         self._parameters = parameters
-        self._follow = follow
+        self._follow, self._arrived = follow, arrived
         for name, module in units.items():
             module.forward = self._run_unit if name else self._run_root
 
@@ -188,7 +196,7 @@ class _Calls:
             self._inputs[event.call] = self._x
         elif event.kind is Kind.GRAD:
             parameter = self._parameters[event.parameter]
-        self._x = _Mark.apply(self._x, act, parameter)  # type: ignore[no-untyped-call]
+        self._x = _Mark.apply(self._x, act, parameter, self._arrived)  # type: ignore[no-untyped-call]
 
     def _recomputed(self, end: Event) -> list[Event]:
         """Pop the events of a forward that is recomputed in backward, up to its ``end``."""
@@ -209,9 +217,13 @@ class _Mark(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, act: Callable[[], None], parameter: Parameter | None
+        ctx: Any,
+        x: Tensor,
+        act: Callable[[], None],
+        parameter: Parameter | None,
+        arrived: Storages,
     ) -> Tensor:
-        ctx.act = act
+        ctx.act, ctx.arrived = act, arrived
         ctx.like = None if parameter is None else (parameter.shape, parameter.dtype)
         return x.clone()
 
@@ -219,6 +231,8 @@ class _Mark(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         ctx.act()
         if ctx.like is None:
-            return grads[0], None, None
+            return grads[0], None, None, None
         shape, dtype = ctx.like
-        return grads[0], None, torch.empty(shape, dtype=dtype, device="meta")
+        grad = torch.empty(shape, dtype=dtype, device="meta")
+        ctx.arrived.add(grad)
+        return grads[0], None, grad, None

@@ -80,7 +80,10 @@ class Segments:
 
     def note(self) -> None:
         """Account for what is held now."""
-        self.found[-1].add({**self._held(), "activations": self._activations}, self._away)
+        kinds = self._held()
+        self.found[-1].add(
+            {**kinds, "activations": kinds["activations"] + self._activations}, self._away
+        )
 
     def follow(self, event: Event) -> None:
         """Account for what was held before an event; begin a segment if the event begins one."""
@@ -88,11 +91,9 @@ class Segments:
         self.note()
         self._activations, self._away = event.now, event.away
         is_backward = self.found[-1].is_backward or event.kind is Kind.LOSS
-        if event.kind is Kind.GRAD:
-            self.note()
-        elif event.kind in (Kind.FORWARD, Kind.BACKWARD):
+        if event.kind in (Kind.FORWARD, Kind.BACKWARD):
             self._begin(event.unit, is_backward=event.kind is Kind.BACKWARD)
-        elif event.kind is not Kind.BACKWARD_END:
+        elif event.kind not in (Kind.BACKWARD_END, Kind.GRAD):
             self._begin(None, is_backward=is_backward)
 
     def _begin(self, unit: str | None, *, is_backward: bool) -> None:

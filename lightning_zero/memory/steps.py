@@ -8,9 +8,9 @@ With offload from another device, some bytes are in transit between it and its h
 * **weights** that rest outside the device are copied unit by unit into their place in the whole
   weights. Those from files, and those that are cast each time, come by a ring of pinned memory,
   which is kept;
-* **gradients** leave the device when a unit's reduction ends. They take two shards, one being
-  reduced and one being sent, and copies of the part of a sent shard that stays. From the second
-  microbatch on, they arrive in two buffers on the host, from which they are added;
+* **gradients** leave the device when a unit's reduction ends. Shards of the last two units stay
+  until they have been sent, besides that being reduced. From the second microbatch on, what rests
+  on the host comes up to be added;
 * **the step** runs unit by unit on the host, in place. If masters and states are in files, it runs
   in staging memory on the host, which exists only during that step;
 * **activations** may be kept on the host until their backward, as the dry run has found.
@@ -19,7 +19,7 @@ With offload from another device, some bytes are in transit between it and its h
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -30,8 +30,6 @@ from lightning_zero.memory.snapshots import Segments, Snapshot
 from lightning_zero.memory.terms import KINDS, RESTING, Kinds, UnitTerms
 from lightning_zero.memory.trace import Event, Kind
 from lightning_zero.plan import Medium, Settings
-
-_IN_FLIGHT = 2
 
 
 def sharded_step(
@@ -45,7 +43,6 @@ def sharded_step(
     stepped: int,
     staged: int,
     num_microbatches: int,
-    adds_gradients: bool,
     timeline: Timeline | None,
 ) -> list[Snapshot]:
     """Return what a rank holds in a step's last microbatch under the engine, and at rest after it.
@@ -53,39 +50,31 @@ def sharded_step(
     Events, module and settings are as in :func:`replay`; ``units`` are the terms of all units, the
     root last. ``stepped`` are the device bytes that the optimizer's step needs in addition to those
     at rest, ``staged`` the bytes of host memory in which it stages states from files.
-    ``adds_gradients`` if reduced gradients are added to those of earlier microbatches. ``timeline``
-    records what the rank does; it must be the one that ``comm`` reports its messages to.
+    ``timeline`` records what the rank does; ``comm`` reports its messages to it.
     """
     timeline = timeline or Timeline()
     timeline.optimizer_bytes = _optimizer_bytes(units)
     timeline.axes = {name: one.axis for name, one in comm.transports.items()}
     still = {**dict.fromkeys(KINDS, 0), **_resting(units, Medium.DEVICE), "buffers": buffers}
     host, disk = (_resting(units, medium) for medium in (Medium.HOST, Medium.DISK))
-    transport, passing = comm.transport, comm.transport.passing
-    kept_share = {unit.name or "root": unit.kept_share for unit in units}
-    sent_share = {unit.name or "root": unit.sent_share for unit in units}
+    transports = [*comm.dry.values()]
     ring = max(unit.ring for unit in units)
 
     def held() -> Kinds:
-        # Offloaded gradients are reduced into the shards that they are sent from: counted once.
-        sent = _share_of(sent_share, transport.last_reduced)
-        in_flight = transport.targets
-        targets = sum(in_flight.values()) - _share_of(sent_share, in_flight)
         return {
             **still,
-            "gathered": passing["gathered"].nbytes
-            + (transport.gathered if settings.stage == 3 else 0),
-            "gradients": _share_of(kept_share, transport.reduced) + sent,
-            "unreduced": passing["unreduced"].nbytes + transport.partials + targets,
+            "gathered": sum(one.passing["gathered"].nbytes for one in transports)
+            + (comm.transport.gathered if settings.stage == 3 else 0),
+            "gradients": sum(one.reduced for one in transports),
+            "unreduced": sum(one.passing["unreduced"].nbytes + one.partials for one in transports),
+            "activations": sum(one.temporary.nbytes for one in transports),
         }
 
     run = functools.partial(replay, events, module, settings, comm)
     segments = run(num_microbatches=num_microbatches, held=held, timeline=timeline)
-    added = sum(sorted(unit.flushed for unit in units)[-_IN_FLIGHT:]) if adds_gradients else 0
-    found = []
-    for segment in segments:
-        staging = ring + segment.is_backward * added + segment.away
-        found.append(segment.snapshot({**host, "staging": staging}, disk))
+    found = [
+        segment.snapshot({**host, "staging": ring + segment.away}, disk) for segment in segments
+    ]
     rest = held()
     if stepped or staged:
         kinds = {**rest, "gathered": rest["gathered"] + stepped}
@@ -93,17 +82,12 @@ def sharded_step(
     return [*found, Snapshot("", "rest", rest, {**host, "staging": ring}, disk)]
 
 
-def _share_of(shares: Mapping[str, float], nbytes: Mapping[str, int]) -> int:
-    """Return the sum over units of each unit's share of its bytes."""
-    return sum(round(shares[unit] * count) for unit, count in nbytes.items())
-
-
 def replicated_step(
     events: Sequence[Event], sizes: Sequence[int], resting: Kinds, *, adds_gradients: bool
 ) -> list[Snapshot]:
     """Return what a rank holds under DDP; ``sizes`` are the bytes of each parameter, by number."""
     # In addition to gradients, DDP keeps buckets of the same size, which it sends.
-    held = {**resting, "unreduced": resting["gradients"]}
+    held = {**resting, "unreduced": resting["gradients"], "activations": 0}
     segments = Segments(lambda: held)
     for event in events:
         segments.follow(event)

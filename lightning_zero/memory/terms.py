@@ -58,7 +58,6 @@ class UnitTerms:
         resting: Bytes between steps, by medium and kind.
         partial: Bytes of whole gradients before their reduction.
         ring: Bytes of pinned memory by which weights come up that are read from files, or cast.
-        flushed: Bytes of reduced gradients that are sent to host memory.
         lent: Bytes of fp32 masters, gradients and states while the unit is stepped, if they rest in
             bf16 with stochastic rounding.
         pieces: The rank's pieces of parameters that are offloaded, frozen ones included.
@@ -70,7 +69,6 @@ class UnitTerms:
     )
     partial: int = 0
     ring: int = 0
-    flushed: int = 0
     lent: int = 0
     pieces: list[PieceTerms] = field(default_factory=list)
 
@@ -89,21 +87,6 @@ class UnitTerms:
         is_cast = plan.master.dtype is not plan.weight.dtype
         if plan.master.medium is Medium.DISK or (is_cast and not plan.keeps_cast_weights):
             self.ring = RING_BYTES
-        self.flushed += kinds["gradients"]
-
-    @property
-    def kept_share(self) -> float:
-        """The share of the unit's gradients that rests on the device."""
-        return self.resting[Medium.DEVICE]["gradients"] / max(1, self._gradients)
-
-    @property
-    def sent_share(self) -> float:
-        """The share of the unit's gradients that is sent to host memory."""
-        return self.flushed / max(1, self._gradients)
-
-    @property
-    def _gradients(self) -> int:
-        return sum(kinds["gradients"] for kinds in self.resting.values())
 
 
 def terms_of_specs(

@@ -33,8 +33,9 @@ class Event:
     """An event of a step: of a call of a unit, or of a parameter by its number in the module.
 
     Attributes:
-        before: The most bytes of activations alive since the previous event.
-        now: Bytes of activations alive, including the gradient that has arrived.
+        before: The most bytes of activations alive since the previous event, including the gradient
+            that has arrived.
+        now: Bytes of activations alive, but that gradient.
         flops: Floating-point operations of matrices since the previous event.
         away: Bytes of activations kept in the memory of an accelerator's host.
     """

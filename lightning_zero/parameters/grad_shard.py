@@ -57,30 +57,37 @@ class GradShard:
         The average is ``scale`` times ``reduced``, or times the sum of ``reduced`` over the copies.
         """
         # From this same pass, if some gradients came after their unit's reduction.
-        self._wait()
-        earlier, sums = self._earlier(), reach is Reach.ALL and self._store.has_copies
+        self.wait()
+        store, earlier = self._store, self._earlier()
+        sums = reach is Reach.ALL and store.has_copies
+
+        def sum_up(total: Tensor) -> Work:
+            work = store.sum_over_copies(total, unit=unit, tag=tag)
+            return Then(work, functools.partial(total.mul_, scale) if scale != 1.0 else _nothing)
+
         if not sums and scale != 1.0:
             reduced.mul_(scale)
         elif sums and earlier is not None:
-            earlier.mul_(1 / (scale * self._store.comm.mesh.replicate.size))
-        shard, work = self._store.accumulate(reduced, earlier, unit=unit)
-        if sums:
-            work = self._store.sum_over_copies(shard, work, unit=unit, tag=tag)
-            work = Then(work, functools.partial(shard.mul_, scale) if scale != 1.0 else _nothing)
-        self._fresh, self._sums_copies = (shard, work), sums
+            earlier.mul_(1 / (scale * store.comm.mesh.replicate.size))
+        self._fresh = store.accumulate(reduced, earlier, sum_up if sums else None, unit=unit)
+        # Those that go to the host end on their way.
+        self._sums_copies = sums and not store.plan.rests_on_host
 
     def wait_for_copies(self) -> None:
         """Wait until the sums over the copies have arrived, if they are under way."""
         if self._sums_copies:
-            self._wait()
+            self.wait()
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait until an average that is under way has arrived."""
         if self._fresh is not None:
             self._fresh[1].wait()
             self._fresh, self._sums_copies = (self._fresh[0], Arrived()), False
 
     def drop(self) -> None:
         """Discard gradients that are not installed yet."""
+        if self._fresh is not None and self._fresh[0] is self._installed():
+            self._fresh[1].wait()  # or it would be written to later
         self._fresh = None
 
     def _earlier(self) -> Tensor | None:

@@ -45,8 +45,8 @@ class Store:
     2. :attr:`gather_weights` whenever weights become whole: ``gather_weights(out, unit=, tag=)``
        starts to fill ``out`` (``[num_shards * n]``) from every rank's shard, in few bits if the
        plan says so; :attr:`gather_masters` for whole masters, without loss.
-    3. :meth:`reduced` for the result of a reduction, then :meth:`accumulate` it, and
-       :meth:`sum_over_copies` with the resting shard, if it is to be summed over the copies.
+    3. :meth:`reduced` for the result of a reduction, then :meth:`accumulate` it, which may call
+       :meth:`sum_over_copies`.
     4. Where :attr:`keeps_weights`, :meth:`keep` when whole weights are released until a backward
        pass, :meth:`forget` when the step ends.
     5. :meth:`retire` at the end.
@@ -180,22 +180,25 @@ class Store:
         return shard
 
     def accumulate(
-        self, reduced: Tensor, resting: Tensor | None, *, unit: str
+        self,
+        reduced: Tensor,
+        resting: Tensor | None,
+        sum_up: Callable[[Tensor], Work] | None = None,
+        *,
+        unit: str,
     ) -> tuple[Tensor, Work]:
         """Start to move a unit's reduced shard to where gradients rest, added to ``resting``.
 
-        Returns the resting shard, and the work to wait for before it is read.
+        The sum is also added up over the copies by ``sum_up``, if given. Returns the resting shard,
+        and the work to wait for before it is read.
         """
-        if resting is None:
-            return reduced, Arrived()
-        return resting.add_(reduced), Arrived()
+        total = reduced if resting is None else resting.add_(reduced)
+        return total, Arrived() if sum_up is None else sum_up(total)
 
-    def sum_over_copies(self, resting: Tensor, arrival: Work, *, unit: str, tag: int) -> Work:
-        """Start to sum resting gradients over the copies, in place, after their ``arrival``."""
-        arrival.wait()
-        if self._copies is None:
-            return Arrived()
-        return self._copies.all_reduce(resting, unit=unit, tag=tag)
+    def sum_over_copies(self, total: Tensor, *, unit: str, tag: int) -> Work:
+        """Start to sum a shard on the device over the copies, in place."""
+        copies = self._copies
+        return Arrived() if copies is None else copies.all_reduce(total, unit=unit, tag=tag)
 
     def keep(self, whole: Tensor) -> None:
         """Keep a part of ``whole`` weights for this step's later gathers, if the store does so."""
@@ -284,25 +287,30 @@ class HostStore(Store):
 
     @override
     def accumulate(
-        self, reduced: Tensor, resting: Tensor | None, *, unit: str
+        self,
+        reduced: Tensor,
+        resting: Tensor | None,
+        sum_up: Callable[[Tensor], Work] | None = None,
+        *,
+        unit: str,
     ) -> tuple[Tensor, Work]:
-        """Start to copy a unit's reduced shard down, added to ``resting`` as in every store."""
-        copies, landing = self.comm.host_copies, self.gradients()
-        self.comm.transport.ledger.note(unit, "down", reduced.numel(), reduced.element_size())
-        if resting is None:
-            return landing, copies.down(landing, reduced, group=unit)
-        return resting, copies.down(
-            landing, reduced, functools.partial(resting.add_, landing), group=unit
-        )
+        """Start to copy a unit's reduced shard down; what rests comes up to be added.
 
-    @override
-    def sum_over_copies(self, resting: Tensor, arrival: Work, *, unit: str, tag: int) -> Work:
-        """Sum resting gradients over the copies, which only devices can, and copy them back."""
-        arrival.wait()
-        on_device = self.reduced().copy_(resting)
-        super().sum_over_copies(on_device, Arrived(), unit=unit, tag=tag).wait()
-        resting.copy_(on_device)
-        return Arrived()
+        The host would be held up by additions of its own, and only devices sum over the copies.
+        """
+        below = self.gradients() if resting is None else resting
+        note = functools.partial(self.comm.transport.ledger.note, unit)
+
+        def finish() -> None:
+            if resting is not None:
+                note("up", resting.numel(), resting.element_size())
+                above = self.comm.transport.passing_buffer(len(resting), resting.dtype, "unreduced")
+                reduced.add_(above.copy_(resting, non_blocking=True))
+            if sum_up is not None:
+                sum_up(reduced).wait()
+
+        note("down", reduced.numel(), reduced.element_size())
+        return below, self.comm.host_copies.down(below, reduced, finish, group=unit)
 
 
 def _read(master: Tensor, out: Tensor) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +21,6 @@ _WITHOUT_STREAMS = ("cpu", "meta")
 """Devices that need no copies, or make them at once."""
 _MOST_GROUPS = 2
 """Groups of copies whose sources are kept: one is sent while the next one's are computed."""
-_MOST_LANDINGS = 2
-"""Most copies to the host that may await their follow-up: one arrives while one is added."""
 
 
 def pinned_bytes(nbytes: int, device: torch.device) -> int:
@@ -77,8 +76,7 @@ class HostCopies:
         # End of the last copy to the device.
         self._up: torch.Event | None = None
         # What copies to the host still read, by group, the oldest first.
-        self._leaving: deque[tuple[object, list[tuple[torch.Event, Tensor]]]] = deque()
-        self._landings: deque[Landing] = deque()
+        self._leaving: deque[tuple[object, list[tuple[Landing, Tensor]]]] = deque()
         self._recurring = LentMemory()
         self._uploads = Uploads(self._up_stream, self.lasting_memory)
         # Host memory, held until the copy into it has ended.
@@ -187,29 +185,25 @@ class HostCopies:
         self,
         out: Tensor,
         source: Tensor,
-        then: Callable[[], object] | None = None,
+        finish: Callable[[], object] | None = None,
         *,
         group: object,
     ) -> Landing:
-        """Start to copy ``source`` to the host; the first wait for its landing calls ``then``.
+        """Start to copy ``source`` to the host, once ``finish`` has been called for it.
 
+        What that does on the device is done on the way, and computation does not wait for it.
         Copies of one ``group`` begin one after the other, and none when a later group has begun.
         """
-        if self._down_stream is None:
-            out.copy_(source)
-            landing = Landing(None, then)
-        else:
-            with self._beside_computation(self._down_stream):
-                out.copy_(source, non_blocking=True)
-                event = self._down_stream.record_event()
-            landing = Landing(event, then)
-            self._keep(group, event, source)
+        stream = self._down_stream
+        with contextlib.nullcontext() if stream is None else self._beside_computation(stream):
+            if finish is not None:
+                finish()
+            out.copy_(source, non_blocking=stream is not None)
+            landing = Landing(None if stream is None else stream.record_event())
+        if landing.event is not None:
             self._let_go()
-            self._held.append((event, out.untyped_storage()))
-        if then is not None:
-            self._landings.append(landing)
-            if len(self._landings) > _MOST_LANDINGS:
-                self._landings.popleft().wait()
+            self._held.append((landing.event, out.untyped_storage()))
+            self._keep(group, landing, source)
         return landing
 
     @property
@@ -217,30 +211,35 @@ class HostCopies:
         """Bytes of pinned memory held for :meth:`up_in_parts`."""
         return self._uploads.nbytes
 
-    def release_sources(self) -> None:
-        """Drop what copies to the host read; computation waits for these copies first."""
-        self._drop_but(0)
+    def release_sources(self, group: object = None) -> None:
+        """Drop what copies to the host read; computation waits for these copies first.
 
-    def _keep(self, group: object, event: torch.Event, source: Tensor) -> None:
+        Of all groups, or of ``group`` and those before it, if it is kept.
+        """
+        groups = [one for one, _ in self._leaving]
+        if group is None:
+            self._drop_but(0)
+        elif group in groups:
+            self._drop_but(len(groups) - 1 - groups.index(group))
+
+    def _keep(self, group: object, landing: Landing, source: Tensor) -> None:
         """Keep ``source`` until the group after the next one begins."""
         if not self._leaving or self._leaving[-1][0] != group:
             self._leaving.append((group, []))
-        self._leaving[-1][1].append((event, source))
+        self._leaving[-1][1].append((landing, source))
         self._drop_but(_MOST_GROUPS)
 
     def _drop_but(self, number: int) -> None:
         """Drop the sources of all groups but the last ``number``."""
         while len(self._leaving) > number:
-            stream = torch.accelerator.current_stream(self.device)
-            for event, _ in self._leaving[0][1]:
-                stream.wait_event(event)
-            self._leaving.popleft()
+            _, copies = self._leaving.popleft()
+            if self._down_stream is not None:
+                stream = torch.accelerator.current_stream(self.device)
+                for landing, _ in copies:
+                    landing.precede(stream)
 
     def abandon(self) -> None:
-        """Drop the follow-ups of copies on their way to the host, and what they read."""
-        for landing in self._landings:
-            landing.abandon()
-        self._landings.clear()
+        """Drop uploads that were not sent, and what copies to the host read."""
         self._uploads.abandon()
         self.release_sources()
 
@@ -273,25 +272,17 @@ class _Arrival:
         torch.accelerator.current_stream(self._device).wait_event(self._event)
 
 
-class Landing:
-    """A copy on its way to the host."""
+class Landing(NamedTuple):
+    """A copy on its way to the host, which ends with ``event``; without one it is there."""
 
-    def __init__(self, event: torch.Event | None, then: Callable[[], object] | None) -> None:
-        self._event, self._then = event, then
+    event: torch.Event | None
 
     def precede(self, stream: torch.Stream) -> None:
-        """Make ``stream`` wait for the copy; its follow-up is not waited for."""
-        if self._event is not None:
-            stream.wait_event(self._event)
+        """Make ``stream`` wait for the copy."""
+        if self.event is not None:
+            stream.wait_event(self.event)
 
     def wait(self) -> None:
-        """Wait until it has landed and its follow-up, which runs once, is done."""
-        if self._event is not None:
-            self._event.synchronize()
-        then, self._then = self._then, None
-        if then is not None:
-            then()
-
-    def abandon(self) -> None:
-        """Drop the follow-up, whether or not the copy has landed."""
-        self._then = None
+        """Make the host wait for the copy."""
+        if self.event is not None:
+            self.event.synchronize()

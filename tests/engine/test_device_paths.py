@@ -1,7 +1,7 @@
 """Every path of a device, on the model of one (`tests/oracle/device.py`).
 
-In each, nothing is read, overwritten or freed too early, the host never waits but where offload
-makes it, and the peak is the one that `estimate` predicts.
+In each, nothing is read, overwritten or freed too early, the host never waits but for all offloaded
+gradients at the end of a backward pass, and the peak is the one that `estimate` predicts.
 """
 
 from __future__ import annotations
@@ -61,6 +61,11 @@ class Way(NamedTuple):
     clips: bool = False
     offloads_activations: bool = False
     world: int = 2
+    rows: int = ROWS
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.precision == "bf16-true" else torch.float32
 
     @property
     def offload(self) -> Offload | None:
@@ -93,6 +98,13 @@ WAYS = {
     "zero2_nvme": Way(offloaded(2, "nvme"), MIXED),
     "zero3_nvme": Way(offloaded(3, "nvme")),
     "zero3_nvme mixed": Way(offloaded(3, "nvme"), MIXED, 2, clips=True),
+    # Where not activations decide, but what is gathered, reduced and sent.
+    "zero1 one row": Way({"stage": 1}, "16-mixed", 2, rows=1),
+    "zero3 one row": Way({"stage": 3, "reduce_dtype": torch.bfloat16}, rows=1),
+    "true one row": Way({"stage": 3, "activation_checkpointing": True}, "bf16-true", rows=1),
+    "quantized one row": Way({"stage": 3, "gather_bits": 8, "reduce_bits": 4}, MIXED, rows=1),
+    "copies one row": Way({"stage": 3, "shard": 1, "reduce_bits": 8}, rows=1),
+    "offload one row": Way({**offloaded(3, "cpu"), "shard": 1}, MIXED, 2, rows=1),
 }
 
 
@@ -104,6 +116,7 @@ class Seen(NamedTuple):
     crossed: dict[str, int]
     overlapped: dict[str, float]
     peak: int
+    placeholders: int
 
 
 def row(name: str, seen: Seen, predicted: int) -> str:
@@ -146,14 +159,13 @@ def seen_on(name: str, folder: str) -> Seen:
             units=[Block], recipe=RECIPES[way.precision], offload_path=folder, **way.settings
         )
         comm = Communicator(CPU, direct=False, **settings.division(way.world))
-        model, batch = stack(), torch.ones(ROWS, WIDTH)
+        model, batch = stack().to(way.dtype), torch.ones(way.rows, WIDTH, dtype=way.dtype)
         engine = Engine(model, settings, comm)
         optimizer = adamw(model.parameters())
         engine.adopt(optimizer)
         units = engine.sharded.units if way.offloads_activations else []
         offload = ActivationOffload.of(units, comm.host_copies)
         for _ in range(3):
-            optimizer.zero_grad()
             gc.collect()
             device.restart()
             for number in range(way.num_microbatches):
@@ -161,6 +173,8 @@ def seen_on(name: str, folder: str) -> Seen:
                 with contextlib.nullcontext() if is_last else engine.no_sync():
                     with engine.step() as watch, autocast(way.precision):
                         watch(loss := loss_of(model, batch))
+                    if number == 0:
+                        optimizer.zero_grad()  # as the Trainer does
                     loss.backward()
                     del loss
             if way.clips:
@@ -177,7 +191,8 @@ def seen_on(name: str, folder: str) -> Seen:
         engine.close()
     waits, kernels, crossed, overlapped, peak = found
     own = kernels - plain_kernels(way.precision, way.num_microbatches)
-    return Seen(waits, own / len(engine.sharded.units), crossed, overlapped, peak)
+    placeholders = sum(flat.plan.weight.dtype.itemsize for flat in engine.sharded.flats)
+    return Seen(waits, own / len(engine.sharded.units), crossed, overlapped, peak, placeholders)
 
 
 def over_links(*_: Any, reads_peers: bool) -> Any:
@@ -185,7 +200,7 @@ def over_links(*_: Any, reads_peers: bool) -> Any:
     return dry_transport(torch.device("cuda"), reads_peers=reads_peers)
 
 
-def predicted(way: Way) -> int:
+def predicted(way: Way, rank: int = 0) -> int:
     with (
         beside_the_host(followed=False),
         mock.patch.object(subject, "dry_transport", side_effect=over_links),
@@ -195,10 +210,11 @@ def predicted(way: Way) -> int:
             Settings(units=[Block], activation_offload=way.offloads_activations, **way.settings),
             world_size=way.world,
             precision=way.precision,
-            batch=torch.ones(ROWS, WIDTH),
+            batch=torch.ones(way.rows, WIDTH),
             step=loss_of,
             optimizer=adamw,
             accumulate_grad_batches=way.num_microbatches,
+            rank=rank,
         )
     return found.peak.total
 
@@ -215,27 +231,33 @@ def seen_of(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> SeenOf:
 
 @pytest.mark.parametrize("name", WAYS)
 def test_path(seen_of: SeenOf, name: str) -> None:
-    way, foretold = WAYS[name], predicted(WAYS[name])
+    way = WAYS[name]
     for rank, seen in enumerate(seen_of(name)):
+        foretold = predicted(way, rank)
         if rank == 0:
             print(row(name, seen, foretold))
-        # The host reads gradients that have come down; hybrid sharding sends them up once more.
-        read_by_host = ("tensors/host_copies.py", "parameters/stores.py")
-        assert all(place.startswith(read_by_host) for place in seen.waits)
-        assert bool(seen.waits) == (way.offload is not None)
-        # Small tensors stay when activations are offloaded, and those being copied count twice.
-        assert 0.95 * foretold < seen.peak < foretold + 4096
+        # The host reads gradients that have come down: once all of them have.
+        assert all(place.startswith("tensors/host_copies.py") for place in seen.waits)
+        num_waits = way.num_microbatches if way.offload is not None else 0
+        assert sum(seen.waits.values()) == num_waits
+        # Parameters at rest share a placeholder of one element in each bundle.
+        assert seen.peak == foretold + seen.placeholders
+        if way.rows < ROWS:
+            continue
         assert seen.overlapped["sent"] > 0.2
         if way.offload is not None:
             assert seen.overlapped["up"] > 0.3
         if way.offload is not None and way.settings["stage"] == 3 and way.world == 2:
             assert seen.overlapped["down"] > 0.6
-            assert seen.overlapped["up beside down"] > 0.2
+            # Gradients that others are added to come up and go down one after the other.
+            assert seen.overlapped["up beside down"] > 0.2 / way.num_microbatches
 
 
 def test_weights_go_up_in_their_own_dtype(seen_of: SeenOf) -> None:
-    def ups(name: str) -> set[int]:
-        return {seen.crossed["up"] // WAYS[name].num_microbatches for seen in seen_of(name)}
+    def ups(name: str) -> set[float]:
+        number = WAYS[name].num_microbatches
+        added = (number - 1) / number  # the share of gradients that came up to be added
+        return {(one.crossed["up"] - added * one.crossed["down"]) / number for one in seen_of(name)}
 
     for medium in ("offload", "nvme"):
         [whole], [half] = ups(f"zero3_{medium}"), ups(f"zero3_{medium} mixed")

@@ -436,7 +436,10 @@ def test_peak_of_all_live_tensors(
         assert alive.held <= alive.alive <= alive.held + 1024
         assert predicted.peak.total == pytest.approx(alive.peak, rel=tolerance)
         assert alive.peak <= alive.held + alive.in_flight + alive.received + alive.activations
-        assert predicted.most["activations"] == pytest.approx(alive.activations, rel=0.01)
+        # Small gradients wait to be moved together, which those of a plain loop do not.
+        waiting = min(2**16, sum(p.nbytes for p in case.build().parameters()))
+        found = predicted.most["activations"]
+        assert 0.99 * alive.activations < found < 1.01 * alive.activations + waiting
 
 
 def kept_in_half() -> list[Tensor]:

@@ -14,8 +14,9 @@ torch.cuda._sanitizer). An AssertionError names both operations and their lines 
   the stream where it was made; new memory is filled with NaN;
 - tensors of host and device meet in one operation that is no copy.
 
-Everything is the device's that `HostCopies`, `Scratch` and staging have not allocated. Threads that
-fill pinned memory for uploads do so when they are waited for. Single numbers have no place.
+Everything is the device's that `HostCopies`, `Scratch` and staging have not allocated, and that is
+neither made in a step on the host nor sent between hosts. Threads that fill pinned memory for
+uploads do so when they are waited for. Single numbers take memory, but are not followed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from lightning_zero.comm import collectives
+from lightning_zero.comm import collectives, process_groups
+from lightning_zero.optimizer import UnitStep
 from lightning_zero.optimizer.operations import leaves_of
 from lightning_zero.plan import Offload
 from lightning_zero.tensors import (
@@ -355,8 +357,12 @@ class Device(TorchDispatchMode):
             kinds = {"host"}
         known = {one.untyped_storage()._cdata for one in given}
         result = func(*args, **kwargs)
-        made = [one for one in leaves_of([result]) if is_memory(one)]
+        leaves = leaves_of([result])
+        made = [one for one in leaves if is_memory(one)]
         made = [one for one in made if one.untyped_storage()._cdata not in known]
+        for one in leaves if kinds != {"host"} and self.running is self.host else ():
+            if is_number(one):
+                self.memory_of(one)
         for one in made:
             if kinds == {"host"}:
                 self.paint(one, "pageable" if self.new == "device" else self.new)
@@ -431,6 +437,9 @@ class Device(TorchDispatchMode):
 
     def collective(self, own: Callable[..., Any], out: Tensor, *rest: Any, **kwargs: Any) -> Any:
         """Do a collective at once, and follow it on the stream of its group."""
+        if kwargs.get("group") is process_groups.group_for("sync points", of_hosts=True):
+            self.paint(out, "pageable")
+            return own(out, *rest, **kwargs)
         read = [one for one in rest[:1] if isinstance(one, Tensor)] or [out]
         is_async = kwargs.pop("async_op", False)
         # On copies, as the threads of gloo hold what they have sent for some time.
@@ -516,8 +525,17 @@ def is_memory(value: Any) -> bool:
     """Return whether a value lies in one memory only; single numbers travel with an operation."""
     if not isinstance(value, Tensor) or not value.dim() or not value.numel():
         return False
+    return _is_plain(value)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a single number in a tensor."""
+    return isinstance(value, Tensor) and not value.dim() and not value.is_meta and _is_plain(value)
+
+
+def _is_plain(tensor: Tensor) -> bool:
     # Subclasses with operations of their own have no memory, but hold tensors that have.
-    return type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 @functools.cache
@@ -592,6 +610,14 @@ def _on_host(device: Device) -> Iterator[Any]:
             return made if is_known else device.paint(made, kind)
 
         yield mock.patch.object(cls, name, on_host)
+    for name, place in (("begin", "pageable"), ("end", "device")):
+        own_step = getattr(UnitStep, name)
+
+        def step(one: Any, *args: Any, own: Any = own_step, place: str = place) -> None:
+            device.new = place
+            own(one, *args)
+
+        yield mock.patch.object(UnitStep, name, step)
     for kind, name in ((StagedFile, "mapped"), (StagingMemory, "tensor")):
 
         def made(one: Any, *args: Any, own: Any = kind.__init__, name: str = name) -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_zero.comm.dry_transports import DryTransport
-from lightning_zero.comm.transport import ReduceBuffer
+from lightning_zero.comm.transport import ReduceBuffer, Transport
+from lightning_zero.tensors import Work
 
 
 class DrySharedMemory(DryTransport):
@@ -20,6 +21,7 @@ class DrySharedMemory(DryTransport):
     """
 
     reads_peers: ClassVar[bool] = True
+    lands_apart: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +31,11 @@ class DrySharedMemory(DryTransport):
     @property
     @override
     def partials(self) -> int:
-        return self._num_buffers * self._capacity
+        return self._num_buffers * self._capacity + self._in_flight.nbytes
+
+    @override
+    def all_reduce(self, tensor: Tensor, *, unit: str, tag: int) -> Work:
+        return Transport.all_reduce(self, tensor, unit=unit, tag=tag)
 
     @override
     def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
