@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_zero.comm.collective_log import CollectiveLog
 from lightning_zero.comm.process_groups import (
     destroy,
+    failure_on_device,
     give_up,
     give_up_devices,
     group_for,
@@ -83,7 +84,7 @@ class Control:
         store = own_store(alone=not has_peers)
         self.board = Board(store, f"lightning_zero/{number}", self.rank, self.world_size)
         reports = Reports(self.board) if has_peers else None
-        self.watchdog = Watchdog(self.log, reports, give_up, give_up_devices)
+        self.watchdog = Watchdog(self.log, reports, give_up, give_up_devices, failure_on_device)
         self.channel = Channel(self.world_size, self.log, self.watchdog.describe)
 
     # -- sync points -----------------------------------------------------------------------------

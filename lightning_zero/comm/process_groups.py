@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import sys
 import weakref
@@ -175,9 +176,29 @@ def give_up() -> None:
                 nobody.wait(timedelta(milliseconds=1))
 
 
+def failure_on_device() -> str:
+    """Return what the backend of a device's groups says has failed; empty if nothing has.
+
+    NCCL's thread notices a peer whose sockets close, while this rank may be blocked by its device,
+    or by that very thread: from then on it lets no message begin, and a minute later ends the
+    process. Asking it is no request to the device.
+    """
+    with contextlib.suppress(ValueError):  # they end meanwhile
+        for backend in itertools.chain.from_iterable(map(_backends_of, _device_groups())):
+            # Other backends, and torch before 2.7, have no such thing, or do not answer.
+            with contextlib.suppress(RuntimeError, AttributeError):
+                if (error := backend.get_error().name) != "SUCCESS":
+                    return f"{type(backend).__name__} reports {error}"
+    return ""
+
+
+def _device_groups() -> list[Any]:
+    return [group for group in _all_groups() if dist.get_backend(group) not in ("gloo", "fake")]
+
+
 def give_up_devices() -> None:
     """Abort the groups of devices; those between hosts go on."""
-    groups = [group for group in _all_groups() if dist.get_backend(group) not in ("gloo", "fake")]
+    groups = _device_groups()
     with _together(groups):
         for group in groups:
             with contextlib.suppress(RuntimeError):

@@ -14,8 +14,9 @@ Three things end a run; in each case every rank raises the same text, the **verd
    writes a file may take as long as it likes.
 2. **A rank has failed**: before an exception ends its run, it announces this to the others. An
    exception that the user catches ends nothing, and only ranks that are waiting are interrupted.
-3. **A connection has broken** without an announcement. The rank that notices calls the roll: the
-   threads answer where their ranks are, and a rank that does not answer is gone.
+3. **A connection has broken** without an announcement. The rank that notices, or the thread of a
+   device's backend, calls the roll: the threads answer where their ranks are, and a rank that does
+   not answer is gone.
 
 Waiting ranks then give up their connections, so that the waits raise. A rank may also be blocked
 by its device, in a copy to the host behind a collective that never ends, which looks like work. So
@@ -35,6 +36,8 @@ from collections.abc import Callable, Mapping
 from math import inf
 from multiprocessing.util import Finalize
 from time import monotonic, sleep
+
+import torch.distributed as dist
 
 from lightning_zero.comm.collective_log import CollectiveLog
 from lightning_zero.comm.divergence import diverged
@@ -72,6 +75,7 @@ class Watchdog:
         reports: The ranks' reports; without them nothing is watched.
         give_up: Makes pending waits on connections raise; called from the thread.
         give_up_devices: The same for connections of devices only.
+        failure: Returns what has failed on a device, if anything.
     """
 
     def __init__(
@@ -80,11 +84,13 @@ class Watchdog:
         reports: Reports | None = None,
         give_up: Callable[[], None] = lambda: None,
         give_up_devices: Callable[[], None] = lambda: None,
+        failure: Callable[[], str] = str,
     ) -> None:
         self._log = collectives
         self._observer = Observer(collectives)
         self._reports = reports
         self._give_up, self._give_up_devices = give_up, give_up_devices
+        self._failure = failure
         self._read_at: float | None = None  # when the verdict was read, until devices are given up
         # The owner may be collected as garbage, and leave, at any place of any thread, also while
         # that thread looks: it may then hold this lock, and may hold those of logging.
@@ -126,10 +132,11 @@ class Watchdog:
         except RuntimeError:
             # The store is gone, and so is rank 0, which hosts it unless torchrun's agent does.
             reports.verdict = reports.verdict or _judged({}, error, 1)
-        if reports.verdict and not self.has_given_up:
+        gives_up = bool(reports.verdict) and not self.has_given_up
+        self._log.verdict = reports.verdict  # first: a rank that its device lets go must raise it
+        if gives_up:
             # What a device still sends would never arrive, and the process could not exit.
             self._give_up_devices()
-        self._log.verdict = reports.verdict
         return reports.verdict
 
     def end(self, error: BaseException) -> None:
@@ -189,6 +196,10 @@ class Watchdog:
                 proven = self._look(self._reports)
                 if self._has_left:
                     self._say_goodbye(self._reports)
+        # Not within the lock, which a rank that leaves takes: to give up devices may last.
+        if self._reports is not None and not self._has_left and not self._reports.verdict:
+            failed = self._failure()
+            proven = self._verdict_on(dist.DistBackendError(failed)) if failed else proven
         if proven:
             log.error("%s", proven)
 

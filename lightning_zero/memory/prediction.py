@@ -152,9 +152,7 @@ def estimate(
             device mesh, or a module whose ``configure_model`` builds and cuts it.
         strategy: A registered name, such as ``"zero3"``, a ``ZeROStrategy(...)``, or ``"ddp"``.
             Offload to host memory, or of a share, is assumed to be to that beside an accelerator,
-            and so is offload of activations, also with ``device="cpu"``. With ``shard``, the
-            temporary memory of reductions between copies is not counted: up to three shards of the
-            unit being reduced.
+            and so is offload of activations, also with ``device="cpu"``.
         world_size: Number of ranks.
         precision: As in ``Trainer(precision=...)``.
         optimizer: Makes an optimizer from a list of parameters, or its name in ``torch.optim``; by

@@ -60,6 +60,34 @@ def test_a_broken_connection_gives_up_devices_once(mocker: MockerFixture) -> Non
     assert devices.call_count == 1
 
 
+def test_what_the_backend_of_a_device_reports_ends_the_run(mocker: MockerFixture) -> None:
+    """Its thread sees a peer go while this rank is blocked, in a place that no log knows."""
+    mocker.patch.object(watchdog.Observer, "look", return_value=None)
+    reports: Any = mocker.Mock(verdict="", is_over=False)
+    reports.look.return_value = ""
+    reports.board.world_size = 2
+    reports.call_roll.return_value = {0: "is here"}
+    reports.publish.side_effect = lambda verdict: setattr(reports, "verdict", verdict)
+    log = Control(alone=True).log
+    failures = iter(["", "ProcessGroupNCCL reports COMM_ERROR"])
+    given_up: list[str] = []
+
+    def give_up_devices() -> None:
+        given_up.append(log.verdict)
+
+    watch = watchdog.Watchdog(log, reports, mocker.Mock(), give_up_devices, failures.__next__)
+    watch.forget()
+    watch.look()
+    assert not log.verdict
+    for _ in range(3):
+        watch.look()
+    # The verdict is there when the device lets go of the rank, whose next message raises it.
+    (verdict,) = given_up
+    assert "has lost rank 1" in verdict
+    with pytest.raises(RuntimeError, match="has lost rank 1"):
+        log.begin("a gather")
+
+
 class _Owner:
     """What leaves when it is collected as garbage, such as Fabric's strategy."""
 

@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -511,6 +512,21 @@ class Group:
 
     def abort(self) -> None:
         self.events.append(f"abort {self.kind}")
+
+    def get_error(self) -> SimpleNamespace:
+        if self.kind == "old":
+            raise RuntimeError("Backend old does not support getError")
+        return SimpleNamespace(name=self.events[0])
+
+
+@pytest.mark.parametrize("error", ["SUCCESS", "COMM_ERROR", "TIMEOUT"])
+def test_a_failure_of_a_devices_group_is_seen(monkeypatch: pytest.MonkeyPatch, error: str) -> None:
+    kinds = {"gloo": "COMM_ERROR", "old": "COMM_ERROR", "nccl": error}
+    all_groups = [Group(kind, [name]) for kind, name in kinds.items()]
+    monkeypatch.setattr(process_groups, "_all_groups", lambda: all_groups)
+    monkeypatch.setattr(dist, "get_backend", lambda group: group.kind)
+    expected = "" if error == "SUCCESS" else f"Group reports {error}"
+    assert process_groups.failure_on_device() == expected
 
 
 def test_devices_are_given_up_together(monkeypatch: pytest.MonkeyPatch) -> None:
