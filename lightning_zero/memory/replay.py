@@ -64,7 +64,8 @@ def replay(
     # microbatches stand for more: each after the first finds what the one before has left.
     num_passes = min(num_microbatches, _NUM_PASSES)
     arrived = Storages()
-    segments = Segments(lambda: _with_arrived(held(), arrived))
+    counts = any(event.before for event in events)  # otherwise there was no batch
+    segments = Segments(lambda: _with_arrived(held(), arrived) if counts else held())
     for step in range(2):
         for number in range(num_passes):
             is_last = number == num_passes - 1
