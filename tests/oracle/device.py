@@ -614,7 +614,8 @@ def _on_host(device: Device) -> Iterator[Any]:
         own_step = getattr(UnitStep, name)
 
         def step(one: Any, *args: Any, own: Any = own_step, place: str = place) -> None:
-            device.new = place
+            if one._ledger is not None:  # of steps on the host
+                device.new = place
             own(one, *args)
 
         yield mock.patch.object(UnitStep, name, step)
