@@ -86,8 +86,9 @@ class GradShard:
 
     def drop(self) -> None:
         """Discard gradients that are not installed yet."""
-        if self._fresh is not None and self._fresh[0] is self._installed():
-            self._fresh[1].wait()  # or it would be written to later
+        is_on_host = self._store.plan.rests_on_host
+        if is_on_host and self._fresh is not None and self._fresh[0] is self._installed():
+            self._fresh[1].wait()  # what the user may change now would be written to later
         self._fresh = None
 
     def _earlier(self) -> Tensor | None:
