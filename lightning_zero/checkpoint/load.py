@@ -33,7 +33,7 @@ from lightning_zero.checkpoint.stored_bytes import DamageError
 from lightning_zero.checkpoint.unread import MustBeReadError, unread
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
 from lightning_zero.comm import Control, agreed
-from lightning_zero.tensors import tensors_in, uncollected
+from lightning_zero.tensors import internals, tensors_in, uncollected
 
 _COPY_BYTES = 8 * 2**20
 _ARCHIVE = b"PK\3\4"
@@ -213,7 +213,7 @@ def _read(path: Path, *, weights_only: bool) -> tuple[Any, str]:
                 return value, _identity_of_archive(path, archive)
         if begin.startswith(_ARCHIVE):
             raise ValueError("it is truncated")
-        value = torch.load(path, map_location="cpu", weights_only=weights_only)
+        value = internals.load_to_host(path, weights_only=weights_only)
         return value, identity_of(path)
     except pickle.UnpicklingError as error:
         raise ValueError(_refusal(path, error)) from error
@@ -233,7 +233,7 @@ def _read_archive(path: Path, archive: zipfile.ZipFile, *, weights_only: bool) -
     except MustBeReadError:
         for record in StoredRecords(path, archive):
             record.check("a tensor", 0, record.nbytes)
-        return torch.load(path, map_location="cpu", weights_only=weights_only)
+        return internals.load_to_host(path, weights_only=weights_only)
 
 
 def unreadable(path: Path, error: Exception) -> ValueError:

@@ -48,7 +48,7 @@ def unread(path: Path, archive: zipfile.ZipFile, *, weights_only: bool) -> Any:
             raise MustBeReadError("values in another byte order")
     rebuilding = _Rebuilding(StoredRecords(path, archive))
     with rebuilding, _seeming_fake(), lasting_tensors():
-        value = torch.load(path, map_location="cpu", weights_only=weights_only)
+        value = internals.load_to_host(path, weights_only=weights_only)
     if rebuilding.leaves_any:
         raise MustBeReadError("storages without tensors")
     if rebuilding.leaves_tensors:  # else there is nothing to look for

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lightning_zero.checkpoint import read_file, unreadable
+from lightning_zero.tensors import internals
 
 
 class Placeholder:
@@ -92,6 +93,4 @@ class _TrustingUnpickler(pickle.Unpickler):
 
 def _read_trusting(path: Path) -> Any:
     pickles = SimpleNamespace(__name__="pickle", Unpickler=_TrustingUnpickler, load=pickle.load)
-    return torch.load(
-        path, map_location="cpu", mmap=True, weights_only=False, pickle_module=pickles
-    )
+    return internals.load_to_host(path, mmap=True, weights_only=False, pickle_module=pickles)

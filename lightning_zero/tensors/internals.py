@@ -200,3 +200,15 @@ def measure_together(cls: type[Any]) -> None:
     Computed one by one, each norm would be a message. Torch does the same for DTensor.
     """
     _foreach_utils._foreach_supported_types.append(cls)
+
+
+def load_to_host(file: Any, **options: Any) -> Any:
+    """Call ``torch.load`` with all tensors in host memory.
+
+    If it fails, torch would go on mapping the devices of tensors that are unpickled later.
+    """
+    try:
+        return torch.load(file, map_location="cpu", **options)
+    except BaseException:
+        torch.serialization._serialization_tls.map_location = None
+        raise

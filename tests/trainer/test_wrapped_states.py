@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_zero import MemoryMonitor, ZeROStrategy
+from lightning_zero.checkpoint import read_file
 from lightning_zero.optimizer import Way, verdict_of
 from lightning_zero.trainer import checkpointing
 from tests.oracle.by_trainer import Rows, make_trainer, world
@@ -209,6 +211,15 @@ def refused(folder: str) -> None:
 
 def test_a_directory_has_no_form_for_them(ranks: Pools, tmp_path: Path) -> None:
     ranks(2).run(refused, str(tmp_path))
+
+
+def test_a_load_that_fails_maps_no_devices_later(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    torch.save([torch.ones(2), Module], path)
+    with pytest.raises(ValueError, match="holds more than tensors"):
+        read_file(str(path))
+    there = InBytes.zeros(torch.empty(8, device="meta"))
+    assert pickle.loads(pickle.dumps(there)).device.type == "meta"
 
 
 def test_what_is_found() -> None:

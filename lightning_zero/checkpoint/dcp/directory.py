@@ -37,6 +37,7 @@ from lightning_zero.checkpoint.file.format import (
 from lightning_zero.checkpoint.values.boxes import Box
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
 from lightning_zero.checkpoint.values.places import Chunk, damage_of, opened
+from lightning_zero.tensors import internals
 
 Keys = tuple[str | int, ...]
 """The path of an entry in nested dictionaries and lists."""
@@ -61,7 +62,7 @@ class StoredObject:
         if damage is not None:
             raise ValueError(f"{str(self.file)!r} is damaged at byte {self.offset}: {damage}")
         with opened(self.file, self.offset, self.nbytes) as part:
-            return torch.load(part, map_location="cpu", weights_only=weights_only)
+            return internals.load_to_host(part, weights_only=weights_only)
 
 
 @dataclass(frozen=True)
