@@ -91,6 +91,7 @@ class OptimizerHooks:
         after: Callable[[list[Piece]], None],
         by_unit: Callable[[Optimizer], Stepper] | None = None,
     ) -> None:
+        internals.accept_hooks(optimizer)
         second_run = SecondRun(optimizer, find_piece, comm)
         self._find_piece = find_piece
         self._changed, self._before, self._after = changed, before, after

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 from collections import OrderedDict, defaultdict
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_zero.optimizer.shared_state import OfOptimizer, options_of
-from lightning_zero.tensors import is_wrapper
+from lightning_zero.tensors import internals, is_wrapper
 
 Toys = Mapping[Parameter, Sequence[Parameter]]
 
@@ -30,12 +31,15 @@ def bare(optimizer: Any) -> Optimizer:
     return getattr(optimizer, "_optimizer", optimizer)  # type: ignore[no-any-return]
 
 
-def uncompiled() -> Any:
-    """Return a context in which code that an optimizer compiles runs as it is written.
+@contextlib.contextmanager
+def stepping_toys() -> Iterator[None]:
+    """Enter a context for steps of toys, which no code but the optimizer's notices.
 
-    A step of toys that is followed cannot be compiled, and others are over sooner than a compiler.
+    What it compiles runs as it is written: a step that is followed cannot be compiled, and others
+    are over sooner than a compiler. Hooks on the steps of all optimizers are not called.
     """
-    return torch.compiler.set_stance("force_eager")
+    with torch.compiler.set_stance("force_eager"), internals.without_hooks_of_all_steps():
+        yield
 
 
 def copy_of(optimizer: Any, toys: Sequence[Toys], kept: Sequence[int]) -> Optimizer:

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_zero.optimizer.optimizer_copy import bare, copy_of, uncompiled
+from lightning_zero.optimizer.optimizer_copy import bare, copy_of, stepping_toys
 from lightning_zero.optimizer.pieces import owned, parameter_of
 from lightning_zero.optimizer.steppers import members, stepper_of
 from lightning_zero.parameters import Piece
@@ -84,7 +84,7 @@ def _state_of(optimizer: Optimizer, number: int, toy: Parameter) -> dict[str, An
     copied = _copy_of_group(optimizer, number, toy)
     toy.grad = torch.ones_like(toy)
     _let_train(copied)
-    with uncompiled():
+    with stepping_toys():
         for _ in range(2):
             copied.step()
     return dict(copied.state[toy])
@@ -139,7 +139,7 @@ def missing_in_state(
         of_toy = {toy: {**owned(numbers), **zeros}}
         copied.__setstate__({"state": of_toy, "param_groups": [group]})
         _let_train(copied)
-        with torch.random.fork_rng(devices=[]), uncompiled():
+        with torch.random.fork_rng(devices=[]), stepping_toys():
             copied.step()
     except KeyError as error:
         return str(error.args[0]) if error.args else "something"

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.optimizer.dataflow import CannotFollow, Dataflow, Way
-from lightning_zero.optimizer.optimizer_copy import copy_of, uncompiled, with_inner
+from lightning_zero.optimizer.optimizer_copy import copy_of, stepping_toys, with_inner
 from lightning_zero.optimizer.shared_state import Entries, options_of, shared_of
 from lightning_zero.tensors import unwrapped
 
@@ -144,7 +144,7 @@ class Trial:
         try:
             self._give(grads)
             had_any = [grad is not None and bool(grad.any()) for grad in grads]
-            with uncompiled(), self.dataflow:
+            with stepping_toys(), self.dataflow:
                 for change in _changes(self.optimizer_copy, is_first=number == 0):
                     self._change(change)
                 self.dataflow.has_touched = False

@@ -6,9 +6,11 @@ they are used. Binding a name here once makes it cheaper to look up.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from inspect import isabstract
 from typing import Any
 
@@ -176,6 +178,15 @@ def hook_steps(cls: type[torch.optim.Optimizer]) -> None:
             object.__new__(base)._patch_step_function()
 
 
+def accept_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer have step hooks, though it has not called the constructor of its base."""
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        hooks = vars(optimizer).get(name, {})
+        if not isinstance(hooks, OrderedDict):  # a dict cannot be referred to weakly
+            setattr(optimizer, name, OrderedDict(hooks))
+    optimizer._patch_step_function()
+
+
 def hook_first(hook: Callable[..., Any], optimizer: torch.optim.Optimizer) -> RemovableHandle:
     """Register a step post-hook of an optimizer before all others; torch has no public way to."""
     handle = optimizer.register_step_post_hook(hook)
@@ -192,6 +203,23 @@ def call_last(hook: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Non
 def is_called_last(hook: Callable[..., Any], optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a step pre-hook of an optimizer is called behind all others."""
     return bool(next(reversed(optimizer._optimizer_step_pre_hooks.values())) == hook)
+
+
+@contextlib.contextmanager
+def without_hooks_of_all_steps() -> Iterator[None]:
+    """Enter a context without the hooks on the steps of all optimizers; torch can only add some."""
+    places: Any = (
+        _optimizers._global_optimizer_pre_hooks,
+        _optimizers._global_optimizer_post_hooks,
+    )
+    kept = [place.copy() for place in places]
+    for place in places:
+        place.clear()
+    try:
+        yield
+    finally:
+        for place, hooks in zip(places, kept, strict=True):
+            place.update(hooks)
 
 
 def measure_together(cls: type[Any]) -> None:

@@ -15,6 +15,10 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from lightning_zero import ZeROStrategy
 from tests.oracle.by_trainer import Rows, assert_close, make_trainer, world
@@ -233,6 +237,43 @@ class GroupsAreAdded(Module):
             optimizer.add_param_group({"params": list(self.layers[2].parameters())})
 
 
+class HooksOfAll(Module):
+    """Hooks on the steps of all optimizers are called for the user's own ones only."""
+
+    def configure_optimizers(self) -> Any:
+        self.handles = [
+            register_optimizer_step_pre_hook(lambda *_: self.calls.append("pre")),
+            register_optimizer_step_post_hook(lambda *_: self.calls.append("post")),
+        ]
+
+        class New(Adam):  # which no rank has proved yet
+            pass
+
+        return New(self.parameters(), 0.05)
+
+    def on_train_end(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+class Bare(Optimizer):
+    """Wraps an optimizer without the constructor of its base, as some do."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.defaults = optimizer, optimizer.defaults
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+        self._optimizer_step_pre_hooks: Any = {}
+        self._optimizer_step_post_hooks: Any = {}
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+class WithoutAConstructor(Module):
+    def configure_optimizers(self) -> Any:
+        return Bare(super().configure_optimizers())
+
+
 # -- methods that are called through what `self.optimizers()` returns ------------------------------
 
 
@@ -336,6 +377,8 @@ MODULES = [
     SteppedByAFunction,
     SteppedByOwnRule,
     GroupsAreAdded,
+    HooksOfAll,
+    WithoutAConstructor,
     Manual,
     ScheduleFree,
     ScheduleFreeItself,
